@@ -1,8 +1,10 @@
-"""A custom RL loop on the clients' verbs alone: teach a tiny model two-digit addition, then improve it by what it tries.
+"""A custom RL loop on the clients' verbs alone: teach a tiny model two-digit addition, then improve
+it by what it tries.
 
     accelerate launch minimal_loop.py        (or: python minimal_loop.py [--steps 40])
 
-This is the whole algorithm; train.py adds settings, evaluation, checkpoints and curves around the same five steps.
+This is the whole algorithm; train.py adds settings, evaluation, checkpoints and curves around the
+same five steps.
 """
 
 import argparse
@@ -17,7 +19,9 @@ def problem(rng: random.Random) -> tuple[str, str]:
 
 
 def teach(client, renderer, rng: random.Random, steps: int) -> None:
-    """Supervised fine-tuning on answers in which a digit is often wrong: the model learns sums, but answers carelessly."""
+    """Supervised fine-tuning on answers in which a digit is often wrong: the model learns sums, but
+    answers carelessly.
+    """
     for _ in range(steps):
         data = []
         for _ in range(256):
@@ -45,12 +49,19 @@ def main(sft_steps: int, steps: int, problems: int = 64, group: int = 8, seed: i
     for step in range(steps):
         sampler = client.save_weights_and_get_sampling_client()
         asked = [problem(rng) for _ in range(problems)]
-        prompts = [renderer.build_generation_prompt([{"role": "user", "content": question}]) for question, _ in asked]
-        futures = [sampler.sample(prompt, group, params) for prompt in prompts]  # 1. sample (they run as one batch)
+        prompts = [
+            renderer.build_generation_prompt([{"role": "user", "content": question}])
+            for question, _ in asked
+        ]
+        # 1. sample (they run as one batch)
+        futures = [sampler.sample(prompt, group, params) for prompt in prompts]
         data, rewards = [], []
         for (_, answer), prompt, future in zip(asked, prompts, futures, strict=True):
             sequences = future.result().sequences
-            scores = [float(renderer.parse_response(s.tokens)[0]["content"] == answer) for s in sequences]  # 2. evaluate
+            # 2. evaluate
+            scores = [
+                float(renderer.parse_response(s.tokens)[0]["content"] == answer) for s in sequences
+            ]
             advantages = [score - sum(scores) / group for score in scores]  # 3. advantage
             rewards += scores
             if not any(advantages):
@@ -63,17 +74,24 @@ def main(sft_steps: int, steps: int, problems: int = 64, group: int = 8, seed: i
                     "advantages": zeros + [advantage] * len(sequence.tokens),
                 }
                 data.append(types.Datum(types.ModelInput.from_ints(tokens[:-1]), inputs))
-        client.forward_backward(data, "ppo", divisor=max(1, sum(len(d.model_input.to_ints()) for d in data)))  # 5. train
+        # 5. train
+        client.forward_backward(
+            data, "ppo", divisor=max(1, sum(len(d.model_input.to_ints()) for d in data))
+        )
         client.optim_step(types.AdamParams(learning_rate=3e-4, grad_clip_norm=1.0)).result()
         mean = sum(rewards) / len(rewards)
-        print(f"step {step:3d}  reward {mean:.3f}  groups with signal {len(data) // group}/{problems}")
+        print(
+            f"step {step:3d}  reward {mean:.3f}  groups with signal {len(data) // group}/{problems}"
+        )
     service.close()
     return mean
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sft-steps", type=int, default=400, help="steps of supervised teaching before the loop")
+    parser.add_argument(
+        "--sft-steps", type=int, default=400, help="steps of supervised teaching before the loop"
+    )
     parser.add_argument("--steps", type=int, default=40, help="steps of reinforcement learning")
     parser.add_argument("--seed", type=int, default=0, help="of weights, problems and samples")
     args = parser.parse_args()

@@ -1,7 +1,9 @@
-"""Draw a run's curves, or compare several runs: `python plot.py runs/addition [runs/other ...] [-o curves.png]`.
+"""Draw a run's curves, or compare several runs: `python plot.py runs/addition [runs/other ...] [-o
+curves.png]`.
 
-The picture goes to curves.png in the folder of the run; of several runs to curves.png here; or where -o says, a name that ends with
-.png, .svg or .pdf (or the last of the names, where that is one). A folder there: curves.png in it.
+The picture goes to curves.png in the folder of the run; of several runs to curves.png here; or
+where -o says, a name that ends with .png, .svg or .pdf (or the last of the names, where that is
+one). A folder there: curves.png in it.
 """
 
 import argparse
@@ -11,15 +13,28 @@ from pathlib import Path
 from rl.errors import UserError
 from rl.report import CURVES, PICTURES, draw
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("runs", nargs="+", type=Path, help="folders of runs (or their metrics.jsonl)")
-parser.add_argument("-o", "--out", type=Path, help=f"picture to write (default: {CURVES} in the run's folder; of several runs, here)")
-parser.add_argument("--labels", nargs="+", help="names in the legend, one a run (default: the folders' names)")
+parser.add_argument(
+    "-o",
+    "--out",
+    type=Path,
+    help=f"picture to write (default: {CURVES} in the run's folder; of several runs, here)",
+)
+parser.add_argument(
+    "--labels", nargs="+", help="names in the legend, one a run (default: the folders' names)"
+)
 
 
 def main() -> int:
     args = parser.parse_args()
-    if len(args.runs) > 1 and args.runs[-1].suffix.lower() in PICTURES and not args.runs[-1].is_dir():
+    if (
+        len(args.runs) > 1
+        and args.runs[-1].suffix.lower() in PICTURES
+        and not args.runs[-1].is_dir()
+    ):
         *args.runs, last = args.runs
         if args.out is not None:
             parser.error(f"{last} and -o {args.out} both name the picture: give one of them")

@@ -1,8 +1,9 @@
 """Ask saved weights: `python sample.py runs/addition --prompt "12+34=" -n 4`.
 
-WEIGHTS is a run's folder (its newest checkpoint, or --checkpoint), a folder of weights, a hub name or tiny:<preset>.
-Without --prompt, prompts are read line by line: from a pipe, or as you type them (Ctrl-D ends); with --dataset they are its rows.
-Besides those below it takes every flag that says how data is read and asked, as train.py does (docs/data.md): --prompt-column,
+WEIGHTS is a run's folder (its newest checkpoint, or --checkpoint), a folder of weights, a hub name
+or tiny:<preset>. Without --prompt, prompts are read line by line: from a pipe, or as you type them
+(Ctrl-D ends); with --dataset they are its rows. Besides those below it takes every flag that says
+how data is read and asked, as train.py does (docs/data.md): --prompt-column,
 --prompt-suffix, --template.enable_thinking false, --stop, ...
 """
 
@@ -10,22 +11,62 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("weights", metavar="WEIGHTS", help="a run's folder, a folder of weights, a hub name or tiny:<preset>")
-parser.add_argument("--checkpoint", help="of a run: best, or a name in its checkpoints.jsonl (default: the newest)")
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+parser.add_argument(
+    "weights",
+    metavar="WEIGHTS",
+    help="a run's folder, a folder of weights, a hub name or tiny:<preset>",
+)
+parser.add_argument(
+    "--checkpoint", help="of a run: best, or a name in its checkpoints.jsonl (default: the newest)"
+)
 parser.add_argument("--prompt", nargs="+", help="what to ask, one or several")
-parser.add_argument("--dataset", help="ask the rows of a file, folder or hub data set (their test split, if they have one)")
-parser.add_argument("--image", nargs="+", default=[], help="files that are shown with every prompt, to a model that sees")
-parser.add_argument("--limit", type=int, default=5, help="of --dataset the first so many rows (default 5)")
+parser.add_argument(
+    "--dataset",
+    help="ask the rows of a file, folder or hub data set (their test split, if they have one)",
+)
+parser.add_argument(
+    "--image",
+    nargs="+",
+    default=[],
+    help="files that are shown with every prompt, to a model that sees",
+)
+parser.add_argument(
+    "--limit", type=int, default=5, help="of --dataset the first so many rows (default 5)"
+)
 parser.add_argument("-n", type=int, default=1, help="answers to each prompt (default 1)")
 parser.add_argument("--temperature", type=float, help="0 is greedy (default: the run's, else 1)")
-parser.add_argument("--top-k", type=int, default=-1, help="sample from the k most probable tokens alone (default -1: all)")
-parser.add_argument("--top-p", type=float, default=1.0, help="sample from the fewest tokens that hold this probability (default 1)")
+parser.add_argument(
+    "--top-k",
+    type=int,
+    default=-1,
+    help="sample from the k most probable tokens alone (default -1: all)",
+)
+parser.add_argument(
+    "--top-p",
+    type=float,
+    default=1.0,
+    help="sample from the fewest tokens that hold this probability (default 1)",
+)
 parser.add_argument("--max-tokens", type=int, help="longest answer (default: the run's, else 256)")
-parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same answers (default 0)")
-parser.add_argument("--sampler-tp", type=int, default=1, help="so many processes of a machine hold the weights together (default 1)")
-parser.add_argument("--renderer", help="chat_template, role_colon or plain (default: the run's, else by the tokenizer)")
-parser.add_argument("--system-prompt", help="put before every prompt (default: the run's, else none)")
+parser.add_argument(
+    "--seed", type=int, default=0, help="the same seed gives the same answers (default 0)"
+)
+parser.add_argument(
+    "--sampler-tp",
+    type=int,
+    default=1,
+    help="so many processes of a machine hold the weights together (default 1)",
+)
+parser.add_argument(
+    "--renderer",
+    help="chat_template, role_colon or plain (default: the run's, else by the tokenizer)",
+)
+parser.add_argument(
+    "--system-prompt", help="put before every prompt (default: the run's, else none)"
+)
 
 
 def prompts(given: list[str] | None) -> Iterator[str]:
@@ -54,17 +95,37 @@ def main(args: argparse.Namespace) -> None:
 
     weights = open_weights(args.weights, args.checkpoint)
     data = weights.stage.settings.data if weights.stage else DataSettings()
-    sampling = weights.stage.settings.sampling if weights.stage else SamplingSettings(temperature=1.0)
+    sampling = (
+        weights.stage.settings.sampling if weights.stage else SamplingSettings(temperature=1.0)
+    )
     data, sampling = override((data, sampling), args.others, vars(args))
     temperature = sampling.temperature if args.temperature is None else args.temperature
-    data = replace(data, system_prompt=(data.system_prompt if args.system_prompt is None else args.system_prompt) or None)
+    data = replace(
+        data,
+        system_prompt=(data.system_prompt if args.system_prompt is None else args.system_prompt)
+        or None,
+    )
     console = Console(highlight=False, soft_wrap=True)
     with weights.service(args.seed, args.sampler_tp) as service:
         sampler = weights.sampler(service)
-        renderer = make_renderer(sampler, args.renderer or data.renderer, data.template, sampling.stop)
+        renderer = make_renderer(
+            sampler, args.renderer or data.renderer, data.template, sampling.stop
+        )
         stop = renderer.get_stop_sequences()
-        params = SamplingParams(args.max_tokens or sampling.max_tokens, None, stop, temperature, top_k=args.top_k, top_p=args.top_p)
-        console.print(Text(f"{weights.name}, temperature {temperature:g}, at most {params.max_tokens} tokens", style="dim"))
+        params = SamplingParams(
+            args.max_tokens or sampling.max_tokens,
+            None,
+            stop,
+            temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+        )
+        console.print(
+            Text(
+                f"{weights.name}, temperature {temperature:g}, at most {params.max_tokens} tokens",
+                style="dim",
+            )
+        )
         for messages in asked_with(data, prompts(args.prompt), args.dataset, args.limit):
             if args.image:
                 text = {"type": "text", "text": said(messages[-1]["content"])}
@@ -81,7 +142,14 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     args, args.others = parser.parse_known_args()
-    for name, least in {"limit": 1, "n": 1, "max_tokens": 1, "temperature": 0, "seed": 0, "sampler_tp": 1}.items():
+    for name, least in {
+        "limit": 1,
+        "n": 1,
+        "max_tokens": 1,
+        "temperature": 0,
+        "seed": 0,
+        "sampler_tp": 1,
+    }.items():
         value = getattr(args, name)
         if value is not None and not value >= least:
             parser.error(f"{name.replace('_', '-')} is at least {least}, got {value}")
@@ -90,4 +158,6 @@ if __name__ == "__main__":
     quick()
     from rl.run import guarded
 
-    sys.exit(guarded(lambda: main(args), see="python sample.py --help", outcome="nothing more is asked"))
+    sys.exit(
+        guarded(lambda: main(args), see="python sample.py --help", outcome="nothing more is asked")
+    )

@@ -1,4 +1,5 @@
-"""Train a language model: `accelerate launch train.py [METHOD] [RECIPE.yaml] [--flags]`, or plain `python train.py`.
+"""Train a language model: `accelerate launch train.py [METHOD] [RECIPE.yaml] [--flags]`, or plain
+`python train.py`.
 
 No words at all run the default recipe, recipes/addition.yaml. `--help` lists methods and recipes,
 `METHOD --help` every setting.
@@ -24,7 +25,13 @@ if __name__ == "__main__":
     from rl.methods import METHODS
     from rl.settings import RunSettings, parse
 
-    run = parse(sys.argv[1:], METHODS, Path(__file__).parent / "recipes" / "addition.yaml", options=RunSettings, environments=show_help)
+    run = parse(
+        sys.argv[1:],
+        METHODS,
+        Path(__file__).parent / "recipes" / "addition.yaml",
+        options=RunSettings,
+        environments=show_help,
+    )
     quick()
 
     from rl.run import main  # torch and everything heavy, once there is something to run

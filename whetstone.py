@@ -1,4 +1,6 @@
-"""The command `whetstone`: the flat scripts by name, wherever one stands. Installed by `pip install -e .`."""
+"""The command `whetstone`: the flat scripts by name, wherever one stands. Installed by `pip install
+-e .`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def main() -> int:
         return 2 if wrong else 0
     script = _HOUSE / f"{name}.py"
     if not script.is_file():
-        sys.stderr.write(f"whetstone: {script} is not there: install from a checkout, with pip install -e .\n")
+        sys.stderr.write(
+            f"whetstone: {script} is not there: install from a checkout, with pip install -e .\n"
+        )
         return 2
     sys.argv = [str(script), *sys.argv[2:]]
     sys.path.insert(0, str(_HOUSE))

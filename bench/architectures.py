@@ -1,11 +1,13 @@
-"""Every causal LM of transformers, tiny: does the learner score and train it as it is alone, in each layout, or refuse it by name?
+"""Every causal LM of transformers, tiny: does the learner score and train it as it is alone, in
+each layout, or refuse it by name?
 
     python bench/architectures.py                        # all of them, half an hour on two cores, into results/architectures.csv
                                                          # and docs/architectures.md
     python bench/architectures.py --only llama gpt_neo   # some; their rows replace those that are there
     python bench/architectures.py --saved                # resume, reload and adapter alone, of built rows that have no cell there yet
 
-A row is written after each architecture, which runs in a process of its own with a time limit. Columns:
+A row is written after each architecture, which runs in a process of its own with a time limit.
+Columns:
     padded packed shared  the learner with that layout, against the plain model on one sequence at a time, unpadded, in float32:
                   "exact" (logprobs within 1e-4 nats, gradient within 1e-3), "refused: why", or "WRONG: ..."
     checkpointing the same with gradient checkpointing, padded
@@ -35,7 +37,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[0] = str(HERE.parent)  # in place of this folder, whose kernels.py would be taken for the package of that name
+# in place of this folder, whose kernels.py would be taken for the package of that name
+sys.path[0] = str(HERE.parent)
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
 
 import numpy as np  # noqa: E402
@@ -59,7 +62,9 @@ TABLE = HERE / "results" / "architectures.csv"
 COLUMNS = ["architecture", "class", "attention", "parameters", "padded", "packed", "shared", "checkpointing", "sampler",
            "resume", "reload", "adapter", "rows", "layers", "lora_left_out", "seconds"]  # fmt: skip
 LOGPROBS, GRADIENT, SAMPLED = 1e-4, 1e-3, 1e-3
-CHOSEN_OTHERWISE = 0.2  # of the tokens may be off where a layer chooses what it reads by scores: a tiny vocabulary has nearly equal ones
+# of the tokens may be off where a layer chooses what it reads by scores: a tiny vocabulary has
+# nearly equal ones
+CHOSEN_OTHERWISE = 0.2
 LAYOUTS = ("padded", "packed", "shared")
 SAVED = ("resume", "reload", "adapter")
 
@@ -76,22 +81,36 @@ def sequences() -> list[Datum]:
         texts += [(prompt + draw(n), len(prompt)) for n in answers]
     found = []
     for tokens, prompt in texts:
-        weights = np.concatenate([np.zeros(prompt - 1), rng.uniform(0.2, 1.0, len(tokens) - prompt)]).astype(np.float32)
-        found.append(Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "weights": weights}))
+        weights = np.concatenate(
+            [np.zeros(prompt - 1), rng.uniform(0.2, 1.0, len(tokens) - prompt)]
+        ).astype(np.float32)
+        found.append(
+            Datum(
+                ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "weights": weights}
+            )
+        )
     return found
 
 
 def alone(model: Any, datums: list[Datum]) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
-    """Logprobs of every datum and the gradient of their weighted sum: the plain model, one sequence a forward."""
+    """Logprobs of every datum and the gradient of their weighted sum: the plain model, one sequence
+    a forward.
+    """
     model.zero_grad()
     logprobs = []
     for datum in datums:
-        logits = model(input_ids=torch.tensor([datum.model_input.to_ints()]), use_cache=False).logits[0].double()
+        logits = (
+            model(input_ids=torch.tensor([datum.model_input.to_ints()]), use_cache=False)
+            .logits[0]
+            .double()
+        )
         targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)
         logp = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
         (-(logp * torch.from_numpy(datum.loss_fn_inputs["weights"].array)).sum()).backward()
         logprobs.append(logp.detach().numpy())
-    return logprobs, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return logprobs, {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def rounding(model: Any, datums: list[Datum], logprobs: list[np.ndarray]) -> float:
@@ -104,21 +123,49 @@ def loaded_copy(model: Any, name: str) -> models.LoadedModel:
     return models.LoadedModel(models._prepared(copy.deepcopy(model)), None, f"tiny {name}", ())
 
 
-def judged(model: Any, name: str, datums: list[Datum], truth: Any, accelerator: Any, settings: LearnerSettings) -> str:
+def judged(
+    model: Any,
+    name: str,
+    datums: list[Datum],
+    truth: Any,
+    accelerator: Any,
+    settings: LearnerSettings,
+) -> str:
     """A learner's outputs and gradient against the truth, in words."""
     try:
         learner = Learner(loaded_copy(model, name), accelerator, settings)
-        outputs, _ = learner.run(datums, get_loss("cross_entropy"), {}, temperature=1.0, divisor=1.0, backward=True)
+        outputs, _ = learner.run(
+            datums, get_loss("cross_entropy"), {}, temperature=1.0, divisor=1.0, backward=True
+        )
     except (UserError, ValueError) as error:
         return f"refused: {error}"
     logprobs, gradient = truth
-    worst = max(float(np.abs(outputs[i]["logprobs"] - expected).max()) for i, expected in enumerate(logprobs))
-    square = sum(float((p.grad - gradient[n]).square().sum()) for n, p in learner.trainable.items() if p.grad is not None and n in gradient)
-    missing = [n for n in gradient if learner.trainable[n].grad is None and gradient[n].abs().max() > 0]
+    worst = max(
+        float(np.abs(outputs[i]["logprobs"] - expected).max())
+        for i, expected in enumerate(logprobs)
+    )
+    square = sum(
+        float((p.grad - gradient[n]).square().sum())
+        for n, p in learner.trainable.items()
+        if p.grad is not None and n in gradient
+    )
+    missing = [
+        n for n in gradient if learner.trainable[n].grad is None and gradient[n].abs().max() > 0
+    ]
     off = (square / sum(float(g.square().sum()) for g in gradient.values())) ** 0.5
-    if off <= GRADIENT and not missing and (worst <= LOGPROBS or worst <= 4 * rounding(model, datums, logprobs)):
-        return "exact" + ("" if worst <= LOGPROBS else f" ({worst:.1g} nats, as the plain model is from itself in float64)")
-    return f"WRONG: {worst:.2g} nats, gradient {off:.2g}" + (f", none for {missing[:2]}" if missing else "")
+    if (
+        off <= GRADIENT
+        and not missing
+        and (worst <= LOGPROBS or worst <= 4 * rounding(model, datums, logprobs))
+    ):
+        return "exact" + (
+            ""
+            if worst <= LOGPROBS
+            else f" ({worst:.1g} nats, as the plain model is from itself in float64)"
+        )
+    return f"WRONG: {worst:.2g} nats, gradient {off:.2g}" + (
+        f", none for {missing[:2]}" if missing else ""
+    )
 
 
 def sampled(model: Any) -> str:
@@ -134,10 +181,18 @@ def sampled(model: Any) -> str:
         for prompt, response in zip(prompts, engine.run(), strict=True):
             for sequence in response.sequences:
                 ids = torch.tensor([prompt + sequence.tokens])
-                logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double()
-                expected = logits.log_softmax(-1).gather(-1, torch.tensor(sequence.tokens)[:, None])[:, 0]
+                logits = (
+                    model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double()
+                )
+                expected = logits.log_softmax(-1).gather(
+                    -1, torch.tensor(sequence.tokens)[:, None]
+                )[:, 0]
                 apart = (torch.tensor(sequence.logprobs).double() - expected).abs()
-                worst, off, count = max(worst, float(apart.max())), off + int((apart > SAMPLED).sum()), count + len(apart)
+                worst, off, count = (
+                    max(worst, float(apart.max())),
+                    off + int((apart > SAMPLED).sum()),
+                    count + len(apart),
+                )
     if worst > SAMPLED and describe(model).chosen and off <= CHOSEN_OTHERWISE * count:
         return f"exact but for {off} of {count} tokens, whose layers chose other positions to read"
     return "exact" if worst <= SAMPLED else f"WRONG: {worst:.2g} nats"
@@ -149,7 +204,9 @@ def rows_of(model: Any) -> str:
 
 
 def attempt(work: Callable[[], Any]) -> str:
-    """The table is of models of every kind, in code that nobody here wrote: what they raise is a cell of it."""
+    """The table is of models of every kind, in code that nobody here wrote: what they raise is a
+    cell of it.
+    """
     try:
         return str(work())
     except Exception as error:  # noqa: BLE001
@@ -167,7 +224,9 @@ def saved(model: Any) -> dict[str, str]:
     datums, accelerator = sequences()[:3], make_accelerator(bf16=False)
     with tempfile.TemporaryDirectory() as folder:
         found: dict[str, str] = {}
-        said = attempt(lambda: found.update(saved_columns(model, datums, accelerator, Path(folder))) or "")
+        said = attempt(
+            lambda: found.update(saved_columns(model, datums, accelerator, Path(folder))) or ""
+        )
         adapter = attempt(lambda: adapter_column(model, datums, accelerator, Path(folder)))
     return {"resume": said, "reload": said, **found, "adapter": adapter}
 
@@ -192,7 +251,9 @@ def row(name: str) -> dict[str, Any]:
     def layout(which: str, checkpointing: bool = False) -> str:
         nonlocal truth
         truth = truth or alone(plain, datums)
-        settings = LearnerSettings(token_budget=400, layout=which, gradient_checkpointing=checkpointing)
+        settings = LearnerSettings(
+            token_budget=400, layout=which, gradient_checkpointing=checkpointing
+        )
         return judged(model, name, datums, truth, accelerator, settings)
 
     for which in LAYOUTS:
@@ -207,7 +268,7 @@ def row(name: str) -> dict[str, Any]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------- the table
+# ---------------------------------------------------------------------------------------- the table
 
 
 def write(rows: dict[str, dict[str, Any]]) -> None:
@@ -218,10 +279,16 @@ def write(rows: dict[str, dict[str, Any]]) -> None:
         writer.writerows(rows[name] for name in sorted(rows))
 
 
-def in_its_own_process(name: str, limit: float, work: Callable[[Any], dict[str, Any]] = row, given: Any = None) -> dict[str, Any]:
-    """A row, or one that says how the process ended. Forked, so that what takes seconds to import is there."""
+def in_its_own_process(
+    name: str, limit: float, work: Callable[[Any], dict[str, Any]] = row, given: Any = None
+) -> dict[str, Any]:
+    """A row, or one that says how the process ended. Forked, so that what takes seconds to import
+    is there.
+    """
     here, there = multiprocessing.get_context("fork").Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_send_row, args=(name, there, work, name if given is None else given))
+    process = multiprocessing.get_context("fork").Process(
+        target=_send_row, args=(name, there, work, name if given is None else given)
+    )
     process.start()
     there.close()
     try:
@@ -230,7 +297,10 @@ def in_its_own_process(name: str, limit: float, work: Callable[[Any], dict[str, 
         return {"architecture": name, "class": f"not tried: no row within {limit:g} s"}
     except EOFError:
         process.join(10)
-        return {"architecture": name, "class": f"not tried: the process ended with code {process.exitcode}"}
+        return {
+            "architecture": name,
+            "class": f"not tried: the process ended with code {process.exitcode}",
+        }
     finally:
         process.kill()
         process.join()
@@ -241,7 +311,9 @@ def _send_row(name: str, there: Any, work: Callable[[Any], dict[str, Any]], give
         there.send(work(given))
     except Exception as error:  # noqa: BLE001
         first = (str(error).strip() or "no text").splitlines()[0]
-        there.send({"architecture": name, "class": f"not built: {type(error).__name__}: {first[:200]}"})
+        there.send(
+            {"architecture": name, "class": f"not built: {type(error).__name__}: {first[:200]}"}
+        )
 
 
 def warm_up() -> None:
@@ -255,16 +327,27 @@ def summary(rows: dict[str, dict[str, Any]]) -> str:
     lines = []
     for column in ("padded", "packed", "shared", "checkpointing", "sampler", *SAVED):
         cells = [row.get(column) or "" for row in rows.values()]
-        counts = {kind: sum(cell.startswith(kind) for cell in cells) for kind in ("exact", "refused", "WRONG")}
-        lines.append(f"{column:14}" + "  ".join(f"{kind} {count}" for kind, count in counts.items()))
+        counts = {
+            kind: sum(cell.startswith(kind) for cell in cells)
+            for kind in ("exact", "refused", "WRONG")
+        }
+        lines.append(
+            f"{column:14}" + "  ".join(f"{kind} {count}" for kind, count in counts.items())
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", help="architectures, by transformers' model_type")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for one architecture")
-    parser.add_argument("--saved", action="store_true", help="resume, reload and adapter alone, of rows that have no such cell")
+    parser.add_argument(
+        "--saved",
+        action="store_true",
+        help="resume, reload and adapter alone, of rows that have no such cell",
+    )
     asked = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -273,7 +356,11 @@ def main() -> None:
         with TABLE.open() as file:
             rows = {row["architecture"]: row for row in csv.DictReader(file)}
     warm_up()
-    names = [name for name in rows if rows[name]["parameters"] and not rows[name].get("resume")] if asked.saved else model_types()
+    names = (
+        [name for name in rows if rows[name]["parameters"] and not rows[name].get("resume")]
+        if asked.saved
+        else model_types()
+    )
     for name in asked.only or names:
         if asked.saved:
             found = in_its_own_process(name, asked.limit, saved_row, rows[name])

@@ -1,4 +1,5 @@
-"""docs/architectures.md, as results/architectures.csv says it: `python bench/architectures_page.py` writes the page anew.
+"""docs/architectures.md, as results/architectures.csv says it: `python bench/architectures_page.py`
+writes the page anew.
 
 bench/architectures.py, which measures the table, writes the page as well.
 """
@@ -59,35 +60,90 @@ def page(rows: Sequence[Row], seeing: Sequence[Row] = ()) -> str:
         f"{len(rows)} architectures; {len(built)} built; {len(trained)} train exactly in a layout at least; "
         f"samples of {len(sampled)} are exact; {sum(len(_back(row)) == len(BACK) for row in trained)} come back in all three ways."
     )
-    columns = ("architecture", "class", "layers", "learner", "sampler", "comes back", "LoRA leaves out")
+    columns = (
+        "architecture",
+        "class",
+        "layers",
+        "learner",
+        "sampler",
+        "comes back",
+        "LoRA leaves out",
+    )
     lines = [HEAD.format(counts=counts), f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     lines += [f"| {' | '.join(map(_cell, _columns(row)))} |" for row in trained]
     lines += ["", "## Refused, and why", ""]
     for row in built:
-        which = {"training": "" if row in trained else _first_refusal(row), "sampling": "" if row in sampled else row["sampler"]}
-        which |= {what: row[column] for column, what in BACK.items() if row in trained and not row[column].startswith("exact")}
-        lines += [f"* `{row['architecture']}`, {what}: {_reason(said)}" for what, said in which.items() if said]
+        which = {
+            "training": "" if row in trained else _first_refusal(row),
+            "sampling": "" if row in sampled else row["sampler"],
+        }
+        which |= {
+            what: row[column]
+            for column, what in BACK.items()
+            if row in trained and not row[column].startswith("exact")
+        }
+        lines += [
+            f"* `{row['architecture']}`, {what}: {_reason(said)}"
+            for what, said in which.items()
+            if said
+        ]
     lines += ["", OTHERWISE, "", "## Not built", ""]
-    lines += [f"* `{row['architecture']}`: {_reason(row['class'])}" for row in rows if not row["parameters"]]
+    lines += [
+        f"* `{row['architecture']}`: {_reason(row['class'])}"
+        for row in rows
+        if not row["parameters"]
+    ]
     lines += ["", *_seeing(seeing)] if seeing else []
     return "\n".join(lines) + "\n"
 
 
 def _seeing(rows: Sequence[Row]) -> list[str]:
     """Of `python bench/architectures_seeing.py`."""
-    kinds = {kind: [f"`{row['architecture']}`" for row in rows if row["images"].startswith(kind)] for kind in SEES}
-    others = [f"* `{row['architecture']}`: {row['images']}" for row in rows if not row["images"].startswith(tuple(SEES))]
-    head = ["## Models that see", "", f"{len(rows)} vision-language architectures (`bench/architectures_seeing.py`).", ""]
-    return [*head, *(f"* {SEES[kind]}, {len(names)}: {', '.join(names)}" for kind, names in kinds.items()), *others]
+    kinds = {
+        kind: [f"`{row['architecture']}`" for row in rows if row["images"].startswith(kind)]
+        for kind in SEES
+    }
+    others = [
+        f"* `{row['architecture']}`: {row['images']}"
+        for row in rows
+        if not row["images"].startswith(tuple(SEES))
+    ]
+    head = [
+        "## Models that see",
+        "",
+        f"{len(rows)} vision-language architectures (`bench/architectures_seeing.py`).",
+        "",
+    ]
+    return [
+        *head,
+        *(f"* {SEES[kind]}, {len(names)}: {', '.join(names)}" for kind, names in kinds.items()),
+        *others,
+    ]
 
 
 def _columns(row: Row) -> list[str]:
-    sampler = row["rows"] if row["sampler"] == "exact" else row["sampler"].replace("exact but", f"{row['rows']}, but")
-    share = f"{float(row['lora_left_out']):.1%}" if re.fullmatch(r"[\d.]+", row["lora_left_out"]) else _reason(row["lora_left_out"])
+    sampler = (
+        row["rows"]
+        if row["sampler"] == "exact"
+        else row["sampler"].replace("exact but", f"{row['rows']}, but")
+    )
+    share = (
+        f"{float(row['lora_left_out']):.1%}"
+        if re.fullmatch(r"[\d.]+", row["lora_left_out"])
+        else _reason(row["lora_left_out"])
+    )
     recompute = ["+ recompute"] if row["checkpointing"].startswith("exact") else []
     refused = "" if row["sampler"].startswith("exact") else "refused"
     learner = " ".join([*_layouts(row), *recompute])
-    return [f"`{row['architecture']}`", row["class"], row["layers"], learner, refused or sampler, " ".join(_back(row)), share]
+    return [
+        f"`{row['architecture']}`",
+        row["class"],
+        row["layers"],
+        learner,
+        refused or sampler,
+        " ".join(_back(row)),
+        share,
+    ]
 
 
 def _layouts(row: Row) -> list[str]:

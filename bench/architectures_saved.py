@@ -1,12 +1,14 @@
-"""What bench/architectures.py tells of weights that are written and read: the columns resume, reload and adapter.
+"""What bench/architectures.py tells of weights that are written and read: the columns resume,
+reload and adapter.
 
     resume   two steps, saved, two more in a learner made from what was saved: "exact" where weights and AdamW's state are, bit for bit,
              those of four steps in one learner
     reload   the weights as plain transformers reads them (AutoModelForCausalLM): "exact" where its logits are those of the learner's
              model to 1e-5 of the largest (1 at least)
     adapter  the same of a LoRA on everything that took two steps, read by PEFT alone on the base as transformers reads it
-Each "refused: why" or "WRONG: ..." otherwise. "refused" of the last two may be that transformers changes what it reads: it says where.
-AdamW moves every weight by some 2e-3 a step; a cell says so where nothing moved.
+Each "refused: why" or "WRONG: ..." otherwise. "refused" of the last two may be that transformers
+changes what it reads: it says where. AdamW moves every weight by some 2e-3 a step; a cell says so
+where nothing moved.
 """
 
 from __future__ import annotations
@@ -43,13 +45,18 @@ def _learner(loaded: models.LoadedModel, accelerator: Any) -> Learner:
 
 def _steps(learner: Learner, datums: list[Datum], count: int) -> None:
     for _ in range(count):
-        learner.run(datums, get_loss("cross_entropy"), {}, temperature=1.0, divisor=10.0, backward=True)
+        learner.run(
+            datums, get_loss("cross_entropy"), {}, temperature=1.0, divisor=10.0, backward=True
+        )
         learner.step(_ADAM)
 
 
 def _state(learner: Learner) -> dict[str, torch.Tensor]:
     """Weights and AdamW's numbers, as copies."""
-    found = {**{name: p.detach() for name, p in learner.trainable.items()}, **learner.optimizer_tensors()}
+    found = {
+        **{name: p.detach() for name, p in learner.trainable.items()},
+        **learner.optimizer_tensors(),
+    }
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
@@ -66,8 +73,12 @@ def _apart(found: torch.Tensor, expected: torch.Tensor, plain: Any, folder: Path
     return "exact" if off <= NEAR else f"WRONG: logits {off:.2g} of the largest apart"
 
 
-def saved_columns(model: Any, datums: list[Datum], accelerator: Any, folder: Path) -> dict[str, Any]:
-    """`resume` and `reload`, by one training of all weights. `model`: as transformers builds it; `folder`: for what is written."""
+def saved_columns(
+    model: Any, datums: list[Datum], accelerator: Any, folder: Path
+) -> dict[str, Any]:
+    """`resume` and `reload`, by one training of all weights. `model`: as transformers builds it;
+    `folder`: for what is written.
+    """
     saving.write_model(model, None, folder / "base")
     one = _learner(_loaded(str(folder / "base"), model), accelerator)
     begun = _state(one)
@@ -79,10 +90,16 @@ def saved_columns(model: Any, datums: list[Datum], accelerator: Any, folder: Pat
     saving.load_state(two, folder / "at2", True, 0)
     _steps(two, datums, 2)
     whole, resumed = _state(one), _state(two)
-    unlike = [name for name in whole if name not in resumed or not torch.equal(whole[name], resumed[name])]
+    unlike = [
+        name for name in whole if name not in resumed or not torch.equal(whole[name], resumed[name])
+    ]
     unlike += [name for name in resumed if name not in whole]
     still = all(torch.equal(tensor, whole[name]) for name, tensor in begun.items())
-    resume = f"WRONG: {len(unlike)} of {len(whole)} tensors differ, {unlike[0]} first" if unlike else "exact"
+    resume = (
+        f"WRONG: {len(unlike)} of {len(whole)} tensors differ, {unlike[0]} first"
+        if unlike
+        else "exact"
+    )
     saving.write_model(one.model, None, folder / "last")
     plain = _plain(folder / "last")
     reload = _apart(_logits(plain), _logits(one.model), plain, folder / "last")
@@ -102,16 +119,24 @@ def adapter_column(model: Any, datums: list[Datum], accelerator: Any, folder: Pa
     saving.write_model(learner.model, None, folder / "adapter")
     bare = _plain(folder / "bare")
     plain = PeftModel.from_pretrained(copy.deepcopy(bare), str(folder / "adapter"))
-    return "WRONG: nothing moved" if torch.equal(before, after) else _apart(_logits(plain), after, bare, folder / "bare")
+    return (
+        "WRONG: nothing moved"
+        if torch.equal(before, after)
+        else _apart(_logits(plain), after, bare, folder / "bare")
+    )
 
 
 def _read_otherwise(plain: Any, folder: Path) -> list[str]:
-    """Tensors of a file that are not, in the model that transformers made of it, what the file says (Youtu's padding row: zeros)."""
+    """Tensors of a file that are not, in the model that transformers made of it, what the file says
+    (Youtu's padding row: zeros).
+    """
     from safetensors.torch import load_file
 
     own = dict(plain.named_parameters())
     return [
-        name for name, tensor in load_file(str(folder / "model.safetensors")).items() if name in own and not torch.equal(own[name], tensor)
+        name
+        for name, tensor in load_file(str(folder / "model.safetensors")).items()
+        if name in own and not torch.equal(own[name], tensor)
     ]
 
 

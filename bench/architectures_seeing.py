@@ -1,10 +1,13 @@
-"""Every vision-language architecture of transformers: are its images exact, is it trained on text alone, or refused by name?
+"""Every vision-language architecture of transformers: are its images exact, is it trained on text
+alone, or refused by name?
 
     python bench/architectures_seeing.py     # into results/architectures_seeing.csv and docs/architectures.md; a minute
 
-Columns: `images`: "exact" where the learner's logprobs of rows without, with one and with three images of several sizes, in one batch, and
-those of samples, are the plain model's on one sequence alone (1e-4 nats, tiny random models of tests/seeing.py); "text alone" where its
-text part is a row of architectures.csv and an image is refused by name; "refused: why". The exit code is 1 if a row says WRONG.
+Columns: `images`: "exact" where the learner's logprobs of rows without, with one and with three
+images of several sizes, in one batch, and those of samples, are the plain model's on one sequence
+alone (1e-4 nats, tiny random models of tests/seeing.py); "text alone" where its text part is a row
+of architectures.csv and an image is refused by name; "refused: why". The exit code is 1 if a row
+says WRONG.
 """
 
 from __future__ import annotations
@@ -53,13 +56,17 @@ def measured(name: str) -> str:
     engine = Engine(make_decoder(loaded.model), loaded.eos_token_ids, max_context=1024)
     for i, one in enumerate(prompts):
         params = SamplingParams(max_tokens=9)
-        engine.add(Request(prompt=one.flat(), images=one.placed(), num_samples=2, params=params, problem=i))
+        engine.add(
+            Request(prompt=one.flat(), images=one.placed(), num_samples=2, params=params, problem=i)
+        )
     drawn = []
     for one, response in zip(prompts, engine.run(), strict=True):
         for sequence in response.sequences:
             if reader.image_token_id not in sequence.tokens:  # the model alone has no image for it
                 whole = ModelInput.of([*one.flat(), *sequence.tokens], one.placed())
-                right = of_logits(alone(loaded.model, reader, whole), whole)[-len(sequence.tokens) :]
+                right = of_logits(alone(loaded.model, reader, whole), whole)[
+                    -len(sequence.tokens) :
+                ]
                 drawn.append(float(np.abs(np.array(sequence.logprobs) - right).max()))
     off["sampler"] = max(drawn)
     wrong = [f"{side} {by:.2g} nats" for side, by in off.items() if not by <= NEAR]

@@ -1,9 +1,12 @@
-"""A tiny model learns to call the calculator: `python bench/calculator_learns.py --seeds 0 1 2 --csv bench/results/calculator_learns.csv`.
+"""A tiny model learns to call the calculator: `python bench/calculator_learns.py --seeds 0 1 2
+--csv bench/results/calculator_learns.csv`.
 
-Two stages of train.py. sft teaches the form of a call and of an answer: a third of the rows call the tool, a third answer after a call,
-a third guess. No row is seen twice: a model that meets few sums learns these by heart and copies the numbers of others badly. grpo in the
-environment `calculator` then has the reward alone to tell which of the two is better. Bar: after grpo at least BAR of the held-out sums
-are right (sampled), which the model after sft misses, and so does the untrained one.
+Two stages of train.py. sft teaches the form of a call and of an answer: a third of the rows call
+the tool, a third answer after a call, a third guess. No row is seen twice: a model that meets few
+sums learns these by heart and copies the numbers of others badly. grpo in the environment
+`calculator` then has the reward alone to tell which of the two is better. Bar: after grpo at least
+BAR of the held-out sums are right (sampled), which the model after sft misses, and so does the
+untrained one.
 """
 
 import argparse
@@ -23,7 +26,9 @@ CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "%s"}}\n
 
 
 def warm_up_rows(count: int, digits: int, seed: int = 0) -> list[dict]:
-    """Conversations as rows of sft: a question and a call; the same with the tool's answer and what to say; a question and a guess."""
+    """Conversations as rows of sft: a question and a call; the same with the tool's answer and what
+    to say; a question and a guess.
+    """
     rng, rows = random.Random(seed), []
     while len(rows) < count:
         a, b, operation = rng.randrange(10**digits), rng.randrange(10**digits), rng.choice("+-*")
@@ -32,7 +37,16 @@ def warm_up_rows(count: int, digits: int, seed: int = 0) -> list[dict]:
         question = {"role": "user", "content": f"{asked}="}
         call = {"role": "assistant", "content": CALL % asked}
         rows.append({"messages": [question, call]})
-        rows.append({"messages": [question, call, {"role": "tool", "content": right}, {"role": "assistant", "content": right}]})
+        rows.append(
+            {
+                "messages": [
+                    question,
+                    call,
+                    {"role": "tool", "content": right},
+                    {"role": "assistant", "content": right},
+                ]
+            }
+        )
         guess = str(rng.randrange(10 ** len(right.lstrip("-"))))
         rows.append({"messages": [question, {"role": "assistant", "content": guess}]})
     return rows[:count]
@@ -41,7 +55,9 @@ def warm_up_rows(count: int, digits: int, seed: int = 0) -> list[dict]:
 def command(folder: Path, seed: int, steps: int, sft_steps: int, digits: int) -> list[str]:
     """Writes the rows and the recipe; the words of train.py."""
     data = folder / "warm_up.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in warm_up_rows(sft_steps * SFT_BATCH, digits)))
+    data.write_text(
+        "".join(json.dumps(row) + "\n" for row in warm_up_rows(sft_steps * SFT_BATCH, digits))
+    )
     recipe = folder / "calculator.yaml"
     recipe.write_text(f"""base_model: tiny:ascii
 rollouts_every: 0
@@ -72,7 +88,15 @@ stages:
     eval_limit: 256
     eval_greedy: false
 """)
-    return [str(recipe), "--seed", str(seed), "--output-dir", str(folder / "run"), "--overwrite", "--quiet"]
+    return [
+        str(recipe),
+        "--seed",
+        str(seed),
+        "--output-dir",
+        str(folder / "run"),
+        "--overwrite",
+        "--quiet",
+    ]
 
 
 def learn(folder: Path, seed: int, steps: int, sft_steps: int, digits: int) -> dict[str, float]:
@@ -82,16 +106,45 @@ def learn(folder: Path, seed: int, steps: int, sft_steps: int, digits: int) -> d
     from rl.settings import RunSettings, parse
 
     begin = time.perf_counter()
-    code = main(parse(command(folder, seed, steps, sft_steps, digits), METHODS, folder / "none.yaml", options=RunSettings))
+    code = main(
+        parse(
+            command(folder, seed, steps, sft_steps, digits),
+            METHODS,
+            folder / "none.yaml",
+            options=RunSettings,
+        )
+    )
     assert code == 0, code
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    print([round(row["optim/loss"], 3) for row in rows if row["stage"] == "sft" and "optim/loss" in row][::20], flush=True)
-    print([round(row["reward/total"], 2) for row in rows if row["stage"] == "grpo" and "reward/total" in row], flush=True)
+    rows = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    print(
+        [
+            round(row["optim/loss"], 3)
+            for row in rows
+            if row["stage"] == "sft" and "optim/loss" in row
+        ][::20],
+        flush=True,
+    )
+    print(
+        [
+            round(row["reward/total"], 2)
+            for row in rows
+            if row["stage"] == "grpo" and "reward/total" in row
+        ],
+        flush=True,
+    )
     held_out = [row for row in rows if "test/env/all/correct" in row]
     found: dict[str, float] = {"seed": seed}
     for when, row in (("before", held_out[0]), ("after", held_out[-1])):
-        found |= {f"correct {when}": row["test/env/all/correct"], f"used tool {when}": row["test/env/all/used_tool"]}
-        found |= {f"{name} {when}": row[f"test/env/all/tool/{name}"] for name in ("calls", "malformed", "failed")}
+        found |= {
+            f"correct {when}": row["test/env/all/correct"],
+            f"used tool {when}": row["test/env/all/used_tool"],
+        }
+        found |= {
+            f"{name} {when}": row[f"test/env/all/tool/{name}"]
+            for name in ("calls", "malformed", "failed")
+        }
     return {**found, "seconds": time.perf_counter() - begin}
 
 
@@ -106,7 +159,9 @@ def write(path: Path, row: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=120, help="of grpo")
     parser.add_argument("--sft-steps", type=int, default=1000)
@@ -118,7 +173,9 @@ if __name__ == "__main__":
             found = learn(Path(folder), seed, args.steps, args.sft_steps, args.digits)
         row = {name: f"{value:.4g}" for name, value in found.items()}
         row |= {"passes": str(found["correct after"] >= BAR > found["correct before"])}
-        row |= {"command": f"python bench/calculator_learns.py --seeds {seed} --steps {args.steps} --sft-steps {args.sft_steps}"}
+        row |= {
+            "command": f"python bench/calculator_learns.py --seeds {seed} --steps {args.steps} --sft-steps {args.sft_steps}"
+        }
         print(row, flush=True)
         if args.csv:
             write(args.csv, row)

@@ -1,12 +1,14 @@
-"""Everything that takes minutes: the default recipe with three seeds, and peers side by side. `make campaign`.
+"""Everything that takes minutes: the default recipe with three seeds, and peers side by side. `make
+campaign`.
 
     make campaign                                   # all parts whose peers are installed; about two hours on two cores
     make campaign ARGS="--list"                     # what there is
     make campaign ARGS="--only default_recipe"      # one part (may be given several times)
     make campaign ARGS="--install"                  # first makes .venv-bench with TRL in it
 
-Each part writes a table of its own into bench/results/; campaign.csv there says for each part the command that makes it, its exit
-code, its seconds, and the machine. A part that fails does not stop the others; the exit code is then 1.
+Each part writes a table of its own into bench/results/; campaign.csv there says for each part the
+command that makes it, its exit code, its seconds, and the machine. A part that fails does not stop
+the others; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -36,10 +38,16 @@ HELD_OUT, GREEDY = "test/env/all/correct", "test/greedy/all/correct"
 
 
 def machine() -> str:
-    """What the figures were taken on: the CPU's own name, the cores this process may use, memory, versions."""
+    """What the figures were taken on: the CPU's own name, the cores this process may use, memory,
+    versions.
+    """
     cpu, memory = platform.processor() or platform.machine(), ""
     if Path("/proc/cpuinfo").is_file():
-        names = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ]
         cpu = names[0] if names else cpu
         memory = f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
@@ -49,12 +57,16 @@ def machine() -> str:
 def command_line() -> str:
     """How this script was called, with paths relative to the repository where they lie in it."""
     words = [sys.executable, *sys.argv]
-    return shlex.join(str(Path(w).relative_to(REPO)) if w.startswith(f"{REPO}/") else w for w in words)
+    return shlex.join(
+        str(Path(w).relative_to(REPO)) if w.startswith(f"{REPO}/") else w for w in words
+    )
 
 
 @dataclass(frozen=True)
 class Part:
-    """A script of this folder and what it leaves in results/. `peers`: whether it needs the packages of requirements-bench.txt."""
+    """A script of this folder and what it leaves in results/. `peers`: whether it needs the
+    packages of requirements-bench.txt.
+    """
 
     name: str
     says: str
@@ -64,35 +76,120 @@ class Part:
 
     @property
     def command(self) -> list[str]:
-        return [str(PEER_PYTHON if self.peers else sys.executable), str(HERE / self.script), *self.flags]
+        return [
+            str(PEER_PYTHON if self.peers else sys.executable),
+            str(HERE / self.script),
+            *self.flags,
+        ]
 
 
 PARTS = (
-    Part("default_recipe", "the default recipe, seeds 0, 1 and 2: time, accuracy before and after", "campaign.py", ("--default-recipe",)),
-    Part("methods", "each method learns: its recipe with seeds 0, 1 and 2, past a bar", "methods.py"),
-    Part("learning_seeds", "the tests that learn, with three seeds: every figure past its bar, and by how much", "learning_seeds.py"),
-    Part("long_tests", "tests too long for `make test`: learning, and one more layout of what others show", "long_tests.py"),
-    Part("architectures", "every causal LM of transformers, tiny: layouts and sampler exact or refused, none wrong", "architectures.py"),
-    Part("architectures_seeing", "every vision-language model: images exact, text alone, or refused", "architectures_seeing.py"),
-    Part("merges", "every causal LM of transformers, tiny: an adapter merged and read back, or refused", "merges.py", ("tables",)),
-    Part("images", "recipes/shapes.yaml, three seeds: past its bar as it sees, below it where pixels are permuted", "images.py"),
-    Part("staleness", "GRPO on tokens 0, 1, 4 and 8 updates old under each correction, three seeds: accuracy", "staleness.py"),
+    Part(
+        "default_recipe",
+        "the default recipe, seeds 0, 1 and 2: time, accuracy before and after",
+        "campaign.py",
+        ("--default-recipe",),
+    ),
+    Part(
+        "methods", "each method learns: its recipe with seeds 0, 1 and 2, past a bar", "methods.py"
+    ),
+    Part(
+        "learning_seeds",
+        "the tests that learn, with three seeds: every figure past its bar, and by how much",
+        "learning_seeds.py",
+    ),
+    Part(
+        "long_tests",
+        "tests too long for `make test`: learning, and one more layout of what others show",
+        "long_tests.py",
+    ),
+    Part(
+        "architectures",
+        "every causal LM of transformers, tiny: layouts and sampler exact or refused, none wrong",
+        "architectures.py",
+    ),
+    Part(
+        "architectures_seeing",
+        "every vision-language model: images exact, text alone, or refused",
+        "architectures_seeing.py",
+    ),
+    Part(
+        "merges",
+        "every causal LM of transformers, tiny: an adapter merged and read back, or refused",
+        "merges.py",
+        ("tables",),
+    ),
+    Part(
+        "images",
+        "recipes/shapes.yaml, three seeds: past its bar as it sees, below it where pixels are permuted",
+        "images.py",
+    ),
+    Part(
+        "staleness",
+        "GRPO on tokens 0, 1, 4 and 8 updates old under each correction, three seeds: accuracy",
+        "staleness.py",
+    ),
     Part("sampler", "the sampler against model.generate: tokens per second", "sampler.py"),
-    Part("paged", "4,000 random workloads through the engines: the same samples as alone, no page left", "paged.py"),
-    Part("grpo_vs_trl", "one GRPO step against TRL: time, learning curve", "grpo_vs_trl.py", peers=True),
-    Part("dpo_vs_trl", "ten DPO and IPO steps against TRL: loss and rewards equal to 1e-4", "dpo_vs_trl.py", peers=True),
-    Part("grpo_losses_vs_trl", "GRPO's loss types against TRL: losses and gradients equal to 1e-4", "grpo_losses_vs_trl.py", peers=True),
-    Part("scaling", "a step on 1 to 1,024 GPUs, modelled; its traffic against two processes", "scaling.py", ("--measure",)),
+    Part(
+        "paged",
+        "4,000 random workloads through the engines: the same samples as alone, no page left",
+        "paged.py",
+    ),
+    Part(
+        "grpo_vs_trl",
+        "one GRPO step against TRL: time, learning curve",
+        "grpo_vs_trl.py",
+        peers=True,
+    ),
+    Part(
+        "dpo_vs_trl",
+        "ten DPO and IPO steps against TRL: loss and rewards equal to 1e-4",
+        "dpo_vs_trl.py",
+        peers=True,
+    ),
+    Part(
+        "grpo_losses_vs_trl",
+        "GRPO's loss types against TRL: losses and gradients equal to 1e-4",
+        "grpo_losses_vs_trl.py",
+        peers=True,
+    ),
+    Part(
+        "scaling",
+        "a step on 1 to 1,024 GPUs, modelled; its traffic against two processes",
+        "scaling.py",
+        ("--measure",),
+    ),
     Part("graders", "the math graders on real text: agreement with published grades", "graders.py"),
-    Part("code_sets", "reference solutions and empty bodies of HumanEval and MBPP through code_tests", "code_sets.py"),
-    Part("kill_campaign", "kill -9 of a random rank of two, twenty seeds: resumed to the same bits", "kill_campaign.py"),
-    Part("soak", "20,000 steps of the smallest model: memory, descriptors, threads and the time of a step stay flat", "soak.py"),
-    Part("fuzz", "100,000 spoilt inputs of every entry point: each accepted as it should be, or one clean error", "fuzz.py"),
-    Part("kernel_cpu", "linear_logprob against plain torch: time, memory", "kernel_cpu.py", ("--variants", "plain", "fused")),
+    Part(
+        "code_sets",
+        "reference solutions and empty bodies of HumanEval and MBPP through code_tests",
+        "code_sets.py",
+    ),
+    Part(
+        "kill_campaign",
+        "kill -9 of a random rank of two, twenty seeds: resumed to the same bits",
+        "kill_campaign.py",
+    ),
+    Part(
+        "soak",
+        "20,000 steps of the smallest model: memory, descriptors, threads and the time of a step stay flat",
+        "soak.py",
+    ),
+    Part(
+        "fuzz",
+        "100,000 spoilt inputs of every entry point: each accepted as it should be, or one clean error",
+        "fuzz.py",
+    ),
+    Part(
+        "kernel_cpu",
+        "linear_logprob against plain torch: time, memory",
+        "kernel_cpu.py",
+        ("--variants", "plain", "fused"),
+    ),
 )
 
 
-# ------------------------------------------------------------------------------------------------------- the default recipe
+# ------------------------------------------------------------------------------- the default recipe
 
 
 def default_recipe(seeds: tuple[int, ...]) -> None:
@@ -102,7 +199,14 @@ def default_recipe(seeds: tuple[int, ...]) -> None:
         for seed in seeds:
             found.append(one_seed(seed, Path(name) / f"seed-{seed}"))
             write_table(RESULTS / "default_recipe.csv", found)
-            print(", ".join(f"{key} {value}" for key, value in found[-1].items() if key not in ("machine", "command")), flush=True)
+            print(
+                ", ".join(
+                    f"{key} {value}"
+                    for key, value in found[-1].items()
+                    if key not in ("machine", "command")
+                ),
+                flush=True,
+            )
 
 
 def one_seed(seed: int, folder: Path) -> dict[str, Any]:
@@ -111,7 +215,9 @@ def one_seed(seed: int, folder: Path) -> dict[str, Any]:
     words = ["launch", "--quiet", "train.py", "--seed", str(seed)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     load, start = os.getloadavg()[0], time.perf_counter()
-    subprocess.run([str(launcher), *words, "--output-dir", str(folder), "--quiet"], cwd=REPO, check=True)
+    subprocess.run(
+        [str(launcher), *words, "--output-dir", str(folder), "--quiet"], cwd=REPO, check=True
+    )
     seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     held_out = [row[HELD_OUT] for row in rows if HELD_OUT in row]
@@ -123,7 +229,9 @@ def one_seed(seed: int, folder: Path) -> dict[str, Any]:
         "before": round(held_out[0], 4),
         "after": round(held_out[-1], 4),
         "seconds": round(seconds, 1),
-        "cpu_seconds": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
+        "cpu_seconds": round(
+            after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1
+        ),
         f"{stage}_step_mean_ms": round(1e3 * sum(steps) / len(steps), 1),
         f"{stage}_steps": len(steps),
         "greedy_before": round(greedy[0], 4),
@@ -134,7 +242,7 @@ def one_seed(seed: int, folder: Path) -> dict[str, Any]:
     }
 
 
-# ----------------------------------------------------------------------------------------------------------------- all parts
+# ---------------------------------------------------------------------------------------- all parts
 
 
 def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -149,24 +257,46 @@ def install_peers() -> None:
     """Makes .venv-bench, an environment of its own: peers' pins must not touch the project's."""
     if not PEER_PYTHON.exists():
         subprocess.run([sys.executable, "-m", "venv", str(PEER_PYTHON.parent.parent)], check=True)
-    words = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(REPO / "requirements-bench.txt")]
+    words = [
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "-r",
+        str(REPO / "requirements-bench.txt"),
+    ]
     subprocess.run([str(PEER_PYTHON), *words], check=True)
 
 
 def run(part: Part) -> dict[str, Any]:
     """Runs a part and says how it went: a row of campaign.csv."""
-    command = shlex.join(str(Path(w).relative_to(REPO)) if w.startswith(f"{REPO}/") else w for w in part.command)
+    command = shlex.join(
+        str(Path(w).relative_to(REPO)) if w.startswith(f"{REPO}/") else w for w in part.command
+    )
     print(f"\n== {part.name}: {part.says}\n   {command}", flush=True)
     start = time.perf_counter()
     code = subprocess.run(part.command, cwd=REPO).returncode
     seconds = round(time.perf_counter() - start)
-    print(f"== {part.name}: {'done' if code == 0 else f'FAILED with exit code {code}'}, {seconds} s", flush=True)
+    print(
+        f"== {part.name}: {'done' if code == 0 else f'FAILED with exit code {code}'}, {seconds} s",
+        flush=True,
+    )
     today = time.strftime("%Y-%m-%d")
-    return {"part": part.name, "exit_code": code, "seconds": seconds, "date": today, "machine": machine(), "command": command}
+    return {
+        "part": part.name,
+        "exit_code": code,
+        "seconds": seconds,
+        "date": today,
+        "machine": machine(),
+        "command": command,
+    }
 
 
 def earlier(names: set[str]) -> list[dict[str, Any]]:
-    """Rows of campaign.csv about other parts than `names`: running one part keeps what is known of the rest."""
+    """Rows of campaign.csv about other parts than `names`: running one part keeps what is known of
+    the rest.
+    """
     path = RESULTS / "campaign.csv"
     if not path.is_file():
         return []
@@ -175,12 +305,27 @@ def earlier(names: set[str]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=[part.name for part in PARTS], help="run this part alone (repeatable)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=[part.name for part in PARTS],
+        help="run this part alone (repeatable)",
+    )
     parser.add_argument("--list", action="store_true", help="say what there is, run nothing")
-    parser.add_argument("--install", action="store_true", help="install TRL into .venv-bench first (2.5 GB)")
+    parser.add_argument(
+        "--install", action="store_true", help="install TRL into .venv-bench first (2.5 GB)"
+    )
     parser.add_argument("--default-recipe", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="of the default recipe (with --default-recipe)")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=list(SEEDS),
+        help="of the default recipe (with --default-recipe)",
+    )
     args = parser.parse_args()
     if args.default_recipe:
         default_recipe(tuple(args.seeds))

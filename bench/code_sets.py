@@ -1,8 +1,10 @@
-"""`code_tests` on published programs, reference solutions and empty bodies: `python bench/code_sets.py [DATA]`.
+"""`code_tests` on published programs, reference solutions and empty bodies: `python
+bench/code_sets.py [DATA]`.
 
-DATA is the folder with humaneval/ and mbpp/ (default: $WHETSTONE_DATA). Every program goes through the reward as an answer does: fenced,
-through worker processes, in a sandbox. Writes results/code_sets.csv. Exit code 1 where fewer solutions pass than should, or an empty body
-does. (Mutants of the same solutions: bench/sandbox_mutants.py.)
+DATA is the folder with humaneval/ and mbpp/ (default: $WHETSTONE_DATA). Every program goes through
+the reward as an answer does: fenced, through worker processes, in a sandbox. Writes
+results/code_sets.csv. Exit code 1 where fewer solutions pass than should, or an empty body does.
+(Mutants of the same solutions: bench/sandbox_mutants.py.)
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from rl.rewards import Score, Scorer, resolve_reward  # noqa: E402
 from rl.types import Problem  # noqa: E402
 
 MBPP = ("test", "train", "validation", "prompt")
-# Reference solutions that must pass. 367 and 927 of MBPP build their trees before the program that defines Node; they pass where, as here,
-# the set-up runs beside the whole program.
+# Reference solutions that must pass. 367 and 927 of MBPP build their trees before the program that
+# defines Node; they pass where, as here, the set-up runs beside the whole program.
 EXPECTED = {"HumanEval": 164, "MBPP": 972, "MBPP sanitized": 427}
 
 
@@ -32,7 +34,9 @@ def problems(data: Path) -> dict[str, list[Problem]]:
     return {
         "HumanEval": list(load_problems(data / "humaneval" / "HumanEval.jsonl.gz", split="test")),
         "MBPP": [problem for split in MBPP for problem in load_problems(mbpp, split=split)],
-        "MBPP sanitized": [problem for split in MBPP for problem in load_problems(sanitized, split=split)],
+        "MBPP sanitized": [
+            problem for split in MBPP for problem in load_problems(sanitized, split=split)
+        ],
     }
 
 
@@ -55,23 +59,58 @@ def main(data: Path) -> int:
     with Scorer(resolve_reward("code_tests", seconds=40.0), timeout=60.0) as scorer:
         for name, asked in sets.items():
             found, seconds = scores(scorer, [(p, str(p.response)) for p in asked])
-            failing = [p.meta["task_id"] for p, score in zip(asked, found, strict=True) if score.reward != 1.0]
-            rows.append([name, "reference solutions", len(asked), len(asked) - len(failing), f"{seconds:.1f}", f"failing: {failing}"])
+            failing = [
+                p.meta["task_id"]
+                for p, score in zip(asked, found, strict=True)
+                if score.reward != 1.0
+            ]
+            rows.append(
+                [
+                    name,
+                    "reference solutions",
+                    len(asked),
+                    len(asked) - len(failing),
+                    f"{seconds:.1f}",
+                    f"failing: {failing}",
+                ]
+            )
             good &= len(asked) - len(failing) >= EXPECTED[name]
             print(rows[-1], flush=True)
             found, seconds = scores(scorer, [(p, empty(p)) for p in asked])
-            passing = [p.meta["task_id"] for p, score in zip(asked, found, strict=True) if score.metrics.get("correct")]
-            rows.append([name, "empty bodies", len(asked), len(passing), f"{seconds:.1f}", f"passing: {passing}"])
+            passing = [
+                p.meta["task_id"]
+                for p, score in zip(asked, found, strict=True)
+                if score.metrics.get("correct")
+            ]
+            rows.append(
+                [
+                    name,
+                    "empty bodies",
+                    len(asked),
+                    len(passing),
+                    f"{seconds:.1f}",
+                    f"passing: {passing}",
+                ]
+            )
             good &= not passing
             print(rows[-1], flush=True)
     with (REPO / "bench" / "results" / "code_sets.csv").open("w", newline="") as stream:
         table = csv.writer(stream)
-        table.writerow(["data set", "programs", "number", "earned the reward", "seconds", "note", "command"])
+        table.writerow(
+            ["data set", "programs", "number", "earned the reward", "seconds", "note", "command"]
+        )
         table.writerows([*row, "python bench/code_sets.py"] for row in rows)
     return 0 if good else 1
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", nargs="?", type=Path, default=Path(os.environ.get("WHETSTONE_DATA", REPO.parent / "shared" / "data")))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "data",
+        nargs="?",
+        type=Path,
+        default=Path(os.environ.get("WHETSTONE_DATA", REPO.parent / "shared" / "data")),
+    )
     sys.exit(main(parser.parse_args().data))

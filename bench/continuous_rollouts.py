@@ -1,10 +1,12 @@
-"""A step's rollouts turn by turn against continuously: wall clock where rewards are slow and episodes uneven, and where neither is.
+"""A step's rollouts turn by turn against continuously: wall clock where rewards are slow and
+episodes uneven, and where neither is.
 
     python bench/continuous_rollouts.py --out bench/results/continuous_rollouts.csv
 
-Slow: each answer of the environment takes a log-normal time (mean 1 s, sigma 1), episodes have 1 to 12 turns. Instant: the same episodes
-of 12 turns each, and nothing takes any time. Both loops play the same episodes by the
-same weights and draw the same tokens. `longest_episode_waits_s` is the floor of any loop: what one episode's own answers take.
+Slow: each answer of the environment takes a log-normal time (mean 1 s, sigma 1), episodes have 1 to
+12 turns. Instant: the same episodes of 12 turns each, and nothing takes any time. Both loops play
+the same episodes by the same weights and draw the same tokens. `longest_episode_waits_s` is the
+floor of any loop: what one episode's own answers take.
 """
 
 from __future__ import annotations
@@ -63,7 +65,11 @@ class Turns(Env):
 
 class Group(EnvGroupBuilder):
     def __init__(self, index: int, seconds: list[list[float]]):
-        self.problem_index, self.seconds, self.first = index, seconds, ModelInput.from_ints([3 + index % 9, 4, 12])
+        self.problem_index, self.seconds, self.first = (
+            index,
+            seconds,
+            ModelInput.from_ints([3 + index % 9, 4, 12]),
+        )
 
     def make_envs(self) -> list[Turns]:
         return [Turns(self.first, seconds) for seconds in self.seconds]
@@ -74,20 +80,38 @@ def episodes(groups: int, size: int, slow: bool, seed: int) -> list[Group]:
     found = []
     for index in range(groups):
         turns = [chance.randint(1, 12) if slow else 12 for _ in range(size)]
-        found.append(Group(index, [[chance.lognormvariate(-(sigma**2) / 2, sigma) if slow else 0.0 for _ in range(n)] for n in turns]))
+        found.append(
+            Group(
+                index,
+                [
+                    [
+                        chance.lognormvariate(-(sigma**2) / 2, sigma) if slow else 0.0
+                        for _ in range(n)
+                    ]
+                    for n in turns
+                ],
+            )
+        )
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", nargs="+", default=["8x8", "8x16", "16x16"], help="groups x episodes of a group")
+    parser.add_argument(
+        "--shapes", nargs="+", default=["8x8", "8x16", "16x16"], help="groups x episodes of a group"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     params = SamplingParams(max_tokens=6, temperature=1.0, stop=[])
     rows = []
-    with tempfile.TemporaryDirectory() as folder, ServiceClient(output_dir=folder, seed=1) as service:
-        sampler = service.create_full_training_client("tiny:addition", seed=1).save_weights_and_get_sampling_client()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ServiceClient(output_dir=folder, seed=1) as service,
+    ):
+        sampler = service.create_full_training_client(
+            "tiny:addition", seed=1
+        ).save_weights_and_get_sampling_client()
         for work, shape in itertools.product(("slow", "instant"), args.shapes):
             n_groups, size = map(int, shape.split("x"))
             times: dict[str, list[float]] = {"turn by turn": [], "continuous": []}
@@ -100,10 +124,17 @@ def main() -> None:
                     found = how(groups, sampler, params, seed=0, **more)
                     if repeat or work == "slow":
                         times[name].append(time.perf_counter() - start)
-                    tokens[name] = [[[t.ac.tokens for t in e.transitions] for e in g.trajectories_G] for g in found.groups]
+                    tokens[name] = [
+                        [[t.ac.tokens for t in e.transitions] for e in g.trajectories_G]
+                        for g in found.groups
+                    ]
             assert tokens["turn by turn"] == tokens["continuous"]
             before, after = (statistics.median(seconds) for seconds in times.values())
-            drawn = [seconds for group in episodes(n_groups, size, work == "slow", seed=0) for seconds in group.seconds]
+            drawn = [
+                seconds
+                for group in episodes(n_groups, size, work == "slow", seed=0)
+                for seconds in group.seconds
+            ]
             rows.append({"work": work, "groups": n_groups, "size": size, "turn_by_turn_s": round(before, 3),
                          "continuous_s": round(after, 3), "times_faster": round(before / after, 3),
                          "longest_episode_waits_s": round(max(map(sum, drawn)), 3)})  # fmt: skip

@@ -1,10 +1,12 @@
-"""tinker-cookbook's own recipes against serve.py: unmodified files of the package, other settings, local data.
+"""tinker-cookbook's own recipes against serve.py: unmodified files of the package, other settings,
+local data.
 
     python bench/cookbook.py --python /path/to/env-with-tinker-cookbook/bin/python [--only rl_loop,sl_loop] [--data DATA]
 
-Makes a working folder in which names of the hub are folders (tokenizers, data sets of DATA), starts a server of tiny models under
-the names that recipes know, runs each recipe for a few steps, and adds a row to bench/results/cookbook.csv: how it ended, in what
-time, and what its metrics.jsonl said last. Nothing is fetched.
+Makes a working folder in which names of the hub are folders (tokenizers, data sets of DATA), starts
+a server of tiny models under the names that recipes know, runs each recipe for a few steps, and
+adds a row to bench/results/cookbook.csv: how it ended, in what time, and what its metrics.jsonl
+said last. Nothing is fetched.
 """
 
 from __future__ import annotations
@@ -33,8 +35,20 @@ SMALL_RL = ["batch_size=4", "group_size=4", "max_steps=2"]
 TRAIN = [f"model_name={STUDENT}", "lora_rank=8", "max_steps=2", "behavior_if_log_dir_exists=delete"]
 MATH = [*TRAIN, "group_size=4", "groups_per_batch=4", "max_tokens=8", "loss_fn=importance_sampling"]
 DISTILL = [*TRAIN, "group_size=2", "max_tokens=16"]
-TOOLS = ["renderer_name=qwen3_disable_thinking", "lora_rank=8", "group_size=4", "max_steps=2", "behavior_if_log_dir_exists=delete"]
-GAME = [f"model_name={STUDENT}", "renderer_name=qwen3_disable_thinking", "max_steps=1", "eval_every=0", "behavior_if_log_dir_exists=delete"]
+TOOLS = [
+    "renderer_name=qwen3_disable_thinking",
+    "lora_rank=8",
+    "group_size=4",
+    "max_steps=2",
+    "behavior_if_log_dir_exists=delete",
+]
+GAME = [
+    f"model_name={STUDENT}",
+    "renderer_name=qwen3_disable_thinking",
+    "max_steps=1",
+    "eval_every=0",
+    "behavior_if_log_dir_exists=delete",
+]
 
 # name: (module, settings)
 RECIPES: dict[str, tuple[str, list[str]]] = {
@@ -99,9 +113,23 @@ TYPED = {"decisions demo": "How do I install the package?\n"}  # what a person w
 
 def start_server(work: Path, log: Path) -> tuple[subprocess.Popen, str]:
     stands_on = {name: "model" for name in NAMES} | {CODER: "coder", SEARCHER: "searcher"}
-    bases = [word for name, model in stands_on.items() for word in ("--base-model", f"{name}={work / model},{(work / name).resolve()}")]
-    command = [sys.executable, str(REPO / "serve.py"), *bases, "--port", "0", "--output-dir", tempfile.mkdtemp(prefix="served-", dir=work)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, cwd=work)
+    bases = [
+        word
+        for name, model in stands_on.items()
+        for word in ("--base-model", f"{name}={work / model},{(work / name).resolve()}")
+    ]
+    command = [
+        sys.executable,
+        str(REPO / "serve.py"),
+        *bases,
+        "--port",
+        "0",
+        "--output-dir",
+        tempfile.mkdtemp(prefix="served-", dir=work),
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, cwd=work
+    )
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("serving"):
@@ -110,14 +138,23 @@ def start_server(work: Path, log: Path) -> tuple[subprocess.Popen, str]:
 
 
 class Client:
-    """The environment that has tinker-cookbook: a process (bench/cookbook_client.py) that forks for each recipe."""
+    """The environment that has tinker-cookbook: a process (bench/cookbook_client.py) that forks for
+    each recipe.
+    """
 
     def __init__(self, python: str, url: str, work: Path, services: dict[str, str]):
         environment = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-local-key-of-a-bench", "HF_HUB_OFFLINE": "1",
                        "WANDB_MODE": "disabled", "TINKER_TELEMETRY": "0", "HF_HOME": str(work / "hf"),
                        "TINKER_COOKBOOK_RUNS_DIR": str(work / "logs"), "HOME": str(work), **services}  # fmt: skip
         command = [python, str(REPO / "bench" / "cookbook_client.py")]
-        self.process = subprocess.Popen(command, cwd=work, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command,
+            cwd=work,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def run(self, **asked: object) -> int:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -132,31 +169,49 @@ METRICS = ("env/all/reward/total", "test/env/all/reward/total", "reward/total", 
 
 def folder_of(name: str, work: Path) -> Path:
     """Where a recipe writes; one that is resumed, where the first did."""
-    return work / "logs" / ("rlhf-bench" if "rlhf" in name else name.removesuffix(", resumed").replace(" ", "-").replace(",", ""))
+    return (
+        work
+        / "logs"
+        / (
+            "rlhf-bench"
+            if "rlhf" in name
+            else name.removesuffix(", resumed").replace(" ", "-").replace(",", "")
+        )
+    )
 
 
 def seen_of(name: str, work: Path) -> tuple[int, str]:
     """How many rows of metrics a recipe wrote, and what they said last."""
     files = sorted(folder_of(name, work).rglob("metrics.jsonl"))
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    last = {key: value for row in rows for key, value in row.items() if isinstance(value, (int, float))}
+    last = {
+        key: value for row in rows for key, value in row.items() if isinstance(value, (int, float))
+    }
     return len(rows), "; ".join(f"{key} {last[key]:.4g}" for key in METRICS if key in last)
 
 
 def answered(said: list[str]) -> str:
     """What a recipe without metrics printed of what it found."""
-    found = re.findall(r"\w*'?(?:accuracy|billing|sdk|console|cookbook)[\"']?: (?:nan|[\d.]+)", " ".join(said))
+    found = re.findall(
+        r"\w*'?(?:accuracy|billing|sdk|console|cookbook)[\"']?: (?:nan|[\d.]+)", " ".join(said)
+    )
     return "; ".join(dict.fromkeys(word.replace('"', "").replace("'", "") for word in found))
 
 
 def run(name: str, client: Client, work: Path, seconds: float, chroma: int) -> dict[str, str]:
     module, settings = RECIPES[name]
-    module = module if module.startswith(("tinker_cookbook.", "cookbook_")) else f"{PACKAGE}.{module}"
+    module = (
+        module if module.startswith(("tinker_cookbook.", "cookbook_")) else f"{PACKAGE}.{module}"
+    )
     logs = folder_of(name, work)
     logged = "rlhf" not in name and name != "decisions demo" and ".eval." not in module
-    arguments = [word.replace("CHROMA", str(chroma)) for word in settings] + [f"log_path={logs}"] * logged
+    arguments = [word.replace("CHROMA", str(chroma)) for word in settings] + [
+        f"log_path={logs}"
+    ] * logged
     begin, out = time.monotonic(), work / f"{logs.name}.out"
-    code = client.run(module=module, arguments=arguments, out=str(out), seconds=seconds, typed=TYPED.get(name, ""))
+    code = client.run(
+        module=module, arguments=arguments, out=str(out), seconds=seconds, typed=TYPED.get(name, "")
+    )
     took = time.monotonic() - begin
     said = [line.strip() for line in out.read_text().splitlines() if line.strip()]
     rows, seen = seen_of(name, work) if logged or "rlhf" in name else (0, answered(said))
@@ -169,7 +224,9 @@ def run(name: str, client: Client, work: Path, seconds: float, chroma: int) -> d
 
 def keep(found: dict[str, str]) -> None:
     """Writes a recipe's row among those that are there."""
-    before = {row["recipe"]: row for row in csv.DictReader(RESULTS.open())} if RESULTS.is_file() else {}
+    before = (
+        {row["recipe"]: row for row in csv.DictReader(RESULTS.open())} if RESULTS.is_file() else {}
+    )
     rows = {**before, found["recipe"]: found}
     with RESULTS.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(found))
@@ -178,10 +235,22 @@ def keep(found: dict[str, str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", required=True, help="of an environment with tinker 0.38.0 and tinker-cookbook 0.6.1")
-    parser.add_argument("--data", type=Path, default=Path(os.environ.get("WHETSTONE_DATA", REPO.parent / "shared" / "data")))
-    parser.add_argument("--only", help="some of them, separated by ;: by default all", default=";".join(RECIPES))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--python",
+        required=True,
+        help="of an environment with tinker 0.38.0 and tinker-cookbook 0.6.1",
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path(os.environ.get("WHETSTONE_DATA", REPO.parent / "shared" / "data")),
+    )
+    parser.add_argument(
+        "--only", help="some of them, separated by ;: by default all", default=";".join(RECIPES)
+    )
     parser.add_argument("--seconds", type=float, default=120.0, help="that one recipe may take")
     parser.add_argument("--work", type=Path, help="keep the working folder here")
     args = parser.parse_args()
@@ -192,7 +261,9 @@ def main() -> None:
             lay_out(work, args.data.resolve(), problems=12)
         server, url = start_server(work, work / "server.log")
         stand = Stand()
-        chroma, port = start_chroma(args.python, work) if "search_tool" in args.only.split(";") else (None, 0)
+        chroma, port = (
+            start_chroma(args.python, work) if "search_tool" in args.only.split(";") else (None, 0)
+        )
         client = Client(args.python, url, work, stand.environment(work))
         try:
             for name in args.only.split(";"):

@@ -1,6 +1,8 @@
-"""Runs recipes of tinker-cookbook as `python -m` would, each in a fork of a process that has imported what all of them need.
+"""Runs recipes of tinker-cookbook as `python -m` would, each in a fork of a process that has
+imported what all of them need.
 
-Reads a line of JSON for each, {"module", "arguments", "out", "seconds", "typed"}, and answers with {"code"}; 124: it was out of time.
+Reads a line of JSON for each, {"module", "arguments", "out", "seconds", "typed"}, and answers with
+{"code"}; 124: it was out of time.
 """
 
 import atexit
@@ -59,4 +61,7 @@ for line in sys.stdin:
     if status is None:
         os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    print(json.dumps({"code": 124 if status is None else os.waitstatus_to_exitcode(status)}), flush=True)
+    print(
+        json.dumps({"code": 124 if status is None else os.waitstatus_to_exitcode(status)}),
+        flush=True,
+    )

@@ -1,7 +1,9 @@
-"""Services that tinker-cookbook's recipes ask, where nothing outside this machine can be: each answers the requests of the real one.
+"""Services that tinker-cookbook's recipes ask, where nothing outside this machine can be: each
+answers the requests of the real one.
 
-SandboxFusion (`POST /run_code`) over the product's own sandbox; Gemini's embeddings on Vertex with the token that its client fetches
-first; and Chroma itself, the package's own server, filled with what there is to find.
+SandboxFusion (`POST /run_code`) over the product's own sandbox; Gemini's embeddings on Vertex with
+the token that its client fetches first; and Chroma itself, the package's own server, filled with
+what there is to find.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ class Stand:
     def __init__(self) -> None:
         from rl.sandbox import Limits, Sandbox
 
-        self.sandbox, self.counts = Sandbox(workers=1), {"run_code": 0, "token": 0, "embedContent": 0}
+        self.sandbox, self.counts = (
+            Sandbox(workers=1),
+            {"run_code": 0, "token": 0, "embedContent": 0},
+        )
         stand, limits = self, Limits(wall_s=20.0)
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -48,7 +53,11 @@ class Stand:
                 kind = self.path.rsplit("/", 1)[-1].rpartition(":")[2]
                 stand.counts[kind] += 1
                 if kind == "token":
-                    said: dict = {"access_token": "of-this-machine", "expires_in": 3600, "token_type": "Bearer"}
+                    said: dict = {
+                        "access_token": "of-this-machine",
+                        "expires_in": 3600,
+                        "token_type": "Bearer",
+                    }
                 elif kind == "embedContent":
                     text = " ".join(part["text"] for part in json.loads(raw)["content"]["parts"])
                     said = {"embedding": {"values": embedding(text, WIDTH)}}
@@ -70,11 +79,16 @@ class Stand:
 
     def run(self, asked: dict, limits: object) -> dict:
         files = {name: base64.b64decode(text).decode() for name, text in asked["files"].items()}
-        program = 'import sys\nsys.path.append("/packages")\n' + asked["code"]  # numpy, which recipes expect there
+        # numpy, which recipes expect there
+        program = 'import sys\nsys.path.append("/packages")\n' + asked["code"]
         ran = self.sandbox.run(program, files=files, limits=limits)  # type: ignore[arg-type]
         result = {"status": "TimeLimitExceeded" if ran.timed_out else "Finished", "return_code": ran.returncode,
                   "stdout": ran.stdout, "stderr": ran.stderr, "execution_time": ran.wall_s}  # fmt: skip
-        return {"status": "Success" if ran.returncode == 0 else "Failed", "message": "", "run_result": result}
+        return {
+            "status": "Success" if ran.returncode == 0 else "Failed",
+            "message": "",
+            "run_result": result,
+        }
 
     def environment(self, work: Path) -> dict[str, str]:
         """What tells the clients where it is; writes the key of an account that nobody has."""
@@ -92,11 +106,22 @@ class Stand:
 
 
 def start_chroma(python: str, work: Path) -> tuple[subprocess.Popen, int]:
-    """Chroma's own server from the clients' environment, with the facts in it; the process and its port."""
+    """Chroma's own server from the clients' environment, with the facts in it; the process and its
+    port.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [str(Path(python).parent / "chroma"), "run", "--path", str(work / "chroma"), "--host", "127.0.0.1", "--port", str(port)]
+    command = [
+        str(Path(python).parent / "chroma"),
+        "run",
+        "--path",
+        str(work / "chroma"),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     with (work / "chroma.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=work)
     for _ in range(120):
@@ -113,7 +138,11 @@ def fill(port: int) -> None:
     import chromadb
 
     found = chromadb.HttpClient(host="127.0.0.1", port=port).create_collection(COLLECTION)
-    found.add(ids=[str(i) for i in range(len(FACTS))], documents=FACTS, embeddings=[embedding(fact, WIDTH) for fact in FACTS])
+    found.add(
+        ids=[str(i) for i in range(len(FACTS))],
+        documents=FACTS,
+        embeddings=[embedding(fact, WIDTH) for fact in FACTS],
+    )
 
 
 if __name__ == "__main__":

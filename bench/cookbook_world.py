@@ -1,4 +1,6 @@
-"""What tinker-cookbook's recipes find where they look: a model and a tokenizer that a CPU can carry, and data under the hub's names."""
+"""What tinker-cookbook's recipes find where they look: a model and a tokenizer that a CPU can
+carry, and data under the hub's names.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +10,50 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 STUDENT, TEACHER = "Qwen/Qwen3-8B", "Qwen/Qwen3-4B-Instruct-2507"
-NAMES = (STUDENT, TEACHER, "Qwen/Qwen3.5-9B")  # the last answers in twenty questions, whatever the settings say
-CODER, SEARCHER = "Qwen/Qwen3-32B", "Qwen/Qwen3-30B-A3B"  # say a program, and a call or an answer; with words of their own
+# the last answers in twenty questions, whatever the settings say
+NAMES = (STUDENT, TEACHER, "Qwen/Qwen3.5-9B")
+# say a program, and a call or an answer; with words of their own
+CODER, SEARCHER = "Qwen/Qwen3-32B", "Qwen/Qwen3-30B-A3B"
 PROGRAM, CLOSE, REPLY = "```python\nprint(", ")\n```", "Answer: "
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query_list": ["How many legs has a spider"]}}\n</tool_call>'
 WORDS = 2000  # of Qwen3's vocabulary: the bytes and the first merges
 ANSWERS = ("1", "2", "3", "4")
 END = "<|im_end|>"
 Encode = Callable[[str], list[int]]
-Steps = list[tuple[list[int] | None, list[int]]]  # after any of these tokens (None: after any other) one of those
+# after any of these tokens (None: after any other) one of those
+Steps = list[tuple[list[int] | None, list[int]]]
 _CERTAIN = 13.0  # logit of what the model says next; that of all else is 0
 
 
 def small_tokenizer(folder: Path, whole: Path, more: Sequence[str] = ()) -> None:
-    """Qwen3's tokenizer with its first words, its special tokens behind them, and further words of any length."""
+    """Qwen3's tokenizer with its first words, its special tokens behind them, and further words of
+    any length.
+    """
     folder.mkdir(parents=True)
-    vocab = {token: i for token, i in json.loads((whole / "vocab.json").read_text()).items() if i < WORDS}
+    vocab = {
+        token: i for token, i in json.loads((whole / "vocab.json").read_text()).items() if i < WORDS
+    }
     (folder / "vocab.json").write_text(json.dumps(vocab, ensure_ascii=False))
     lines = (whole / "merges.txt").read_text().splitlines()
-    (folder / "merges.txt").write_text("\n".join([line for line in lines[: WORDS - 256 + 1] if line]) + "\n")
+    (folder / "merges.txt").write_text(
+        "\n".join([line for line in lines[: WORDS - 256 + 1] if line]) + "\n"
+    )
     config = json.loads((whole / "tokenizer_config.json").read_text())
     first = min(map(int, config["added_tokens_decoder"]))
-    config["added_tokens_decoder"] = {str(int(i) - first + WORDS): one for i, one in config["added_tokens_decoder"].items()}
+    config["added_tokens_decoder"] = {
+        str(int(i) - first + WORDS): one for i, one in config["added_tokens_decoder"].items()
+    }
     first = max(map(int, config["added_tokens_decoder"])) + 1
-    plain = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": False}
-    config["added_tokens_decoder"] |= {str(first + i): {"content": word, **plain} for i, word in enumerate(more)}
+    plain = {
+        "lstrip": False,
+        "normalized": False,
+        "rstrip": False,
+        "single_word": False,
+        "special": False,
+    }
+    config["added_tokens_decoder"] |= {
+        str(first + i): {"content": word, **plain} for i, word in enumerate(more)
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
@@ -40,26 +61,41 @@ def boxed(encode: Encode) -> Steps:
     """\\boxed{1} to \\boxed{4}."""
     begin, digits = encode("\\boxed{"), [encode(text)[0] for text in ANSWERS]
     assert len(set(begin)) == len(begin)
-    steps: Steps = [(None, begin[:1]), *(([before], [after]) for before, after in zip(begin, begin[1:], strict=False))]
+    steps: Steps = [
+        (None, begin[:1]),
+        *(([before], [after]) for before, after in zip(begin, begin[1:], strict=False)),
+    ]
     return [*steps, (begin[-1:], digits), (digits, encode("}")), (encode("}"), encode(END))]
 
 
 def program(encode: Encode) -> Steps:
     """A program that prints 1 to 4."""
     digits = [encode(text)[0] for text in ANSWERS]
-    return [(None, encode(PROGRAM)), (encode(PROGRAM), digits), (digits, encode(CLOSE)), (encode(CLOSE), encode(END))]
+    return [
+        (None, encode(PROGRAM)),
+        (encode(PROGRAM), digits),
+        (digits, encode(CLOSE)),
+        (encode(CLOSE), encode(END)),
+    ]
 
 
 def search(encode: Encode) -> Steps:
     """A call of the search, or an answer, 6 to 9."""
     digits = [encode(text)[0] for text in "6789"]
-    return [(None, encode(CALL) + encode(REPLY)), (encode(CALL), encode(END)), (encode(REPLY), digits), (digits, encode(END))]
+    return [
+        (None, encode(CALL) + encode(REPLY)),
+        (encode(CALL), encode(END)),
+        (encode(REPLY), digits),
+        (digits, encode(END)),
+    ]
 
 
 def answering_model(folder: Path, tokenizer: Path, says: Callable[[Encode], Steps] = boxed) -> None:
-    """A tiny model whose answer to anything is what `says`, now and then another text: so rewards differ within a group.
+    """A tiny model whose answer to anything is what `says`, now and then another text: so rewards
+    differ within a group.
 
-    Its layers add nothing: what it says next depends on the last token alone, until an adapter learns more. Nothing is trained.
+    Its layers add nothing: what it says next depends on the last token alone, until an adapter
+    learns more. Nothing is trained.
     """
     import torch
 
@@ -93,7 +129,9 @@ def rows_of(file: Path, limit: int | None = None) -> list[dict]:
 
 
 def hub_folder(work: Path, name: str, config: str, splits: dict[str, list[dict]]) -> None:
-    """A data set where datasets.load_dataset(name) looks first: a folder of that name. Each further config of a name adds to it."""
+    """A data set where datasets.load_dataset(name) looks first: a folder of that name. Each further
+    config of a name adds to it.
+    """
     folder, card = work / name / config, work / name / "README.md"
     folder.mkdir(parents=True)
     listed = []
@@ -102,12 +140,16 @@ def hub_folder(work: Path, name: str, config: str, splits: dict[str, list[dict]]
         listed.append(f"  - split: {split}\n    path: {config}/{split}.jsonl")
     before = card.read_text().removesuffix("---\n") if card.is_file() else "---\nconfigs:\n"
     default = "" if card.is_file() else "  default: true\n"
-    card.write_text(f"{before}- config_name: {config}\n{default}  data_files:\n" + "\n".join(listed) + "\n---\n")
+    card.write_text(
+        f"{before}- config_name: {config}\n{default}  data_files:\n" + "\n".join(listed) + "\n---\n"
+    )
 
 
 def lay_out(work: Path, data: Path, problems: int) -> None:
-    """Model, tokenizers and data sets under the names that recipes ask for. `problems`: how many of GSM8K's (those whose answer the
-    model gives now and then), which are all that a recipe with a batch of 128 groups gets."""
+    """Model, tokenizers and data sets under the names that recipes ask for. `problems`: how many of
+    GSM8K's (those whose answer the model gives now and then), which are all that a recipe with a
+    batch of 128 groups gets.
+    """
     small_tokenizer(work / "tokenizer", data / "tokenizers" / "qwen3")
     answering_model(work / "model", work / "tokenizer")
     small_tokenizer(work / "tools", data / "tokenizers" / "qwen3", (PROGRAM, CLOSE, REPLY, CALL))
@@ -118,17 +160,38 @@ def lay_out(work: Path, data: Path, problems: int) -> None:
         (work / name).symlink_to(work / ("tokenizer" if name in NAMES else "tools"))
     _tools(work)
     _markets(work / "markets.csv")
-    answered = {"train": [row for row in rows_of(data / "gsm8k" / "train.jsonl") if row["answer"].split("#### ")[-1] in ANSWERS]}
+    answered = {
+        "train": [
+            row
+            for row in rows_of(data / "gsm8k" / "train.jsonl")
+            if row["answer"].split("#### ")[-1] in ANSWERS
+        ]
+    }
     short = sorted(answered["train"], key=lambda row: len(row["question"]))
-    hub_folder(work, "openai/gsm8k", "main", {"train": short[:problems], "test": short[problems : problems + 8]})
+    hub_folder(
+        work,
+        "openai/gsm8k",
+        "main",
+        {"train": short[:problems], "test": short[problems : problems + 8]},
+    )
     math = rows_of(data / "math" / "MATH_train.jsonl", 64)
     sums = [(f"What is {a} + {b}?", str(a + b)) for a in range(12) for b in range(12)]
-    chats = [{"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]} for asked, said in sums]
+    chats = [
+        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
+        for asked, said in sums
+    ]
     hub_folder(work, "HuggingFaceH4/no_robots", "default", {"train": chats, "test": chats[:16]})
     hub_folder(work, "allenai/tulu-3-sft-mixture", "default", {"train": chats * 10})
-    asked = [{"question": row["problem"], "final_answer": row.get("answer", "0")} for row in math if len(row["problem"]) < 300]
+    asked = [
+        {"question": row["problem"], "final_answer": row.get("answer", "0")}
+        for row in math
+        if len(row["problem"]) < 300
+    ]
     hub_folder(work, "zwhe99/DeepMath-103K", "default", {"train": asked})
-    talk = [{"conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": said}]} for asked, said in sums]
+    talk = [
+        {"conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": said}]}
+        for asked, said in sums
+    ]
     hub_folder(work, "open-thoughts/OpenThoughts3-1.2M", "default", {"train": talk})
     pairs = [{"chosen": f"\n\nHuman: {asked}\n\nAssistant: {said}", "rejected": f"\n\nHuman: {asked}\n\nAssistant: I do not know."}
              for asked, said in sums]  # fmt: skip
@@ -137,21 +200,37 @@ def lay_out(work: Path, data: Path, problems: int) -> None:
                 "answer": "A", "type": "mcq-4-choices", "details": {"level": "L3", "task": "t", "subtask": "t", "source": "t"},
                 "prompt": {"default": "Answer."}} for asked, _ in sums]  # fmt: skip
     hub_folder(work, "hicai-zju/SciKnowEval", "default", {"test": science})
-    rubric = {"rubric_str": "Is it polite?", "extraction_regex": r"\\boxed\{(.*)\}", "grader_output_format_instruction": r"\boxed{1}"}
+    rubric = {
+        "rubric_str": "Is it polite?",
+        "extraction_regex": r"\\boxed\{(.*)\}",
+        "grader_output_format_instruction": r"\boxed{1}",
+    }
     convo = [{"role": "user", "content": "Say hello"}]
-    (work / "rubric.jsonl").write_text((json.dumps({"convo": convo, "rubric_items": [rubric]}) + "\n") * 8)
+    (work / "rubric.jsonl").write_text(
+        (json.dumps({"convo": convo, "rubric_items": [rubric]}) + "\n") * 8
+    )
     (work / "conversations.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
 
 
 def _tools(work: Path) -> None:
-    """Problems for code_rl, whose answers the coder prints now and then, and questions for search_tool, in the files of their data sets."""
+    """Problems for code_rl, whose answers the coder prints now and then, and questions for
+    search_tool, in the files of their data sets.
+    """
     import pandas
 
-    tests = {n: json.dumps([{"input": "", "output": f"{n}\n", "testtype": "stdin_stdout"}]) for n in ANSWERS}
-    tasks = [{"problem": f"Print {n}.", "tests": tests[n], "metadata": "{}", "starter_code": ""} for n in ANSWERS] * 4
+    tests = {
+        n: json.dumps([{"input": "", "output": f"{n}\n", "testtype": "stdin_stdout"}])
+        for n in ANSWERS
+    }
+    tasks = [
+        {"problem": f"Print {n}.", "tests": tests[n], "metadata": "{}", "starter_code": ""}
+        for n in ANSWERS
+    ] * 4
     for config, split in (("primeintellect", "train"), ("taco", "train"), ("codeforces", "test")):
         hub_folder(work, "agentica-org/DeepCoder-Preview-Dataset", config, {split: tasks})
-    hub_folder(work, "agentica-org/DeepCoder-Preview-Dataset", "lcbv5", {"train": tasks, "test": tasks[:4]})
+    hub_folder(
+        work, "agentica-org/DeepCoder-Preview-Dataset", "lcbv5", {"train": tasks, "test": tasks[:4]}
+    )
     asked = [{"question": "How many legs has a spider?", "golden_answers": ["8"], "data_source": "nq"},
              {"question": "How many days has a week?", "golden_answers": ["7"], "data_source": "hotpotqa"}] * 8  # fmt: skip
     for split in ("train", "test"):
@@ -161,14 +240,30 @@ def _tools(work: Path) -> None:
 
 
 def _markets(path: Path) -> None:
-    """Questions with an outcome before and after the day at which decisions.forecasting splits them."""
-    columns = ("submission_id", "event_ticker", "title", "snapshot_time", "close_time", "market_outcome", "category", "markets", "sources")
+    """Questions with an outcome before and after the day at which decisions.forecasting splits
+    them.
+    """
+    columns = (
+        "submission_id",
+        "event_ticker",
+        "title",
+        "snapshot_time",
+        "close_time",
+        "market_outcome",
+        "category",
+        "markets",
+        "sources",
+    )
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         for i in range(24):
             day, odd = ("2025-10-%02d" if i < 16 else "2025-11-%02d") % (1 + i % 16), i % 2
-            source = {"title": "Parity", "summary": f"{i} is {'odd' if odd else 'even'}.", "ranking": 1}
+            source = {
+                "title": "Parity",
+                "summary": f"{i} is {'odd' if odd else 'even'}.",
+                "ranking": 1,
+            }
             found = (str(i), f"E{i}", f"Will {i} be odd?", f"{day}T00:00:00", f"{day}T12:00:00", json.dumps({"Odd": odd}), "Numbers",
                      json.dumps(["Odd"]), json.dumps([source]))  # fmt: skip
             writer.writerow(dict(zip(columns, found, strict=True)))

@@ -1,12 +1,14 @@
-"""Ten DPO steps of Whetstone against TRL's DPOTrainer: the same weights, pairs and settings give the same numbers.
+"""Ten DPO steps of Whetstone against TRL's DPOTrainer: the same weights, pairs and settings give
+the same numbers.
 
     .venv-bench/bin/python bench/dpo_vs_trl.py
 
-Both start from the same folder of random weights (tiny:addition) and train on the same pairs in the same order, in fp32 on a CPU,
-with AdamW (0.9, 0.95, eps 1e-8), a constant learning rate and clipping to norm 1, each with its own tokenisation, reference,
-losses and optimizer step. Whetstone runs `rl.run.offline.train_offline`; TRL runs `DPOTrainer.train()`, from whose `compute_loss` the
-figures are read (those that it logs are rounded). The table has a row for each step and loss; the exit code is 1 if any loss or
-reward differs by more than 1e-4 (relative, where above 1).
+Both start from the same folder of random weights (tiny:addition) and train on the same pairs in the
+same order, in fp32 on a CPU, with AdamW (0.9, 0.95, eps 1e-8), a constant learning rate and
+clipping to norm 1, each with its own tokenisation, reference, losses and optimizer step. Whetstone
+runs `rl.run.offline.train_offline`; TRL runs `DPOTrainer.train()`, from whose `compute_loss` the
+figures are read (those that it logs are rounded). The table has a row for each step and loss; the
+exit code is 1 if any loss or reward differs by more than 1e-4 (relative, where above 1).
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[0] = str(HERE.parent)  # in place of this folder, whose kernels.py would be taken for the package of that name
+# in place of this folder, whose kernels.py would be taken for the package of that name
+sys.path[0] = str(HERE.parent)
 from bench.campaign import command_line, machine, write_table  # noqa: E402
 
 TOLERANCE = 1e-4
@@ -29,7 +32,9 @@ LOSSES = {"dpo": "sigmoid", "ipo": "ipo"}  # Whetstone's name to TRL's
 
 
 def dpo_plan(args: argparse.Namespace, loss: str, model: Path) -> Any:
-    """The stage as Whetstone's command line would make it; the TRL side takes its pairs and their order from here."""
+    """The stage as Whetstone's command line would make it; the TRL side takes its pairs and their
+    order from here.
+    """
     from rl.methods.dpo import DpoSettings, PreferenceSettings
     from rl.settings.data_tables import PreferenceDataSettings
     from rl.settings.run_plan import StagePlan
@@ -45,7 +50,9 @@ def dpo_plan(args: argparse.Namespace, loss: str, model: Path) -> Any:
     return StagePlan("dpo", "dpo", settings)
 
 
-def run_whetstone(args: argparse.Namespace, loss: str, model: Path, folder: Path) -> list[dict[str, float]]:
+def run_whetstone(
+    args: argparse.Namespace, loss: str, model: Path, folder: Path
+) -> list[dict[str, float]]:
     """`train_offline` on a real Stage that keeps its metrics instead of logging them."""
     from rl.clients.service import ServiceClient
     from rl.methods import METHODS
@@ -70,9 +77,13 @@ def run_whetstone(args: argparse.Namespace, loss: str, model: Path, folder: Path
 
     plan = dpo_plan(args, loss, model)
     prepared, spec = prepare(plan), METHODS["dpo"]
-    with ServiceClient(output_dir=folder, seed=args.seed, settings=worker_settings([plan])) as service:
+    with ServiceClient(
+        output_dir=folder, seed=args.seed, settings=worker_settings([plan])
+    ) as service:
         policy = make_policy(service, plan.settings.model, None, None, args.seed)
-        others = spec.other_models(plan.settings, StageHosts(service, policy, plan.settings.model, None, {}, args.seed))
+        others = spec.other_models(
+            plan.settings, StageHosts(service, policy, plan.settings.model, None, {}, args.seed)
+        )
         unused: dict[str, Any] = dict(logbook=None, console=None, keeper=None, stop_request=None)
         stage = KeptStage(
             name="dpo", index=0, method=spec.hooks(plan.settings), models=Models(policy, others), problems=prepared.problems,
@@ -82,7 +93,9 @@ def run_whetstone(args: argparse.Namespace, loss: str, model: Path, folder: Path
     return found
 
 
-def run_trl(args: argparse.Namespace, loss: str, model: Path, folder: Path) -> list[dict[str, float]]:
+def run_trl(
+    args: argparse.Namespace, loss: str, model: Path, folder: Path
+) -> list[dict[str, float]]:
     from datasets import Dataset
     from torch.utils.data import SequentialSampler
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -99,13 +112,22 @@ def run_trl(args: argparse.Namespace, loss: str, model: Path, folder: Path) -> l
 
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             value = super().compute_loss(*args, **kwargs)
-            kept = {name: float(values[-1]) for name, values in self._metrics["train"].items() if name in FIGURES}
+            kept = {
+                name: float(values[-1])
+                for name, values in self._metrics["train"].items()
+                if name in FIGURES
+            }
             found.append({**kept, "loss": float(value.detach())})
             return value
 
     problems, order = prepare(dpo_plan(args, loss, model)).problems, derive_seed(args.seed, 0)
-    pairs = [problem for step in range(args.steps) for problem in problems.batch(step, args.pairs, order)]
-    rows = [{"prompt": str(p.messages[-1]["content"]), "chosen": p.response, "rejected": p.rejected} for p in pairs]
+    pairs = [
+        problem for step in range(args.steps) for problem in problems.batch(step, args.pairs, order)
+    ]
+    rows = [
+        {"prompt": str(p.messages[-1]["content"]), "chosen": p.response, "rejected": p.rejected}
+        for p in pairs
+    ]
     config = DPOConfig(
         output_dir=str(folder), max_steps=args.steps, seed=args.seed, use_cpu=True, bf16=False, fp16=False, beta=args.beta,
         loss_type=[LOSSES[loss]], learning_rate=args.learning_rate, lr_scheduler_type="constant", adam_beta1=0.9, adam_beta2=0.95,
@@ -122,21 +144,29 @@ def run_trl(args: argparse.Namespace, loss: str, model: Path, folder: Path) -> l
     return found
 
 
-def compare(ours: list[dict[str, float]], theirs: list[dict[str, float]], loss: str) -> list[dict[str, Any]]:
+def compare(
+    ours: list[dict[str, float]], theirs: list[dict[str, float]], loss: str
+) -> list[dict[str, Any]]:
     """A row for each step. Raises ValueError where the two have not taken as many."""
     rows = []
     for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         row: dict[str, Any] = {"loss_type": loss, "step": step}
         differences = []
         for name in FIGURES:
-            row[f"whetstone {name}"], row[f"trl {name}"] = round(mine[name], 7) + 0.0, round(other[name], 7) + 0.0  # no -0
+            # no -0
+            row[f"whetstone {name}"], row[f"trl {name}"] = (
+                round(mine[name], 7) + 0.0,
+                round(other[name], 7) + 0.0,
+            )
             differences.append(abs(mine[name] - other[name]) / max(1.0, abs(other[name])))
         rows.append({**row, "largest_difference": f"{max(differences):.1e}"})
     return rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--pairs", type=int, default=32, help="pairs a step")
     parser.add_argument("--beta", type=float, default=0.1)
@@ -163,9 +193,16 @@ def main() -> int:
         loaded.model.save_pretrained(folder / "model")
         loaded.tokenizer.save_pretrained(folder / "model")
         for loss in LOSSES:
-            sides = [run(args, loss, folder / "model", folder / loss) for run in (run_whetstone, run_trl)]
+            sides = [
+                run(args, loss, folder / "model", folder / loss) for run in (run_whetstone, run_trl)
+            ]
             table += compare(*sides, loss)
-    about = {"trl": trl.__version__, "torch": torch.__version__, "machine": machine(), "command": command_line()}
+    about = {
+        "trl": trl.__version__,
+        "torch": torch.__version__,
+        "machine": machine(),
+        "command": command_line(),
+    }
     write_table(args.output, [{**row, **about} for row in table])
     for row in table:
         print(", ".join(f"{key} {value}" for key, value in row.items()))

@@ -1,10 +1,12 @@
-"""Tiny models learn the built-in games: taught on games that an imperfect rule plays, then GRPO in the environment.
+"""Tiny models learn the built-in games: taught on games that an imperfect rule plays, then GRPO in
+the environment.
 
     python bench/environments.py [--only guess_number] [--seeds 0 1 2] [--output bench/results/environments.csv]
 
-A row for each game and seed: held-out episodes (of other seeds than the training's) that come out right, sampled, for the untrained
-model, after the warm-up and after GRPO, and whether the bar is passed that the untrained model misses. Rows of a game and seed
-that the file has already are replaced.
+A row for each game and seed: held-out episodes (of other seeds than the training's) that come out
+right, sampled, for the untrained model, after the warm-up and after GRPO, and whether the bar is
+passed that the untrained model misses. Rows of a game and seed that the file has already are
+replaced.
 """
 
 import argparse
@@ -23,7 +25,9 @@ sys.path.insert(0, str(HERE.parent))
 
 @dataclass(frozen=True)
 class Game:
-    """`player`: the rule whose games the warm-up learns. `metric`, `bar`: of held-out episodes, at least (or, `at_most`, at most)."""
+    """`player`: the rule whose games the warm-up learns. `metric`, `bar`: of held-out episodes, at
+    least (or, `at_most`, at most).
+    """
 
     settings: dict
     player: str
@@ -49,15 +53,39 @@ class Game:
 GAMES = {
     # found within floor(log2 8) + 1 guesses, the environment's own limit
     "guess_number": Game({"high": 8}, "careless", "correct", 0.95, 3, steps=250),
-    # three operators and two tries: excluding is enough (the rule finds 0.93), reading the failing test is better
+    # three operators and two tries: excluding is enough (the rule finds 0.93), reading the failing
+    # test is better
     "debugging": Game(
-        {}, "careful", "correct", 0.95, 18, episodes=5000, warm_up=1200, warm_up_batch=32, steps=60, held_out=256,
-        model="tiny:ascii", rate=5e-4,
+        {},
+        "careful",
+        "correct",
+        0.95,
+        18,
+        episodes=5000,
+        warm_up=1200,
+        warm_up_batch=32,
+        steps=60,
+        held_out=256,
+        model="tiny:ascii",
+        rate=5e-4,
     ),
-    # what the rule plays is imperfect, one move of ten (it loses 0.03), so that there is something left to sharpen
+    # what the rule plays is imperfect, one move of ten (it loses 0.03), so that there is something
+    # left to sharpen
     "tic_tac_toe": Game(
-        {"opponent": "random", "instructions": "False"}, "careful", "lost", 0.05, 3, True, 40000, warm_up=1400, steps=120, groups=16,
-        held_out=512, rows=2000, model="tiny:ascii", rate=2e-4,
+        {"opponent": "random", "instructions": "False"},
+        "careful",
+        "lost",
+        0.05,
+        3,
+        True,
+        40000,
+        warm_up=1400,
+        steps=120,
+        groups=16,
+        held_out=512,
+        rows=2000,
+        model="tiny:ascii",
+        rate=2e-4,
     ),
 }
 
@@ -77,7 +105,9 @@ temperature: 1.0
 """
 
 
-def untrained(name: str, settings: dict, metric: str, max_tokens: int, model: str, seed: int, turns: int = 100) -> float:
+def untrained(
+    name: str, settings: dict, metric: str, max_tokens: int, model: str, seed: int, turns: int = 100
+) -> float:
     """The metric of the model as it is built, over 64 episodes."""
     from rl import ServiceClient
     from rl.environments import EnvironmentGroup, Limits, resolve_environment
@@ -91,7 +121,10 @@ def untrained(name: str, settings: dict, metric: str, max_tokens: int, model: st
         client = service.create_full_training_client(model, seed=seed)
         renderer = get_renderer("plain", client.get_tokenizer())
         problems = [Problem((), {"seed": 10**6 + i, **row}, index=i) for i, row in enumerate(rows)]
-        builders = [EnvironmentGroup(spec, problem, 1, renderer, limits=Limits(turns=turns)) for problem in problems]
+        builders = [
+            EnvironmentGroup(spec, problem, 1, renderer, limits=Limits(turns=turns))
+            for problem in problems
+        ]
         sampler = client.save_weights_and_get_sampling_client()
         groups = rollout(builders, sampler, SamplingParams(max_tokens=max_tokens), seed=seed).groups
     return group_metrics(groups)[f"env/all/{metric}"]
@@ -99,19 +132,51 @@ def untrained(name: str, settings: dict, metric: str, max_tokens: int, model: st
 
 def learn(name: str, game: Game, seed: int, folder: Path) -> dict:
     """One row: the whole way from nothing to the bar."""
-    plain = {key: value == "True" if value in ("True", "False") else value for key, value in game.settings.items()}
+    plain = {
+        key: value == "True" if value in ("True", "False") else value
+        for key, value in game.settings.items()
+    }
     before = untrained(name, plain, game.metric, game.max_tokens, game.model, seed)
     data = folder / f"{name}.jsonl"
-    words = [word for key, value in game.settings.items() for word in (f"--environment.{key}", str(value))]
-    command = [sys.executable, "-m", "rl.environments.played", name, game.player, "--episodes", str(game.episodes), "--seed", str(seed)]
+    words = [
+        word
+        for key, value in game.settings.items()
+        for word in (f"--environment.{key}", str(value))
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "rl.environments.played",
+        name,
+        game.player,
+        "--episodes",
+        str(game.episodes),
+        "--seed",
+        str(seed),
+    ]
     command += words
-    data.write_text(subprocess.run(command, check=True, capture_output=True, text=True, cwd=HERE.parent).stdout)
+    data.write_text(
+        subprocess.run(command, check=True, capture_output=True, text=True, cwd=HERE.parent).stdout
+    )
     (folder / "recipe.yaml").write_text(recipe(name, game, data))
     start = time.perf_counter()
-    run = [sys.executable, "train.py", str(folder / "recipe.yaml"), "--seed", str(seed), "--output-dir", str(folder / "run"), "--overwrite"]
+    run = [
+        sys.executable,
+        "train.py",
+        str(folder / "recipe.yaml"),
+        "--seed",
+        str(seed),
+        "--output-dir",
+        str(folder / "run"),
+        "--overwrite",
+    ]
     subprocess.run(run, check=True, cwd=HERE.parent)
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    measured = [row[f"test/env/all/{game.metric}"] for row in rows if f"test/env/all/{game.metric}" in row]
+    rows = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    measured = [
+        row[f"test/env/all/{game.metric}"] for row in rows if f"test/env/all/{game.metric}" in row
+    ]
     return {
         "environment": name,
         "settings": " ".join(f"{key}={value}" for key, value in game.settings.items()),
@@ -129,7 +194,9 @@ def learn(name: str, game: Game, seed: int, folder: Path) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=sorted(GAMES), default=list(GAMES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--output", type=Path, default=HERE / "results" / "environments.csv")

@@ -1,12 +1,14 @@
-"""Every family of fuzz tests with many inputs: recipes and lines, rows, requests, run files, replies. Writes results/fuzz.csv.
+"""Every family of fuzz tests with many inputs: recipes and lines, rows, requests, run files,
+replies. Writes results/fuzz.csv.
 
     python bench/fuzz.py                            # 100,000 inputs, dealt out over the families
     python bench/fuzz.py --count 5000 --seed 7      # fewer, others
     python bench/fuzz.py --only settings            # one family (may be given several times)
 
-A family is a module tests/test_fuzz_<name>.py with `inputs(seed, count)` and `check(item)` (see tests/fuzzing.py), and SHARE, less than
-1 where an input takes long. Inputs come in rounds of 1,000, each with a seed of its own, so that a fault is found again by its seed and
-number. With --only, rows of other families stay in the table. Exit code 1 where there is a fault.
+A family is a module tests/test_fuzz_<name>.py with `inputs(seed, count)` and `check(item)` (see
+tests/fuzzing.py), and SHARE, less than 1 where an input takes long. Inputs come in rounds of 1,000,
+each with a seed of its own, so that a fault is found again by its seed and number. With --only,
+rows of other families stay in the table. Exit code 1 where there is a fault.
 """
 
 from __future__ import annotations
@@ -50,15 +52,28 @@ def fuzz(name: str, module: ModuleType, *, seed: int, count: int) -> dict[str, A
     start, busy = time.monotonic(), time.process_time()
     for first in range(0, count, ROUND):
         number = seed + first // ROUND
-        report = run_family(module.inputs, module.check, seed=number, count=min(ROUND, count - first))
+        report = run_family(
+            module.inputs, module.check, seed=number, count=min(ROUND, count - first)
+        )
         outcomes += report.outcomes
         for at, item, raised in report.faults:
-            print(f"{name}, seed {number}, input {at}: {raised}\n    {item}".encode("ascii", "backslashreplace").decode(), file=sys.stderr)
-        print(f"{name}: {first + ROUND if first + ROUND < count else count} of {count}, {outcomes['fault']} faults", flush=True)
+            print(
+                f"{name}, seed {number}, input {at}: {raised}\n    {item}".encode(
+                    "ascii", "backslashreplace"
+                ).decode(),
+                file=sys.stderr,
+            )
+        print(
+            f"{name}: {first + ROUND if first + ROUND < count else count} of {count}, {outcomes['fault']} faults",
+            flush=True,
+        )
     faults = outcomes.pop("fault", 0)
     row: dict[str, Any] = {"family": name, "first_seed": seed, "inputs": count, "faults": faults}
     row["outcomes"] = json.dumps(dict(sorted(outcomes.items())))
-    return row | {"seconds": round(time.monotonic() - start, 1), "cpu_seconds": round(time.process_time() - busy, 1)}
+    return row | {
+        "seconds": round(time.monotonic() - start, 1),
+        "cpu_seconds": round(time.process_time() - busy, 1),
+    }
 
 
 def shares(chosen: dict[str, ModuleType], count: int) -> dict[str, int]:
@@ -71,19 +86,32 @@ def shares(chosen: dict[str, ModuleType], count: int) -> dict[str, int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=100_000, help="inputs of all families together")
-    parser.add_argument("--seed", type=int, default=1000, help="of the first round; those of `make test` are below 100")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--count", type=int, default=100_000, help="inputs of all families together"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=1000,
+        help="of the first round; those of `make test` are below 100",
+    )
     parser.add_argument("--only", action="append", help="this family alone (repeatable)")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "fuzz.csv")
     args = parser.parse_args()
-    sys.path[0] = str(HERE.parent)  # before this folder, whose kernels.py would be taken for the package of that name
+    # before this folder, whose kernels.py would be taken for the package of that name
+    sys.path[0] = str(HERE.parent)
     sys.path[1:1] = [str(TESTS), str(HERE)]
     from campaign import command_line, machine, write_table
 
     chosen = families(args.only)
     if not chosen:
-        raise SystemExit(f"no family of fuzz tests in {TESTS}" + (f" is called {' or '.join(args.only)}" if args.only else ""))
+        raise SystemExit(
+            f"no family of fuzz tests in {TESTS}"
+            + (f" is called {' or '.join(args.only)}" if args.only else "")
+        )
     rows: list[dict[str, Any]] = []
     if args.only and args.out.is_file():
         with args.out.open(newline="") as file:
@@ -91,9 +119,22 @@ def main() -> int:
     faults = 0
     for name, share in shares(chosen, args.count).items():
         module = chosen[name]
-        rows.append({**fuzz(name, module, seed=args.seed, count=share), "machine": machine(), "command": command_line()})
+        rows.append(
+            {
+                **fuzz(name, module, seed=args.seed, count=share),
+                "machine": machine(),
+                "command": command_line(),
+            }
+        )
         write_table(args.out, rows)
-        print(", ".join(f"{key} {value}" for key, value in rows[-1].items() if key not in ("machine", "command")), flush=True)
+        print(
+            ", ".join(
+                f"{key} {value}"
+                for key, value in rows[-1].items()
+                if key not in ("machine", "command")
+            ),
+            flush=True,
+        )
         faults += rows[-1]["faults"]
     return int(faults > 0)
 

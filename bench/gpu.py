@@ -5,9 +5,10 @@
     python bench/gpu.py --list
     python bench/gpu.py --output /tmp/dry --dry           # without a GPU: every part's code as far as it goes, at tiny sizes
 
-Each part is a process of its own with a time limit, and writes a row as soon as it has a figure. One that fails, runs out of memory or
-of time, or cannot run is a row that says so; the others go on. No network; peers that are not installed are rows that say so.
-Columns: part, case, provider, metric, value, unit, floor (what the value could be at best on this GPU, where known), note.
+Each part is a process of its own with a time limit, and writes a row as soon as it has a figure.
+One that fails, runs out of memory or of time, or cannot run is a row that says so; the others go
+on. No network; peers that are not installed are rows that say so. Columns: part, case, provider,
+metric, value, unit, floor (what the value could be at best on this GPU, where known), note.
 """
 
 from __future__ import annotations
@@ -25,20 +26,31 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-# The repository in place of this folder, whose kernels.py would be taken for the package of that name.
+# The repository in place of this folder, whose kernels.py would be taken for the package of that
+# name.
 sys.path[0] = str(HERE.parent)
 
 COLUMNS = ["part", "case", "provider", "metric", "value", "unit", "floor", "note"]
 LIMIT = 530  # seconds for all parts together
 
-# name: (seconds that it has in any case, what it is), in the order of what is wanted most. Together at most LIMIT; what a part leaves
-# over the next ones may take, each up to as much again as it has: one that hangs does not take all of it.
+# name: (seconds that it has in any case, what it is), in the order of what is wanted most. Together
+# at most LIMIT; what a part leaves over the next ones may take, each up to as much again as it has:
+# one that hangs does not take all of it.
 PARTS = {
     "tests": (90, "tests marked gpu"),
-    "pages": (20, "attention over pages: ours, torch's varlen attention with one split and with its own choice (pytorch#194167)"),
-    "branches": (60, "what the device's checks chose; score kernels of both branches and products by themselves, TFLOP/s"),
+    "pages": (
+        20,
+        "attention over pages: ours, torch's varlen attention with one split and with its own choice (pytorch#194167)",
+    ),
+    "branches": (
+        60,
+        "what the device's checks chose; score kernels of both branches and products by themselves, TFLOP/s",
+    ),
     "kernels": (85, "linear_logprob beside torch, torch.compile, Liger, cut-cross-entropy"),
-    "decode": (117, "decode tokens per second over pages and plain, beside generate, continuous batching, vLLM; what the trial says"),
+    "decode": (
+        117,
+        "decode tokens per second over pages and plain, beside generate, continuous batching, vLLM; what the trial says",
+    ),
     "group": (16, "a group of 16 on a prompt of 4,096 tokens"),
     "draw": (15, "a token from hidden states, without logits, beside today's path"),
     "agreement": (18, "sampler against learner in bf16 and in float32"),
@@ -60,20 +72,46 @@ class Table:
             with path.open("w", newline="") as file:
                 csv.writer(file).writerow(COLUMNS)
 
-    def row(self, case: str, provider: str, metric: str, value: Any, unit: str = "", floor: Any = "", note: str = "") -> None:
+    def row(
+        self,
+        case: str,
+        provider: str,
+        metric: str,
+        value: Any,
+        unit: str = "",
+        floor: Any = "",
+        note: str = "",
+    ) -> None:
         shown = f"{value:.6g}" if isinstance(value, float) else value
-        cells = [self.part, case, provider, metric, shown, unit, f"{floor:.6g}" if isinstance(floor, float) else floor, note]
+        cells = [
+            self.part,
+            case,
+            provider,
+            metric,
+            shown,
+            unit,
+            f"{floor:.6g}" if isinstance(floor, float) else floor,
+            note,
+        ]
         with self.path.open("a", newline="") as file:
             csv.writer(file).writerow(cells)
         print("  " + " ".join(str(cell) for cell in cells[1:] if cell != ""), flush=True)
 
     def attempt(self, case: str, provider: str, run: Callable[[], Any]) -> Any:
-        """A figure or several, or what they need; a failure of any kind is a row and None, because the rest is wanted all the same."""
+        """A figure or several, or what they need; a failure of any kind is a row and None, because
+        the rest is wanted all the same.
+        """
         try:
             return run()
         except Exception as failure:  # noqa: BLE001
             words = (str(failure).splitlines() or [""])[0][:200]
-            self.row(case, provider, "left out" if isinstance(failure, CANNOT) else "failed", type(failure).__name__, note=words)
+            self.row(
+                case,
+                provider,
+                "left out" if isinstance(failure, CANNOT) else "failed",
+                type(failure).__name__,
+                note=words,
+            )
             print("".join(traceback.format_exception(failure)[-4:]), file=sys.stderr, flush=True)
             return None
 
@@ -81,36 +119,57 @@ class Table:
 def child(part: str, output: Path, dry: bool) -> None:
     """One part, in this process."""
     if dry and part in ("branches", "pages"):
-        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels run without a GPU
+        # before Triton is imported: its kernels run without a GPU
+        os.environ["TRITON_INTERPRET"] = "1"
     function_of(part)(Table(part, output / f"{part}.csv"), dry)
 
 
 def function_of(part: str) -> Callable[[Table, bool], None]:
     modules = (importlib.import_module(f"bench.{name}") for name in MODULES)
-    return next(getattr(module, f"part_{part}") for module in modules if hasattr(module, f"part_{part}"))
+    return next(
+        getattr(module, f"part_{part}") for module in modules if hasattr(module, f"part_{part}")
+    )
 
 
 def seconds_for(part: str, after: list[str], left: float) -> float:
-    """Of `left` seconds: those that the parts after it do not have in any case, at most twice its own."""
-    return min(max(left - sum(PARTS[name][0] for name in after), min(left, PARTS[part][0])), 2.0 * PARTS[part][0])
+    """Of `left` seconds: those that the parts after it do not have in any case, at most twice its
+    own.
+    """
+    return min(
+        max(left - sum(PARTS[name][0] for name in after), min(left, PARTS[part][0])),
+        2.0 * PARTS[part][0],
+    )
 
 
 def run_part(part: str, output: Path, dry: bool, seconds: float) -> None:
     path = output / f"{part}.csv"
     path.unlink(missing_ok=True)
     table = Table(part, path)
-    command = [sys.executable, str(Path(__file__).resolve()), "--child", part, "--output", str(output), *(["--dry"] if dry else [])]
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        "--child",
+        part,
+        "--output",
+        str(output),
+        *(["--dry"] if dry else []),
+    ]
     began = time.perf_counter()
     with (output / f"{part}.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd=HERE.parent)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd=HERE.parent
+        )
         try:
             code = process.wait(timeout=seconds)
             how = "done" if code == 0 else f"exit code {code}"
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)  # its own children too: a hung process would hold the GPU's memory
+            # its own children too: a hung process would hold the GPU's memory
+            os.killpg(process.pid, 9)
             process.wait()
             how = f"stopped after {seconds:.0f} s"
-    last = ([line for line in (output / f"{part}.log").read_text().splitlines() if line.strip()] or [""])[-1][:200]
+    last = (
+        [line for line in (output / f"{part}.log").read_text().splitlines() if line.strip()] or [""]
+    )[-1][:200]
     table.row("whole part", "", "status", how, note="" if how == "done" else last)
     table.row("whole part", "", "seconds", time.perf_counter() - began, "s")
 
@@ -130,14 +189,20 @@ def collect(output: Path) -> list[dict[str, str]]:
 
 
 def plot(rows: list[dict[str, str]], path: Path) -> None:
-    """Left: time over floor of each provider's forward and backward. Right: decode tokens per second by rows."""
+    """Left: time over floor of each provider's forward and backward. Right: decode tokens per
+    second by rows.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(14, 5))
-    ratios = [r for r in rows if r["part"] == "kernels" and r["metric"] == "both" and float(r["floor"] or 0) > 0]
+    ratios = [
+        r
+        for r in rows
+        if r["part"] == "kernels" and r["metric"] == "both" and float(r["floor"] or 0) > 0
+    ]
     names = [f"{r['provider']}\n{r['case']}" for r in ratios]
     left.barh(names, [float(r["value"]) / float(r["floor"]) for r in ratios])
     left.axvline(1.0, color="black", linewidth=0.8)
@@ -156,11 +221,29 @@ def plot(rows: list[dict[str, str]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "gpu", help="folder for tables, logs, the plot, the trace")
-    parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART", help="some parts alone (see --list)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=HERE / "results" / "gpu",
+        help="folder for tables, logs, the plot, the trace",
+    )
+    parser.add_argument(
+        "--part",
+        nargs="+",
+        choices=list(PARTS),
+        default=list(PARTS),
+        metavar="PART",
+        help="some parts alone (see --list)",
+    )
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for all parts together")
-    parser.add_argument("--dry", action="store_true", help="on a CPU at tiny sizes: shows that everything runs, measures nothing")
+    parser.add_argument(
+        "--dry",
+        action="store_true",
+        help="on a CPU at tiny sizes: shows that everything runs, measures nothing",
+    )
     parser.add_argument("--list", action="store_true", help="the parts and their seconds")
     parser.add_argument("--child", choices=list(PARTS), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -175,16 +258,25 @@ def main() -> None:
     import torch
 
     if not args.dry and not torch.cuda.is_available():
-        sys.exit("bench/gpu.py: no CUDA device is visible; --dry runs every part's code on a CPU, at tiny sizes")
+        sys.exit(
+            "bench/gpu.py: no CUDA device is visible; --dry runs every part's code on a CPU, at tiny sizes"
+        )
     end = time.perf_counter() + args.limit
     for i, part in enumerate(args.part):
         left = end - time.perf_counter()
         print(f"{part}: {PARTS[part][1]}", flush=True)
         if left < 5 and not args.dry:
             (args.output / f"{part}.csv").unlink(missing_ok=True)
-            Table(part, args.output / f"{part}.csv").row("whole part", "", "status", "not begun", note=f"{args.limit:.0f} s were over")
+            Table(part, args.output / f"{part}.csv").row(
+                "whole part", "", "status", "not begun", note=f"{args.limit:.0f} s were over"
+            )
         else:
-            run_part(part, args.output, args.dry, 600.0 if args.dry else seconds_for(part, args.part[i + 1 :], left))
+            run_part(
+                part,
+                args.output,
+                args.dry,
+                600.0 if args.dry else seconds_for(part, args.part[i + 1 :], left),
+            )
         rows = collect(args.output)
     plot(rows, args.output / "gpu.png")
     print(f"written to {args.output / 'gpu.csv'} and {args.output / 'gpu.png'}")

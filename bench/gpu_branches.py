@@ -1,4 +1,6 @@
-"""The campaign's part about the score kernels: see gpu.py. What the checks on the device chose, and both branches beside cuBLAS."""
+"""The campaign's part about the score kernels: see gpu.py. What the checks on the device chose, and
+both branches beside cuBLAS.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,13 @@ class Operands(NamedTuple):
 
 def part_branches(table: Any, dry: bool) -> None:
     """The newest last: a kernel that breaks the device's context takes what comes after it along."""
-    name = "cpu" if dry else "{}, capability {}.{}".format(torch.cuda.get_device_name(), *torch.cuda.get_device_capability())
+    name = (
+        "cpu"
+        if dry
+        else "{}, capability {}.{}".format(
+            torch.cuda.get_device_name(), *torch.cuda.get_device_capability()
+        )
+    )
     table.row("device", "torch", "name", name, note=f"torch {torch.__version__}")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         _verdicts(table, dtype, device_of(dry))
@@ -56,23 +64,38 @@ def _verdicts(table: Any, dtype: torch.dtype, device: str) -> None:
             warnings.simplefilter("always")
             tiles = special_tiles(torch.zeros(16, 64, dtype=dtype, device=device))
         words = "; ".join(str(one.message) for one in said)[:200]
-        table.row(name, "score kernels", "chosen", "older" if tiles is None else f"warp-specialised {tuple(tiles)}", note=words)
+        table.row(
+            name,
+            "score kernels",
+            "chosen",
+            "older" if tiles is None else f"warp-specialised {tuple(tiles)}",
+            note=words,
+        )
 
     def adds() -> None:
         from kernels.device_checks import adds_in_place
 
-        table.row(name, "addmm into float32", "chosen", "in place" if adds_in_place(dtype) else "mm and add_")
+        table.row(
+            name,
+            "addmm into float32",
+            "chosen",
+            "in place" if adds_in_place(dtype) else "mm and add_",
+        )
 
     table.attempt(name, "score kernels", special)
     table.attempt(name, "addmm into float32", adds)
 
 
-def _speed(table: Any, case: str, provider: str, run: Callable[[], object], o: Operands, columns: int) -> None:
+def _speed(
+    table: Any, case: str, provider: str, run: Callable[[], object], o: Operands, columns: int
+) -> None:
     """One figure, in an attempt of its own."""
 
     def measure() -> None:
         ms = milliseconds(run, o.x.device.type)
-        table.row(case, provider, "TFLOP/s", 2e-9 * o.x.numel() * columns / ms, "", TFLOPS, f"{ms:.3f} ms")
+        table.row(
+            case, provider, "TFLOP/s", 2e-9 * o.x.numel() * columns / ms, "", TFLOPS, f"{ms:.3f} ms"
+        )
 
     table.attempt(case, provider, measure)
 
@@ -85,7 +108,9 @@ def _products(table: Any, shape: Shape, o: Operands) -> None:
         "logits of a slab": lambda: torch.mm(x, slab.t()),
         "dW of a slab": lambda: torch.mm(dz.t(), x),
         "dX of a slab, mm and add_": lambda: wide.add_(torch.mm(dz, slab, out_dtype=torch.float32)),
-        "dX of a slab, addmm": lambda: torch.addmm(wide, dz, slab, out_dtype=torch.float32, out=wide),
+        "dX of a slab, addmm": lambda: torch.addmm(
+            wide, dz, slab, out_dtype=torch.float32, out=wide
+        ),
     }
     for name, run in products.items():
         _speed(table, f"{shape.model}, {name}", "cuBLAS", run, o, dz.shape[1])
@@ -111,7 +136,9 @@ def scores_of(o: Operands, special: bool) -> Any:
     return launch.Scores(o.x, o.w, o.y, None, Head(), tiles, SPECIAL if special else None)
 
 
-def _score_kernels(table: Any, shape: Shape, o: Operands, name: str, make: Callable[[], Any]) -> None:
+def _score_kernels(
+    table: Any, shape: Shape, o: Operands, name: str, make: Callable[[], Any]
+) -> None:
     """Forward, with entropy, and dlogits of a slab, by one branch's launches."""
     from kernels.linear_logprob_torch import Coefficients
 
@@ -121,14 +148,20 @@ def _score_kernels(table: Any, shape: Shape, o: Operands, name: str, make: Calla
     row, width = torch.ones(len(o.x), device=o.x.device), o.dz.shape[1]
 
     def keeps() -> object:
-        room = o.x.new_empty(len(o.x), shape.V), row.new_empty(-(-shape.V // scores.tiles.columns), len(o.x))
+        room = (
+            o.x.new_empty(len(o.x), shape.V),
+            row.new_empty(-(-shape.V // scores.tiles.columns), len(o.x)),
+        )
         return scores.statistics(False, room)
 
     runs: dict[str, tuple[Callable[[], object], int]] = {
         "forward": (lambda: scores.statistics(False), shape.V),
         "forward and entropy": (lambda: scores.statistics(True), shape.V),
         "forward that keeps [T, V]": (keeps, shape.V),
-        "dlogits of a slab": (lambda: scores.dlogits(o.dz, 0, width, row, Coefficients(row, row, None)), width),
+        "dlogits of a slab": (
+            lambda: scores.dlogits(o.dz, 0, width, row, Coefficients(row, row, None)),
+            width,
+        ),
     }
     for what, (run, columns) in runs.items():
         _speed(table, f"{shape.model}, {what}", name, run, o, columns)
@@ -136,5 +169,10 @@ def _score_kernels(table: Any, shape: Shape, o: Operands, name: str, make: Calla
 
 def _compare(table: Any, case: str, o: Operands) -> None:
     """The device's check is of a small head: here the logprobs of this one."""
-    mine, older = (scores.combine(scores.statistics(False)).logp for scores in (scores_of(o, True), scores_of(o, False)))
-    table.row(case, "warp-specialised", "largest_difference", float((mine - older).abs().max()), "nats")
+    mine, older = (
+        scores.combine(scores.statistics(False)).logp
+        for scores in (scores_of(o, True), scores_of(o, False))
+    )
+    table.row(
+        case, "warp-specialised", "largest_difference", float((mine - older).abs().max()), "nats"
+    )

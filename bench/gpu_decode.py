@@ -1,4 +1,5 @@
-"""The campaign's part about decoding: see gpu.py. Both engines and their peers at the same rows, what the device's trial says.
+"""The campaign's part about decoding: see gpu.py. Both engines and their peers at the same rows,
+what the device's trial says.
 
 Everyone answers the same prompts in groups of eight, and is timed once the prompts are read.
 """
@@ -9,7 +10,16 @@ import gc
 from typing import Any
 
 from bench.gpu_kernels import device_of
-from bench.gpu_models import BANDWIDTH, SIZES, engine_of, give_back, make_model, random_prompts, seconds_of, shares
+from bench.gpu_models import (
+    BANDWIDTH,
+    SIZES,
+    engine_of,
+    give_back,
+    make_model,
+    random_prompts,
+    seconds_of,
+    shares,
+)
 from bench.gpu_peers import PEERS, Peer
 
 
@@ -18,40 +28,70 @@ def prompts_for(rows: int, vocab: int, dry: bool) -> list[list[int]]:
 
 
 def speed(table: Any, case: str, name: str, decoder: Any, rows: int, dry: bool) -> None:
-    """Tokens a second once the prompts are read and the first graph is there; seconds that reading and capturing took."""
+    """Tokens a second once the prompts are read and the first graph is there; seconds that reading
+    and capturing took.
+    """
     device, looks = device_of(dry), 2 if dry else 6
-    engine = engine_of(decoder, name, rows, prompts_for(rows, decoder.vocab_size, dry), 8 * (looks + 4))
+    engine = engine_of(
+        decoder, name, rows, prompts_for(rows, decoder.vocab_size, dry), 8 * (looks + 4)
+    )
     first, _ = seconds_of(lambda: (engine.step(), engine.step()), device)
     table.row(case, name, "first_two_calls", first, "s", note="prompts, compiling, capturing")
-    counters, calls = engine.counters, looks if name == "paged" else 8 * looks  # over pages a call is up to eight steps
+    # over pages a call is up to eight steps
+    counters, calls = engine.counters, looks if name == "paged" else 8 * looks
     tokens, steps = counters.decoded_rows, counters.steps
     seconds, _ = seconds_of(lambda: [engine.step() for _ in range(calls)], device)
     tokens, steps = counters.decoded_rows - tokens, counters.steps - steps
     if tokens != rows * steps:
         raise RuntimeError(f"{tokens} tokens in {steps} steps, not {rows} in each")
     a, state = decoder.architecture, engine._state
-    cached = 2 * decoder.weights.buffers[a.embed].element_size() * len(decoder.layers) * a.key_heads * a.head_width
+    cached = (
+        2
+        * decoder.weights.buffers[a.embed].element_size()
+        * len(decoder.layers)
+        * a.key_heads
+        * a.head_width
+    )
     weights = sum(b.numel() * b.element_size() for b in decoder.weights.buffers.values())
-    floor = (weights + cached * int(state.prompt_lengths.sum() + state.response_lengths.sum())) / BANDWIDTH  # each prompt read once
+    # each prompt read once
+    floor = (
+        weights + cached * int(state.prompt_lengths.sum() + state.response_lengths.sum())
+    ) / BANDWIDTH
     note = f"{seconds / steps * 1e3:.2f} ms a step, {steps} of them, {floor * steps / seconds:.0%} of bandwidth"
     table.row(case, name, "tokens_per_s", tokens / seconds, "", rows / floor, note)
 
 
-def peer_speed(table: Any, case: str, name: str, peer: Peer, rows: int, vocab: int, dry: bool) -> None:
-    """By the difference of two calls, which leaves the reading of the prompts out; and the longer call as it is."""
+def peer_speed(
+    table: Any, case: str, name: str, peer: Peer, rows: int, vocab: int, dry: bool
+) -> None:
+    """By the difference of two calls, which leaves the reading of the prompts out; and the longer
+    call as it is.
+    """
     device, short, long = device_of(dry), 2 if dry else 4, 34 if dry else 52
     prompts = prompts_for(rows, vocab, dry)
-    each = [prompt for prompt, count in zip(prompts, shares(rows, len(prompts)), strict=True) for _ in range(count)]
+    each = [
+        prompt
+        for prompt, count in zip(prompts, shares(rows, len(prompts)), strict=True)
+        for _ in range(count)
+    ]
     peer(each, long)  # what is made at a first call of this size
     took = {}
     for new in (short, long):
         took[new], tokens = seconds_of(lambda new=new: peer(each, new), device)
         if tokens != rows * new:
             raise RuntimeError(f"{tokens} tokens, not {rows} x {new}")
-    table.row(case, name, "tokens_per_s_with_prompts", rows * long / took[long], note=f"{took[long]:.3f} s for prompts and {long} tokens")
+    table.row(
+        case,
+        name,
+        "tokens_per_s_with_prompts",
+        rows * long / took[long],
+        note=f"{took[long]:.3f} s for prompts and {long} tokens",
+    )
     seconds = took[long] - took[short]
     if seconds <= 0:
-        raise RuntimeError(f"{long} tokens took {took[long]:.3f} s and {short} took {took[short]:.3f} s")
+        raise RuntimeError(
+            f"{long} tokens took {took[long]:.3f} s and {short} took {took[short]:.3f} s"
+        )
     note = f"{seconds / (long - short) * 1e3:.2f} ms a step, from {short} tokens to {long}"
     table.row(case, name, "tokens_per_s", rows * (long - short) / seconds, note=note)
 
@@ -60,15 +100,31 @@ def part_decode(table: Any, dry: bool) -> None:
     from rl.sampler import make_decoder
     from rl.sampler.choice import difference
 
-    device, sizes, counts = device_of(dry), ("tiny",) if dry else ("0.5B", "1.7B", "8B"), (4,) if dry else (1, 64, 256, 1024)
+    device, sizes, counts = (
+        device_of(dry),
+        ("tiny",) if dry else ("0.5B", "1.7B", "8B"),
+        (4,) if dry else (1, 64, 256, 1024),
+    )
     for size in sizes:  # ours first: a peer that hangs takes what is left of the part with it
-        decoder = table.attempt(size, "ours", lambda s=size: make_decoder(make_model(s, device), kind="fast"))
+        decoder = table.attempt(
+            size, "ours", lambda s=size: make_decoder(make_model(s, device), kind="fast")
+        )
         if decoder is not None:
-            table.attempt(size, "trial", lambda d=decoder, s=size: table.row(s, "trial", "says", difference(d) or "the same samples"))
+            table.attempt(
+                size,
+                "trial",
+                lambda d=decoder, s=size: table.row(
+                    s, "trial", "says", difference(d) or "the same samples"
+                ),
+            )
         for rows in () if decoder is None else counts:
             for name in ("paged", "plain"):
                 case = f"{size}, {rows} rows"
-                table.attempt(case, name, lambda c=case, n=name, d=decoder, r=rows: speed(table, c, n, d, r, dry))
+                table.attempt(
+                    case,
+                    name,
+                    lambda c=case, n=name, d=decoder, r=rows: speed(table, c, n, d, r, dry),
+                )
                 give_back(device)
         del decoder
         give_back(device)
@@ -76,7 +132,15 @@ def part_decode(table: Any, dry: bool) -> None:
         for size in sizes:
             peer = table.attempt(size, name, lambda s=size, m=make: m(s, device))
             for rows in () if peer is None else counts:
-                given = (table, f"{size}, {rows} rows", name, peer, rows, SIZES[size][1]["vocab_size"], dry)
+                given = (
+                    table,
+                    f"{size}, {rows} rows",
+                    name,
+                    peer,
+                    rows,
+                    SIZES[size][1]["vocab_size"],
+                    dry,
+                )
                 table.attempt(f"{size}, {rows} rows", name, lambda given=given: peer_speed(*given))
                 give_back(device)
             del peer

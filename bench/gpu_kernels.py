@@ -46,25 +46,50 @@ def milliseconds(run: Callable[[], object], device: str, repeats: int = 10) -> f
     return statistics.median(times)
 
 
-# ------------------------------------------------------------------------------------------------------------- tests
+# -------------------------------------------------------------------------------------------- tests
 
 
 def part_tests(table: Any, dry: bool) -> None:
-    """Counts, and a row for each test that fails and each file that cannot be read. Kernels' tests first: the rest hang on them."""
-    files = sorted(path.relative_to(REPO).as_posix() for path in (REPO / "tests").glob("test_*.py") if "mark.gpu" in path.read_text())
+    """Counts, and a row for each test that fails and each file that cannot be read. Kernels' tests
+    first: the rest hang on them.
+    """
+    files = sorted(
+        path.relative_to(REPO).as_posix()
+        for path in (REPO / "tests").glob("test_*.py")
+        if "mark.gpu" in path.read_text()
+    )
     first = "tests/test_kernel_gpu.py"
     for some in [[first]] if dry else [[first], [file for file in files if file != first]]:
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=line", "-rfE", "--no-header"]
-        done = subprocess.run([*command, "--continue-on-collection-errors", *some], capture_output=True, text=True, cwd=REPO)
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-m",
+            "gpu",
+            "-p",
+            "no:cacheprovider",
+            "--tb=line",
+            "-rfE",
+            "--no-header",
+        ]
+        done = subprocess.run(
+            [*command, "--continue-on-collection-errors", *some],
+            capture_output=True,
+            text=True,
+            cwd=REPO,
+        )
         print(done.stdout[-6000:], done.stderr[-2000:])
         for line in done.stdout.splitlines():
             if line.startswith(("FAILED", "ERROR")):
                 table.row(line.split()[1], "pytest", "failed", 1, note=line[:200])
-        for count, what in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", done.stdout[-400:]):
+        for count, what in re.findall(
+            r"(\d+) (passed|failed|skipped|errors?)\b", done.stdout[-400:]
+        ):
             table.row(" ".join(Path(file).stem for file in some), "pytest", what, int(count))
 
 
-# ------------------------------------------------------------------------------------------------------ the two kernels
+# ---------------------------------------------------------------------------------- the two kernels
 
 
 def part_kernels(table: Any, dry: bool) -> None:
@@ -80,7 +105,13 @@ def part_kernels(table: Any, dry: bool) -> None:
 
         def failed(name: str, failure: Exception) -> None:
             metric = "left out" if isinstance(failure, CannotRun) else "failed"
-            table.row(case, name, metric, type(failure).__name__, note=(str(failure).splitlines() or [""])[0][:200])
+            table.row(
+                case,
+                name,
+                metric,
+                type(failure).__name__,
+                note=(str(failure).splitlines() or [""])[0][:200],
+            )
 
         for row in bench.bench_head(shape, tokens, device, dtype, names, 5, failed):
             errors = f"errors {row['error']} {row['error_dx']} {row['error_dw']}"
@@ -102,12 +133,16 @@ def part_kernels(table: Any, dry: bool) -> None:
         for shape in shapes(dry):
             case = f"{shape.model} {tokens} tokens"
             table.attempt(case, "all", lambda s=shape, t=tokens: head_rows(s, t))
-            table.attempt(f"{case}, token_logprob", "ours", lambda s=shape, t=tokens: token_rows(s, t))
+            table.attempt(
+                f"{case}, token_logprob", "ours", lambda s=shape, t=tokens: token_rows(s, t)
+            )
     table.attempt("policy_loss", "ours", loss_rows)
 
 
 def part_draw(table: Any, dry: bool) -> None:
-    """From hidden states to a token: `kernels.draw` against logits, softmax and inverse CDF; equal tokens; time."""
+    """From hidden states to a token: `kernels.draw` against logits, softmax and inverse CDF; equal
+    tokens; time.
+    """
     from kernels import draw
     from rl.sampler.token_sampling import RowSettings
     from rl.sampler.token_sampling import draw as from_logits
@@ -119,18 +154,33 @@ def part_draw(table: Any, dry: bool) -> None:
             def run(shape: Shape = shape, rows: int = rows) -> None:
                 g = torch.Generator(device).manual_seed(0)
                 x = torch.randn(rows, shape.D, generator=g, device=device).bfloat16()
-                w = (torch.randn(shape.V, shape.D, generator=g, device=device) * shape.D**-0.5 * 4).bfloat16()
+                w = (
+                    torch.randn(shape.V, shape.D, generator=g, device=device) * shape.D**-0.5 * 4
+                ).bfloat16()
                 u = torch.rand(rows, generator=g, device=device, dtype=torch.float64)
                 one = torch.ones(rows, device=device)
                 ways: dict[str, Callable[[], Any]] = {
                     "ours": lambda: draw(x, w, one, u),
-                    "logits": lambda: from_logits(torch.nn.functional.linear(x, w), u, RowSettings()),
+                    "logits": lambda: from_logits(
+                        torch.nn.functional.linear(x, w), u, RowSettings()
+                    ),
                 }
                 token, logp = ways["ours"]()
                 exact = torch.mm(x.double(), w.double().t()).log_softmax(-1)
                 case, size = f"{shape.model}, {rows} rows", w.numel() * 2.0
-                table.row(case, "ours", "largest_error", float((logp.double() - exact.gather(1, token[:, None])[:, 0]).abs().max()))
-                table.row(case, "ours", "equal_tokens", float((token == ways["logits"]()[0]).double().mean()), note="bf16 logits round")
+                table.row(
+                    case,
+                    "ours",
+                    "largest_error",
+                    float((logp.double() - exact.gather(1, token[:, None])[:, 0]).abs().max()),
+                )
+                table.row(
+                    case,
+                    "ours",
+                    "equal_tokens",
+                    float((token == ways["logits"]()[0]).double().mean()),
+                    note="bf16 logits round",
+                )
                 for name, way in ways.items():
                     floor = max(size / 3.0e9, floor_ms(2, rows, shape))
                     table.row(case, name, "time", milliseconds(way, device), "ms", floor)

@@ -1,4 +1,6 @@
-"""The campaign's parts about a model that samples and learns: see gpu.py. Models have random weights, made on the device from configs."""
+"""The campaign's parts about a model that samples and learns: see gpu.py. Models have random
+weights, made on the device from configs.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def config_of(size: str) -> Any:
     import transformers
 
     family, sizes = SIZES[size]
-    return getattr(transformers, f"{family}Config")(**COMMON, **sizes, architectures=[f"{family}ForCausalLM"])
+    return getattr(transformers, f"{family}Config")(
+        **COMMON, **sizes, architectures=[f"{family}ForCausalLM"]
+    )
 
 
 def make_model(size: str, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -79,18 +83,28 @@ def shares(rows: int, prompts: int) -> list[int]:
 
 
 def caches(dry: bool) -> dict[str, str]:
-    """Which engines are timed, by provider: the one that the product takes (without a GPU: takes on one), and the plain one."""
+    """Which engines are timed, by provider: the one that the product takes (without a GPU: takes on
+    one), and the plain one.
+    """
     return {"ours": "paged" if dry else "auto", "plain": "plain"}
 
 
-def engine_of(decoder: Any, cache: str, rows: int, prompts: list[list[int]], new_tokens: int, kept: Any = None) -> Any:
-    """An engine as `rl.sampler.make_engine` chooses it, with `rows` rows over the prompts, queued. `kept`: from one call to the next."""
+def engine_of(
+    decoder: Any, cache: str, rows: int, prompts: list[list[int]], new_tokens: int, kept: Any = None
+) -> Any:
+    """An engine as `rl.sampler.make_engine` chooses it, with `rows` rows over the prompts, queued.
+    `kept`: from one call to the next.
+    """
     from rl.sampler import Request, make_engine
     from rl.types import SamplingParams
 
     params, counts = SamplingParams(max_tokens=new_tokens), shares(rows, len(prompts))
-    sizes = [(len(prompt), count, new_tokens) for prompt, count in zip(prompts, counts, strict=True)]
-    engine = make_engine(decoder, cache, kept=kept, sizes=sizes, kv_cache_tokens=1 << 22, max_rows=rows)
+    sizes = [
+        (len(prompt), count, new_tokens) for prompt, count in zip(prompts, counts, strict=True)
+    ]
+    engine = make_engine(
+        decoder, cache, kept=kept, sizes=sizes, kv_cache_tokens=1 << 22, max_rows=rows
+    )
     for i, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
         engine.add(Request(prompt=prompt, num_samples=count, params=params, problem=i))
     return engine
@@ -101,7 +115,12 @@ def part_group(table: Any, dry: bool) -> None:
     from bench.gpu_peers import generating
     from rl.sampler import Kept, PagedEngine, make_decoder
 
-    device, size, length, new = device_of(dry), "tiny" if dry else "0.5B", 64 if dry else 4096, 4 if dry else 64
+    device, size, length, new = (
+        device_of(dry),
+        "tiny" if dry else "0.5B",
+        64 if dry else 4096,
+        4 if dry else 64,
+    )
     case = f"{size}, 16 answers to {length} tokens"
     model = table.attempt(case, "model", lambda: make_model(size, device))
     if model is None:
@@ -110,12 +129,15 @@ def part_group(table: Any, dry: bool) -> None:
 
     def ours(name: str, cache: str) -> None:
         decoder, kept = make_decoder(model, kind="fast"), Kept()
-        for _ in range(2):  # the second finds the pages and graphs of the first, as a run's next call does
+        # the second finds the pages and graphs of the first, as a run's next call does
+        for _ in range(2):
             engine = engine_of(decoder, cache, 16, prompt, new, kept)
             seconds, responses = seconds_of(engine.run, device)
             if isinstance(engine, PagedEngine):
                 engine.close()
-        tokens = sum(len(sequence.tokens) for response in responses for sequence in response.sequences)
+        tokens = sum(
+            len(sequence.tokens) for response in responses for sequence in response.sequences
+        )
         put(name, tokens, seconds, type(engine).__name__)
 
     def theirs() -> None:
@@ -125,7 +147,13 @@ def part_group(table: Any, dry: bool) -> None:
         put("generate", tokens, seconds)
 
     def put(name: str, tokens: int, seconds: float, what: str = "") -> None:
-        table.row(case, name, "tokens_per_s", tokens / seconds, note=f"{tokens} tokens in {seconds:.3f} s, prompt and all {what}".strip())
+        table.row(
+            case,
+            name,
+            "tokens_per_s",
+            tokens / seconds,
+            note=f"{tokens} tokens in {seconds:.3f} s, prompt and all {what}".strip(),
+        )
 
     for name, cache in caches(dry).items():
         table.attempt(case, name, lambda n=name, c=cache: ours(n, c))
@@ -134,13 +162,19 @@ def part_group(table: Any, dry: bool) -> None:
 
 
 def part_agreement(table: Any, dry: bool) -> None:
-    """Each sampled token's logprob as the sampler gave it and as the learner's head does, both in bf16, and in float32 both."""
+    """Each sampled token's logprob as the sampler gave it and as the learner's head does, both in
+    bf16, and in float32 both.
+    """
     device, size = device_of(dry), "tiny" if dry else "0.5B"
     for dtype in (torch.bfloat16, torch.float32):
         case = f"{size}, {str(dtype).removeprefix('torch.')}"
         model = table.attempt(case, "model", lambda dtype=dtype: make_model(size, device, dtype))
         for name, cache in () if model is None else caches(dry).items():
-            table.attempt(case, name, lambda c=case, n=name, k=cache, m=model: _agreement(table, c, n, k, m, dry))
+            table.attempt(
+                case,
+                name,
+                lambda c=case, n=name, k=cache, m=model: _agreement(table, c, n, k, m, dry),
+            )
         del model
         give_back(device)
 
@@ -150,14 +184,20 @@ def _agreement(table: Any, case: str, name: str, cache: str, model: Any, dry: bo
     from rl.sampler import make_decoder
 
     prompts = random_prompts(4 if dry else 32, 20, model.config.vocab_size)
-    engine = engine_of(make_decoder(model, kind="fast"), cache, len(prompts), prompts, 16 if dry else 128)
+    engine = engine_of(
+        make_decoder(model, kind="fast"), cache, len(prompts), prompts, 16 if dry else 128
+    )
     found, scored = [], []
     with torch.no_grad():
         for prompt, response in zip(prompts, engine.run(), strict=True):
             for sequence in response.sequences:
                 ids = torch.tensor([[*prompt, *sequence.tokens]], device=model.device)
                 hidden = model.model(ids).last_hidden_state[0, len(prompt) - 1 : -1]
-                scored.append(linear_logprob(hidden, model.lm_head.weight, ids[0, len(prompt) :], entropy=False)[0].cpu())
+                scored.append(
+                    linear_logprob(
+                        hidden, model.lm_head.weight, ids[0, len(prompt) :], entropy=False
+                    )[0].cpu()
+                )
                 found.append(torch.tensor(sequence.logprobs))
     gap = torch.cat(found).double() - torch.cat(scored).double()
     note = f"{len(gap)} tokens of {len(found)} rows, {type(engine).__name__}"
@@ -166,7 +206,9 @@ def _agreement(table: Any, case: str, name: str, cache: str, model: Any, dry: bo
 
 
 def part_trace(table: Any, dry: bool) -> None:
-    """A call of each engine with 64 rows, and forward and backward of 4,096 tokens: kernels launched, time busy, and the trace itself."""
+    """A call of each engine with 64 rows, and forward and backward of 4,096 tokens: kernels
+    launched, time busy, and the trace itself.
+    """
     from kernels import linear_logprob
     from rl.sampler import make_decoder
 
@@ -177,15 +219,28 @@ def part_trace(table: Any, dry: bool) -> None:
     vocab, rows = model.config.vocab_size, 8 if dry else 64
 
     def decode(name: str, cache: str) -> None:
-        engine = engine_of(make_decoder(model, kind="fast"), cache, rows, random_prompts(rows // 8, 16 if dry else 256, vocab), 50)
-        _profiled(table, f"decode, {rows} rows", name, engine.step, lambda: engine.counters.decoded_rows / rows)
+        engine = engine_of(
+            make_decoder(model, kind="fast"),
+            cache,
+            rows,
+            random_prompts(rows // 8, 16 if dry else 256, vocab),
+            50,
+        )
+        _profiled(
+            table,
+            f"decode, {rows} rows",
+            name,
+            engine.step,
+            lambda: engine.counters.decoded_rows / rows,
+        )
 
     def learn() -> None:
         ids = torch.randint(0, vocab, (1, 64 if dry else 4096), device=device)
 
         def step() -> None:
             hidden = model.model(ids).last_hidden_state[0]
-            how: dict[str, Any] = {"entropy": False, "saved_bytes": 4 << 30}  # about what a learner allows itself on 80 GB
+            # about what a learner allows itself on 80 GB
+            how: dict[str, Any] = {"entropy": False, "saved_bytes": 4 << 30}
             linear_logprob(hidden[:-1], model.lm_head.weight, ids[0, 1:], **how)[0].sum().backward()
 
         _profiled(table, f"learner, {ids.shape[1]} tokens", "ours", step, lambda: 0)
@@ -195,12 +250,16 @@ def part_trace(table: Any, dry: bool) -> None:
     table.attempt("learner", "ours", learn)
 
 
-def _profiled(table: Any, case: str, name: str, run: Callable[[], Any], drawn: Callable[[], float]) -> None:
+def _profiled(
+    table: Any, case: str, name: str, run: Callable[[], Any], drawn: Callable[[], float]
+) -> None:
     """The fourth call. `drawn`: tokens of a row so far."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for _ in range(3):
         run()
-    kinds = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else [])
+    kinds = [torch.profiler.ProfilerActivity.CPU] + (
+        [torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else []
+    )
     before = drawn()
     with torch.profiler.profile(activities=kinds) as profile:
         seconds, _ = seconds_of(run, device)

@@ -1,4 +1,6 @@
-"""The campaign's part about attention over pages: see gpu.py. Every way of it, rows by themselves and groups with shared pages."""
+"""The campaign's part about attention over pages: see gpu.py. Every way of it, rows by themselves
+and groups with shared pages.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ DRY = [(4, 4, 2, 16, 40, 1, 0), (4, 4, 2, 16, 40, 2, 1)]
 
 
 def part_pages(table: Any, dry: bool) -> None:
-    """pytorch#194167: where torch splits a key's length over programs, only the first sequence's rows are written in some shapes."""
+    """pytorch#194167: where torch splits a key's length over programs, only the first sequence's
+    rows are written in some shapes.
+    """
     for given in DRY if dry else CASES:
         rows, heads, key_heads, width, most, group, shared = given
         case = f"{rows} rows, {heads} heads over {key_heads}, width {width}, up to {most}"
@@ -44,9 +48,15 @@ def _make(given: tuple[int, ...], dry: bool) -> tuple[Any, ...]:
     order = iter(rng.permutation(count).tolist())
     first = [[next(order) for _ in range(shared)] for _ in range(rows // group)]
     tables = [first[i // group] + [next(order) for _ in range(need[i])] for i in range(rows)]
-    groups = [(list(range(i * group, (i + 1) * group)), pages) for i, pages in enumerate(first)] if shared else []
+    groups = (
+        [(list(range(i * group, (i + 1) * group)), pages) for i, pages in enumerate(first)]
+        if shared
+        else []
+    )
     g = torch.Generator(device).manual_seed(0)
-    kv = torch.randn(2, count, size, key_heads, width, generator=g, device=device, dtype=torch.bfloat16)
+    kv = torch.randn(
+        2, count, size, key_heads, width, generator=g, device=device, dtype=torch.bfloat16
+    )
     q = torch.randn(rows, heads, width, generator=g, device=device, dtype=torch.bfloat16)
     read = 4.0 * key_heads * width * float(own.sum() + shared * size * (rows // group))
     return q, kv, *pages_of(tables, own + shared * size, groups, size, kv.device), read
@@ -56,20 +66,44 @@ def _ways(table: Any, case: str, made: tuple[Any, ...], dry: bool) -> None:
     from kernels import paged_attention as module
 
     *given, read = made
-    table.attempt(case, "chosen", lambda: table.row(case, "chosen", "way", "gathered" if dry else module._way(given[0], given[1])))
+    table.attempt(
+        case,
+        "chosen",
+        lambda: table.row(
+            case, "chosen", "way", "gathered" if dry else module._way(given[0], given[1])
+        ),
+    )
     exact = table.attempt(case, "float64", lambda: _exact(*given))
     ways: dict[str, Callable[[], Tensor]] = {"ours": lambda: module._by("triton", *given)}
-    ways |= {f"varlen, num_splits={n}": lambda n=n: module.merged(_varlen(n), *given) for n in (1, None)}  # type: ignore[misc]
+    ways |= {
+        f"varlen, num_splits={n}": lambda n=n: module.merged(_varlen(n), *given) for n in (1, None)
+    }  # type: ignore[misc]
     ways["gathered"] = lambda: module.merged(module.read_gathered, *given)
     for name, way in ways.items():
 
         def measure(name: str = name, way: Callable[[], Tensor] = way) -> None:
             if "varlen" in name and not module.varlen_has_pages():
-                raise NotImplementedError(f"torch {torch.__version__} has no varlen attention over pages")
+                raise NotImplementedError(
+                    f"torch {torch.__version__} has no varlen attention over pages"
+                )
             worst = (way().double() - exact).abs().amax((1, 2))
-            table.row(case, name, "largest_error", float(worst.max()), note=f"{int((~(worst < 0.05)).sum())} rows wrong")
+            table.row(
+                case,
+                name,
+                "largest_error",
+                float(worst.max()),
+                note=f"{int((~(worst < 0.05)).sum())} rows wrong",
+            )
             ms = milliseconds(way, given[0].device.type)
-            table.row(case, name, "time", ms, "ms", read / BYTES_A_MS, f"{read / BYTES_A_MS / ms:.0%} of bandwidth")
+            table.row(
+                case,
+                name,
+                "time",
+                ms,
+                "ms",
+                read / BYTES_A_MS,
+                f"{read / BYTES_A_MS / ms:.0%} of bandwidth",
+            )
 
         table.attempt(case, name, measure)
 
@@ -90,7 +124,13 @@ def _exact(q: Tensor, kv: Tensor, table: Tensor, length: Tensor, shared: Any) ->
             positions = int(shared.length[group])
             first = shared.table[group, : positions // size]
         pages = torch.cat([first, table[i, : -(-int(length[i]) // size)]]).long()
-        keys, values = (t[pages].flatten(0, 1)[: positions + int(length[i])].double().repeat_interleave(repeat, 1) for t in kv)
+        keys, values = (
+            t[pages]
+            .flatten(0, 1)[: positions + int(length[i])]
+            .double()
+            .repeat_interleave(repeat, 1)
+            for t in kv
+        )
         score = torch.einsum("hd,lhd->hl", q[i].double(), keys) * q.shape[2] ** -0.5
         found.append(torch.einsum("hl,lhd->hd", score.softmax(-1), values))
     return torch.stack(found)

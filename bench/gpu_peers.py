@@ -1,4 +1,6 @@
-"""Who else samples, for the campaign (gpu.py): each is made once, and then asked for `new` tokens after each of some prompts."""
+"""Who else samples, for the campaign (gpu.py): each is made once, and then asked for `new` tokens
+after each of some prompts.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,31 @@ import torch
 
 from bench.gpu_models import config_of, make_model
 
-Peer = Callable[[list[list[int]], int], int]  # prompts of one length and new tokens of each; all tokens that came
+# prompts of one length and new tokens of each; all tokens that came
+Peer = Callable[[list[list[int]], int], int]
 
 
 def generating(model: Any) -> Peer:
     def run(prompts: list[list[int]], new: int) -> int:
         ids = torch.tensor(prompts, device=model.device)
         with torch.inference_mode():
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, min_new_tokens=new, max_new_tokens=new)
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=True,
+                top_k=0,
+                min_new_tokens=new,
+                max_new_tokens=new,
+            )
         return (out.shape[1] - ids.shape[1]) * len(ids)
 
     return run
 
 
 def batching(model: Any) -> Peer:
-    """transformers' continuous batching. Its manager is sized for a first call, so each number of prompts has one of its own."""
+    """transformers' continuous batching. Its manager is sized for a first call, so each number of
+    prompts has one of its own.
+    """
     from transformers import GenerationConfig
 
     sized = 0
@@ -34,8 +46,12 @@ def batching(model: Any) -> Peer:
         if sized not in (0, len(prompts)):
             model.destroy_cached_continuous_batching_manager()
         sized = len(prompts)
-        how = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=new, pad_token_id=0, eos_token_id=-1)
-        outputs = model.generate_batch(inputs=prompts, generation_config=how, persistent_manager=True)
+        how = GenerationConfig(
+            do_sample=True, top_k=0, max_new_tokens=new, pad_token_id=0, eos_token_id=-1
+        )
+        outputs = model.generate_batch(
+            inputs=prompts, generation_config=how, persistent_manager=True
+        )
         return sum(len(output.generated_tokens) for output in outputs.values())
 
     return run
@@ -50,8 +66,12 @@ def serving(size: str) -> Peer:
                      max_model_len=512, max_num_seqs=1024, enable_prefix_caching=False)  # fmt: skip
 
     def run(prompts: list[list[int]], new: int) -> int:
-        how = SamplingParams(max_tokens=new, min_tokens=new, ignore_eos=True, logprobs=0, detokenize=False)
-        outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], how, use_tqdm=False)
+        how = SamplingParams(
+            max_tokens=new, min_tokens=new, ignore_eos=True, logprobs=0, detokenize=False
+        )
+        outputs = engine.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], how, use_tqdm=False
+        )
         return sum(len(one.token_ids) for output in outputs for one in output.outputs)
 
     return run

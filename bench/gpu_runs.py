@@ -1,5 +1,6 @@
-"""The campaign's parts about whole runs: see gpu.py. Random weights with a small tokenizer of our own, saved to a folder that is gone
-afterwards; the product's own scripts in processes of their own."""
+"""The campaign's parts about whole runs: see gpu.py. Random weights with a small tokenizer of our
+own, saved to a folder that is gone afterwards; the product's own scripts in processes of their own.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +21,22 @@ from bench.gpu_models import SIZES, give_back, make_model, seconds_of
 
 
 def save(size: str, folder: Path, device: str) -> Path:
-    """A model's folder as anyone would have one: weights, config, and the tokenizer of tiny:addition."""
+    """A model's folder as anyone would have one: weights, config, and the tokenizer of
+    tiny:addition.
+    """
     from rl.models import load_model
 
-    make_model(size, device, torch.bfloat16 if device == "cuda" else torch.float32).save_pretrained(folder)
+    make_model(size, device, torch.bfloat16 if device == "cuda" else torch.float32).save_pretrained(
+        folder
+    )
     load_model("tiny:addition", seed=0).tokenizer.save_pretrained(folder)
     return folder
 
 
 def part_learner(table: Any, dry: bool) -> None:
-    """forward_backward and an optimizer step over 16k tokens, one micro-batch: tokens per second, peak memory beside `--plan`'s."""
+    """forward_backward and an optimizer step over 16k tokens, one micro-batch: tokens per second,
+    peak memory beside `--plan`'s.
+    """
     size, length, count = ("tiny", 32, 2) if dry else ("0.6B", 2048, 8)
     case = f"{size}, {count} x {length} tokens"
     with tempfile.TemporaryDirectory() as name:
@@ -38,13 +45,35 @@ def part_learner(table: Any, dry: bool) -> None:
         if model is None:
             return
         give_back(device_of(dry))
-        for name, kept in (("kept 0", 0), ("ours", None)):  # with scores computed again, then as it is by default
-            peak = table.attempt(case, name, lambda n=name, k=kept: learned(table, case, n, folder, count, length, k, dry))
-            table.attempt(case, f"{name}, --plan", lambda n=name, k=kept, p=peak: compare_plan(table, case, n, model, count, length, k, p))
+        # with scores computed again, then as it is by default
+        for name, kept in (("kept 0", 0), ("ours", None)):
+            peak = table.attempt(
+                case,
+                name,
+                lambda n=name, k=kept: learned(table, case, n, folder, count, length, k, dry),
+            )
+            table.attempt(
+                case,
+                f"{name}, --plan",
+                lambda n=name, k=kept, p=peak: compare_plan(
+                    table, case, n, model, count, length, k, p
+                ),
+            )
 
 
-def learned(table: Any, case: str, name: str, folder: Path, count: int, length: int, kept: int | None, dry: bool) -> int:
-    """The second of two steps; its peak back. `kept`: bytes that the output head may keep of logits."""
+def learned(
+    table: Any,
+    case: str,
+    name: str,
+    folder: Path,
+    count: int,
+    length: int,
+    kept: int | None,
+    dry: bool,
+) -> int:
+    """The second of two steps; its peak back. `kept`: bytes that the output head may keep of
+    logits.
+    """
     from rl import AdamParams, Datum, ModelInput, ServiceClient
     from rl.clients.settings import WorkerSettings
     from rl.learner import LearnerSettings
@@ -55,7 +84,9 @@ def learned(table: Any, case: str, name: str, folder: Path, count: int, length: 
         ids = rng.integers(0, vocab, length + 1)
         fields = {"target_tokens": ids[1:], "weights": np.ones(length, np.float32)}
         datums.append(Datum(ModelInput.from_ints(ids[:-1].tolist()), fields))
-    settings = WorkerSettings(learner=LearnerSettings(token_budget=count * length, layout="padded", kept_bytes=kept))
+    settings = WorkerSettings(
+        learner=LearnerSettings(token_budget=count * length, layout="padded", kept_bytes=kept)
+    )
     with ServiceClient(output_dir=folder / "run", settings=settings) as service:
         client = service.create_full_training_client(str(folder / "model"))
 
@@ -68,7 +99,15 @@ def learned(table: Any, case: str, name: str, folder: Path, count: int, length: 
             torch.cuda.reset_peak_memory_stats()
         seconds, _ = seconds_of(step, device)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-    table.row(case, name, "tokens_per_s", count * length / seconds, "", "", f"{seconds:.3f} s, the second of two steps")
+    table.row(
+        case,
+        name,
+        "tokens_per_s",
+        count * length / seconds,
+        "",
+        "",
+        f"{seconds:.3f} s, the second of two steps",
+    )
     table.row(case, name, "peak_bytes", peak)
     gc.collect()  # the next measurement begins without this one's learner
     give_back(device)
@@ -76,7 +115,8 @@ def learned(table: Any, case: str, name: str, folder: Path, count: int, length: 
 
 
 def plan_of(model: Path, count: int, length: int, kept: int | None = 0) -> Any:
-    """What `train.py sft --plan` works out for batches of `count` rows of `length` tokens, each batch a micro-batch.
+    """What `train.py sft --plan` works out for batches of `count` rows of `length` tokens, each
+    batch a micro-batch.
 
     `kept`: bytes that the output head may keep of logits; None: the default on this device.
     """
@@ -85,7 +125,19 @@ def plan_of(model: Path, count: int, length: int, kept: int | None = 0) -> Any:
     from rl.settings.cli import read
     from rl.settings.tables import RunSettings
 
-    words = ["sft", "--base-model", str(model), "--dataset", "addition", "--lora-rank", "0", "--layout", "padded", "--eval-every", "0"]
+    words = [
+        "sft",
+        "--base-model",
+        str(model),
+        "--dataset",
+        "addition",
+        "--lora-rank",
+        "0",
+        "--layout",
+        "padded",
+        "--eval-every",
+        "0",
+    ]
     words += ["--batch-size", str(count), "--token-budget", str(count * length)]
     words += [] if kept is None else ["--kept-logits-gib", str(kept / 2**30)]
     words += ["--plan-prompt-tokens", str(length - 1), "--max-tokens", "1"]
@@ -98,7 +150,16 @@ def plan_of(model: Path, count: int, length: int, kept: int | None = 0) -> Any:
     return needs.plan
 
 
-def compare_plan(table: Any, case: str, name: str, model: Path, count: int, length: int, kept: int | None, peak: int | None) -> None:
+def compare_plan(
+    table: Any,
+    case: str,
+    name: str,
+    model: Path,
+    count: int,
+    length: int,
+    kept: int | None,
+    peak: int | None,
+) -> None:
     """`peak`: of the step that was made, None where it was not. `kept`: see `plan_of`.
 
     What libraries take of a device is no tensor, so the plan's assumption of it is left out.
@@ -106,10 +167,20 @@ def compare_plan(table: Any, case: str, name: str, model: Path, count: int, leng
     from rl.memory import Plan
 
     found = plan_of(model, count, length, kept)
-    tensors = Plan(tuple(item for item in found.items if not item.name.startswith("CUDA context")), found.host)
-    items = ", ".join(f"{item.name} {item.train / 2**20:.0f}" for item in tensors.items if item.train)
+    tensors = Plan(
+        tuple(item for item in found.items if not item.name.startswith("CUDA context")), found.host
+    )
+    items = ", ".join(
+        f"{item.name} {item.train / 2**20:.0f}" for item in tensors.items if item.train
+    )
     planned = tensors.peak
-    table.row(case, f"{name}, --plan", "planned_bytes", int(planned), note=f"MiB in a micro-batch: {items}")
+    table.row(
+        case,
+        f"{name}, --plan",
+        "planned_bytes",
+        int(planned),
+        note=f"MiB in a micro-batch: {items}",
+    )
     if peak is not None:
         table.row(case, f"{name}, --plan", "measured/planned", peak / planned)
 
@@ -121,19 +192,65 @@ def grpo(table: Any, case: str, dry: bool, launcher: list[str], sizes: list[str]
         model = save("tiny" if dry else "0.5B", folder / "model", device_of(dry))
         if not dry:
             torch.cuda.empty_cache()
-        command = [*launcher, "train.py", "grpo", "--base-model", str(model), "--dataset", "addition", "--reward", "exact_match"]
-        command += ["--steps", "3", "--eval-every", "0", "--save-every", "0", "--output-dir", str(folder / "run"), *sizes]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+        command = [
+            *launcher,
+            "train.py",
+            "grpo",
+            "--base-model",
+            str(model),
+            "--dataset",
+            "addition",
+            "--reward",
+            "exact_match",
+        ]
+        command += [
+            "--steps",
+            "3",
+            "--eval-every",
+            "0",
+            "--save-every",
+            "0",
+            "--output-dir",
+            str(folder / "run"),
+            *sizes,
+        ]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            cwd=REPO,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        )
         print(done.stdout[-4000:], done.stderr[-4000:])
         if done.returncode:
-            lines = [line for line in (done.stderr + done.stdout).strip().splitlines() if line.strip()]
-            raise RuntimeError(next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no output"))
-        metrics = [json.loads(line) for line in next(folder.glob("run/**/metrics.jsonl")).read_text().splitlines()]
+            lines = [
+                line for line in (done.stderr + done.stdout).strip().splitlines() if line.strip()
+            ]
+            raise RuntimeError(
+                next(
+                    (line for line in reversed(lines) if "Error" in line),
+                    lines[-1] if lines else "no output",
+                )
+            )
+        metrics = [
+            json.loads(line)
+            for line in next(folder.glob("run/**/metrics.jsonl")).read_text().splitlines()
+        ]
         last = [row for row in metrics if "time/step" in row][-1]
-        groups = int(sizes[sizes.index("--batch-size") + 1]) * int(sizes[sizes.index("--group-size") + 1])
-        table.row(case, "ours", "samples_per_s", groups / last["time/step"], note=f"{last['time/step']:.2f} s a step")
+        groups = int(sizes[sizes.index("--batch-size") + 1]) * int(
+            sizes[sizes.index("--group-size") + 1]
+        )
+        table.row(
+            case,
+            "ours",
+            "samples_per_s",
+            groups / last["time/step"],
+            note=f"{last['time/step']:.2f} s a step",
+        )
         for key, value in last.items():
-            if key.startswith(("time/", "memory/", "optim/kl_sample_train")) and isinstance(value, int | float):
+            if key.startswith(("time/", "memory/", "optim/kl_sample_train")) and isinstance(
+                value, int | float
+            ):
                 table.row(case, "ours", key, float(value))
 
 
@@ -145,10 +262,22 @@ def part_step(table: Any, dry: bool) -> None:
 
 
 def part_sharded(table: Any, dry: bool) -> None:
-    """DeepSpeed's stage 3, and with the optimizer in CPU memory, by `accelerate launch` on one process."""
+    """DeepSpeed's stage 3, and with the optimizer in CPU memory, by `accelerate launch` on one
+    process.
+    """
     sizes = ["--batch-size", "2", "--group-size", "2", "--max-tokens", "4"]
     sizes = sizes if dry else ["--batch-size", "8", "--group-size", "4", "--max-tokens", "64"]
     for name in ("zero3", "zero3_offload"):
-        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{name}.yaml"]
+        launcher = [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            f"accelerate_configs/{name}.yaml",
+        ]
         launcher += ["--num_processes", "1"] + (["--cpu"] if dry else [])
-        table.attempt(name, "ours", lambda name=name, launcher=launcher: grpo(table, name, dry, launcher, sizes))
+        table.attempt(
+            name,
+            "ours",
+            lambda name=name, launcher=launcher: grpo(table, name, dry, launcher, sizes),
+        )

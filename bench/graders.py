@@ -1,7 +1,8 @@
 """The math graders on real text beside published grades: `python bench/graders.py [DATA]`.
 
-DATA is the folder with gsm8k/, math/ and rollouts/ (default: $WHETSTONE_DATA). Writes results/graders.csv: a row for each comparison
-(how many solutions, how many grades agree), and one for each disagreement with its reason. Exit code 1 below 99%.
+DATA is the folder with gsm8k/, math/ and rollouts/ (default: $WHETSTONE_DATA). Writes
+results/graders.csv: a row for each comparison (how many solutions, how many grades agree), and one
+for each disagreement with its reason. Exit code 1 below 99%.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ BAR = 0.99
 
 @dataclass(frozen=True)
 class Judged:
-    """A solution, what it is to be compared with, and the published grade. `read`: what their grader took for its answer."""
+    """A solution, what it is to be compared with, and the published grade. `read`: what their
+    grader took for its answer.
+    """
 
     place: str
     response: str
@@ -34,21 +37,34 @@ class Judged:
 
 
 def gsm8k(data: Path) -> Iterator[Judged]:
-    """Four models' solutions of 1,319 problems; their mark of the answer, "A:", is written as the data set's own."""
-    for number, line in enumerate((data / "gsm8k" / "example_model_solutions.jsonl").read_text().splitlines()):
+    """Four models' solutions of 1,319 problems; their mark of the answer, "A:", is written as the
+    data set's own.
+    """
+    for number, line in enumerate(
+        (data / "gsm8k" / "example_model_solutions.jsonl").read_text().splitlines()
+    ):
         row = json.loads(line)
         answer = row["ground_truth"].rpartition("A:")[2].strip()
         for model, judged in row.items():
             if isinstance(judged, dict):
                 response = "####".join(judged["solution"].rsplit("A:", 1))
-                yield Judged(f"{number} {model}", response, answer, str(judged["is_correct"]).lower() in ("true", "1"))
+                yield Judged(
+                    f"{number} {model}",
+                    response,
+                    answer,
+                    str(judged["is_correct"]).lower() in ("true", "1"),
+                )
 
 
 def qwen(data: Path, column: str) -> Iterator[Judged]:
-    """Eight solutions of 100 problems. `column`: "gt", what their score was taken against, or "answer", as MATH has it."""
+    """Eight solutions of 100 problems. `column`: "gt", what their score was taken against, or
+    "answer", as MATH has it.
+    """
     for line in (data / "rollouts" / "qwen25math" / "math_cot_100.jsonl").read_text().splitlines():
         row = json.loads(line)
-        for sample, (text, read, score) in enumerate(zip(row["code"], row["pred"], row["score"], strict=True)):
+        for sample, (text, read, score) in enumerate(
+            zip(row["code"], row["pred"], row["score"], strict=True)
+        ):
             yield Judged(f"{row['idx']} sample {sample}", text, row[column], bool(score), read)
 
 
@@ -59,16 +75,26 @@ def math500(data: Path) -> Iterator[Judged]:
 
 
 def math500_shuffled(data: Path) -> Iterator[Judged]:
-    """The same solutions against the next problem's answer: wrong, unless the two are spelled alike."""
+    """The same solutions against the next problem's answer: wrong, unless the two are spelled
+    alike.
+    """
     rows = json.loads((data / "math" / "math500_test.json").read_text())
     for row, after in zip(rows, [*rows[1:], rows[0]], strict=True):
-        yield Judged(f"{row['unique_id']} by the next", row["solution"], after["answer"], row["answer"] == after["answer"])
+        yield Judged(
+            f"{row['unique_id']} by the next",
+            row["solution"],
+            after["answer"],
+            row["answer"] == after["answer"],
+        )
 
 
 COMPARISONS = {
     "gsm8k, four models (is_correct)": ("gsm8k", gsm8k),
     "Qwen2.5-Math on MATH (score), against gt": ("math_correctness", lambda data: qwen(data, "gt")),
-    "Qwen2.5-Math on MATH (score), against MATH's answer": ("math_correctness", lambda data: qwen(data, "answer")),
+    "Qwen2.5-Math on MATH (score), against MATH's answer": (
+        "math_correctness",
+        lambda data: qwen(data, "answer"),
+    ),
     "MATH-500's solutions (right by definition)": ("math_correctness", math500),
     "MATH-500's solutions against the next answer (wrong)": ("math_correctness", math500_shuffled),
 }
@@ -90,7 +116,9 @@ def compare(reward: str, solutions: Iterator[Judged]) -> tuple[int, list[tuple[J
     """(how many were graded, those graded otherwise than published, with our grade)."""
     graded, differ, resolved = 0, [], resolve_reward(reward)
     for one in solutions:
-        found = resolved.evaluate("", one.response, {"answer": one.answer}).metrics["correct"] == 1.0
+        found = (
+            resolved.evaluate("", one.response, {"answer": one.answer}).metrics["correct"] == 1.0
+        )
         graded += 1
         if found != one.correct:
             differ.append((one, found))
@@ -114,10 +142,20 @@ def main(data: Path) -> int:
         print(f"{name}: {graded - len(differ)} of {graded} agree ({share:.2%}); {note}")
     with (REPO / "bench" / "results" / "graders.csv").open("w", newline="") as stream:
         table = csv.writer(stream)
-        table.writerow(["comparison", "reward", "solution", "graded", "agree", "share", "note", "command"])
+        table.writerow(
+            ["comparison", "reward", "solution", "graded", "agree", "share", "note", "command"]
+        )
         table.writerows([*row, "python bench/graders.py"] for row in rows)
     return 0 if worst >= BAR else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else os.environ.get("WHETSTONE_DATA", REPO.parent / "shared" / "data"))))
+    sys.exit(
+        main(
+            Path(
+                sys.argv[1]
+                if len(sys.argv) > 1
+                else os.environ.get("WHETSTONE_DATA", REPO.parent / "shared" / "data")
+            )
+        )
+    )

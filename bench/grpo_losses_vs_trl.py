@@ -1,20 +1,24 @@
-"""GRPO's losses and gradients in Whetstone against TRL's GRPOTrainer, for every loss type that both have, and with a KL term.
+"""GRPO's losses and gradients in Whetstone against TRL's GRPOTrainer, for every loss type that both
+have, and with a KL term.
 
     .venv-bench/bin/python bench/grpo_losses_vs_trl.py
 
-TRL runs `GRPOTrainer.train()` from a folder of random weights (tiny:addition), fp32 on a CPU: it samples one batch and takes two
-optimizer steps on it. Whetstone gets the same weights and the same completions, scores them itself (rewards, advantages, logprobs) and
-takes two steps by the hooks of `grpo`. In the first step all ratios are 1; in the second each side goes on from its own first, so
-that ratios differ from 1; `outside` is the share of tokens whose ratio lies outside the bounds of clipping. AdamW (0.9, 0.95, eps
-1e-8), norms not clipped, one micro-batch (over which TRL's bnpo takes its mean).
-The rows compare the loss, as TRL's `compute_loss` returns it, and the gradient of all weights before each step.
+TRL runs `GRPOTrainer.train()` from a folder of random weights (tiny:addition), fp32 on a CPU: it
+samples one batch and takes two optimizer steps on it. Whetstone gets the same weights and the same
+completions, scores them itself (rewards, advantages, logprobs) and takes two steps by the hooks of
+`grpo`. In the first step all ratios are 1; in the second each side goes on from its own first, so
+that ratios differ from 1; `outside` is the share of tokens whose ratio lies outside the bounds of
+clipping. AdamW (0.9, 0.95, eps 1e-8), norms not clipped, one micro-batch (over which TRL's bnpo
+takes its mean). The rows compare the loss, as TRL's `compute_loss` returns it, and the gradient of
+all weights before each step.
 
-Advantages are centred by the group's mean and not divided by its standard deviation, which both have; TRL's is the sample's (n - 1)
-with 1e-4 added, Whetstone's `mean_std` the population's with 1e-6. The KL to the reference is the term in the loss that both have: k3
-differentiated as it stands (Whetstone's `k3_pathwise`; TRL's with `use_bias_correction_kl` off).
+Advantages are centred by the group's mean and not divided by its standard deviation, which both
+have; TRL's is the sample's (n - 1) with 1e-4 added, Whetstone's `mean_std` the population's with
+1e-6. The KL to the reference is the term in the loss that both have: k3 differentiated as it stands
+(Whetstone's `k3_pathwise`; TRL's with `use_bias_correction_kl` off).
 
-The exit code is 1 if a loss (relative, where above 1) or a gradient (the norm of the difference over TRL's norm) differs by more
-than 1e-4.
+The exit code is 1 if a loss (relative, where above 1) or a gradient (the norm of the difference
+over TRL's norm) differs by more than 1e-4.
 """
 
 from __future__ import annotations
@@ -29,12 +33,14 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[0] = str(HERE.parent)  # in place of this folder, whose kernels.py would be taken for the package of that name
+# in place of this folder, whose kernels.py would be taken for the package of that name
+sys.path[0] = str(HERE.parent)
 from bench.campaign import command_line, machine, write_table  # noqa: E402
 
 TOLERANCE = 1e-4
 PROBLEMS, SAMPLES, MAX_TOKENS, STEPS = 8, 8, 6, 2
-# TRL's settings, and Whetstone's settings of the same loss. TRL's epsilons are distances from 1, but for cispo a largest ratio.
+# TRL's settings, and Whetstone's settings of the same loss. TRL's epsilons are distances from 1,
+# but for cispo a largest ratio.
 LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo": ({"loss_type": "grpo"}, {"normalise": "sequence_means"}),
     "grpo with KL": ({"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False}, {"normalise": "sequence_means", "kl_coef": 0.1}),
@@ -54,7 +60,9 @@ LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @dataclass
 class Steps:
-    """What a side did: its loss, its gradient by parameter name and its share of ratios outside the bounds, one of each a step."""
+    """What a side did: its loss, its gradient by parameter name and its share of ratios outside the
+    bounds, one of each a step.
+    """
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Any]] = field(default_factory=list)
@@ -74,7 +82,9 @@ def reward_of(text: str) -> float:
     return sum(character in "02468" for character in text) / MAX_TOKENS
 
 
-def run_trl(args: argparse.Namespace, settings: dict[str, Any], model: Path, folder: Path) -> tuple[Steps, list[Completion]]:
+def run_trl(
+    args: argparse.Namespace, settings: dict[str, Any], model: Path, folder: Path
+) -> tuple[Steps, list[Completion]]:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -91,7 +101,9 @@ def run_trl(args: argparse.Namespace, settings: dict[str, Any], model: Path, fol
 
     class Gradients(TrainerCallback):
         def on_pre_optimizer_step(self, *_: Any, model: Any = None, **kwargs: Any) -> None:
-            steps.gradients.append({name: p.grad.detach().clone() for name, p in model.named_parameters()})
+            steps.gradients.append(
+                {name: p.grad.detach().clone() for name, p in model.named_parameters()}
+            )
 
     def reward(completions: list[str], **kwargs: Any) -> list[float]:
         return [reward_of(text) for text in completions]
@@ -117,13 +129,26 @@ def run_trl(args: argparse.Namespace, settings: dict[str, Any], model: Path, fol
 def _completions(inputs: dict[str, Any]) -> list[Completion]:
     """TRL's padded batch as token ids."""
     found = []
-    columns = [inputs[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")]
+    columns = [
+        inputs[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    ]
     for prompt, prompt_mask, response, response_mask in zip(*columns, strict=True):
-        found.append(Completion(tuple(prompt[prompt_mask.bool()].tolist()), tuple(response[response_mask.bool()].tolist())))
+        found.append(
+            Completion(
+                tuple(prompt[prompt_mask.bool()].tolist()),
+                tuple(response[response_mask.bool()].tolist()),
+            )
+        )
     return found
 
 
-def run_whetstone(args: argparse.Namespace, settings: dict[str, Any], model: Path, folder: Path, drawn: list[Completion]) -> Steps:
+def run_whetstone(
+    args: argparse.Namespace,
+    settings: dict[str, Any],
+    model: Path,
+    folder: Path,
+    drawn: list[Completion],
+) -> Steps:
     """The hooks of `grpo` on a real client; what its worker computes is noted on the way."""
     from rl.clients import crew
     from rl.clients.service import ServiceClient
@@ -137,21 +162,29 @@ def run_whetstone(args: argparse.Namespace, settings: dict[str, Any], model: Pat
 
     def noting(worker: Any, verb: str, arguments: Any) -> Any:
         if verb == "optim_step":
-            steps.gradients.append({name: p.grad.detach().clone() for name, p in worker.learners[0].trainable.items()})
+            steps.gradients.append(
+                {name: p.grad.detach().clone() for name, p in worker.learners[0].trainable.items()}
+            )
         result = execute(worker, verb, arguments)
         if verb == "forward_backward" and arguments[5]:
             sums, divisor = result[1], arguments[4]
             steps.losses.append(sums["loss:sum"] / divisor)
-            steps.outside.append((sums["clipped_low:sum"] + sums["clipped_high:sum"]) / sums["active_tokens:sum"])
+            steps.outside.append(
+                (sums["clipped_low:sum"] + sums["clipped_high:sum"]) / sums["active_tokens:sum"]
+            )
         return result
 
     method = PolicyGradient(
         GrpoSettings(
             sampling=SamplingSettings(temperature=1.0, max_tokens=MAX_TOKENS),
             policy_gradient=PolicyGradientSettings(
-                group_size=SAMPLES, advantage="mean", **{k: v for k, v in settings.items() if k != "kl_coef"}
+                group_size=SAMPLES,
+                advantage="mean",
+                **{k: v for k, v in settings.items() if k != "kl_coef"},
             ),
-            kl=KlSettings(kl_coef=settings.get("kl_coef", 0.0), kl_in="loss", kl_kind="k3_pathwise"),
+            kl=KlSettings(
+                kl_coef=settings.get("kl_coef", 0.0), kl_in="loss", kl_kind="k3_pathwise"
+            ),
             optim=OptimSettings(learning_rate=args.learning_rate, grad_clip_norm=0.0),
         )
     )
@@ -159,7 +192,9 @@ def run_whetstone(args: argparse.Namespace, settings: dict[str, Any], model: Pat
     try:
         with ServiceClient(output_dir=folder, seed=args.seed) as service:
             reference = FrozenScorer(service.create_sampling_client(base_model=str(model)))
-            models = Models(service.create_full_training_client(str(model)), {"reference": reference})
+            models = Models(
+                service.create_full_training_client(str(model)), {"reference": reference}
+            )
             datums = method.credit(_groups(models.policy, drawn), models)
             for step in range(STEPS):
                 method.learn(models, datums, Progress(step, STEPS))
@@ -169,22 +204,35 @@ def run_whetstone(args: argparse.Namespace, settings: dict[str, Any], model: Pat
 
 
 def _groups(policy: Any, drawn: list[Completion]) -> list[Any]:
-    """The completions as trajectory groups, scored and rewarded by Whetstone. ValueError where a group has no signal."""
+    """The completions as trajectory groups, scored and rewarded by Whetstone. ValueError where a
+    group has no signal.
+    """
     from rl.episodes.episode import Trajectory, TrajectoryGroup, Transition
     from rl.episodes.rollout import is_mixed
     from rl.types import ModelInput, SampledSequence
 
     tokenizer, sampler = policy.get_tokenizer(), policy.save_weights_and_get_sampling_client()
-    logprobs = sampler.compute_logprobs_many([ModelInput.from_ints([*one.prompt, *one.response]) for one in drawn]).result()
+    logprobs = sampler.compute_logprobs_many(
+        [ModelInput.from_ints([*one.prompt, *one.response]) for one in drawn]
+    ).result()
     members: dict[tuple[int, ...], list[Trajectory]] = {}
     for one, scores in zip(drawn, logprobs, strict=True):
         action = SampledSequence(list(one.response), scores[len(one.prompt) :])
         reward = reward_of(tokenizer.decode(one.response, skip_special_tokens=True))
-        trajectory = Trajectory([Transition(ModelInput.from_ints(list(one.prompt)), action, reward, True)])
+        trajectory = Trajectory(
+            [Transition(ModelInput.from_ints(list(one.prompt)), action, reward, True)]
+        )
         members.setdefault(one.prompt, []).append(trajectory)
-    groups = [TrajectoryGroup(group, [0.0] * len(group), [{} for _ in group]) for group in members.values()]
-    if [len(group.trajectories_G) for group in groups] != [SAMPLES] * PROBLEMS or not all(map(is_mixed, groups)):
-        raise ValueError("a group is not whole, or all of its members earn the same, which Whetstone leaves out: take another --seed")
+    groups = [
+        TrajectoryGroup(group, [0.0] * len(group), [{} for _ in group])
+        for group in members.values()
+    ]
+    if [len(group.trajectories_G) for group in groups] != [SAMPLES] * PROBLEMS or not all(
+        map(is_mixed, groups)
+    ):
+        raise ValueError(
+            "a group is not whole, or all of its members earn the same, which Whetstone leaves out: take another --seed"
+        )
     return groups
 
 
@@ -196,8 +244,13 @@ def compare(name: str, ours: Steps, theirs: Steps) -> list[dict[str, Any]]:
     for step in range(STEPS):
         mine, other = ours.gradients[step], theirs.gradients[step]
         if mine.keys() != other.keys():
-            raise ValueError(f"the two have gradients of different weights: {sorted(mine.keys() ^ other.keys())}")
-        flat = [torch.cat([gradients[key].double().flatten() for key in mine]) for gradients in (mine, other)]
+            raise ValueError(
+                f"the two have gradients of different weights: {sorted(mine.keys() ^ other.keys())}"
+            )
+        flat = [
+            torch.cat([gradients[key].double().flatten() for key in mine])
+            for gradients in (mine, other)
+        ]
         loss, trl_loss = ours.losses[step], theirs.losses[step]
         rows.append(
             {
@@ -215,10 +268,16 @@ def compare(name: str, ours: Steps, theirs: Steps) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="large enough that the second step clips")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--learning-rate", type=float, default=1e-3, help="large enough that the second step clips"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "grpo_losses_vs_trl_cpu.csv")
+    parser.add_argument(
+        "--output", type=Path, default=HERE / "results" / "grpo_losses_vs_trl_cpu.csv"
+    )
     args = parser.parse_args()
 
     import torch
@@ -244,9 +303,16 @@ def main() -> int:
             table += compare(loss, ours, theirs)
             for row in table[-STEPS:]:
                 print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    about = {"trl": trl.__version__, "torch": torch.__version__, "machine": machine(), "command": command_line()}
+    about = {
+        "trl": trl.__version__,
+        "torch": torch.__version__,
+        "machine": machine(),
+        "command": command_line(),
+    }
     write_table(args.output, [{**row, **about} for row in table])
-    worst = max(float(row[name]) for row in table for name in ("loss_difference", "gradient_difference"))
+    worst = max(
+        float(row[name]) for row in table for name in ("loss_difference", "gradient_difference")
+    )
     print(f"largest difference {worst:.1e}, allowed {TOLERANCE}")
     return int(worst > TOLERANCE)
 

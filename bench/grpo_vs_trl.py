@@ -1,20 +1,24 @@
-"""One GRPO step of Whetstone against TRL's GRPOTrainer: the same taught model, prompts and settings, side by side on a CPU.
+"""One GRPO step of Whetstone against TRL's GRPOTrainer: the same taught model, prompts and
+settings, side by side on a CPU.
 
     .venv-bench/bin/python bench/grpo_vs_trl.py                      # teaches the model first
     .venv-bench/bin/python bench/grpo_vs_trl.py --model runs/addition/checkpoints/sft-final/model
 
-Each peer trains in a process of its own. They take turns by blocks of --block steps, in the order A B, B A, A B, ..., and the
-one that waits is blocked on a pipe, so whatever else the machine does meets both alike. A step's time is that of the peer's whole
-loop (data, sampling, rewards, backward, optimizer, new weights to the sampler); evaluation and saving are outside it on both
-sides. CPU seconds are those of the peer's process, all threads.
+Each peer trains in a process of its own. They take turns by blocks of --block steps, in the order A
+B, B A, A B, ..., and the one that waits is blocked on a pipe, so whatever else the machine does
+meets both alike. A step's time is that of the peer's whole loop (data, sampling, rewards, backward,
+optimizer, new weights to the sampler); evaluation and saving are outside it on both sides. CPU
+seconds are those of the peer's process, all threads.
 
-Whetstone runs `rl.run.online.train_online`; TRL runs `GRPOTrainer.train()` with what is fastest for it here: plain `generate` (its
-continuous batching is slower on a CPU), no reference model (beta 0), one micro-batch of all completions, fp32, no gradient
-checkpointing, no logging, no saving. Both: AdamW (0.9, 0.95), constant learning rate, clipping to norm 1, advantages divided by
-the group's std, loss averaged over tokens.
+Whetstone runs `rl.run.online.train_online`; TRL runs `GRPOTrainer.train()` with what is fastest for
+it here: plain `generate` (its continuous batching is slower on a CPU), no reference model (beta 0),
+one micro-batch of all completions, fp32, no gradient checkpointing, no logging, no saving. Both:
+AdamW (0.9, 0.95), constant learning rate, clipping to norm 1, advantages divided by the group's
+std, loss averaged over tokens.
 
-Held-out accuracy: both peers' weights are written at the steps of --evaluate-at, and one evaluator (Whetstone's sampler) asks
-them all the same 512 problems, four samples each with the same random streams (standard error about 0.01).
+Held-out accuracy: both peers' weights are written at the steps of --evaluate-at, and one evaluator
+(Whetstone's sampler) asks them all the same 512 problems, four samples each with the same random
+streams (standard error about 0.01).
 """
 
 from __future__ import annotations
@@ -35,7 +39,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[0] = str(HERE.parent)  # in place of this folder, whose kernels.py would be taken for the package of that name
+# in place of this folder, whose kernels.py would be taken for the package of that name
+sys.path[0] = str(HERE.parent)
 from bench.campaign import command_line, machine, write_table  # noqa: E402
 
 PROBLEMS, SAMPLES, MAX_TOKENS, HELD_OUT = 64, 8, 4, 512
@@ -44,7 +49,8 @@ INSTALL = "python3 -m venv .venv-bench && .venv-bench/bin/pip install -r require
 
 
 class Turns:
-    """A peer's side of taking turns: times its steps, saves where it is evaluated, hands over at a block's end.
+    """A peer's side of taking turns: times its steps, saves where it is evaluated, hands over at a
+    block's end.
 
     `save(step)` writes the weights and returns their folder; it is set before the first step.
     """
@@ -58,7 +64,8 @@ class Turns:
         self.cpu: list[float] = []
         self.weights: dict[int, str] = {}
         self._out = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # standard output is the line to the parent: what libraries print goes to standard error
+        # standard output is the line to the parent: what libraries print goes to standard error
+        os.dup2(2, 1)
 
     def begin(self) -> None:
         """Ready for the first step; returns when it is this peer's turn."""
@@ -79,7 +86,11 @@ class Turns:
             self.weights[self.done] = self.save(self.done)
 
     def _report(self) -> None:
-        print(json.dumps({"seconds": self.seconds, "cpu": self.cpu, "weights": self.weights}), file=self._out, flush=True)
+        print(
+            json.dumps({"seconds": self.seconds, "cpu": self.cpu, "weights": self.weights}),
+            file=self._out,
+            flush=True,
+        )
         if self.done < self.args.steps:
             if not sys.stdin.readline():
                 raise SystemExit("the parent is gone")
@@ -90,7 +101,9 @@ class Turns:
 
 
 def grpo_plan(args: argparse.Namespace) -> Any:
-    """The stage as Whetstone's command line would make it; the TRL side takes its problems, order and reward from here."""
+    """The stage as Whetstone's command line would make it; the TRL side takes its problems, order
+    and reward from here.
+    """
     from rl.methods.grpo_settings import GrpoSettings, PolicyGradientSettings
     from rl.settings.data_tables import DataSettings
     from rl.settings.run_plan import StagePlan
@@ -108,7 +121,9 @@ def grpo_plan(args: argparse.Namespace) -> Any:
 
 
 def run_whetstone(args: argparse.Namespace, turns: Turns) -> None:
-    """`train_online` on a real Stage whose logging, evaluation and checkpoints are replaced by `Turns`."""
+    """`train_online` on a real Stage whose logging, evaluation and checkpoints are replaced by
+    `Turns`.
+    """
     from rl.clients.service import ServiceClient
     from rl.methods import METHODS
     from rl.methods.base import Models
@@ -133,10 +148,15 @@ def run_whetstone(args: argparse.Namespace, turns: Turns) -> None:
 
     plan = grpo_plan(args)
     prepared = prepare(plan)
-    with ServiceClient(output_dir=args.folder, seed=args.seed, settings=worker_settings([plan])) as service:
+    with ServiceClient(
+        output_dir=args.folder, seed=args.seed, settings=worker_settings([plan])
+    ) as service:
         policy = make_policy(service, plan.settings.model, None, None, args.seed)
         turns.save = lambda step: policy.save_weights_for_sampler(f"step-{step}").result().path
-        unused: dict[str, Any] = dict(logbook=None, console=None, keeper=None, stop_request=StopRequest())  # which nobody enters
+        # which nobody enters
+        unused: dict[str, Any] = dict(
+            logbook=None, console=None, keeper=None, stop_request=StopRequest()
+        )
         stage = TimedStage(
             name="grpo", index=0, method=METHODS["grpo"].hooks(plan.settings), models=Models(policy), problems=prepared.problems,
             test_problems=None, renderer=make_renderer(policy, None), scorer=prepared.scorer, seed=args.seed, first_step=0, done=0,
@@ -168,13 +188,22 @@ def run_trl(args: argparse.Namespace, turns: Turns) -> None:
         tokenizer.save_pretrained(folder)
         return folder
 
-    def reward(prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
-        return [exact_match(p, c, {"answer": a}) for p, c, a in zip(prompts, completions, answer, strict=True)]
+    def reward(
+        prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any
+    ) -> list[float]:
+        return [
+            exact_match(p, c, {"answer": a})
+            for p, c, a in zip(prompts, completions, answer, strict=True)
+        ]
 
     exact_match = resolve_reward("exact_match")
     problems, order = prepare(grpo_plan(args)).problems, derive_seed(args.seed, 0)
-    asked = [problem for step in range(args.steps) for problem in problems.batch(step, PROBLEMS, order)]
-    rows = [{"prompt": str(p.messages[-1]["content"]), "answer": str(p.meta["answer"])} for p in asked]
+    asked = [
+        problem for step in range(args.steps) for problem in problems.batch(step, PROBLEMS, order)
+    ]
+    rows = [
+        {"prompt": str(p.messages[-1]["content"]), "answer": str(p.meta["answer"])} for p in asked
+    ]
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     config = GRPOConfig(
         output_dir=str(args.folder), max_steps=args.steps, seed=args.seed, use_cpu=True, bf16=False, fp16=False,
@@ -200,18 +229,37 @@ class Process:
         self.peer, self.report = peer, {"seconds": []}
         given = ["model", "steps", "block", "threads", "seed", "learning_rate"]
         flags = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in given]
-        flags += ["--evaluate-at", *map(str, args.evaluate_at), "--peer", peer, "--folder", str(folder / peer)]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
+        flags += [
+            "--evaluate-at",
+            *map(str, args.evaluate_at),
+            "--peer",
+            peer,
+            "--folder",
+            str(folder / peer),
+        ]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(args.threads),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         self.process = subprocess.Popen(
-            [sys.executable, __file__, *flags], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, __file__, *flags],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
 
     def wait(self) -> None:
-        """Until it has reported. Raises RuntimeError if it ended instead (its own words are on standard error)."""
+        """Until it has reported. Raises RuntimeError if it ended instead (its own words are on
+        standard error).
+        """
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.peer} ended with exit code {self.process.wait()} after {len(self.report['seconds'])} steps")
+            raise RuntimeError(
+                f"{self.peer} ended with exit code {self.process.wait()} after {len(self.report['seconds'])} steps"
+            )
         self.report = json.loads(line)
 
     def block(self) -> None:
@@ -243,8 +291,12 @@ def race(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
     return {peer.peer: peer.report for peer in peers}
 
 
-def accuracies(args: argparse.Namespace, reports: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[int, float]]:
-    """Held-out sampled accuracy of every weights folder: one evaluator, the same random streams for all."""
+def accuracies(
+    args: argparse.Namespace, reports: dict[str, dict[str, Any]], folder: Path
+) -> dict[str, dict[int, float]]:
+    """Held-out sampled accuracy of every weights folder: one evaluator, the same random streams for
+    all.
+    """
     from rl.clients.service import ServiceClient
     from rl.environments import ProblemGroupBuilder
     from rl.episodes.metrics import group_metrics
@@ -258,14 +310,26 @@ def accuracies(args: argparse.Namespace, reports: dict[str, dict[str, Any]], fol
     prepared = prepare(plan)
     assert prepared.test_problems is not None
     found: dict[str, dict[int, float]] = {}
-    with ServiceClient(output_dir=folder, seed=args.seed, settings=worker_settings([plan])) as service:
+    with ServiceClient(
+        output_dir=folder, seed=args.seed, settings=worker_settings([plan])
+    ) as service:
         for peer, report in reports.items():
             for step, weights in report["weights"].items():
                 sampler = service.create_sampling_client(model_path=weights)
                 renderer = make_renderer(sampler, None)
-                builders = [ProblemGroupBuilder(problem, 4, renderer, prepared.scorer) for problem in prepared.test_problems]
-                result = rollout(builders, sampler, SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0), seed=1)
-                found.setdefault(peer, {})[int(step)] = group_metrics(result.groups)["env/all/correct"]
+                builders = [
+                    ProblemGroupBuilder(problem, 4, renderer, prepared.scorer)
+                    for problem in prepared.test_problems
+                ]
+                result = rollout(
+                    builders,
+                    sampler,
+                    SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0),
+                    seed=1,
+                )
+                found.setdefault(peer, {})[int(step)] = group_metrics(result.groups)[
+                    "env/all/correct"
+                ]
                 sampler.release()
     return found
 
@@ -282,7 +346,11 @@ def teach(folder: Path) -> Path:
     return folder / "taught" / "checkpoints" / "sft-final" / "model"
 
 
-def rows(args: argparse.Namespace, reports: dict[str, dict[str, Any]], curves: dict[str, dict[int, float]]) -> Iterator[dict[str, Any]]:
+def rows(
+    args: argparse.Namespace,
+    reports: dict[str, dict[str, Any]],
+    curves: dict[str, dict[int, float]],
+) -> Iterator[dict[str, Any]]:
     import torch
     import trl
 
@@ -296,7 +364,9 @@ def rows(args: argparse.Namespace, reports: dict[str, dict[str, Any]], curves: d
             "median_ms": round(statistics.median(milliseconds), 1),
             "cpu_mean_ms": round(1e3 * statistics.mean(report["cpu"]), 1),
             "share_of_trl": round(means[peer] / means["trl"], 3),
-            **{f"accuracy_at_{step}": round(accuracy, 3) for step, accuracy in curves[peer].items()},
+            **{
+                f"accuracy_at_{step}": round(accuracy, 3) for step, accuracy in curves[peer].items()
+            },
             "threads": args.threads,
             "torch": torch.__version__,
             "machine": machine(),
@@ -319,11 +389,21 @@ def run_peer(args: argparse.Namespace) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="folder of a taught model (default: the recipe's first stage is run)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        help="folder of a taught model (default: the recipe's first stage is run)",
+    )
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--block", type=int, default=5, help="steps of a peer before the other's turn")
-    parser.add_argument("--evaluate-at", type=int, nargs="*", default=[0, 25, 75, 100, 150], help="steps")
+    parser.add_argument(
+        "--block", type=int, default=5, help="steps of a peer before the other's turn"
+    )
+    parser.add_argument(
+        "--evaluate-at", type=int, nargs="*", default=[0, 25, 75, 100, 150], help="steps"
+    )
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--threads", type=int, default=2, help="torch threads of each peer")
     parser.add_argument("--seed", type=int, default=0)
@@ -336,7 +416,9 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     if importlib.util.find_spec("trl") is None:
-        raise SystemExit(f"this Python has no trl: {INSTALL}\nthen run .venv-bench/bin/python bench/grpo_vs_trl.py")
+        raise SystemExit(
+            f"this Python has no trl: {INSTALL}\nthen run .venv-bench/bin/python bench/grpo_vs_trl.py"
+        )
     if args.peer:
         run_peer(args)
         return
@@ -347,7 +429,13 @@ def main() -> None:
         found = list(rows(args, reports, accuracies(args, reports, folder)))
     write_table(args.output, found)
     for row in found:
-        print(", ".join(f"{name} {value}" for name, value in row.items() if name not in ("machine", "command", "torch")))
+        print(
+            ", ".join(
+                f"{name} {value}"
+                for name, value in row.items()
+                if name not in ("machine", "command", "torch")
+            )
+        )
     print(f"written to {args.output}")
 
 

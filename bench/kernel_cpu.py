@@ -1,11 +1,12 @@
-"""Time and memory of `linear_logprob` against plain torch on a CPU, each measurement in a process of its own.
+"""Time and memory of `linear_logprob` against plain torch on a CPU, each measurement in a process
+of its own.
 
     python bench/kernel_cpu.py                     # 4096 tokens of Qwen2.5-0.5B's head: about 4 minutes on two cores, 10 GB
     python bench/kernel_cpu.py --tokens 512        # quicker; the ratios are about the same
 
-Columns: wall and CPU seconds of forward and backward (on a shared machine the CPU seconds are the ones to compare), peak memory
-above weights and gradients, the largest error of logp against float64 for a few rows. Variants take turns, `--repeats` times;
-the least of each figure is reported.
+Columns: wall and CPU seconds of forward and backward (on a shared machine the CPU seconds are the
+ones to compare), peak memory above weights and gradients, the largest error of logp against float64
+for a few rows. Variants take turns, `--repeats` times; the least of each figure is reported.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ VARIANTS = ("plain", "fused", "plain_frozen", "fused_frozen", "plain_entropy", "
 
 
 def status_bytes(field: str) -> int:
-    """A figure of /proc/self/status: VmRSS, what is held now, or VmHWM, the most that was held since the last reset."""
+    """A figure of /proc/self/status: VmRSS, what is held now, or VmHWM, the most that was held
+    since the last reset.
+    """
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
@@ -70,11 +73,18 @@ def one(variant: str, tokens: int, hidden: int, vocab: int, threads: int) -> dic
     with torch.no_grad():
         rows = (x[:8].double() @ w.double().t()).log_softmax(-1).gather(-1, y[:8, None]).squeeze(-1)
     error = (logp[:8] - rows).abs().max().item()
-    return {"wall_s": wall, "cpu_s": cpu, "extra_mb": (peak - before - gradients) / 1e6, "error": error}
+    return {
+        "wall_s": wall,
+        "cpu_s": cpu,
+        "extra_mb": (peak - before - gradients) / 1e6,
+        "error": error,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=896)
     parser.add_argument("--vocab", type=int, default=151_936)
@@ -90,22 +100,37 @@ def main() -> None:
     runs: dict[str, list[dict[str, float]]] = {variant: [] for variant in args.variants}
     for repeat in range(args.repeats):
         for variant in args.variants if repeat % 2 == 0 else reversed(args.variants):
-            sizes = [f"--{name}={getattr(args, name)}" for name in ("tokens", "hidden", "vocab", "threads")]
+            sizes = [
+                f"--{name}={getattr(args, name)}"
+                for name in ("tokens", "hidden", "vocab", "threads")
+            ]
             command = [sys.executable, __file__, "--one", variant, *sizes]
-            runs[variant].append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+            runs[variant].append(
+                json.loads(
+                    subprocess.run(command, check=True, capture_output=True, text=True).stdout
+                )
+            )
     args.csv.parent.mkdir(parents=True, exist_ok=True)
     with args.csv.open("w", newline="") as file:
         writer = csv.writer(file)
         sizes = [args.tokens, args.hidden, args.vocab, args.threads]
-        writer.writerow("variant tokens hidden vocab threads wall_s cpu_s extra_mb error cpu_ratio".split())
+        writer.writerow(
+            "variant tokens hidden vocab threads wall_s cpu_s extra_mb error cpu_ratio".split()
+        )
         for variant, results in runs.items():
             mid = {key: min(result[key] for result in results) for key in results[0]}
             twin = runs.get(variant.replace("fused", "plain"))
             ratio = mid["cpu_s"] / min(result["cpu_s"] for result in twin) if twin else float("nan")
-            wall, cpu, extra = f"{mid['wall_s']:.2f}", f"{mid['cpu_s']:.2f}", f"{mid['extra_mb']:.0f}"
+            wall, cpu, extra = (
+                f"{mid['wall_s']:.2f}",
+                f"{mid['cpu_s']:.2f}",
+                f"{mid['extra_mb']:.0f}",
+            )
             error = f"{mid['error']:.1e}"
             writer.writerow([variant, *sizes, wall, cpu, extra, error, f"{ratio:.3f}"])
-            print(f"{variant:14s} wall {wall:>7} s  cpu {cpu:>7} s  extra {extra:>6} MB  error {error}  cpu ratio {ratio:.3f}")
+            print(
+                f"{variant:14s} wall {wall:>7} s  cpu {cpu:>7} s  extra {extra:>6} MB  error {error}  cpu ratio {ratio:.3f}"
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""How a kernel is timed: device time on CUDA (events around each call, L2 flushed before it), wall time elsewhere."""
+"""How a kernel is timed: device time on CUDA (events around each call, L2 flushed before it), wall
+time elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ import torch
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds: median, 20% and 80% quantiles; and the bytes allocated above what was held before (CUDA; else 0)."""
+    """Milliseconds: median, 20% and 80% quantiles; and the bytes allocated above what was held
+    before (CUDA; else 0).
+    """
 
     median: float
     low: float
@@ -30,7 +34,9 @@ def quantiles(samples: list[float]) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Step:
-    """What is timed: `run`, on what `prepare` made (not timed) just before. `clear` lets go of what the last call left."""
+    """What is timed: `run`, on what `prepare` made (not timed) just before. `clear` lets go of what
+    the last call left.
+    """
 
     run: Callable[[Any], object]
     prepare: Callable[[], Any] = lambda: None
@@ -58,7 +64,9 @@ def once(step: Step, device: str, flush: torch.Tensor | None) -> float:
 
 
 def measure(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Timing]:
-    """Each step `repeats` times after one warm-up; the order turns around every round, so that no one always runs first."""
+    """Each step `repeats` times after one warm-up; the order turns around every round, so that no
+    one always runs first.
+    """
     flush = torch.empty(64 << 20, dtype=torch.int32, device=device) if device == "cuda" else None
     samples: dict[str, list[float]] = {name: [] for name in steps}
     peaks = dict.fromkeys(steps, 0)
@@ -66,7 +74,9 @@ def measure(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Timi
         if device == "cuda":
             step()
             torch.cuda.synchronize()
-            step.clear()  # or the last call's gradients, freed inside the next, would hide as many bytes of its peak
+            # or the last call's gradients, freed inside the next, would hide as many bytes of its
+            # peak
+            step.clear()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             step()
@@ -81,7 +91,9 @@ def measure(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Timi
 
 
 def captured(run: Callable[[], object]) -> Step:
-    """A step that replays `run` from a CUDA graph: its device time, where the host would take longer to launch it."""
+    """A step that replays `run` from a CUDA graph: its device time, where the host would take
+    longer to launch it.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -1,8 +1,10 @@
-"""Who computes token logprobs from hidden states: ours and others', each as a function from one problem to logprobs [T].
+"""Who computes token logprobs from hidden states: ours and others', each as a function from one
+problem to logprobs [T].
 
-A provider raises CannotRun with the reason where it cannot. `memory` is its class: "flat" holds no [T, V], "logits" does;
-only providers of one class are to be compared. `products` counts N D V of its own algorithm, forward and backward (Liger's
-Triton path and torch's chunks recompute where a loss for each token is asked for).
+A provider raises CannotRun with the reason where it cannot. `memory` is its class: "flat" holds no
+[T, V], "logits" does; only providers of one class are to be compared. `products` counts N D V of
+its own algorithm, forward and backward (Liger's Triton path and torch's chunks recompute where a
+loss for each token is asked for).
 """
 
 from __future__ import annotations
@@ -33,10 +35,20 @@ class Problem:
     upstream: Tensor
 
     @staticmethod
-    def make(shape: Shape, tokens: int, device: str, dtype: torch.dtype, frozen: bool = False) -> Problem:
+    def make(
+        shape: Shape, tokens: int, device: str, dtype: torch.dtype, frozen: bool = False
+    ) -> Problem:
         g = torch.Generator(device).manual_seed(0)
-        x = torch.randn(tokens, shape.D, generator=g, device=device, dtype=torch.float32).to(dtype).requires_grad_()
-        w = (torch.randn(shape.V, shape.D, generator=g, device=device) * shape.D**-0.5).to(dtype).requires_grad_(not frozen)
+        x = (
+            torch.randn(tokens, shape.D, generator=g, device=device, dtype=torch.float32)
+            .to(dtype)
+            .requires_grad_()
+        )
+        w = (
+            (torch.randn(shape.V, shape.D, generator=g, device=device) * shape.D**-0.5)
+            .to(dtype)
+            .requires_grad_(not frozen)
+        )
         y = torch.randint(0, shape.V, (tokens,), generator=g, device=device)
         return Problem(shape, x, w, y, torch.randn(tokens, generator=g, device=device))
 
@@ -75,7 +87,9 @@ def _ours_entropy(p: Problem) -> Tensor:
 
 
 def _ours_saved(p: Problem) -> Tensor:
-    return linear_logprob(p.x, p.w, p.y, softcap=p.shape.softcap, entropy=False, saved_bytes=1 << 40)[0]
+    return linear_logprob(
+        p.x, p.w, p.y, softcap=p.shape.softcap, entropy=False, saved_bytes=1 << 40
+    )[0]
 
 
 def _torch(p: Problem) -> Tensor:
@@ -86,7 +100,9 @@ _compiled = torch.compile(plain, dynamic=False)
 
 
 def _torch_compile(p: Problem) -> Tensor:
-    """The caller resets dynamo between shapes: after eight of them it runs the function as it is, under the compiled one's name."""
+    """The caller resets dynamo between shapes: after eight of them it runs the function as it is,
+    under the compiled one's name.
+    """
     return _compiled(p.x, p.w, p.y, p.shape.softcap)
 
 
@@ -105,7 +121,9 @@ def _liger_triton(p: Problem) -> Tensor:
     _need_cuda(p, "Liger's Triton path")
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
-    out = LigerFusedLinearCrossEntropyFunction.apply(p.x, p.w, p.y, None, None, -100, 0.0, 0.0, "none", p.shape.softcap)
+    out = LigerFusedLinearCrossEntropyFunction.apply(
+        p.x, p.w, p.y, None, None, -100, 0.0, 0.0, "none", p.shape.softcap
+    )
     loss = out[0] if isinstance(out, tuple) else out
     if loss.shape != p.y.shape:
         raise CannotRun("no loss for each token")
@@ -117,7 +135,9 @@ def _liger_scaled(p: Problem) -> Tensor:
     _need("liger_kernel")
     if p.shape.softcap is not None:
         raise CannotRun("no softcap")
-    from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
+    from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
+        LigerFusedLinearScaledCrossEntropyFunction,
+    )
 
     out = LigerFusedLinearScaledCrossEntropyFunction.apply(p.x, p.w, p.y)
     return -(out[0] if isinstance(out, tuple) else out)
@@ -128,7 +148,9 @@ def _cut_cross_entropy(p: Problem) -> Tensor:
     _need_cuda(p, "cut-cross-entropy's Triton path")
     from cut_cross_entropy import linear_cross_entropy
 
-    return -linear_cross_entropy(p.x, p.w, p.y, softcap=p.shape.softcap, reduction="none", filter_eps=None)
+    return -linear_cross_entropy(
+        p.x, p.w, p.y, softcap=p.shape.softcap, reduction="none", filter_eps=None
+    )
 
 
 PROVIDERS = (

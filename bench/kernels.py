@@ -1,14 +1,16 @@
-"""Times the kernels against their floors and against other implementations, in one process and one table.
+"""Times the kernels against their floors and against other implementations, in one process and one
+table.
 
     python bench/kernels.py --help
     python bench/kernels.py --quick                        # one model, 4096 tokens; two minutes on a GPU
     python bench/kernels.py --models Qwen3-1.7B Llama-3.1-8B --tokens 8192 --csv runs/kernels.csv --plot runs/kernels.png
     python bench/kernels.py --device cpu                   # a tiny head; shows that everything runs, not how fast
 
-Operations: linear_logprob (forward, backward, both), token_logprob, policy_loss. Every provider gets the same seeded gradient
-for each token's logprob and is compared with float64: logprobs and dX of 16 tokens, dW of 16 vocabulary rows. One at a time is on
-the device, each row is written as it is measured, and one that cannot run says why. "floor" is the least time its
-own algorithm can take on an H100 (790 TFLOP/s, 3.0 TB/s); elsewhere
+Operations: linear_logprob (forward, backward, both), token_logprob, policy_loss. Every provider
+gets the same seeded gradient for each token's logprob and is compared with float64: logprobs and dX
+of 16 tokens, dW of 16 vocabulary rows. One at a time is on the device, each row is written as it is
+measured, and one that cannot run says why. "floor" is the least time its own algorithm can take on
+an H100 (790 TFLOP/s, 3.0 TB/s); elsewhere
 no ratio is given.
 Compare within a memory class: "flat" keeps no [T, V] tensor, "logits" does.
 """
@@ -37,39 +39,79 @@ COLUMNS += ["error", "error_dx", "error_dw"]
 Row = dict[str, object]
 
 
-def row(operation: str, name: str, memory: str, phase: str, p: Problem, timing: Timing, floor: float, errors: Errors) -> Row:
+def row(
+    operation: str,
+    name: str,
+    memory: str,
+    phase: str,
+    p: Problem,
+    timing: Timing,
+    floor: float,
+    errors: Errors,
+) -> Row:
     shape, device = p.shape, torch.cuda.get_device_name() if p.x.is_cuda else "cpu"
     sizes = [shape.model, len(p.y), shape.D, shape.V, str(p.x.dtype).removeprefix("torch."), device]
     times = [f"{t:.4f}" for t in (timing.median, timing.low, timing.high, floor)]
     ratio = f"{timing.median / floor:.2f}" if p.x.is_cuda else "nan"  # the floors are an H100's
-    figures = [*times, ratio, f"{timing.peak_bytes / 1e6:.0f}", *(f"{error:.1e}" for error in errors)]
+    figures = [
+        *times,
+        ratio,
+        f"{timing.peak_bytes / 1e6:.0f}",
+        *(f"{error:.1e}" for error in errors),
+    ]
     return dict(zip(COLUMNS, [operation, name, memory, phase, *sizes, *figures], strict=True))
 
 
 def errors_of(logp: torch.Tensor, p: Problem, rows: int = 16) -> Errors:
-    """The largest errors against float64: of the first tokens' logprobs and dX, and of dW of as many rows of the vocabulary.
+    """The largest errors against float64: of the first tokens' logprobs and dX, and of dW of as
+    many rows of the vocabulary.
 
     Gradients are divided by the largest exact one.
     """
     with torch.no_grad():
         some = torch.linspace(0, p.shape.V - 1, rows, device=p.x.device).long()
-        error, error_dx, dw = 0.0, 0.0, torch.zeros(rows, p.shape.D, dtype=torch.float64, device=p.x.device)
+        error, error_dx, dw = (
+            0.0,
+            0.0,
+            torch.zeros(rows, p.shape.D, dtype=torch.float64, device=p.x.device),
+        )
         wide = p.w.double()
         for at in range(0, len(p.y), 512):
-            x, y, g = p.x[at : at + 512].double(), p.y[at : at + 512], p.upstream[at : at + 512].double()
+            x, y, g = (
+                p.x[at : at + 512].double(),
+                p.y[at : at + 512],
+                p.upstream[at : at + 512].double(),
+            )
             z = x @ wide.t()
             slope = torch.ones_like(z)
             if p.shape.softcap is not None:
                 z = p.shape.softcap * torch.tanh(z / p.shape.softcap)
                 slope = 1 - (z / p.shape.softcap) ** 2
             exact = z.log_softmax(-1)
-            dz = (torch.nn.functional.one_hot(y, p.shape.V) - exact.exp()).mul_(g[:, None]).mul_(slope)
+            dz = (
+                (torch.nn.functional.one_hot(y, p.shape.V) - exact.exp())
+                .mul_(g[:, None])
+                .mul_(slope)
+            )
             dw += dz[:, some].t() @ x
             if at == 0:
-                error = (logp[:rows].double() - exact[:rows].gather(-1, y[:rows, None])[:, 0]).abs().max().item()
+                error = (
+                    (logp[:rows].double() - exact[:rows].gather(-1, y[:rows, None])[:, 0])
+                    .abs()
+                    .max()
+                    .item()
+                )
                 dx = dz[:rows] @ wide
-                error_dx = ((p.x.grad[:rows].double() - dx).abs().max() / dx.abs().max()).item() if p.x.grad is not None else float("nan")
-        error_dw = ((p.w.grad[some].double() - dw).abs().max() / dw.abs().max()).item() if p.w.grad is not None else float("nan")
+                error_dx = (
+                    ((p.x.grad[:rows].double() - dx).abs().max() / dx.abs().max()).item()
+                    if p.x.grad is not None
+                    else float("nan")
+                )
+        error_dw = (
+            ((p.w.grad[some].double() - dw).abs().max() / dw.abs().max()).item()
+            if p.w.grad is not None
+            else float("nan")
+        )
         return error, error_dx, error_dw
 
 
@@ -98,7 +140,8 @@ def bench_head(
     shape: Shape, tokens: int, device: str, dtype: torch.dtype, names: list[str], repeats: int,
     left_out: Callable[[str, Exception], None] = say_left_out,
 ) -> Iterator[Row]:  # fmt: skip
-    """One provider after the other, each with a problem of its own that is gone before the next: the largest take most of a GPU.
+    """One provider after the other, each with a problem of its own that is gone before the next:
+    the largest take most of a GPU.
 
     `left_out`: told of each that cannot run or fails, and why.
     """
@@ -112,7 +155,9 @@ def bench_head(
             torch.cuda.empty_cache()
 
 
-def one_provider(provider: Provider, shape: Shape, tokens: int, device: str, dtype: torch.dtype, repeats: int) -> Iterator[Row]:
+def one_provider(
+    provider: Provider, shape: Shape, tokens: int, device: str, dtype: torch.dtype, repeats: int
+) -> Iterator[Row]:
     p = Problem.make(shape, tokens, device, dtype, provider.frozen)
     logp = provider.logprobs(p)
     logp.backward(p.upstream)
@@ -121,11 +166,26 @@ def one_provider(provider: Provider, shape: Shape, tokens: int, device: str, dty
     for phase, step in head_steps(provider, p).items():
         timing = measure({phase: step}, device, repeats)[phase]
         forward = 2 if provider.name != "ours_frozen" else 4
-        products = {"forward": forward, "backward": max(provider.products - forward, 0.01), "both": provider.products}[phase]
-        yield row("linear_logprob", provider.name, provider.memory, phase, p, timing, floor_ms(products, tokens, shape), errors)
+        products = {
+            "forward": forward,
+            "backward": max(provider.products - forward, 0.01),
+            "both": provider.products,
+        }[phase]
+        yield row(
+            "linear_logprob",
+            provider.name,
+            provider.memory,
+            phase,
+            p,
+            timing,
+            floor_ms(products, tokens, shape),
+            errors,
+        )
 
 
-def bench_logits(shape: Shape, tokens: int, device: str, dtype: torch.dtype, repeats: int) -> Iterator[Row]:
+def bench_logits(
+    shape: Shape, tokens: int, device: str, dtype: torch.dtype, repeats: int
+) -> Iterator[Row]:
     """token_logprob: the floor is one read forward, one read and one write backward."""
     p = Problem.make(shape, tokens, device, dtype)
     with torch.no_grad():
@@ -140,16 +200,30 @@ def bench_logits(shape: Shape, tokens: int, device: str, dtype: torch.dtype, rep
         leaf = logits.detach().requires_grad_()
         leaf.float().log_softmax(-1).gather(-1, p.y[:, None]).squeeze(-1).backward(p.upstream)
 
-    steps = {"ours": Step(ours), "torch": Step(torch_plain), "ours forward": Step(lambda _: token_logprob(logits, p.y))}
+    steps = {
+        "ours": Step(ours),
+        "torch": Step(torch_plain),
+        "ours forward": Step(lambda _: token_logprob(logits, p.y)),
+    }
     size = logits.numel() * logits.element_size()
     for name, timing in measure(steps, device, repeats).items():
         phase, copies = ("forward", 1) if name.endswith("forward") else ("both", 3)
         errors = (error, float("nan"), float("nan"))
-        yield row("token_logprob", name.split()[0], "logits", phase, p, timing, copy_floor_ms(copies * size), errors)
+        yield row(
+            "token_logprob",
+            name.split()[0],
+            "logits",
+            phase,
+            p,
+            timing,
+            copy_floor_ms(copies * size),
+            errors,
+        )
 
 
 def bench_tokens(tokens: int, device: str, repeats: int) -> Iterator[Row]:
-    """policy_loss: bound by launches; the floor of 32 bytes a token is shown, the goal is 0.010 ms for 32k tokens.
+    """policy_loss: bound by launches; the floor of 32 bytes a token is shown, the goal is 0.010 ms
+    for 32k tokens.
 
     "graph": replayed, so that the host's 0.1 ms is not in it.
     """
@@ -159,16 +233,30 @@ def bench_tokens(tokens: int, device: str, repeats: int) -> Iterator[Row]:
     def call() -> object:
         return policy_loss(logp, old, advantage, kind="ppo")
 
-    steps = {"forward": Step(lambda _: call())} | ({"graph": captured(call)} if device == "cuda" else {})
+    steps = {"forward": Step(lambda _: call())} | (
+        {"graph": captured(call)} if device == "cuda" else {}
+    )
     for phase, timing in measure(steps, device, repeats).items():
-        yield row("policy_loss", "ours", "flat", phase, p, timing, copy_floor_ms(32 * tokens), (0.0, 0.0, 0.0))
+        yield row(
+            "policy_loss",
+            "ours",
+            "flat",
+            phase,
+            p,
+            timing,
+            copy_floor_ms(32 * tokens),
+            (0.0, 0.0, 0.0),
+        )
 
 
 def show(r: Row) -> None:
     label = f"{r['operation']:15s} {r['provider']:27s} {r['memory']:6s} {r['phase']:8s} {r['model']:13s} {r['tokens']:>6}"
     times = f"{r['median_ms']:>11} ms [{r['low_ms']}, {r['high_ms']}]"
     errors = f"{r['error']} {r['error_dx']} {r['error_dw']}"
-    print(f"{label} {times}  floor {r['floor_ms']}  ratio {r['ratio']:>8}  {r['peak_mb']:>6} MB  errors {errors}", flush=True)
+    print(
+        f"{label} {times}  floor {r['floor_ms']}  ratio {r['ratio']:>8}  {r['peak_mb']:>6} MB  errors {errors}",
+        flush=True,
+    )
 
 
 def plot(rows: list[Row], path: Path) -> None:
@@ -183,12 +271,23 @@ def plot(rows: list[Row], path: Path) -> None:
     names = list(dict.fromkeys(str(r["provider"]) for r in chosen))
     figure, axes = plt.subplots(figsize=(max(6, 2 * len(labels)), 4))
     for i, name in enumerate(names):
-        mine = {f"{r['model']}\n{r['tokens']}": float(str(r["ratio"])) for r in chosen if r["provider"] == name}
-        axes.bar([k + 0.8 * i / len(names) for k in range(len(labels))], [mine.get(x, 0.0) for x in labels], 0.8 / len(names), label=name)
+        mine = {
+            f"{r['model']}\n{r['tokens']}": float(str(r["ratio"]))
+            for r in chosen
+            if r["provider"] == name
+        }
+        axes.bar(
+            [k + 0.8 * i / len(names) for k in range(len(labels))],
+            [mine.get(x, 0.0) for x in labels],
+            0.8 / len(names),
+            label=name,
+        )
     axes.set_xticks([k + 0.4 for k in range(len(labels))], labels)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_ylabel("time / floor of the provider's own algorithm")
-    axes.set_title(f"linear_logprob, forward and backward ({chosen[0]['device'] if chosen else ''})")
+    axes.set_title(
+        f"linear_logprob, forward and backward ({chosen[0]['device'] if chosen else ''})"
+    )
     axes.legend(fontsize=7)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -196,7 +295,12 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def every_row(
-    shapes: list[Shape], tokens_list: list[int], device: str, dtype: torch.dtype, names: list[str], repeats: int
+    shapes: list[Shape],
+    tokens_list: list[int],
+    device: str,
+    dtype: torch.dtype,
+    names: list[str],
+    repeats: int,
 ) -> Iterator[Row]:
     for shape in shapes:
         for tokens in tokens_list:
@@ -206,16 +310,40 @@ def every_row(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = [shape.model for shape in (*SHAPES, TINY)]
-    parser.add_argument("--models", nargs="+", choices=names, help="default: all on CUDA, the tiny head elsewhere")
-    parser.add_argument("--tokens", nargs="+", type=int, help=f"default: {TOKENS} on CUDA, 256 elsewhere")
-    parser.add_argument("--providers", nargs="+", default=[p.name for p in PROVIDERS], choices=[p.name for p in PROVIDERS])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
-    parser.add_argument("--dtype", default=None, choices=["bfloat16", "float16", "float32"], help="default: bfloat16 on CUDA")
+    parser.add_argument(
+        "--models", nargs="+", choices=names, help="default: all on CUDA, the tiny head elsewhere"
+    )
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, help=f"default: {TOKENS} on CUDA, 256 elsewhere"
+    )
+    parser.add_argument(
+        "--providers",
+        nargs="+",
+        default=[p.name for p in PROVIDERS],
+        choices=[p.name for p in PROVIDERS],
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"]
+    )
+    parser.add_argument(
+        "--dtype",
+        default=None,
+        choices=["bfloat16", "float16", "float32"],
+        help="default: bfloat16 on CUDA",
+    )
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--quick", action="store_true", help="Qwen3-1.7B (off CUDA the tiny head), 4096 (256) tokens, 10 repeats")
-    parser.add_argument("--csv", type=Path, default=None, help="default: bench/results/kernels_<device>.csv")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="Qwen3-1.7B (off CUDA the tiny head), 4096 (256) tokens, 10 repeats",
+    )
+    parser.add_argument(
+        "--csv", type=Path, default=None, help="default: bench/results/kernels_<device>.csv"
+    )
     parser.add_argument("--plot", type=Path, default=None, help="write a plot there")
     args = parser.parse_args()
     cuda = args.device == "cuda"
@@ -223,14 +351,25 @@ def main() -> None:
     tokens_list = args.tokens or (([4096] if args.quick else list(TOKENS)) if cuda else [256])
     dtype = getattr(torch, args.dtype or ("bfloat16" if cuda else "float32"))
     repeats = min(args.repeats, 10) if args.quick else args.repeats
-    print(f"device {torch.cuda.get_device_name() if cuda else 'cpu'}, torch {torch.__version__}, {dtype}, {repeats} repeats")
-    path = args.csv or Path(__file__).resolve().parent / "results" / f"kernels_{args.device}_table.csv"
+    print(
+        f"device {torch.cuda.get_device_name() if cuda else 'cpu'}, torch {torch.__version__}, {dtype}, {repeats} repeats"
+    )
+    path = (
+        args.csv or Path(__file__).resolve().parent / "results" / f"kernels_{args.device}_table.csv"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
-        for r in every_row([s for s in (*SHAPES, TINY) if s.model in models], tokens_list, args.device, dtype, args.providers, repeats):
+        for r in every_row(
+            [s for s in (*SHAPES, TINY) if s.model in models],
+            tokens_list,
+            args.device,
+            dtype,
+            args.providers,
+            repeats,
+        ):
             rows.append(r)
             writer.writerow(r)
             file.flush()

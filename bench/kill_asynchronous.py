@@ -1,8 +1,10 @@
-"""Kills an asynchronous run at random moments and resumes it, until it ends: every group trained once, none lost, ages within the bound.
+"""Kills an asynchronous run at random moments and resumes it, until it ends: every group trained
+once, none lost, ages within the bound.
 
     python bench/kill_asynchronous.py --kills 20 --out bench/results/kill_asynchronous.csv
 
-Environments take random times, so that at a kill some groups have ended, some are being drawn and some are waited for.
+Environments take random times, so that at a kill some groups have ended, some are being drawn and
+some are waited for.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import time
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
-ENVIRONMENT = '''
+ENVIRONMENT = """
 import asyncio, random
 from rl.environments import Environment, Turn
 
@@ -32,7 +34,7 @@ class Uneven(Environment):
         await asyncio.sleep(random.random() * 0.3)
         self.left -= 1
         return Turn("1+1=", reward=len(answer["content"] or "") + 0.1 * self.member, done=self.left == 0)
-'''
+"""
 
 
 def main() -> None:
@@ -53,7 +55,11 @@ def main() -> None:
         words += f" --max-steps-off-policy {args.bound} --auto-resume --output-dir {folder}"
         kills, code, in_flight = 0, None, []
         while code != 0:
-            run = subprocess.Popen([sys.executable, str(REPO / "train.py"), *words.split()], stdout=subprocess.DEVNULL, cwd=REPO)
+            run = subprocess.Popen(
+                [sys.executable, str(REPO / "train.py"), *words.split()],
+                stdout=subprocess.DEVNULL,
+                cwd=REPO,
+            )
             if kills < args.kills:
                 steps_before = _steps(folder)
                 while run.poll() is None and _steps(folder) == steps_before:

@@ -1,9 +1,11 @@
-"""kill -9 of a random rank of two at a random point, twenty seeds: the resumed run ends with the undisturbed bits. `make campaign`.
+"""kill -9 of a random rank of two at a random point, twenty seeds: the resumed run ends with the
+undisturbed bits. `make campaign`.
 
     python bench/kill_campaign.py [--seeds 20]
 
-Ranks are forks that know each other over gloo, as in tests/test_crash_safety.py, which does three of these seeds. Exit code 1, and the
-seed's row, where a resumed run differs from the undisturbed one, a rank does not end, or a process is left behind.
+Ranks are forks that know each other over gloo, as in tests/test_crash_safety.py, which does three
+of these seeds. Exit code 1, and the seed's row, where a resumed run differs from the undisturbed
+one, a rank does not end, or a process is left behind.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[0] = str(HERE.parent)  # before this folder, whose kernels.py would be taken for the package of that name
+# before this folder, whose kernels.py would be taken for the package of that name
+sys.path[0] = str(HERE.parent)
 sys.path[1:1] = [str(HERE.parent / "tests"), str(HERE)]
 
 from campaign import RESULTS, machine, write_table  # noqa: E402
@@ -33,11 +36,20 @@ def one_seed(ranks: Ranks, whole: tuple[Path, float], folder: Path, seed: int) -
     except AssertionError as error:
         happened, same, left = str(error), False, []
     seconds = round(time.monotonic() - begin, 1)
-    return {"seed": seed, "same_bits": same, "left_behind": len(left), "seconds": seconds, "what": happened, "machine": machine()}
+    return {
+        "seed": seed,
+        "same_bits": same,
+        "left_behind": len(left),
+        "seconds": seconds,
+        "what": happened,
+        "machine": machine(),
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=20, help="how many")
     args = parser.parse_args()
     rows = []
@@ -48,7 +60,10 @@ def main() -> int:
         for seed in range(args.seeds):
             rows.append(one_seed(ranks, whole, Path(name) / f"seed-{seed}", seed))
             write_table(RESULTS / "kill_campaign.csv", rows)
-            print(", ".join(f"{key} {value}" for key, value in rows[-1].items() if key != "machine"), flush=True)
+            print(
+                ", ".join(f"{key} {value}" for key, value in rows[-1].items() if key != "machine"),
+                flush=True,
+            )
         ranks.close()
     return int(not all(row["same_bits"] and not row["left_behind"] for row in rows))
 

@@ -1,11 +1,13 @@
-"""The tests that learn, with three seeds: each figure past its bar, and by how much. Writes results/learning_seeds.csv. `make campaign`.
+"""The tests that learn, with three seeds: each figure past its bar, and by how much. Writes
+results/learning_seeds.csv. `make campaign`.
 
     python bench/learning_seeds.py                            # all of them, about twenty minutes on one core
     python bench/learning_seeds.py --only offline --seeds 3   # one test, other seeds (both may be given several values)
 
-A seed is added to a test's own (tests/learning.py). A row is a figure of one seed: `margin` is how far beyond the bar it lies, negative
-where it falls short, and `least_margin` of a figure is its smallest over the seeds. Rows of other tests and seeds stay. The exit code
-is 1 where a figure misses its bar or a test fails otherwise.
+A seed is added to a test's own (tests/learning.py). A row is a figure of one seed: `margin` is how
+far beyond the bar it lies, negative where it falls short, and `least_margin` of a figure is its
+smallest over the seeds. Rows of other tests and seeds stay. The exit code is 1 where a figure
+misses its bar or a test fails otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[0] = str(HERE.parent)  # in place of this folder, whose kernels.py would be taken for the package of that name
+# in place of this folder, whose kernels.py would be taken for the package of that name
+sys.path[0] = str(HERE.parent)
 from bench.campaign import REPO, RESULTS, SEEDS, machine, write_table  # noqa: E402
 
 TABLE = RESULTS / "learning_seeds.csv"
@@ -41,10 +44,30 @@ def one_run(name: str, seed: int) -> tuple[list[dict[str, Any]], bool]:
     """(rows of the table, whether the test failed)"""
     with tempfile.TemporaryDirectory(prefix="learning_seeds-") as folder:
         figures = Path(folder) / "figures.jsonl"
-        env = {**os.environ, "WHETSTONE_LEARNING_SEED": str(seed), "WHETSTONE_LEARNING_FIGURES": str(figures)}
-        words = [sys.executable, "-m", "pytest", "-q", f"--basetemp={folder}/base", f"tests/{TESTS[name]}"]
-        failed = subprocess.run(words, cwd=REPO, env=env, stdout=subprocess.DEVNULL, timeout=3600).returncode != 0
-        found = [json.loads(line) for line in figures.read_text().splitlines()] if figures.is_file() else []
+        env = {
+            **os.environ,
+            "WHETSTONE_LEARNING_SEED": str(seed),
+            "WHETSTONE_LEARNING_FIGURES": str(figures),
+        }
+        words = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            f"--basetemp={folder}/base",
+            f"tests/{TESTS[name]}",
+        ]
+        failed = (
+            subprocess.run(
+                words, cwd=REPO, env=env, stdout=subprocess.DEVNULL, timeout=3600
+            ).returncode
+            != 0
+        )
+        found = (
+            [json.loads(line) for line in figures.read_text().splitlines()]
+            if figures.is_file()
+            else []
+        )
     rows = []
     for one in found:
         side = "above" if "above" in one else "below"
@@ -56,23 +79,50 @@ def one_run(name: str, seed: int) -> tuple[list[dict[str, Any]], bool]:
 
 
 def keep(found: list[dict[str, Any]], name: str, seed: int) -> None:
-    """Puts a run's rows into the table, in place of those of the same test and seed, and works out the least margins."""
+    """Puts a run's rows into the table, in place of those of the same test and seed, and works out
+    the least margins.
+    """
     rows: list[dict[str, Any]] = []
     if TABLE.is_file():
         with TABLE.open(newline="") as file:
-            rows = [row for row in csv.DictReader(file) if (row["test"], int(row["seed"])) != (name, seed)]
+            rows = [
+                row
+                for row in csv.DictReader(file)
+                if (row["test"], int(row["seed"])) != (name, seed)
+            ]
     rows += found
     for row in rows:
-        row["least_margin"] = min(float(r["margin"]) for r in rows if all(r[key] == row[key] for key in ("test", "case", "figure")))
+        row["least_margin"] = min(
+            float(r["margin"])
+            for r in rows
+            if all(r[key] == row[key] for key in ("test", "case", "figure"))
+        )
     order = list(TESTS)
-    rows.sort(key=lambda row: (order.index(row["test"]), row["case"], row["figure"], int(row["seed"])))
-    columns = ["test", "case", "figure", "seed", "value", "side", "bar", "margin", "least_margin", "machine"]
+    rows.sort(
+        key=lambda row: (order.index(row["test"]), row["case"], row["figure"], int(row["seed"]))
+    )
+    columns = [
+        "test",
+        "case",
+        "figure",
+        "seed",
+        "value",
+        "side",
+        "bar",
+        "margin",
+        "least_margin",
+        "machine",
+    ]
     write_table(TABLE, [{column: row[column] for column in columns} for row in rows])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(TESTS), default=list(TESTS), help="these tests")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=list(TESTS), default=list(TESTS), help="these tests"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     args = parser.parse_args()
     bad = 0
@@ -83,7 +133,10 @@ def main() -> int:
             if rows:
                 keep(rows, name, seed)
             for row in rows:
-                print(", ".join(f"{key} {value}" for key, value in row.items() if key != "machine"), flush=True)
+                print(
+                    ", ".join(f"{key} {value}" for key, value in row.items() if key != "machine"),
+                    flush=True,
+                )
             print(f"{name}, seed {seed}: {'FAILED' if failed else 'passed'}", flush=True)
     return int(bad > 0)
 

@@ -1,10 +1,12 @@
-"""lm-evaluation-harness against /v1/completions: its loglikelihoods beside `compute_logprobs` in this process.
+"""lm-evaluation-harness against /v1/completions: its loglikelihoods beside `compute_logprobs` in
+this process.
 
     python -m venv /tmp/lm_eval && /tmp/lm_eval/bin/pip install "lm_eval[api]"
     python bench/lm_eval_agrees.py --python /tmp/lm_eval/bin/python
 
-The harness is the package's own, the task a local file of multiple choice, the model a random one of 0.1M weights. A row goes to
-bench/results/lm_eval.csv; the exit code is 1 where a loglikelihood differs by more than 1e-4 or an answer was said to be greedy wrongly.
+The harness is the package's own, the task a local file of multiple choice, the model a random one
+of 0.1M weights. A row goes to bench/results/lm_eval.csv; the exit code is 1 where a loglikelihood
+differs by more than 1e-4 or an answer was said to be greedy wrongly.
 """
 
 from __future__ import annotations
@@ -41,35 +43,65 @@ def write_task(folder: Path, count: int) -> None:
         for _ in range(count):
             a, b = map(int, rng.integers(1, 500, 2))
             choices = [str(a + b), str(a + b + 1), f"{a} and {b}", "none of these"]
-            print(json.dumps({"question": f"What is {a} + {b}?  {a}+{b}", "choices": choices, "answer": 0}), file=file)
+            print(
+                json.dumps(
+                    {"question": f"What is {a} + {b}?  {a}+{b}", "choices": choices, "answer": 0}
+                ),
+                file=file,
+            )
     (folder / "whetstone_sums.yaml").write_text(TASK.format(rows=folder / "rows.jsonl"))
 
 
 def harness(python: str, folder: Path, base: str, url: str) -> list[dict]:
     """What the harness was answered, a sample a question."""
     model = f"model={base},base_url={url}/v1/completions,tokenizer={base},tokenizer_backend=huggingface,num_concurrent=4,max_retries=1"
-    words = ["--model", "local-completions", "--model_args", model, "--tasks", "whetstone_sums", "--include_path", str(folder)]
+    words = [
+        "--model",
+        "local-completions",
+        "--model_args",
+        model,
+        "--tasks",
+        "whetstone_sums",
+        "--include_path",
+        str(folder),
+    ]
     words += ["--log_samples", "--output_path", str(folder / "out")]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf"), "OPENAI_API_KEY": "none"}
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(folder / "hf"),
+        "OPENAI_API_KEY": "none",
+    }
     subprocess.run([python, "-m", "lm_eval", *words], env=environment, cwd=folder, check=True)
     (samples,) = (folder / "out").rglob("samples_*.jsonl")
     return [json.loads(line) for line in samples.read_text().splitlines()]
 
 
 def expected(client, tokenizer, context: str, continuation: str) -> tuple[float, bool]:
-    """The continuation's logprob after the context, and whether each of its tokens is the likeliest."""
+    """The continuation's logprob after the context, and whether each of its tokens is the
+    likeliest.
+    """
     from rl.types import ModelInput, SamplingParams
 
     before = len(tokenizer.encode(context))
     tokens = ModelInput.from_ints(tokenizer.encode(context + continuation))
     logprobs = client.compute_logprobs(tokens).result()
-    likeliest = client.sample(tokens, 1, SamplingParams(1), topk_prompt_logprobs=1).result().topk_prompt_logprobs
-    greedy = all(row[0][0] == token for row, token in zip(likeliest[before:], tokens.to_ints()[before:], strict=True))
+    likeliest = (
+        client.sample(tokens, 1, SamplingParams(1), topk_prompt_logprobs=1)
+        .result()
+        .topk_prompt_logprobs
+    )
+    greedy = all(
+        row[0][0] == token
+        for row, token in zip(likeliest[before:], tokens.to_ints()[before:], strict=True)
+    )
     return sum(logprobs[before:]), greedy
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--python", required=True, help="of an environment that has lm_eval")
     parser.add_argument("--questions", type=int, default=16)
     args = parser.parse_args()
@@ -95,13 +127,20 @@ def main() -> int:
             client = service.create_sampling_client(base_model=base)
             for sample in samples:
                 for given, said in zip(sample["arguments"].values(), sample["resps"], strict=True):
-                    logprob, greedy = expected(client, loaded.tokenizer, given["arg_0"], given["arg_1"])
+                    logprob, greedy = expected(
+                        client, loaded.tokenizer, given["arg_0"], given["arg_1"]
+                    )
                     found = said[0]
                     differences.append(abs(float(found[0]) - logprob))
                     logprobs.append(float(found[0]))
                     wrong += (str(found[1]) == "True") != greedy
                     asked += 1
-    row = {"questions": len(samples), "loglikelihoods": asked, "largest difference": f"{max(differences):.2g}", "greedy wrong": wrong}
+    row = {
+        "questions": len(samples),
+        "loglikelihoods": asked,
+        "largest difference": f"{max(differences):.2g}",
+        "greedy wrong": wrong,
+    }
     row |= {"lowest": f"{min(logprobs):.2f}", "highest": f"{max(logprobs):.2f}"}
     print(row)
     with RESULTS.open("w", newline="") as file:

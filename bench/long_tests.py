@@ -1,6 +1,8 @@
-"""The tests that are too long for `make test`, marked `campaign`: `python bench/long_tests.py`. Writes results/long_tests.csv.
+"""The tests that are too long for `make test`, marked `campaign`: `python bench/long_tests.py`.
+Writes results/long_tests.csv.
 
-A row for each: how it ended, its seconds. Those that learn are run with more seeds by learning_seeds.py. The exit code is pytest's.
+A row for each: how it ended, its seconds. Those that learn are run with more seeds by
+learning_seeds.py. The exit code is pytest's.
 """
 
 from __future__ import annotations
@@ -13,19 +15,34 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[0] = str(HERE.parent)  # in place of this folder, whose kernels.py would be taken for the package of that name
+# in place of this folder, whose kernels.py would be taken for the package of that name
+sys.path[0] = str(HERE.parent)
 from bench.campaign import REPO, RESULTS, command_line, machine, write_table  # noqa: E402
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="long_tests-") as folder:
         report = Path(folder) / "report.xml"
-        words = [sys.executable, "-m", "pytest", "-q", "-m", "campaign", f"--junitxml={report}", f"--basetemp={folder}/base", *sys.argv[1:]]
-        code = subprocess.run(words, cwd=REPO, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+        words = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-m",
+            "campaign",
+            f"--junitxml={report}",
+            f"--basetemp={folder}/base",
+            *sys.argv[1:],
+        ]
+        code = subprocess.run(
+            words, cwd=REPO, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        ).returncode
         cases = list(ElementTree.parse(report).iter("testcase")) if report.is_file() else []
     rows = []
     for case in cases:
-        ended = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
+        ended = next(
+            (child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed"
+        )
         name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
         rows.append({"test": name, "ended": ended, "seconds": round(float(case.get("time", 0))), "machine": machine(),
                      "command": command_line()})  # fmt: skip

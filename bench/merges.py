@@ -3,9 +3,10 @@
     python bench/merges.py tables      # all of architectures.csv that build: LoRA on everything, merged, written, read again
     python bench/merges.py chains      # sft -> dpo -> grpo under LoRA (other rank) -> export --merge; ten architectures, tied and untied
 
-Rows go to bench/results/merges.csv and chains.csv, one after each architecture; `--only NAME ...` does some. `difference` is the
-largest of a logit of plain transformers, reading the folder written, from the run's own (adapters unmerged on their bases), in fp32;
-of chains also from float64 sums of the adapters' own files (`against_float64`). The exit code is 1 where one is above 1e-5 of the
+Rows go to bench/results/merges.csv and chains.csv, one after each architecture; `--only NAME ...`
+does some. `difference` is the largest of a logit of plain transformers, reading the folder written,
+from the run's own (adapters unmerged on their bases), in fp32; of chains also from float64 sums of
+the adapters' own files (`against_float64`). The exit code is 1 where one is above 1e-5 of the
 largest logit (1 at least).
 """
 
@@ -27,7 +28,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[0] = str(HERE.parent)
 sys.path.append(str(HERE.parent / "tests"))
-os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
+os.environ.update(
+    HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1"
+)
 
 import torch  # noqa: E402
 from chains import CHAINED, chain  # noqa: E402
@@ -42,7 +45,11 @@ BOUND = 1e-5
 def table_row(name: str) -> dict[str, Any]:
     tied = bool(getattr(tiny_model(name).config.get_text_config(), "tie_word_embeddings", False))
     with tempfile.TemporaryDirectory() as folder:
-        return {"architecture": name, "tied": tied, "difference": f"{merged_as_trained(name, Path(folder) / 'out'):.1e}"}
+        return {
+            "architecture": name,
+            "tied": tied,
+            "difference": f"{merged_as_trained(name, Path(folder) / 'out'):.1e}",
+        }
 
 
 def chain_row(name: str) -> dict[str, Any]:
@@ -52,7 +59,12 @@ def chain_row(name: str) -> dict[str, Any]:
         ours, exact = chain(kind, tied == "tied", folder)
     finally:
         shutil.rmtree(folder)
-    return {"architecture": kind, "tied": tied == "tied", "difference": f"{ours:.1e}", "against_float64": f"{exact:.1e}"}
+    return {
+        "architecture": kind,
+        "tied": tied == "tied",
+        "difference": f"{ours:.1e}",
+        "against_float64": f"{exact:.1e}",
+    }
 
 
 def _send(work: Any, name: str, there: Any) -> None:
@@ -61,7 +73,9 @@ def _send(work: Any, name: str, there: Any) -> None:
         there.send(work(name))
     except Exception as error:  # noqa: BLE001  (models of every kind, in code that nobody here wrote)
         how = "refused" if isinstance(error, UserError) else f"not tried: {type(error).__name__}"
-        there.send({"architecture": name, "difference": f"{how}: {str(error).splitlines()[0][:250]}"})
+        there.send(
+            {"architecture": name, "difference": f"{how}: {str(error).splitlines()[0][:250]}"}
+        )
 
 
 def in_its_own_process(work: Any, name: str, limit: float) -> dict[str, Any]:
@@ -70,7 +84,11 @@ def in_its_own_process(work: Any, name: str, limit: float) -> dict[str, Any]:
     process.start()
     there.close()
     try:
-        return here.recv() if here.poll(limit) else {"architecture": name, "difference": f"not tried: no row within {limit:g} s"}
+        return (
+            here.recv()
+            if here.poll(limit)
+            else {"architecture": name, "difference": f"not tried: no row within {limit:g} s"}
+        )
     except EOFError:
         return {"architecture": name, "difference": "not tried: the process ended"}
     finally:
@@ -86,11 +104,17 @@ def names(which: str) -> list[str]:
     if which == "chains":
         return [f"{name}:{tied}" for name in CHAINED for tied in ("tied", "untied")]
     with (HERE / "results" / "architectures.csv").open() as file:
-        return [row["architecture"] for row in csv.DictReader(file) if not row["class"].startswith("not ")]
+        return [
+            row["architecture"]
+            for row in csv.DictReader(file)
+            if not row["class"].startswith("not ")
+        ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("which", choices=["tables", "chains"])
     parser.add_argument("--only", nargs="+")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for one architecture")
@@ -105,7 +129,9 @@ def main() -> None:
             rows = {_key(row): row for row in csv.DictReader(file)}
     for name in asked.only or names(asked.which):
         begin = time.perf_counter()
-        row = in_its_own_process(table_row if asked.which == "tables" else chain_row, name, asked.limit)
+        row = in_its_own_process(
+            table_row if asked.which == "tables" else chain_row, name, asked.limit
+        )
         row["seconds"] = round(time.perf_counter() - begin, 1)
         if asked.which == "tables":
             rows = {key: old for key, old in rows.items() if key[0] != name}
@@ -116,8 +142,14 @@ def main() -> None:
             writer = csv.DictWriter(out, ["architecture", "tied", "difference", *more, "seconds"])
             writer.writeheader()
             writer.writerows(rows[key] for key in sorted(rows))
-    cells = [str(row.get(key) or "0") for row in rows.values() for key in ("difference", "against_float64")]
-    sys.exit(any(not cell.startswith(("not ", "refused")) and not float(cell) <= BOUND for cell in cells))
+    cells = [
+        str(row.get(key) or "0")
+        for row in rows.values()
+        for key in ("difference", "against_float64")
+    ]
+    sys.exit(
+        any(not cell.startswith(("not ", "refused")) and not float(cell) <= BOUND for cell in cells)
+    )
 
 
 if __name__ == "__main__":

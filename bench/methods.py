@@ -4,12 +4,14 @@
     python bench/methods.py --only dpo --seeds 0              # one (both may be given several values)
     python bench/methods.py --work runs/methods               # keep the runs, and reuse the taught models found there
 
-reinforce, ppo and dpo begin from one taught model a seed, made by the first stage of recipes/addition.yaml (dpo's own recipe teaches
-for 450 steps instead of 750); of their own recipes the stages after the first are run. The others run their recipes whole.
-methods.csv has a row for each seed and figure, written after every run: `before` at the first evaluation of the stage (distill: of
-the student), `after` at the stage's last, on 512 held-out problems; `passed` where before < bar <= after. `seconds` is the wall
-clock of the run, start-up included, without the teaching of a shared model. Rows of other methods and seeds stay. The exit code is
-1 if a run fails or misses its bar.
+reinforce, ppo and dpo begin from one taught model a seed, made by the first stage of
+recipes/addition.yaml (dpo's own recipe teaches for 450 steps instead of 750); of their own recipes
+the stages after the first are run. The others run their recipes whole. methods.csv has a row for
+each seed and figure, written after every run: `before` at the first evaluation of the stage
+(distill: of the student), `after` at the stage's last, on 512 held-out problems; `passed` where
+before < bar <= after. `seconds` is the wall clock of the run, start-up included, without the
+teaching of a shared model. Rows of other methods and seeds stay. The exit code is 1 if a run fails
+or misses its bar.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from typing import Any
 import yaml
 
 HERE = Path(__file__).resolve().parent
-sys.path[0] = str(HERE.parent)  # in place of this folder, whose kernels.py would be taken for the package of that name
+# in place of this folder, whose kernels.py would be taken for the package of that name
+sys.path[0] = str(HERE.parent)
 from bench.campaign import HELD_OUT, REPO, RESULTS, SEEDS, machine, write_table  # noqa: E402
 
 TABLE = RESULTS / "methods.csv"
@@ -43,9 +46,11 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Check:
-    """A figure of a stage. `bar`: what it must reach at the stage's end, a number or a function of the run's metrics.
+    """A figure of a stage. `bar`: what it must reach at the stage's end, a number or a function of
+    the run's metrics.
 
-    `since`: the stage at whose beginning the figure is taken to be missing the bar; by default the same.
+    `since`: the stage at whose beginning the figure is taken to be missing the bar; by default the
+    same.
     """
 
     stage: str
@@ -56,7 +61,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Learner:
-    """A method's recipe and what it must show. `taught`: it begins from the shared model in place of its first stage."""
+    """A method's recipe and what it must show. `taught`: it begins from the shared model in place
+    of its first stage.
+    """
 
     recipe: str
     checks: tuple[Check, ...]
@@ -64,18 +71,26 @@ class Learner:
 
 
 def nearly_right_sums(rows: Rows) -> float:
-    """Three quarters of the way from the reward model's mean score of held-out wrong sums to that of right ones."""
-    right, wrong = (figures(rows, "reward_model", f"test/rewards/{side}")[-1] for side in ("chosen", "rejected"))
+    """Three quarters of the way from the reward model's mean score of held-out wrong sums to that
+    of right ones.
+    """
+    right, wrong = (
+        figures(rows, "reward_model", f"test/rewards/{side}")[-1] for side in ("chosen", "rejected")
+    )
     return wrong + 0.75 * (right - wrong)
 
 
 def as_the_teacher(rows: Rows) -> float:
-    """The teacher's own accuracy, less 0.02: two standard errors of the difference of two shares near 0.97 of 512 answers."""
+    """The teacher's own accuracy, less 0.02: two standard errors of the difference of two shares
+    near 0.97 of 512 answers.
+    """
     return figures(rows, "teacher", HELD_OUT)[-1] - 0.02
 
 
 def better_than_its_data(rows: Rows) -> float:
-    """The share of stored answers that are right, or of what the policy that drew the last of them answers: the larger."""
+    """The share of stored answers that are right, or of what the policy that drew the last of them
+    answers: the larger.
+    """
     stored = figures(rows, "grpo", "env/all/correct")
     return max(sum(stored) / len(stored), figures(rows, "grpo", HELD_OUT)[-1])
 
@@ -84,32 +99,64 @@ METHODS = {
     "dpo": Learner("addition_dpo", (Check("dpo", PAIRS, 0.9),), taught=True),
     "reinforce": Learner("addition_reinforce", (Check("reinforce", HELD_OUT, 0.95),), taught=True),
     "ppo": Learner("addition_ppo", (Check("ppo", HELD_OUT, 0.95),), taught=True),
-    "rlhf": Learner(  # the reward model first, then what is learnt from it: its scores and the true reward, which it never sees
+    # the reward model first, then what is learnt from it: its scores and the true reward, which it
+    # never sees
+    "rlhf": Learner(
         "addition_rlhf",
-        (Check("reward_model", PAIRS, 0.9), Check("rlhf", LEARNED, nearly_right_sums), Check("rlhf", HELD_OUT, 0.8)),
+        (
+            Check("reward_model", PAIRS, 0.9),
+            Check("rlhf", LEARNED, nearly_right_sums),
+            Check("rlhf", HELD_OUT, 0.8),
+        ),
     ),
     "code": Learner("oneliners", (Check("grpo", HELD_OUT, 0.9),)),
     "offline": Learner("addition_offline", (Check("offline", HELD_OUT, better_than_its_data),)),
     "distill": Learner(
         "addition_distill",
-        (Check("student", HELD_OUT, as_the_teacher), Check("student-on-policy", HELD_OUT, as_the_teacher, since="student")),
+        (
+            Check("student", HELD_OUT, as_the_teacher),
+            Check("student-on-policy", HELD_OUT, as_the_teacher, since="student"),
+        ),
     ),
 }
 
 
 def figures(rows: Rows, stage: str, metric: str) -> list[float]:
-    """A metric's values in a stage, in order. Raises KeyError naming those that a stage has where there are none."""
+    """A metric's values in a stage, in order. Raises KeyError naming those that a stage has where
+    there are none.
+    """
     found = [float(row[metric]) for row in rows if row["stage"] == stage and metric in row]
     if not found:
-        known = sorted({name for row in rows if row["stage"] == stage for name in row if name.startswith("test/")})
-        raise KeyError(f"stage {stage} measured no {metric}; it has {', '.join(known) or 'no held-out figures'}")
+        known = sorted(
+            {
+                name
+                for row in rows
+                if row["stage"] == stage
+                for name in row
+                if name.startswith("test/")
+            }
+        )
+        raise KeyError(
+            f"stage {stage} measured no {metric}; it has {', '.join(known) or 'no held-out figures'}"
+        )
     return found
 
 
 def train(recipe: Path, seed: int, folder: Path, *flags: str) -> float:
-    """Runs a recipe into `folder`, anew if that holds a run; the wall clock of the whole command in seconds."""
+    """Runs a recipe into `folder`, anew if that holds a run; the wall clock of the whole command in
+    seconds.
+    """
     launcher = Path(sys.executable).parent / "accelerate"
-    words = ["launch", "--quiet", *ONE_PROCESS, "train.py", str(recipe), "--seed", str(seed), *flags]
+    words = [
+        "launch",
+        "--quiet",
+        *ONE_PROCESS,
+        "train.py",
+        str(recipe),
+        "--seed",
+        str(seed),
+        *flags,
+    ]
     words += ["--output-dir", str(folder), "--overwrite", "--quiet"]
     start = time.perf_counter()
     subprocess.run([str(launcher), *words], cwd=REPO, check=True)
@@ -120,12 +167,16 @@ def stages_of(recipe: str, first: int, last: int | None, folder: Path) -> Path:
     """A recipe of some of a recipe's stages: stages[first:last] and what holds for all of them."""
     whole = yaml.safe_load((REPO / "recipes" / f"{recipe}.yaml").read_text())
     path = folder / f"{recipe}-{first}-{last or 'end'}.yaml"
-    path.write_text(yaml.safe_dump({**whole, "stages": whole["stages"][first:last]}, sort_keys=False))
+    path.write_text(
+        yaml.safe_dump({**whole, "stages": whole["stages"][first:last]}, sort_keys=False)
+    )
     return path
 
 
 def taught_model(seed: int, work: Path) -> Path:
-    """The weights of the default recipe's first stage: it knows sums and answers them badly. Made once a seed."""
+    """The weights of the default recipe's first stage: it knows sums and answers them badly. Made
+    once a seed.
+    """
     folder = work / f"taught-{seed}"
     model = folder / "checkpoints" / "sft-final" / "model"
     if not model.is_dir():
@@ -146,7 +197,10 @@ def one_run(name: str, seed: int, work: Path) -> list[dict[str, Any]]:
 
 
 def checked(name: str, seed: int, check: Check, rows: Rows, seconds: float) -> dict[str, Any]:
-    before, after = figures(rows, check.since or check.stage, check.metric)[0], figures(rows, check.stage, check.metric)[-1]
+    before, after = (
+        figures(rows, check.since or check.stage, check.metric)[0],
+        figures(rows, check.stage, check.metric)[-1],
+    )
     bar = check.bar if isinstance(check.bar, float) else check.bar(rows)
     return {
         "method": name,
@@ -171,15 +225,22 @@ def keep(found: list[dict[str, Any]]) -> None:
             rows = list(csv.DictReader(file))
     replaced = {(row["method"], str(row["seed"])) for row in found}
     rows = [row for row in rows if (row["method"], row["seed"]) not in replaced] + found
-    order = list(dict.fromkeys([*METHODS, *(row["method"] for row in rows)]))  # those of other versions of this script last
+    # those of other versions of this script last
+    order = list(dict.fromkeys([*METHODS, *(row["method"] for row in rows)]))
     write_table(TABLE, sorted(rows, key=lambda row: (order.index(row["method"]), int(row["seed"]))))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(METHODS), default=list(METHODS), help="these methods")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=list(METHODS), default=list(METHODS), help="these methods"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--work", type=Path, help="keep the runs in this folder; by default they are removed")
+    parser.add_argument(
+        "--work", type=Path, help="keep the runs in this folder; by default they are removed"
+    )
     args = parser.parse_args()
     bad = 0
     with tempfile.TemporaryDirectory(prefix="methods-") as temporary:
@@ -190,13 +251,22 @@ def main() -> int:
                 try:
                     found = one_run(name, seed, work)
                 except subprocess.CalledProcessError as error:
-                    print(f"{name}, seed {seed}: FAILED with exit code {error.returncode}", flush=True)
+                    print(
+                        f"{name}, seed {seed}: FAILED with exit code {error.returncode}", flush=True
+                    )
                     bad += 1
                     continue
                 keep(found)
                 bad += sum(not row["passed"] for row in found)
                 for row in found:
-                    print(", ".join(f"{key} {value}" for key, value in row.items() if key not in ("machine", "command")), flush=True)
+                    print(
+                        ", ".join(
+                            f"{key} {value}"
+                            for key, value in row.items()
+                            if key not in ("machine", "command")
+                        ),
+                        flush=True,
+                    )
     return int(bad > 0)
 
 

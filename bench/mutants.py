@@ -1,9 +1,11 @@
-"""Plants faults one at a time in a copy of the tree and runs the quick tests that should see them: killed, survived, or stale.
+"""Plants faults one at a time in a copy of the tree and runs the quick tests that should see them:
+killed, survived, or stale.
 
     python bench/mutants.py [--only TEXT] [--first N] [--due] [--results FILE] [--list]
 
-The copy is of what git knows, with uncommitted changes. Torch and transformers are imported once; each mutant's tests run in a fork,
-whose `rl` is the copy's. A test that fails is run once more without the fault: one that is red then, too, has killed nothing.
+The copy is of what git knows, with uncommitted changes. Torch and transformers are imported once;
+each mutant's tests run in a fork, whose `rl` is the copy's. A test that fails is run once more
+without the fault: one that is red then, too, has killed nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +29,13 @@ SECONDS = 900.0  # of one mutant's tests: a mutant that makes them hang is seen,
 
 
 def copy_tree(folder: Path) -> None:
-    names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=REPO, capture_output=True, text=True, check=True).stdout
+    names = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     for name in names.splitlines():
         if (REPO / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +43,9 @@ def copy_tree(folder: Path) -> None:
 
 
 def import_once() -> None:
-    """What takes seconds, and is no part of the tree. (Not from beside this file, where a `kernels` stands as well.)"""
+    """What takes seconds, and is no part of the tree. (Not from beside this file, where a `kernels`
+    stands as well.)
+    """
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != REPO / "bench"]
     import peft  # noqa: F401
     import pytest  # noqa: F401
@@ -47,11 +57,17 @@ def import_once() -> None:
 
 
 def files_of(tree: Path, tests: str) -> list[str]:
-    return [f"tests/test_{name}.py" for name in tests.split() if (tree / "tests" / f"test_{name}.py").is_file()]
+    return [
+        f"tests/test_{name}.py"
+        for name in tests.split()
+        if (tree / "tests" / f"test_{name}.py").is_file()
+    ]
 
 
 def run_tests(tree: Path, what: list[str]) -> tuple[bool, str]:
-    """(whether all passed, the first failure's name) of the quick part of these files or tests, in a fork."""
+    """(whether all passed, the first failure's name) of the quick part of these files or tests, in
+    a fork.
+    """
     log = tree / "mutant.log"
     child = os.fork()
     if child == 0:
@@ -59,12 +75,20 @@ def run_tests(tree: Path, what: list[str]) -> tuple[bool, str]:
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1), os.dup2(out, 2)
         os.chdir(tree)
-        sys.dont_write_bytecode = True  # a mutant of the same size, within a second of the last one, would be taken for that
+        # a mutant of the same size, within a second of the last one, would be taken for that
+        sys.dont_write_bytecode = True
         sys.path[:0] = [str(tree)]
-        os.environ |= {"WHETSTONE_DATA": os.environ.get("WHETSTONE_DATA", str(REPO.parent / "shared" / "data")), "OMP_NUM_THREADS": "1"}
+        os.environ |= {
+            "WHETSTONE_DATA": os.environ.get(
+                "WHETSTONE_DATA", str(REPO.parent / "shared" / "data")
+            ),
+            "OMP_NUM_THREADS": "1",
+        }
         import pytest
 
-        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--no-header", *what])
+        code = pytest.main(
+            ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--no-header", *what]
+        )
         os._exit(int(code))
     deadline = time.monotonic() + SECONDS
     while True:
@@ -84,7 +108,9 @@ def run_tests(tree: Path, what: list[str]) -> tuple[bool, str]:
 
 
 def plant(tree: Path, mutant: Mutant) -> str | None:
-    """The file's own text, once the fault is in; None where the text to replace is not there exactly once."""
+    """The file's own text, once the fault is in; None where the text to replace is not there
+    exactly once.
+    """
     path = tree / mutant.file
     text = path.read_text() if path.is_file() else ""
     if text.count(mutant.old) != 1:
@@ -94,14 +120,33 @@ def plant(tree: Path, mutant: Mutant) -> str | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="mutants whose file, description or tests hold this text")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", help="mutants whose file, description or tests hold this text"
+    )
     parser.add_argument("--first", type=int, default=0, help="begin with this one of the list")
-    parser.add_argument("--due", action="store_true", help="only those that the results lack, or do not have as killed")
-    parser.add_argument("--list", action="store_true", help="check that every text is there, and run nothing")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="a table with the rows of earlier runs, written after every mutant")
+    parser.add_argument(
+        "--due",
+        action="store_true",
+        help="only those that the results lack, or do not have as killed",
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="check that every text is there, and run nothing"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=RESULTS,
+        help="a table with the rows of earlier runs, written after every mutant",
+    )
     arguments = parser.parse_args()
-    chosen = [m for m in MUTANTS[arguments.first :] if any(arguments.only in text for text in (m.file, m.breaks, m.tests))]
+    chosen = [
+        m
+        for m in MUTANTS[arguments.first :]
+        if any(arguments.only in text for text in (m.file, m.breaks, m.tests))
+    ]
     if arguments.due:
         killed = {key for key, row in read(arguments.results).items() if row["verdict"] == "killed"}
         chosen = [m for m in chosen if (m.file, m.breaks) not in killed]
@@ -127,16 +172,29 @@ def main() -> None:
             if verdict == "killed" and by not in sound:
                 # a test that is red without the fault has not seen it
                 name = by.split(" ")[-1]
-                sound[by] = "" if "::" not in name or run_tests(tree, [name])[0] else "red without it, too"
+                sound[by] = (
+                    "" if "::" not in name or run_tests(tree, [name])[0] else "red without it, too"
+                )
             if verdict == "killed" and sound[by]:
                 verdict = "unknown"
-            rows.append({"file": mutant.file, "breaks": mutant.breaks, "verdict": verdict, "by": by, "seconds": round(seconds, 1)})
+            rows.append(
+                {
+                    "file": mutant.file,
+                    "breaks": mutant.breaks,
+                    "verdict": verdict,
+                    "by": by,
+                    "seconds": round(seconds, 1),
+                }
+            )
             print(f"{verdict:9} {mutant.file}: {mutant.breaks}  {by}", flush=True)
             if not arguments.list:
                 write(rows, arguments.results)
     finally:
         shutil.rmtree(tree, ignore_errors=True)
-    counts = {name: sum(row["verdict"] == name for row in rows) for name in ("killed", "survived", "unknown", "stale")}
+    counts = {
+        name: sum(row["verdict"] == name for row in rows)
+        for name in ("killed", "survived", "unknown", "stale")
+    }
     print(counts)
 
 

@@ -1,11 +1,13 @@
-"""Random workloads through the engines: the same samples as a request gives alone, no page left, how often rows waited.
+"""Random workloads through the engines: the same samples as a request gives alone, no page left,
+how often rows waited.
 
     python bench/paged.py --workloads 1000          # bench/results/paged.csv: a row a hundred workloads of each kind
 
-Kinds: "paged beside plain", groups with few pages through `PagedEngine` and `Engine`; and through `Engine`, `PagedEngine` and
-`SteppedEngine` everything at once (tests/sampler_anything.py): requests of all kinds, steps, aborts, new weights, engines left
-midway. Where a sample differs, a page is left, or more than 1.1 times the tokens and a page a row are held, that is an error, and
-no row is written.
+Kinds: "paged beside plain", groups with few pages through `PagedEngine` and `Engine`; and through
+`Engine`, `PagedEngine` and `SteppedEngine` everything at once (tests/sampler_anything.py): requests
+of all kinds, steps, aborts, new weights, engines left midway. Where a sample differs, a page is
+left, or more than 1.1 times the tokens and a page a row are held, that is an error, and no row is
+written.
 """
 
 from __future__ import annotations
@@ -19,13 +21,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# The repository in place of this folder, whose kernels.py would be taken for the package of that name.
+# The repository in place of this folder, whose kernels.py would be taken for the package of that
+# name.
 sys.path[0] = str(HERE.parent)
 sys.path.append(str(HERE.parent / "tests"))
 
 import torch  # noqa: E402
 
-COLUMNS = ["waited", "looks", "dropped", "changed", "moved", "kept", "begun", "compared", "requests"]
+COLUMNS = [
+    "waited",
+    "looks",
+    "dropped",
+    "changed",
+    "moved",
+    "kept",
+    "begun",
+    "compared",
+    "requests",
+]
 KINDS = ["paged beside plain", "plain", "paged", "stepped"]
 
 
@@ -50,7 +63,9 @@ def runner(kind: str) -> Callable[[range], Counter[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workloads", type=int, default=1000, help="of each kind")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--output", type=Path, default=HERE / "results" / "paged.csv")
@@ -58,16 +73,24 @@ def main() -> None:
     torch.set_num_threads(1)
     with args.output.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["kind", "first", "workloads", "unlike_samples", "pages_left", *COLUMNS, "seconds"])
+        writer.writerow(
+            ["kind", "first", "workloads", "unlike_samples", "pages_left", *COLUMNS, "seconds"]
+        )
         for kind in args.kinds:
             run = runner(kind)
             for first in range(1000, 1000 + args.workloads, 100):
                 count, began = min(100, 1000 + args.workloads - first), time.process_time()
-                found = run(range(first, first + count))  # raises where a sample differs or a page is left
+                # raises where a sample differs or a page is left
+                found = run(range(first, first + count))
                 counted = [found[name] if name in found else "" for name in COLUMNS]
-                writer.writerow([kind, first, count, 0, 0, *counted, f"{time.process_time() - began:.1f}"])
+                writer.writerow(
+                    [kind, first, count, 0, 0, *counted, f"{time.process_time() - began:.1f}"]
+                )
                 file.flush()
-                print(f"{kind}: {first + count - 1000} workloads, {found['waited']} times a row of the last {count} waited", flush=True)
+                print(
+                    f"{kind}: {first + count - 1000} workloads, {found['waited']} times a row of the last {count} waited",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

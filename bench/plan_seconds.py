@@ -1,12 +1,14 @@
-"""How long `train.py ... --plan` takes, the whole command: Python's start, imports, the model without weights, the page.
+"""How long `train.py ... --plan` takes, the whole command: Python's start, imports, the model
+without weights, the page.
 
     python bench/plan_seconds.py                          # of this checkout, into bench/results/plan_seconds.csv
     python bench/plan_seconds.py --beside before=../old   # and of another one, with this one's Python, the two in turns
 
-Each case is run `--times` times; `answer_seconds` is the least wall clock until the verdict stands on the console, `seconds` until the
-command has ended (of a run that does not fit, with what would lower it), and `cpu_seconds` its least user and system time. `peak` is the
-verdict, so that one sees whether two checkouts say the same. Models are their configs alone, at their published sizes.
-Rows of other cases stay in the table.
+Each case is run `--times` times; `answer_seconds` is the least wall clock until the verdict stands
+on the console, `seconds` until the command has ended (of a run that does not fit, with what would
+lower it), and `cpu_seconds` its least user and system time. `peak` is the verdict, so that one sees
+whether two checkouts say the same. Models are their configs alone, at their published sizes. Rows
+of other cases stay in the table.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[0] = str(HERE.parent)  # in place of this folder, whose kernels.py would be taken for the package of that name
+# in place of this folder, whose kernels.py would be taken for the package of that name
+sys.path[0] = str(HERE.parent)
 from bench.campaign import RESULTS, machine, write_table  # noqa: E402
 
 TABLE = RESULTS / "plan_seconds.csv"
@@ -55,18 +58,41 @@ WORDS = "grpo --dataset addition --reward exact_match --batch-size 64 --group-si
 
 def one(tree: Path, folder: Path, launch: str) -> tuple[float, float, float, str]:
     """(seconds to the verdict, seconds, CPU seconds, verdict) of one command."""
-    words = [sys.executable, str(tree / "train.py"), *WORDS.split(), "--base-model", str(folder), *LAUNCHES[launch].split()]
+    words = [
+        sys.executable,
+        str(tree / "train.py"),
+        *WORDS.split(),
+        "--base-model",
+        str(folder),
+        *LAUNCHES[launch].split(),
+    ]
     env = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
     if "FSDP2" in launch:  # what accelerate launch sets
-        env.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", WORLD_SIZE="8", RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="8")
+        env.update(
+            ACCELERATE_USE_FSDP="true",
+            FSDP_VERSION="2",
+            WORLD_SIZE="8",
+            RANK="0",
+            LOCAL_RANK="0",
+            LOCAL_WORLD_SIZE="8",
+        )
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     verdict, answered = "", 0.0
     with (
         tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen([*words[:1], "-u", *words[1:]], cwd=tree, env=env, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+        subprocess.Popen(
+            [*words[:1], "-u", *words[1:]],
+            cwd=tree,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as process,
     ):
         for line in process.stdout or ():
-            if not verdict and (said := re.search(r"(fits|tight|does not fit): \S+ \S+ of \S+ \S+", line)):
+            if not verdict and (
+                said := re.search(r"(fits|tight|does not fit): \S+ \S+ of \S+ \S+", line)
+            ):
                 verdict, answered = said[0], time.perf_counter() - begin
         process.wait(timeout=600)
         errors.seek(0)
@@ -77,13 +103,18 @@ def one(tree: Path, folder: Path, launch: str) -> tuple[float, float, float, str
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--beside", metavar="LABEL=CHECKOUT", nargs="+", default=[])
     parser.add_argument("--times", type=int, default=1)
     parser.add_argument("--only", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--launches", nargs="+", choices=list(LAUNCHES), default=list(LAUNCHES))
     args = parser.parse_args()
-    trees = {"now": HERE.parent, **{word.partition("=")[0]: Path(word.partition("=")[2]).resolve() for word in args.beside}}
+    trees = {
+        "now": HERE.parent,
+        **{word.partition("=")[0]: Path(word.partition("=")[2]).resolve() for word in args.beside},
+    }
     with tempfile.TemporaryDirectory(prefix="plan_seconds-") as parent:
         from transformers import AutoConfig
 
@@ -95,8 +126,16 @@ def main() -> int:
             for label, tree in list(trees.items()) * args.times:
                 answered, seconds, cpu, verdict = one(tree, Path(parent) / name, launch)
                 least = best.get(label, (answered, seconds, cpu, verdict))
-                best[label] = min(answered, least[0]), min(seconds, least[1]), min(cpu, least[2]), verdict
-                print(f"{name}, {launch}, {label}: verdict {answered:.1f} s, {seconds:.1f} s, {cpu:.1f} s of CPU, {verdict}", flush=True)
+                best[label] = (
+                    min(answered, least[0]),
+                    min(seconds, least[1]),
+                    min(cpu, least[2]),
+                    verdict,
+                )
+                print(
+                    f"{name}, {launch}, {label}: verdict {answered:.1f} s, {seconds:.1f} s, {cpu:.1f} s of CPU, {verdict}",
+                    flush=True,
+                )
             keep(name, launch, best)
     return 0
 
@@ -106,12 +145,33 @@ def keep(name: str, launch: str, found: dict[str, tuple[float, float, float, str
     rows: list[dict[str, Any]] = []
     if TABLE.is_file():
         with TABLE.open(newline="") as file:
-            rows = [row for row in csv.DictReader(file) if (row["model"], row["launch"]) != (name, launch)]
+            rows = [
+                row
+                for row in csv.DictReader(file)
+                if (row["model"], row["launch"]) != (name, launch)
+            ]
     for label, (answered, seconds, cpu, verdict) in found.items():
-        figures = {"answer_seconds": round(answered, 1), "seconds": round(seconds, 1), "cpu_seconds": round(cpu, 1), "peak": verdict}
-        rows.append({"model": name, "launch": launch, "checkout": label, **figures, "machine": machine()})
+        figures = {
+            "answer_seconds": round(answered, 1),
+            "seconds": round(seconds, 1),
+            "cpu_seconds": round(cpu, 1),
+            "peak": verdict,
+        }
+        rows.append(
+            {"model": name, "launch": launch, "checkout": label, **figures, "machine": machine()}
+        )
     order, launches = list(MODELS), list(LAUNCHES)
-    write_table(TABLE, sorted(rows, key=lambda row: (order.index(row["model"]), launches.index(row["launch"]), row["checkout"])))
+    write_table(
+        TABLE,
+        sorted(
+            rows,
+            key=lambda row: (
+                order.index(row["model"]),
+                launches.index(row["launch"]),
+                row["checkout"],
+            ),
+        ),
+    )
 
 
 if __name__ == "__main__":

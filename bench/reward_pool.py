@@ -1,7 +1,9 @@
-"""Rewards a second through the worker processes, for cheap rewards: `python bench/reward_pool.py [REPETITIONS]`.
+"""Rewards a second through the worker processes, for cheap rewards: `python bench/reward_pool.py
+[REPETITIONS]`.
 
-512 short items at a time on two workers; the median and the best of the repetitions. One that is registered as bounded (exact_match,
-gsm8k) runs in the trainer itself unless it is named by its address, as here.
+512 short items at a time on two workers; the median and the best of the repetitions. One that is
+registered as bounded (exact_match, gsm8k) runs in the trainer itself unless it is named by its
+address, as here.
 """
 
 import statistics
@@ -12,7 +14,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rl.rewards import Scorer  # noqa: E402
 
-ITEMS = [(f"{i}+1=", f"\\boxed{{{i + 1}}}" if i % 2 else str(i + 1), {"answer": str(i + 1)}) for i in range(512)]
+ITEMS = [
+    (f"{i}+1=", f"\\boxed{{{i + 1}}}" if i % 2 else str(i + 1), {"answer": str(i + 1)})
+    for i in range(512)
+]
 
 
 def measure(reward: str, repetitions: int) -> tuple[float, float]:
@@ -31,4 +36,6 @@ def measure(reward: str, repetitions: int) -> tuple[float, float]:
 
 if __name__ == "__main__":
     for name in ("rl.rewards.text:exact_match", "rl.rewards.maths:gsm8k"):
-        print(f"{name:30} {'{:.0f} a second, at best {:.0f}'.format(*measure(name, int((sys.argv[1:] or ['20'])[0])))}")
+        print(
+            f"{name:30} {'{:.0f} a second, at best {:.0f}'.format(*measure(name, int((sys.argv[1:] or ['20'])[0])))}"
+        )

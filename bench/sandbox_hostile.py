@@ -1,6 +1,7 @@
-"""The hostile set (tests/hostile_programs.py, tests/hostile_grading.py) counted by family: rewards, secrets, sandboxes lost, seconds beyond
-the limit; the honest programs (tests/honest_programs.py); and how much a hostile neighbour slows a program on another worker, against a
-neighbour that is merely busy.
+"""The hostile set (tests/hostile_programs.py, tests/hostile_grading.py) counted by family: rewards,
+secrets, sandboxes lost, seconds beyond the limit; the honest programs (tests/honest_programs.py);
+and how much a hostile neighbour slows a program on another worker, against a neighbour that is
+merely busy.
 
     python bench/sandbox_hostile.py --out bench/results/sandbox_hostile.csv
     python bench/sandbox_hostile.py --part neighbours --out bench/results/sandbox_neighbours.csv
@@ -25,7 +26,16 @@ from hostile_replies import IN_PLACE, SORTS
 
 from rl.sandbox import Asserts, Calls, Dialogues, Grade, Limits, Pytest, Sandbox
 
-LIMITS = Limits(wall_s=1.0, cpu_s=1.0, total_s=2.0, memory_mb=192, processes=32, file_mb=16, files=300, output_kb=1024)
+LIMITS = Limits(
+    wall_s=1.0,
+    cpu_s=1.0,
+    total_s=2.0,
+    memory_mb=192,
+    processes=32,
+    file_mb=16,
+    files=300,
+    output_kb=1024,
+)
 STYLES = {
     "asserts": Asserts("import math", ASSERTS, "f"), "calls": Calls("f", CALLS), "dialogue": Dialogues(CASES), "pytest": Pytest(PYTESTS),
     "sorting": Asserts("", SORTS, "f"), "in place": Asserts("", IN_PLACE, "f"),
@@ -36,7 +46,13 @@ NEIGHBOURS = ("fork bomb", "threads without end", "setsid and busy children", "a
 
 
 def grade(sandbox: Sandbox, program: Program, limits: Limits) -> Grade:
-    return sandbox.grade(program.text, STYLES[program.style], limits=limits, early_stop=program.family in (8, 9), cache=False)
+    return sandbox.grade(
+        program.text,
+        STYLES[program.style],
+        limits=limits,
+        early_stop=program.family in (8, 9),
+        cache=False,
+    )
 
 
 def counted(sandbox: Sandbox) -> list[dict[str, object]]:
@@ -48,7 +64,10 @@ def counted(sandbox: Sandbox) -> list[dict[str, object]]:
     for family, name in FAMILIES.items():
         ours = [(p, g) for p, g in zip(programs, grades, strict=True) if p.family == family]
         reasons = [reason.split(":")[0] for _, g in ours for reason in g.reasons]
-        most = ", ".join(f"{word} {reasons.count(word)}" for word in sorted(set(reasons), key=reasons.count, reverse=True))
+        most = ", ".join(
+            f"{word} {reasons.count(word)}"
+            for word in sorted(set(reasons), key=reasons.count, reverse=True)
+        )
         slowest = max(g.wall_s for p, g in ours if p.style != "pytest")
         rows.append({"family": family, "name": name, "programs": len(ours), "texts": len({p.text for p, _ in ours}),
                      "rewards": sum(any(g.passed) for _, g in ours), "sandboxes_lost": reasons.count("lost"),
@@ -62,9 +81,15 @@ def counted_gradings(sandbox: Sandbox) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for family, name in GRADING_FAMILIES.items():
         programs = [program for program in cheats() if program.family == family]
-        grades = [sandbox.grade(program.text, program.tests, limits=LIMITS, cache=False) for program in programs]
+        grades = [
+            sandbox.grade(program.text, program.tests, limits=LIMITS, cache=False)
+            for program in programs
+        ]
         reasons = [reason.split(":")[0] for g in grades for reason in g.reasons]
-        most = ", ".join(f"{word} {reasons.count(word)}" for word in sorted(set(reasons), key=reasons.count, reverse=True))
+        most = ", ".join(
+            f"{word} {reasons.count(word)}"
+            for word in sorted(set(reasons), key=reasons.count, reverse=True)
+        )
         rewards = sum(g.fraction > p.earns for p, g in zip(programs, grades, strict=True))
         slowest = max(g.wall_s for g in grades)
         rows.append({"family": family, "name": name, "programs": len(programs), "texts": len({p.text for p in programs}),
@@ -78,7 +103,11 @@ def counted_honest(sandbox: Sandbox) -> dict[str, object]:
     limits = Limits(wall_s=20, cpu_s=10)
     grades = [grade(sandbox, program, limits) for program in BENIGN]
     for program in HONEST:
-        tests = Dialogues(CASES, language=program.language) if program.style == "dialogue" else STYLES[program.style]
+        tests = (
+            Dialogues(CASES, language=program.language)
+            if program.style == "dialogue"
+            else STYLES[program.style]
+        )
         grades.append(sandbox.grade(program.text, tests, limits=limits, cache=False))
     row: dict[str, object] = {
         "family": 0, "name": "honest programs", "programs": len(grades), "texts": len({p.text for p in (*BENIGN, *HONEST)}),
@@ -107,7 +136,9 @@ def beside(sandbox: Sandbox, neighbour: str, rounds: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--part", choices=["table", "neighbours"], default="table")

@@ -1,4 +1,5 @@
-"""Ten thousand short programs in a row: does anything grow? Memory, descriptors and processes of the caller and of its sandboxes.
+"""Ten thousand short programs in a row: does anything grow? Memory, descriptors and processes of
+the caller and of its sandboxes.
 
     python bench/sandbox_long.py --programs 10000 --out bench/results/sandbox_long.csv
 """
@@ -60,12 +61,20 @@ def main() -> None:
     with Sandbox(workers=given.workers) as sandbox:
         for first in range(0, given.programs, given.every):
             pairs = [
-                (f"def f(x):\n    return x + {number}", Asserts("", [f"assert f(1) == {number + 1}", f"assert f(2) == {number + 2}"]))
+                (
+                    f"def f(x):\n    return x + {number}",
+                    Asserts("", [f"assert f(1) == {number + 1}", f"assert f(2) == {number + 2}"]),
+                )
                 for number in range(first, first + given.every)
             ]
             grades = sandbox.grade_many(pairs, cache=False)
             wrong = [grade.reasons for grade in grades if not grade.all]
-            row = {"programs": first + given.every, "seconds": round(time.monotonic() - start, 1), "wrong": len(wrong), **state(sandbox)}
+            row = {
+                "programs": first + given.every,
+                "seconds": round(time.monotonic() - start, 1),
+                "wrong": len(wrong),
+                **state(sandbox),
+            }
             rows.append(row)
             print(row, wrong[:2], flush=True)
             if given.out:

@@ -1,7 +1,9 @@
-"""How many wrong programs do the tests catch? Reference solutions of HumanEval and MBPP with one operator or constant changed.
+"""How many wrong programs do the tests catch? Reference solutions of HumanEval and MBPP with one
+operator or constant changed.
 
-A mutant that passes is classed: `equal` where its values agree with the reference's on inputs that the tests do not have (the tests'
-own, varied), `unreached` where the changed line is never run by the tests, else `missed`: the tests are too weak.
+A mutant that passes is classed: `equal` where its values agree with the reference's on inputs that
+the tests do not have (the tests' own, varied), `unreached` where the changed line is never run by
+the tests, else `missed`: the tests are too weak.
 
     python bench/sandbox_mutants.py --data DATA --mutants 1200 --out bench/results/sandbox_mutants.csv
 """
@@ -37,16 +39,36 @@ def places(tree: ast.AST) -> list[tuple[int, str, int]]:
     found, docs = [], set()
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
-        if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        if (
+            isinstance(body, list)
+            and body
+            and isinstance(body[0], ast.Expr)
+            and isinstance(body[0].value, ast.Constant)
+        ):
             docs.add(id(body[0].value))
     line = 0
     for number, node in enumerate(ast.walk(tree)):
         line = getattr(node, "lineno", line)
-        if isinstance(node, ast.BinOp | ast.UnaryOp | ast.BoolOp | ast.AugAssign) and type(node.op) in SWAPS:
-            found.append((number, f"{type(node.op).__name__} -> {SWAPS[type(node.op)].__name__}", line))
+        if (
+            isinstance(node, ast.BinOp | ast.UnaryOp | ast.BoolOp | ast.AugAssign)
+            and type(node.op) in SWAPS
+        ):
+            found.append(
+                (number, f"{type(node.op).__name__} -> {SWAPS[type(node.op)].__name__}", line)
+            )
         elif isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
-            found.append((number, f"{type(node.ops[0]).__name__} -> {SWAPS[type(node.ops[0])].__name__}", line))
-        elif isinstance(node, ast.Constant) and id(node) not in docs and isinstance(node.value, bool | int | float | str):
+            found.append(
+                (
+                    number,
+                    f"{type(node.ops[0]).__name__} -> {SWAPS[type(node.ops[0])].__name__}",
+                    line,
+                )
+            )
+        elif (
+            isinstance(node, ast.Constant)
+            and id(node) not in docs
+            and isinstance(node.value, bool | int | float | str)
+        ):
             found.append((number, f"constant {type(node.value).__name__}", line))
     return found
 
@@ -60,7 +82,13 @@ def mutate(tree: ast.AST, place: int) -> str:
             node.ops[0] = SWAPS[type(node.ops[0])]()
         elif isinstance(node, ast.Constant):
             value = node.value
-            node.value = (not value) if isinstance(value, bool) else value + 1 if isinstance(value, int | float) else f"{value}x"
+            node.value = (
+                (not value)
+                if isinstance(value, bool)
+                else value + 1
+                if isinstance(value, int | float)
+                else f"{value}x"
+            )
         else:
             node.op = SWAPS[type(node.op)]()  # type: ignore[attr-defined]
     return ast.unparse(changed)
@@ -70,9 +98,21 @@ def problems(data: Path) -> list[tuple[str, str, Asserts]]:
     found = []
     with gzip.open(data / "humaneval" / "HumanEval.jsonl.gz", "rt") as file:
         for row in map(json.loads, file):
-            found.append((row["task_id"], row["prompt"] + row["canonical_solution"], Asserts("", [row["test"]], row["entry_point"])))
+            found.append(
+                (
+                    row["task_id"],
+                    row["prompt"] + row["canonical_solution"],
+                    Asserts("", [row["test"]], row["entry_point"]),
+                )
+            )
     for row in json.loads((data / "mbpp" / "sanitized-mbpp.json").read_text()):
-        found.append((f"MBPP/{row['task_id']}", row["code"], Asserts("\n".join(row["test_imports"]), row["test_list"])))
+        found.append(
+            (
+                f"MBPP/{row['task_id']}",
+                row["code"],
+                Asserts("\n".join(row["test_imports"]), row["test_list"]),
+            )
+        )
     return found
 
 
@@ -90,9 +130,16 @@ class Marked(ast.NodeTransformer):
                 new = []
                 for statement in block:
                     inner = getattr(statement, "body", None)
-                    last = inner[0].lineno - 1 if isinstance(inner, list) else statement.end_lineno or 0
+                    last = (
+                        inner[0].lineno - 1
+                        if isinstance(inner, list)
+                        else statement.end_lineno or 0
+                    )
                     definition = isinstance(statement, ast.FunctionDef | ast.ClassDef)
-                    if getattr(statement, "lineno", 0) <= self.line <= max(last, statement.lineno) and not definition:
+                    if (
+                        getattr(statement, "lineno", 0) <= self.line <= max(last, statement.lineno)
+                        and not definition
+                    ):
                         new += copy.deepcopy(stop)
                     new.append(self.visit(statement))
                 setattr(node, name, new)
@@ -100,7 +147,9 @@ class Marked(ast.NodeTransformer):
 
 
 def other_inputs(tests: Asserts, seed: int) -> list[str]:
-    """Calls like those of the tests with other constants: their expressions, to compare two programs by."""
+    """Calls like those of the tests with other constants: their expressions, to compare two
+    programs by.
+    """
     found, chance = [], random.Random(seed)
     for text in tests.asserts:
         for node in ast.walk(ast.parse(text)):
@@ -110,8 +159,14 @@ def other_inputs(tests: Asserts, seed: int) -> list[str]:
                     for part in ast.walk(call):
                         if isinstance(part, ast.Constant) and type(part.value) is int:
                             part.value = max(0, part.value + chance.choice([-2, -1, 0, 1, 2, 5]))
-                        elif isinstance(part, ast.Constant) and type(part.value) is str and part.value:
-                            part.value = part.value[chance.randrange(len(part.value)) :] + chance.choice(["", "a", "Z", " ", "1"])
+                        elif (
+                            isinstance(part, ast.Constant)
+                            and type(part.value) is str
+                            and part.value
+                        ):
+                            part.value = part.value[
+                                chance.randrange(len(part.value)) :
+                            ] + chance.choice(["", "a", "Z", " ", "1"])
                     found.append(ast.unparse(call))
     return found
 
@@ -120,15 +175,22 @@ def agrees(sandbox: Sandbox, reference: str, mutant: str, tests: Asserts) -> boo
     """Both give the same for inputs that the tests do not have."""
     calls = other_inputs(tests, 0)
     name = tests.entry_point
-    lines = "\n".join(f"try: print(repr({call}))\nexcept Exception as e: print(type(e).__name__)" for call in calls)
+    lines = "\n".join(
+        f"try: print(repr({call}))\nexcept Exception as e: print(type(e).__name__)"
+        for call in calls
+    )
     head = f"\ncandidate = {name}\n" if name else "\n"
     limits = Limits(wall_s=5, cpu_s=5)
-    left, right = (sandbox.run(code + head + lines, limits=limits).stdout for code in (reference, mutant))
+    left, right = (
+        sandbox.run(code + head + lines, limits=limits).stdout for code in (reference, mutant)
+    )
     return left == right
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--mutants", type=int, default=1200)
     parser.add_argument("--out", default="")
@@ -153,17 +215,31 @@ def main() -> None:
 
 def judged(sandbox: Sandbox, mutants: list[str], chosen: list[Any]) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
-    grades = sandbox.grade_many([(text, item[2]) for text, item in zip(mutants, chosen, strict=True)], early_stop=True)
+    grades = sandbox.grade_many(
+        [(text, item[2]) for text, item in zip(mutants, chosen, strict=True)], early_stop=True
+    )
     for text, (name, code, tests, tree, place), grade in zip(mutants, chosen, grades, strict=True):
         if not grade.all:
             kind = next(reason for reason in grade.reasons if reason != "ok").split(":")[0]
         else:
-            marked = ast.unparse(ast.fix_missing_locations(Marked(place[2]).visit(copy.deepcopy(tree))))
+            marked = ast.unparse(
+                ast.fix_missing_locations(Marked(place[2]).visit(copy.deepcopy(tree)))
+            )
             if sandbox.grade(marked, tests, early_stop=True).all:
                 kind = "survives: unreached"
             else:
-                kind = "survives: equal" if agrees(sandbox, code, text, tests) else "survives: missed"
-        rows.append({"task": name, "set": name.split("/")[0], "change": place[1], "line": place[2], "outcome": kind})
+                kind = (
+                    "survives: equal" if agrees(sandbox, code, text, tests) else "survives: missed"
+                )
+        rows.append(
+            {
+                "task": name,
+                "set": name.split("/")[0],
+                "change": place[1],
+                "line": place[2],
+                "outcome": kind,
+            }
+        )
     return rows
 
 
@@ -172,7 +248,14 @@ def report(rows: list[dict[str, object]]) -> None:
         ours = [row for row in rows if row["set"] == which]
         caught = sum(not str(row["outcome"]).startswith("survives") for row in ours)
         outcomes = dict(collections.Counter(row["outcome"] for row in ours))
-        print(which, len(ours), "mutants,", f"{caught / max(1, len(ours)):.1%} caught", outcomes, flush=True)
+        print(
+            which,
+            len(ours),
+            "mutants,",
+            f"{caught / max(1, len(ours)):.1%} caught",
+            outcomes,
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

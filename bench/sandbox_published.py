@@ -1,4 +1,5 @@
-"""Reference solutions of HumanEval and MBPP, and empty bodies, graded: how many pass, and which do not.
+"""Reference solutions of HumanEval and MBPP, and empty bodies, graded: how many pass, and which do
+not.
 
     python bench/sandbox_published.py --data DATA --out bench/results/sandbox_published.csv
 """
@@ -16,7 +17,9 @@ from rl.sandbox import Asserts, Limits, Sandbox
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", default="")
     given = parser.parse_args()
@@ -25,18 +28,38 @@ def main() -> None:
     mbpp = [json.loads(line) for line in (given.data / "mbpp" / "mbpp.jsonl").open()]
     clean = json.loads((given.data / "mbpp" / "sanitized-mbpp.json").read_text())
     sets = {
-        "HumanEval, canonical solution": [(r["task_id"], r["prompt"] + r["canonical_solution"], _check(r)) for r in human],
-        "HumanEval, empty body": [(r["task_id"], r["prompt"] + "    pass\n", _check(r)) for r in human],
-        "MBPP, reference": [(r["task_id"], r["code"], Asserts(r["test_setup_code"], r["test_list"])) for r in mbpp],
-        "MBPP sanitized, reference": [(r["task_id"], r["code"], Asserts("\n".join(r["test_imports"]), r["test_list"])) for r in clean],
+        "HumanEval, canonical solution": [
+            (r["task_id"], r["prompt"] + r["canonical_solution"], _check(r)) for r in human
+        ],
+        "HumanEval, empty body": [
+            (r["task_id"], r["prompt"] + "    pass\n", _check(r)) for r in human
+        ],
+        "MBPP, reference": [
+            (r["task_id"], r["code"], Asserts(r["test_setup_code"], r["test_list"])) for r in mbpp
+        ],
+        "MBPP sanitized, reference": [
+            (r["task_id"], r["code"], Asserts("\n".join(r["test_imports"]), r["test_list"]))
+            for r in clean
+        ],
     }
     rows = []
     with Sandbox(limits=Limits(wall_s=60, cpu_s=30, total_s=120)) as sandbox:
         for name, items in sets.items():
             grades = sandbox.grade_many([(program, tests) for _, program, tests in items])
-            failed = [(item[0], grade.reasons) for item, grade in zip(items, grades, strict=True) if not grade.all]
+            failed = [
+                (item[0], grade.reasons)
+                for item, grade in zip(items, grades, strict=True)
+                if not grade.all
+            ]
             said = "" if "empty" in name else str(failed)[:1000]
-            rows.append({"set": name, "programs": len(items), "pass": len(items) - len(failed), "failed": said})
+            rows.append(
+                {
+                    "set": name,
+                    "programs": len(items),
+                    "pass": len(items) - len(failed),
+                    "failed": said,
+                }
+            )
             print(rows[-1], flush=True)
     if given.out:
         with open(given.out, "w", newline="") as file:

@@ -1,7 +1,8 @@
-"""What it costs to start a program, in CPU milliseconds above a plain interpreter: ours beside bubblewrap by hand and sandlock by hand.
-And how many short programs a second all workers run.
+"""What it costs to start a program, in CPU milliseconds above a plain interpreter: ours beside
+bubblewrap by hand and sandlock by hand. And how many short programs a second all workers run.
 
-CPU time is what the kernel accounts to the processes themselves, so a busy machine changes it less than it changes seconds.
+CPU time is what the kernel accounts to the processes themselves, so a busy machine changes it less
+than it changes seconds.
 
     python bench/sandbox_speed.py --out bench/results/sandbox_speed.csv
 """
@@ -34,8 +35,12 @@ def below(pid: int) -> list[int]:
 
 
 def cpu(sandbox: Sandbox | None) -> float:
-    """Seconds of this process, of its ended children, and of a sandbox's processes with their ended children."""
-    total = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    """Seconds of this process, of its ended children, and of a sandbox's processes with their ended
+    children.
+    """
+    total = sum(
+        sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
     for slot in sandbox._slots._all if sandbox is not None else ():
         for pid in below(slot.zygote.process.pid) if slot.zygote is not None else ():
             fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
@@ -43,13 +48,20 @@ def cpu(sandbox: Sandbox | None) -> float:
     return total
 
 
-def measure(what: str, once: Callable[[int], object], rounds: int, sandbox: Sandbox | None = None) -> dict[str, object]:
+def measure(
+    what: str, once: Callable[[int], object], rounds: int, sandbox: Sandbox | None = None
+) -> dict[str, object]:
     once(-1)
     before, start = cpu(sandbox), time.monotonic()
     for number in range(rounds):
         once(number)
     spent, seconds = cpu(sandbox) - before, time.monotonic() - start
-    return {"what": what, "rounds": rounds, "cpu_ms": round(spent / rounds * 1e3, 2), "wall_ms": round(seconds / rounds * 1e3, 2)}
+    return {
+        "what": what,
+        "rounds": rounds,
+        "cpu_ms": round(spent / rounds * 1e3, 2),
+        "wall_ms": round(seconds / rounds * 1e3, 2),
+    }
 
 
 def quiet(command: list[str]) -> None:
@@ -57,7 +69,9 @@ def quiet(command: list[str]) -> None:
 
 
 def inner_cpu(command: list[str], rounds: int) -> float:
-    """CPU milliseconds that a shell behind bubblewrap counts for its child, which bubblewrap's own parent never sees."""
+    """CPU milliseconds that a shell behind bubblewrap counts for its child, which bubblewrap's own
+    parent never sees.
+    """
     total = 0.0
     for _ in range(rounds):
         counting = [*command[:-3], "/bin/bash", "-c", '"$@"; times', "-", *command[-3:]]
@@ -69,7 +83,9 @@ def inner_cpu(command: list[str], rounds: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--many", type=int, default=400)
     parser.add_argument("--out", default="")
@@ -79,22 +95,39 @@ def main() -> None:
     by_hand = bubblewrap_command(bubblewrap, set(walls.ALL), 0) + ["--", python, "-c", "pass"]
     rows = [
         measure("python -c pass", lambda _: quiet([python, "-c", "pass"]), given.rounds),
-        measure("python -I -S -c pass", lambda _: quiet([python, "-I", "-S", "-c", "pass"]), given.rounds),
+        measure(
+            "python -I -S -c pass",
+            lambda _: quiet([python, "-I", "-S", "-c", "pass"]),
+            given.rounds,
+        ),
         measure("bubblewrap by hand, python -c pass", lambda _: quiet(by_hand), given.rounds),
     ]
     rows[-1]["cpu_ms"] = round(float(str(rows[-1]["cpu_ms"])) + inner_cpu(by_hand, given.rounds), 2)
     try:
         import sandlock
 
-        fenced = sandlock.Sandbox(fs_readable=["/usr", "/bin", "/lib", "/lib64", "/etc", "/dev", "/proc", sys.base_prefix])
-        rows.append(measure("sandlock by hand, python -c pass", lambda _: fenced.run([python, "-c", "pass"], timeout=20), given.rounds))
+        fenced = sandlock.Sandbox(
+            fs_readable=["/usr", "/bin", "/lib", "/lib64", "/etc", "/dev", "/proc", sys.base_prefix]
+        )
+        rows.append(
+            measure(
+                "sandlock by hand, python -c pass",
+                lambda _: fenced.run([python, "-c", "pass"], timeout=20),
+                given.rounds,
+            )
+        )
     except ImportError:
         print("sandlock is not installed: left out")
     tests = Asserts("", ["assert f(1) > 0", "assert f(2) > 0", "assert f(3) > 0"])
     with Sandbox(workers=1) as sandbox:
-        rows.append(measure("Sandbox.run('pass')", lambda _: sandbox.run("pass"), given.rounds, sandbox))
+        rows.append(
+            measure("Sandbox.run('pass')", lambda _: sandbox.run("pass"), given.rounds, sandbox)
+        )
         graded = measure(
-            "Sandbox.grade, three asserts", lambda n: sandbox.grade(PROGRAM.format(number=n), tests, cache=False), given.rounds, sandbox
+            "Sandbox.grade, three asserts",
+            lambda n: sandbox.grade(PROGRAM.format(number=n), tests, cache=False),
+            given.rounds,
+            sandbox,
         )
         rows.append(graded)
     workers = len(os.sched_getaffinity(0))
@@ -104,7 +137,11 @@ def main() -> None:
         before, start = cpu(sandbox), time.monotonic()
         sandbox.grade_many(pairs, cache=False)
         seconds, spent = time.monotonic() - start, cpu(sandbox) - before
-    row = {"what": f"graded a second, {workers} workers", "rounds": given.many, "cpu_ms": round(spent / given.many * 1e3, 2)}
+    row = {
+        "what": f"graded a second, {workers} workers",
+        "rounds": given.many,
+        "cpu_ms": round(spent / given.many * 1e3, 2),
+    }
     rows.append({**row, "wall_ms": round(seconds / given.many * 1e3, 2)})
     plain = float(str(rows[0]["cpu_ms"]))
     load = f"{os.getloadavg()[0]:.1f}"

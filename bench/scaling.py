@@ -1,16 +1,19 @@
-"""Step time, memory and traffic of a GRPO step on 1 to 1,024 GPUs, modelled; its traffic checked on two real processes.
+"""Step time, memory and traffic of a GRPO step on 1 to 1,024 GPUs, modelled; its traffic checked on
+two real processes.
 
     python bench/scaling.py                        # table, results/scaling.csv and results/scaling.png: under a minute
     python bench/scaling.py --measure              # first: bytes that two gloo processes really send, against the model
     python bench/scaling.py --sampling-rate 7:2500 --mfu 0.35 --reward-seconds 0.05
 
-Memory is that of `train.py --plan` (rl.memory.plan). Nothing overlaps: sampling, arithmetic, traffic and the driver's work
-are added, which is how the loop runs (only ZeRO-2 may overlap its sending, by a setting). The work grows with the GPUs: a
-fixed number of answers for each. What the figures rest on is printed first; the rates are inputs, not measurements.
-Where a sampler's whole copy fits no GPU, as few GPUs of a machine as can hold it together (`--sampler-tp`; scaling_teams.py).
-A mixture of experts computes with the numbers that a token is sent to, and holds, sends and gathers all of them. A model that sees runs its
-tower over every image, frozen (LoRA: the text alone is trained) or trained; its images are tokens of the prompt as well.
-W: ranks, N: numbers in the model, Nt: those that are trained, m: micro-batches of a rank in a step.
+Memory is that of `train.py --plan` (rl.memory.plan). Nothing overlaps: sampling, arithmetic,
+traffic and the driver's work are added, which is how the loop runs (only ZeRO-2 may overlap its
+sending, by a setting). The work grows with the GPUs: a fixed number of answers for each. What the
+figures rest on is printed first; the rates are inputs, not measurements. Where a sampler's whole
+copy fits no GPU, as few GPUs of a machine as can hold it together (`--sampler-tp`;
+scaling_teams.py). A mixture of experts computes with the numbers that a token is sent to, and
+holds, sends and gathers all of them. A model that sees runs its tower over every image, frozen
+(LoRA: the text alone is trained) or trained; its images are tokens of the prompt as well. W: ranks,
+N: numbers in the model, Nt: those that are trained, m: micro-batches of a rank in a step.
 """
 
 from __future__ import annotations
@@ -59,7 +62,9 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True)
 class Driver:
-    """What rank 0 does alone. `bytes_per_token`, `pickle_rate`: of a batch on its way to the ranks (what --measure found)."""
+    """What rank 0 does alone. `bytes_per_token`, `pickle_rate`: of a batch on its way to the ranks
+    (what --measure found).
+    """
 
     reward_seconds: float = 0.005
     reward_workers: int = 8
@@ -77,22 +82,25 @@ class Load:
     prompt: int = 512
     answer: int = 1024
     budget: int = 16_384
-    patches: int = 0  # of the images of a prompt, as the tower reads them; the tokens that they become are among `prompt`
+    # of the images of a prompt, as the tower reads them; the tokens that they become are among
+    # `prompt`
+    patches: int = 0
 
     @property
     def tokens(self) -> int:
         return self.answers * (self.prompt + self.answer)
 
 
-# ---------------------------------------------------------------------------------------------------------------- traffic
+# ------------------------------------------------------------------------------------------ traffic
 
 
 def payload(shape: ModelShape, launch: Launch, micro_batches: int) -> dict[str, float]:
     """Bytes handed to collectives by one rank in an optimizer step (whole tensors), by collective.
 
     DDP, ZeRO-1  gradients once, fp32                     ZeRO-1, 2  updated weights, gathered once
-    ZeRO-2       gradients at each micro-batch; DeepSpeed 0.19 all-reduces them in buckets and keeps its share
-    ZeRO-3       weights gathered for each forward, and for the backward but for the last that are still there; gradients
+    ZeRO-2       gradients at each micro-batch; DeepSpeed 0.19 all-reduces them in buckets and keeps
+    its share ZeRO-3       weights gathered for each forward, and for the backward but for the last
+    that are still there; gradients
                  reduce-scattered at each micro-batch; weights once more for the sampler
     """
     if launch.world == 1:
@@ -115,19 +123,23 @@ def payload(shape: ModelShape, launch: Launch, micro_batches: int) -> dict[str, 
 
 
 def on_the_wire(sent: Mapping[str, float], world: int) -> float:
-    """Bytes that a rank sends in rings: 2 (W - 1) / W of what is all-reduced, (W - 1) / W of what is gathered or scattered."""
+    """Bytes that a rank sends in rings: 2 (W - 1) / W of what is all-reduced, (W - 1) / W of what
+    is gathered or scattered.
+    """
     share = (world - 1) / world
     return share * (2 * sent["all_reduce"] + sent["all_gather"] + sent["reduce_scatter"])
 
 
-# --------------------------------------------------------------------------------------------------------------- step time
+# ---------------------------------------------------------------------------------------- step time
 
 
 @dataclass(frozen=True)
 class Step:
-    """One row of the table; seconds and GiB are of one GPU. `limit`: the largest part, or what does not fit.
+    """One row of the table; seconds and GiB are of one GPU. `limit`: the largest part, or what does
+    not fit.
 
-    sampler_tp: GPUs that hold a sampler together; sampler_traffic_s: of sample_s, what they send each other.
+    sampler_tp: GPUs that hold a sampler together; sampler_traffic_s: of sample_s, what they send
+    each other.
     """
 
     model: str
@@ -153,11 +165,14 @@ def step(
 ) -> Step:  # fmt: skip
     """A GRPO step with gradient checkpointing. `sampling_rate`: tokens/s that one GPU draws.
 
-    Its samplers are held by as few GPUs together as fit; where none fit, by one each. What a team's GPUs draw is taken to be what they
-    would draw one by one (each reads its part of the weights, for the rows of all), less the time of their sums. Not `splits`: by one each.
+    Its samplers are held by as few GPUs together as fit; where none fit, by one each. What a team's
+    GPUs draw is taken to be what they would draw one by one (each reads its part of the weights,
+    for the rows of all), less the time of their sums. Not `splits`: by one each.
     """
     given = (name, shape, held, launch, load, hardware, driver, sampling_rate)
-    tries = (_step(*given, team=team) for team in scaling_teams.teams(shape, launch, hardware) if splits)
+    tries = (
+        _step(*given, team=team) for team in scaling_teams.teams(shape, launch, hardware) if splits
+    )
     return next((found for found in tries if found.fits), None) or _step(*given, team=1)
 
 
@@ -172,7 +187,9 @@ def _step(
     fits = memory <= ROOM * hardware.memory_gib
     micro_batches = math.ceil(load.tokens / (work.batch.rows * work.batch.length))
     wire = on_the_wire(payload(shape, launch, micro_batches), launch.world)
-    together = scaling_teams.seconds(scaling_teams.of_a_step(shape, launch, load, max(1, work.rows)), team, hardware)
+    together = scaling_teams.seconds(
+        scaling_teams.of_a_step(shape, launch, load, max(1, work.rows)), team, hardware
+    )
     sample = load.answers * load.answer / sampling_rate + together
     train = arithmetic(shape, load) / (hardware.flops * hardware.mfu)
     link = hardware.nvlink if launch.world <= hardware.per_node else hardware.infiniband
@@ -183,39 +200,83 @@ def _step(
     copy = next(item.sample for item in needs.items if item.name.startswith("sampler's")) / GIB
     limit = max(parts, key=lambda part: parts[part])
     if not fits:
-        limit = "memory: sampler's copy" if memory - copy <= ROOM * hardware.memory_gib else "memory: learner"
+        limit = (
+            "memory: sampler's copy"
+            if memory - copy <= ROOM * hardware.memory_gib
+            else "memory: learner"
+        )
     rate = load.tokens / total
     seconds = (sample, train, traffic, alone, total)
-    return Step(name, launch.world, launch_name(launch), memory, fits, wire / GIB, *seconds, rate, limit, team, together)
+    return Step(
+        name,
+        launch.world,
+        launch_name(launch),
+        memory,
+        fits,
+        wire / GIB,
+        *seconds,
+        rate,
+        limit,
+        team,
+        together,
+    )
 
 
 def arithmetic(shape: ModelShape, load: Load) -> float:
-    """Operations of a GPU's learner in a step: 2 a number and token forward, 4 backward, 2 for the forward again (checkpointing).
+    """Operations of a GPU's learner in a step: 2 a number and token forward, 4 backward, 2 for the
+    forward again (checkpointing).
 
-    A frozen tower runs forward alone. Attention's own products, which grow with the square of a length, are left out.
+    A frozen tower runs forward alone. Attention's own products, which grow with the square of a
+    length, are left out.
     """
     patches = load.answers * load.patches if shape.seeing else 0
     return 8 * shape.active * load.tokens + (2 * shape.seeing + 6 * shape.seeing_trained) * patches
 
 
 def driver_seconds(driver: Driver, load: Load, world: int) -> float:
-    """Rewards on the driver's workers; the batch packed, sent down a tree and unpacked, once for the learner."""
+    """Rewards on the driver's workers; the batch packed, sent down a tree and unpacked, once for
+    the learner.
+    """
     rewards = world * load.answers * driver.reward_seconds / driver.reward_workers
     if world == 1:
         return rewards
     batch = world * load.tokens * driver.bytes_per_token
-    return rewards + batch / driver.pickle_rate + batch / driver.network * math.ceil(math.log2(world))
+    return (
+        rewards + batch / driver.pickle_rate + batch / driver.network * math.ceil(math.log2(world))
+    )
 
 
 def work_of(shape: ModelShape, launch: Launch, load: Load) -> Work:
     groups = launch.world * load.answers // load.group
-    lengths = {"group": load.group, "prompt": load.prompt, "answer": load.answer, "world": launch.world}
-    batch = micro_batch(groups=groups, budget=load.budget, layout="padded", hidden=shape.hidden, **lengths)
-    drawn = {**lengths, "groups": groups, "kv_cache_tokens": 262_144, "max_rows": 1024, "world": launch.world // launch.team}
-    in_pages = shape.fast and launch.cuda and launch.team == 1  # as rl.run.plan_needs has it: what a trial on the device chooses
+    lengths = {
+        "group": load.group,
+        "prompt": load.prompt,
+        "answer": load.answer,
+        "world": launch.world,
+    }
+    batch = micro_batch(
+        groups=groups, budget=load.budget, layout="padded", hidden=shape.hidden, **lengths
+    )
+    drawn = {
+        **lengths,
+        "groups": groups,
+        "kv_cache_tokens": 262_144,
+        "max_rows": 1024,
+        "world": launch.world // launch.team,
+    }
+    # as rl.run.plan_needs has it: what a trial on the device chooses
+    in_pages = shape.fast and launch.cuda and launch.team == 1
     prompts, rows = sampled_at_once(**drawn, paged=in_pages)
     pages = pool_pages(**drawn, streams=False) if in_pages else 0
-    return Work(batch=batch, samples=True, prompts=prompts, prompt=load.prompt, rows=rows, answer=load.answer, pages=pages)
+    return Work(
+        batch=batch,
+        samples=True,
+        prompts=prompts,
+        prompt=load.prompt,
+        rows=rows,
+        answer=load.answer,
+        pages=pages,
+    )
 
 
 def launch_name(launch: Launch) -> str:
@@ -223,7 +284,12 @@ def launch_name(launch: Launch) -> str:
 
 
 def table(
-    names: Sequence[str], gpus: Sequence[int], load: Load, hardware: Hardware, driver: Driver, rates: Mapping[str, float]
+    names: Sequence[str],
+    gpus: Sequence[int],
+    load: Load,
+    hardware: Hardware,
+    driver: Driver,
+    rates: Mapping[str, float],
 ) -> list[Step]:
     """Every size, number of GPUs and launch. One GPU is one process without a launch."""
     import torch
@@ -242,27 +308,49 @@ def table(
             for stage in STAGES.values():
                 if world == 1 and stage is not None:
                     continue
-                launch = Launch(cuda=True, bf16=True, world=world, per_node=min(world, hardware.per_node), zero=stage)
-                rows.append(step(name, shape, held[stage], launch, load, hardware, driver, rates[name]))
+                launch = Launch(
+                    cuda=True,
+                    bf16=True,
+                    world=world,
+                    per_node=min(world, hardware.per_node),
+                    zero=stage,
+                )
+                rows.append(
+                    step(name, shape, held[stage], launch, load, hardware, driver, rates[name])
+                )
     return rows
 
 
-# ----------------------------------------------------------------------------------------------- what two processes measure
+# ----------------------------------------------------------------------- what two processes measure
 
 
 def measure(folder: Path, launch: str, micro_batches: int = 3) -> dict[str, Any]:
-    """What two gloo processes hand to collectives in a step, and the seconds it takes: see scaling_measure.py."""
+    """What two gloo processes hand to collectives in a step, and the seconds it takes: see
+    scaling_measure.py.
+    """
     out = folder / f"{launch}.json"
     config = HERE.parent / "accelerate_configs" / f"{launch}.yaml"
-    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--num_processes", "2"]
+    words = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(config),
+        "--num_processes",
+        "2",
+    ]
     script = [str(HERE / "scaling_measure.py"), str(folder / "model"), str(out), str(micro_batches)]
-    done = subprocess.run([*words, *script], cwd=folder, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        [*words, *script], cwd=folder, capture_output=True, text=True, timeout=400
+    )
     if done.returncode:
         raise RuntimeError(f"{launch} failed:\n{done.stderr[-3000:]}")
     return json.loads(out.read_text())
 
 
-def compare(folder: Path, micro_batches: int = 3, launches: Sequence[str] = tuple(STAGES)) -> list[dict[str, Any]]:
+def compare(
+    folder: Path, micro_batches: int = 3, launches: Sequence[str] = tuple(STAGES)
+) -> list[dict[str, Any]]:
     """Measured against modelled bytes, a row for each launch and collective."""
     from scaling_measure import write_model
 
@@ -272,7 +360,9 @@ def compare(folder: Path, micro_batches: int = 3, launches: Sequence[str] = tupl
     rows = []
     for name in launches:
         found = measure(folder, name, micro_batches)
-        expected = payload(shape, Launch(cuda=False, bf16=False, world=2, zero=STAGES[name]), micro_batches)
+        expected = payload(
+            shape, Launch(cuda=False, bf16=False, world=2, zero=STAGES[name]), micro_batches
+        )
         for kind in sorted({*expected, *found["bytes"]}):
             measured = found["bytes"].get(kind, 0)
             rows.append({"launch": name, "wrapped": found["wrapped"], "collective": kind, "measured": measured,
@@ -281,20 +371,28 @@ def compare(folder: Path, micro_batches: int = 3, launches: Sequence[str] = tupl
 
 
 def step_times(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Measured against modelled seconds of a step, a row for each launch: arithmetic + bytes on the wire / link.
+    """Measured against modelled seconds of a step, a row for each launch: arithmetic + bytes on the
+    wire / link.
 
-    The two rates of the machine (one arithmetic for all launches, one link) are those that fit the launches best (least squares), so
-    what is checked is the model's form: that with them the bytes explain the differences between launches.
+    The two rates of the machine (one arithmetic for all launches, one link) are those that fit the
+    launches best (least squares), so what is checked is the model's form: that with them the bytes
+    explain the differences between launches.
     """
     import numpy as np
 
     launches = list(dict.fromkeys(row["launch"] for row in compared))
-    seconds = np.array([next(row["seconds"] for row in compared if row["launch"] == name) for name in launches])
-    sent: dict[str, dict[str, float]] = {name: {"all_reduce": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0} for name in launches}
+    seconds = np.array(
+        [next(row["seconds"] for row in compared if row["launch"] == name) for name in launches]
+    )
+    sent: dict[str, dict[str, float]] = {
+        name: {"all_reduce": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0} for name in launches
+    }
     for row in compared:
         sent[row["launch"]][row["collective"]] = row["modelled"]
     wire = np.array([on_the_wire(sent[name], 2) for name in launches])
-    (arithmetic, per_byte), *_ = np.linalg.lstsq(np.stack([np.ones_like(wire), wire], 1), seconds, rcond=None)
+    (arithmetic, per_byte), *_ = np.linalg.lstsq(
+        np.stack([np.ones_like(wire), wire], 1), seconds, rcond=None
+    )
     modelled = arithmetic + wire * per_byte
     return [
         {"launch": name, "wire_mb": round(w / 1e6, 1), "measured_s": round(s, 3), "modelled_s": round(m, 3), "ratio": round(m / s, 3),
@@ -304,7 +402,9 @@ def step_times(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def batch_costs() -> tuple[float, float]:
-    """(bytes a token takes on its way to the ranks, bytes/s of packing and unpacking them) of RL datums here."""
+    """(bytes a token takes on its way to the ranks, bytes/s of packing and unpacking them) of RL
+    datums here.
+    """
     import numpy as np
 
     from rl.types import Datum, ModelInput
@@ -312,7 +412,10 @@ def batch_costs() -> tuple[float, float]:
     rng = np.random.default_rng(0)
     datums = []
     for _ in range(256):
-        tokens, values = rng.integers(0, 150_000, 1536), rng.standard_normal(1536).astype(np.float32)
+        tokens, values = (
+            rng.integers(0, 150_000, 1536),
+            rng.standard_normal(1536).astype(np.float32),
+        )
         fields = {"target_tokens": tokens, "logprobs": values, "advantages": values, "mask": values}
         datums.append(Datum(ModelInput.from_ints(tokens.tolist()), fields))
     begin = time.perf_counter()
@@ -321,30 +424,53 @@ def batch_costs() -> tuple[float, float]:
     return len(packed) / (256 * 1536), len(packed) / (time.perf_counter() - begin)
 
 
-# ---------------------------------------------------------------------------------------------------------------- the line
+# ----------------------------------------------------------------------------------------- the line
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--measure", action="store_true", help="measure two gloo processes first, into scaling_measured.csv")
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure two gloo processes first, into scaling_measured.csv",
+    )
     parser.add_argument("--models", nargs="+", default=list(NAMES), choices=list(NAMES))
     parser.add_argument("--gpus", nargs="+", type=int, default=list(GPUS))
     parser.add_argument("--out", type=Path, default=RESULTS)
-    # One H100 drawing with a batch of 64; what it really is depends on engine, length and batch: an assumption to replace.
+    # One H100 drawing with a batch of 64; what it really is depends on engine, length and batch: an
+    # assumption to replace.
     parser.add_argument("--sampling-rate", nargs="+", metavar="MODEL:TOKENS_PER_S", help="tokens/s that one GPU draws",
                         default=["30B-A3B:6000", "8B-VL:4000", "0.5B:20000",
                                  "1.5B:12000", "3B:8000", "7B:4500", "14B:2500", "32B:1200"])  # fmt: skip
     for kind in (Hardware, Driver, Load):
         for name, value in asdict(kind()).items():
-            parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value, help=kind.__name__.lower())
+            parser.add_argument(
+                "--" + name.replace("_", "-"),
+                type=type(value),
+                default=value,
+                help=kind.__name__.lower(),
+            )
     return parser.parse_args()
 
 
 def main() -> None:
     given = arguments()
-    hardware, driver, load = (kind(**{name: getattr(given, name) for name in asdict(kind())}) for kind in (Hardware, Driver, Load))
+    hardware, driver, load = (
+        kind(**{name: getattr(given, name) for name in asdict(kind())})
+        for kind in (Hardware, Driver, Load)
+    )
     rates = {name: float(rate) for name, rate in (pair.split(":") for pair in given.sampling_rate)}
-    print("Assumed:", hardware, driver, load, f"sampling tokens/s of one GPU: {rates}", sep="\n  ", flush=True)
+    print(
+        "Assumed:",
+        hardware,
+        driver,
+        load,
+        f"sampling tokens/s of one GPU: {rates}",
+        sep="\n  ",
+        flush=True,
+    )
     given.out.mkdir(parents=True, exist_ok=True)
     if given.measure:
         with tempfile.TemporaryDirectory() as folder:
@@ -355,7 +481,9 @@ def main() -> None:
         for row in [*compared, *times]:
             print("  measured", *(f"{key} {value}" for key, value in row.items()), sep="  ")
         size, rate = batch_costs()
-        print(f"  a token of a batch takes {size:.0f} bytes on its way to the ranks; packed and unpacked at {rate / 1e6:.0f} MB/s here")
+        print(
+            f"  a token of a batch takes {size:.0f} bytes on its way to the ranks; packed and unpacked at {rate / 1e6:.0f} MB/s here"
+        )
     rows = table(given.models, given.gpus, load, hardware, driver, rates)
     show(rows)
     write_csv(given.out / "scaling.csv", rows)

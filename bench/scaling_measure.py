@@ -1,8 +1,10 @@
-"""What processes really hand to collectives in one optimizer step; started by `scaling.py --measure` and by a test.
+"""What processes really hand to collectives in one optimizer step; started by `scaling.py
+--measure` and by a test.
 
     accelerate launch --config_file accelerate_configs/zero3.yaml --num_processes 2 bench/scaling_measure.py MODEL OUT.json MICRO_BATCHES
 
-Every process runs the worker's verbs itself, in the same order, so that a dispatch mode sees each collective's tensors.
+Every process runs the worker's verbs itself, in the same order, so that a dispatch mode sees each
+collective's tensors.
 """
 
 from __future__ import annotations
@@ -34,14 +36,17 @@ from rl.types import (
 MODEL = {"vocab_size": 4096, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
          "intermediate_size": 1536, "tie_word_embeddings": True}  # fmt: skip
 LENGTH = 64
-# Which argument of a collective is the whole tensor: what all-gather writes, what reduce-scatter reads.
+# Which argument of a collective is the whole tensor: what all-gather writes, what reduce-scatter
+# reads.
 WHOLE = {"allreduce_": ("all_reduce", 0), "_allgather_base_": ("all_gather", 0), "_reduce_scatter_base_": ("reduce_scatter", 1),
          "allgather_": ("all_gather", 0), "reduce_scatter_": ("reduce_scatter", 1),
          "allgather_into_tensor_coalesced_": ("all_gather", 0), "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1)}  # fmt: skip
 
 
 class Collectives(TorchDispatchMode):
-    """Bytes by collective. One that is not known is counted by its own name, so that none is overlooked."""
+    """Bytes by collective. One that is not known is counted by its own name, so that none is
+    overlooked.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +56,9 @@ class Collectives(TorchDispatchMode):
         if func.namespace == "c10d":
             name = func.name().split("::")[1].split(".")[0]
             kind, whole = WHOLE.get(name, (name, 0))
-            tensors = [t for t in tree_iter(args[whole]) if isinstance(t, torch.Tensor)] if args else []
+            tensors = (
+                [t for t in tree_iter(args[whole]) if isinstance(t, torch.Tensor)] if args else []
+            )
             self.bytes[kind] += sum(t.numel() * t.element_size() for t in tensors)
         return func(*args, **(kwargs or {}))
 
@@ -59,12 +66,22 @@ class Collectives(TorchDispatchMode):
 def datums(count: int) -> list[Datum]:
     rng = np.random.default_rng(0)
     mask = np.ones(LENGTH, np.float32)
-    fields = {"target_tokens": rng.integers(0, 4096, LENGTH), "logprobs": -mask, "advantages": mask, "mask": mask}
-    return [Datum(ModelInput.from_ints(rng.integers(0, 4096, LENGTH).tolist()), fields) for _ in range(count)]
+    fields = {
+        "target_tokens": rng.integers(0, 4096, LENGTH),
+        "logprobs": -mask,
+        "advantages": mask,
+        "mask": mask,
+    }
+    return [
+        Datum(ModelInput.from_ints(rng.integers(0, 4096, LENGTH).tolist()), fields)
+        for _ in range(count)
+    ]
 
 
 def write_model(folder: Path) -> str:
-    """The model that is measured, with random weights. Before processes are launched: in several, transformers writes in one."""
+    """The model that is measured, with random weights. Before processes are launched: in several,
+    transformers writes in one.
+    """
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     AutoModelForCausalLM.from_config(Qwen2Config(**MODEL)).save_pretrained(folder)
@@ -72,7 +89,9 @@ def write_model(folder: Path) -> str:
 
 
 def main(model: str, out: Path, micro_batches: int) -> None:
-    worker = Worker(WorkerSettings(learner=LearnerSettings(token_budget=8 * LENGTH, layout="padded")))
+    worker = Worker(
+        WorkerSettings(learner=LearnerSettings(token_budget=8 * LENGTH, layout="padded"))
+    )
     worker.create_model(0, ModelSpec(model), None, False)
     worker.snapshot(0, 0)
     batch = datums(8 * micro_batches * distributed.world())

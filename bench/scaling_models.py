@@ -19,7 +19,9 @@ NAMES = (*SIZES, "30B-A3B", "8B-VL")
 
 
 def config_of(name: str) -> Any:
-    """Qwen2.5, Qwen3's mixture of 128 experts of which a token goes to 8, and Qwen3-VL with its tower."""
+    """Qwen2.5, Qwen3's mixture of 128 experts of which a token goes to 8, and Qwen3-VL with its
+    tower.
+    """
     if name == "30B-A3B":
         from transformers import Qwen3MoeConfig
 

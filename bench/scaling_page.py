@@ -14,7 +14,10 @@ MARKERS = {"ddp": "s", "zero1": "o", "zero2": "^", "zero3": "v"}
 
 def write_csv(path: Path, rows: Sequence[Any]) -> None:
     fields = [asdict(row) if is_dataclass(row) else dict(row) for row in rows]  # type: ignore[arg-type]
-    short = [{key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()} for row in fields]
+    short = [
+        {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+        for row in fields
+    ]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(short[0]), lineterminator="\n")
         writer.writeheader()
@@ -22,7 +25,9 @@ def write_csv(path: Path, rows: Sequence[Any]) -> None:
 
 
 def draw(rows: Sequence[Any], path: Path, load: Any) -> None:
-    """Tokens a second of each GPU over the number of GPUs, a panel for each size; hollow where it does not fit."""
+    """Tokens a second of each GPU over the number of GPUs, a panel for each size; hollow where it
+    does not fit.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -30,14 +35,21 @@ def draw(rows: Sequence[Any], path: Path, load: Any) -> None:
 
     names = list(dict.fromkeys(row.model for row in rows))
     columns = min(3, len(names))
-    figure, axes = plt.subplots(-(-len(names) // columns), columns, figsize=(4.2 * columns, 3.3 * -(-len(names) // columns)), squeeze=False)
+    figure, axes = plt.subplots(
+        -(-len(names) // columns),
+        columns,
+        figsize=(4.2 * columns, 3.3 * -(-len(names) // columns)),
+        squeeze=False,
+    )
     for panel, name in zip(axes.flat, names, strict=False):
         for launch, colour in COLOURS.items():
             mine = [row for row in rows if row.model == name and row.launch == launch]
             at, rate = [row.gpus for row in mine], [row.tokens_per_second_per_gpu for row in mine]
             panel.plot(at, rate, color=colour, linewidth=0.8, alpha=0.5)
             for fits in (True, False):
-                points = [(row.gpus, row.tokens_per_second_per_gpu) for row in mine if row.fits is fits]
+                points = [
+                    (row.gpus, row.tokens_per_second_per_gpu) for row in mine if row.fits is fits
+                ]
                 panel.scatter(*zip(*points, strict=True) if points else ([], []), s=26, marker=MARKERS[launch],
                               color=colour if fits else "white",
                               edgecolors=colour, zorder=3, label=launch if fits else None)  # fmt: skip
@@ -65,7 +77,10 @@ def show(rows: Sequence[Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    page = Table(title="The fastest launch that fits (of those that do not, the smallest)", title_justify="left")
+    page = Table(
+        title="The fastest launch that fits (of those that do not, the smallest)",
+        title_justify="left",
+    )
     heads = ("model", "GPUs", "launch", "tp", "GiB", "traffic GiB", "sample s", "train s", "traffic s",
              "driver s", "tok/s/GPU", "limit")  # fmt: skip
     for head in heads:
@@ -73,7 +88,11 @@ def show(rows: Sequence[Any]) -> None:
     for name in dict.fromkeys(row.model for row in rows):
         for world in dict.fromkeys(row.gpus for row in rows):
             here = [row for row in rows if row.model == name and row.gpus == world]
-            r = max((row for row in here if row.fits), key=lambda row: row.tokens_per_second_per_gpu, default=None)
+            r = max(
+                (row for row in here if row.fits),
+                key=lambda row: row.tokens_per_second_per_gpu,
+                default=None,
+            )
             r = r or min(here, key=lambda row: row.memory_gib)
             seconds = (f"{value:.1f}" for value in (r.sample_s, r.train_s, r.traffic_s, r.driver_s))
             launch = r.launch if r.fits else f"({r.launch})"

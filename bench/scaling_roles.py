@@ -1,11 +1,14 @@
-"""Roles by rank in the scaling model: a GRPO step where some GPUs sample and the others learn, against all of them doing both in turn.
+"""Roles by rank in the scaling model: a GRPO step where some GPUs sample and the others learn,
+against all of them doing both in turn.
 
     python bench/scaling_roles.py                  # table, results/scaling_roles.csv
 
-The work, the rates and what a learner's step costs are scaling.py's (its settings are this one's too). Where the sides go on at once
-(`--max-steps-off-policy`), a step takes as long as the slowest of: drawing all answers on the GPUs that sample; rewards and the
-learners' step, with the answers of all; and the new weights' way over the bridge, a copy through rank 0's memory. In turn they are
-added up, and so are they where the samplers wait (`waiting_s`). How many sample is chosen: the fastest of all splits that fit.
+The work, the rates and what a learner's step costs are scaling.py's (its settings are this one's
+too). Where the sides go on at once (`--max-steps-off-policy`), a step takes as long as the slowest
+of: drawing all answers on the GPUs that sample; rewards and the learners' step, with the answers of
+all; and the new weights' way over the bridge, a copy through rank 0's memory. In turn they are
+added up, and so are they where the samplers wait (`waiting_s`). How many sample is chosen: the
+fastest of all splits that fit.
 """
 
 from __future__ import annotations
@@ -21,7 +24,18 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-from scaling import GPUS, STAGES, Driver, Hardware, Load, Step, arguments, launch_name, step, work_of  # noqa: E402
+from scaling import (  # noqa: E402
+    GPUS,
+    STAGES,
+    Driver,
+    Hardware,
+    Load,
+    Step,
+    arguments,
+    launch_name,
+    step,
+    work_of,
+)
 from scaling_models import skeletons  # noqa: E402
 
 from rl.memory import plan_sampler  # noqa: E402
@@ -33,7 +47,9 @@ TO_HOST = 25e9  # bytes/s from a GPU to the memory of its machine
 
 @dataclass(frozen=True)
 class Sides:
-    """One row: seconds of a step of each side, and of both, against GPUs that take turns. `samplers` 0: no split fits."""
+    """One row: seconds of a step of each side, and of both, against GPUs that take turns.
+    `samplers` 0: no split fits.
+    """
 
     model: str
     gpus: int
@@ -50,33 +66,67 @@ class Sides:
 
 
 def hand_over_seconds(shape: ModelShape, driver: Driver, samplers: int) -> float:
-    """Trained weights, in fp32 to rank 0's memory and as samplers keep them (bf16, adapters in fp32) down a tree to every sampler."""
+    """Trained weights, in fp32 to rank 0's memory and as samplers keep them (bf16, adapters in
+    fp32) down a tree to every sampler.
+    """
     crossing = 2.0 * (shape.trainable - shape.adapters) + 4.0 * shape.adapters
-    return 4.0 * shape.trainable / TO_HOST + crossing / driver.network * max(1, math.ceil(math.log2(samplers + 1)))
+    return 4.0 * shape.trainable / TO_HOST + crossing / driver.network * max(
+        1, math.ceil(math.log2(samplers + 1))
+    )
 
 
 def split(
-    name: str, shape: ModelShape, held: Held, launch: Launch, samplers: int, load: Load, hardware: Hardware, driver: Driver, rate: float
+    name: str,
+    shape: ModelShape,
+    held: Held,
+    launch: Launch,
+    samplers: int,
+    load: Load,
+    hardware: Hardware,
+    driver: Driver,
+    rate: float,
 ) -> tuple[float, float, float] | None:
-    """(seconds to sample, to learn, to hand over) with so many of the launch's GPUs as samplers; None where a side does not fit.
+    """(seconds to sample, to learn, to hand over) with so many of the launch's GPUs as samplers;
+    None where a side does not fit.
 
-    Each GPU's `load` is of the whole launch: learners get the answers of all of them, and so do samplers.
+    Each GPU's `load` is of the whole launch: learners get the answers of all of them, and so do
+    samplers.
     """
     learners = launch.world - samplers
     answers = launch.world * load.answers
     more = replace(load, answers=math.ceil(answers / learners / load.group) * load.group)
-    alone = replace(launch, world=learners, per_node=min(learners, hardware.per_node), zero=launch.zero if learners > 1 else None)
+    alone = replace(
+        launch,
+        world=learners,
+        per_node=min(learners, hardware.per_node),
+        zero=launch.zero if learners > 1 else None,
+    )
     learns: Step = step(name, shape, held, alone, more, hardware, driver, rate, splits=False)
     drawing = replace(load, answers=math.ceil(answers / samplers / load.group) * load.group)
     draws = replace(launch, world=samplers, zero=None)
-    if plan_sampler(shape, draws, work_of(shape, draws, drawing)).peak / GIB > ROOM * hardware.memory_gib or not learns.fits:
+    if (
+        plan_sampler(shape, draws, work_of(shape, draws, drawing)).peak / GIB
+        > ROOM * hardware.memory_gib
+        or not learns.fits
+    ):
         return None
     learning = learns.train_s + learns.traffic_s + learns.driver_s
-    return drawing.answers * load.answer / rate, learning, hand_over_seconds(shape, driver, samplers)
+    return (
+        drawing.answers * load.answer / rate,
+        learning,
+        hand_over_seconds(shape, driver, samplers),
+    )
 
 
 def sides(
-    name: str, shape: ModelShape, held: Held, launch: Launch, load: Load, hardware: Hardware, driver: Driver, rate: float
+    name: str,
+    shape: ModelShape,
+    held: Held,
+    launch: Launch,
+    load: Load,
+    hardware: Hardware,
+    driver: Driver,
+    rate: float,
 ) -> Sides:
     """The best split of a launch's GPUs."""
     turns = step(name, shape, held, launch, load, hardware, driver, rate)
@@ -84,19 +134,39 @@ def sides(
     for samplers in range(1, launch.world):
         if launch.world > 16 and samplers % (launch.world // 16):
             continue  # whole sixteenths
-        if (parts := split(name, shape, held, launch, samplers, load, hardware, driver, rate)) is not None:
+        if (
+            parts := split(name, shape, held, launch, samplers, load, hardware, driver, rate)
+        ) is not None:
             found[samplers] = parts
     if not found:
-        return Sides(name, launch.world, launch_name(launch), 0, 0, 0, 0, 0, turns.step_s, 0, 0, "memory")
+        return Sides(
+            name, launch.world, launch_name(launch), 0, 0, 0, 0, 0, turns.step_s, 0, 0, "memory"
+        )
     best = min(found, key=lambda n: max(found[n]))
     parts = found[best]
     limit = ("sampling", "learning", "hand-over")[parts.index(max(parts))]
     return Sides(
-        name, launch.world, launch_name(launch), best, *parts, max(parts), turns.step_s, sum(parts), turns.step_s / max(parts), limit
+        name,
+        launch.world,
+        launch_name(launch),
+        best,
+        *parts,
+        max(parts),
+        turns.step_s,
+        sum(parts),
+        turns.step_s / max(parts),
+        limit,
     )
 
 
-def table(names: Any, gpus: Any, load: Load, hardware: Hardware, driver: Driver, rates: Mapping[str, float]) -> list[Sides]:
+def table(
+    names: Any,
+    gpus: Any,
+    load: Load,
+    hardware: Hardware,
+    driver: Driver,
+    rates: Mapping[str, float],
+) -> list[Sides]:
     import torch
 
     from rl.memory.trace import Arithmetic
@@ -105,26 +175,46 @@ def table(names: Any, gpus: Any, load: Load, hardware: Hardware, driver: Driver,
     for name, skeleton in skeletons(names).items():
         batch = work_of(skeleton.shape, Launch(cuda=True, bf16=True), load).batch
         whole = skeleton.held(batch, Arithmetic(autocast=True, checkpointing=True))
-        sharded = skeleton.held(batch, Arithmetic(dtype=torch.bfloat16, keeps_gradients=False, checkpointing=True))
+        sharded = skeleton.held(
+            batch, Arithmetic(dtype=torch.bfloat16, keeps_gradients=False, checkpointing=True)
+        )
         for world in gpus:
             for stage in STAGES.values():
                 if world > 1:
-                    launch = Launch(cuda=True, bf16=True, world=world, per_node=min(world, hardware.per_node), zero=stage)
+                    launch = Launch(
+                        cuda=True,
+                        bf16=True,
+                        world=world,
+                        per_node=min(world, hardware.per_node),
+                        zero=stage,
+                    )
                     held = whole if stage is None else sharded
-                    rows.append(sides(name, skeleton.shape, held, launch, load, hardware, driver, rates[name]))
+                    rows.append(
+                        sides(
+                            name, skeleton.shape, held, launch, load, hardware, driver, rates[name]
+                        )
+                    )
     return rows
 
 
 def main() -> None:
     given = arguments()
-    hardware, driver, load = (kind(**{name: getattr(given, name) for name in asdict(kind())}) for kind in (Hardware, Driver, Load))
+    hardware, driver, load = (
+        kind(**{name: getattr(given, name) for name in asdict(kind())})
+        for kind in (Hardware, Driver, Load)
+    )
     rates = {name: float(rate) for name, rate in (pair.split(":") for pair in given.sampling_rate)}
-    rows = table(given.models, [n for n in given.gpus if n in GPUS and n > 1], load, hardware, driver, rates)
+    rows = table(
+        given.models, [n for n in given.gpus if n in GPUS and n > 1], load, hardware, driver, rates
+    )
     with (given.out / "scaling_roles.csv").open("w", newline="") as file:
         file.write(f"# python {' '.join(sys.argv)}\n")
         writer = csv.DictWriter(file, list(asdict(rows[0])))
         writer.writeheader()
-        writer.writerows({key: round(v, 3) if isinstance(v, float) else v for key, v in asdict(row).items()} for row in rows)
+        writer.writerows(
+            {key: round(v, 3) if isinstance(v, float) else v for key, v in asdict(row).items()}
+            for row in rows
+        )
     for row in rows:
         print(row)
 

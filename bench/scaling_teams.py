@@ -1,8 +1,9 @@
-"""Samplers that several GPUs of a machine hold together (`--sampler-tp`) in the scaling model: what they send, and how long it takes.
+"""Samplers that several GPUs of a machine hold together (`--sampler-tp`) in the scaling model: what
+they send, and how long it takes.
 
-A forward of the sampler sums [positions, D] over the team after its embedding and after attention and MLP of every layer ([rows, D] in
-the last), and puts fp32 logits [rows, V] side by side behind its head (rl.sampler.split); after a draw the first rank's tokens and
-logprobs go to the others.
+A forward of the sampler sums [positions, D] over the team after its embedding and after attention
+and MLP of every layer ([rows, D] in the last), and puts fp32 logits [rows, V] side by side behind
+its head (rl.sampler.split); after a draw the first rank's tokens and logprobs go to the others.
 k: GPUs of a team, L: layers, D: hidden size, V: vocabulary.
 """
 
@@ -32,14 +33,22 @@ class Sent:
     copied: float = 0.0
 
     def __add__(self, other: Sent) -> Sent:
-        return Sent(self.calls + other.calls, self.summed + other.summed, self.gathered + other.gathered, self.copied + other.copied)
+        return Sent(
+            self.calls + other.calls,
+            self.summed + other.summed,
+            self.gathered + other.gathered,
+            self.copied + other.copied,
+        )
 
     def times(self, count: int) -> Sent:
-        return Sent(count * self.calls, count * self.summed, count * self.gathered, count * self.copied)
+        return Sent(
+            count * self.calls, count * self.summed, count * self.gathered, count * self.copied
+        )
 
 
 def forward(shape: ModelShape, positions: int, rows: int, size: int) -> Sent:
-    """A forward over so many positions with logits for so many rows; `size`: bytes of a number of the hidden states.
+    """A forward over so many positions with logits for so many rows; `size`: bytes of a number of
+    the hidden states.
 
     The last layer's two sums are of the positions alone whose logits are asked for.
     """
@@ -54,12 +63,16 @@ def draw(rows: int) -> Sent:
 
 
 def of_a_step(shape: ModelShape, launch: Launch, load: Any, rows: int) -> Sent:
-    """Of all answers that a team draws in a GRPO step: prompts read a batch at a time, then `rows` rows decoded at once."""
+    """Of all answers that a team draws in a GRPO step: prompts read a batch at a time, then `rows`
+    rows decoded at once.
+    """
     answers = launch.team * load.answers
     prompts = answers // load.group
     batches = math.ceil(prompts * load.prompt / PREFILL_TOKENS)
     size = launch.compute_bytes
-    read = forward(shape, math.ceil(prompts * load.prompt / batches), math.ceil(prompts / batches), size).times(batches)
+    read = forward(
+        shape, math.ceil(prompts * load.prompt / batches), math.ceil(prompts / batches), size
+    ).times(batches)
     at_once = math.ceil(answers / rows)
     decoded = forward(shape, rows, rows, size).times((load.answer - 1) * at_once)
     return read + decoded + draw(rows).times(load.answer * at_once)
@@ -74,7 +87,9 @@ def seconds(sent: Sent, team: int, hardware: Any) -> float:
 
 
 def teams(shape: ModelShape, launch: Launch, hardware: Any) -> Iterator[int]:
-    """Sizes of teams that a launch on so many GPUs of a machine, and the model's heads and columns, can be cut up into."""
+    """Sizes of teams that a launch on so many GPUs of a machine, and the model's heads and columns,
+    can be cut up into.
+    """
     for size in SIZES:
         if size > 1 and (not launch.cuda or min(launch.world, hardware.per_node) % size):
             continue

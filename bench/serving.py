@@ -1,14 +1,18 @@
-"""What a server bears, on loopback: `python bench/serving.py fuzz|body|connections|kill|load|load-20M|mix [--count N]`.
+"""What a server bears, on loopback: `python bench/serving.py
+fuzz|body|connections|kill|load|load-20M|mix [--count N]`.
 
 Rows go to bench/results/serving.csv.
 
-fuzz         protobuf bodies with changed bytes; none may be answered with 500 or a traceback, and the model goes on as before
-body         one of so many MiB, announced and not: refused, and the server has kept no more of it than it takes
-connections  so many open at once, each asking; the server answers a client beside them
-kill         SIGKILL between two updates of a --durable server, restarted with --resume: the same weights as one that was left alone
-load         tokens/s of so many concurrent samples over the wire beside one in-process `sample_many`; what a forward_backward call costs
+fuzz         protobuf bodies with changed bytes; none may be answered with 500 or a traceback, and
+the model goes on as before body         one of so many MiB, announced and not: refused, and the
+server has kept no more of it than it takes connections  so many open at once, each asking; the
+server answers a client beside them kill         SIGKILL between two updates of a --durable server,
+restarted with --resume: the same weights as one that was left alone load         tokens/s of so
+many concurrent samples over the wire beside one in-process `sample_many`; what a forward_backward
+call costs
              beside the one in this process. load-20M: of a model of 20M weights, where load's has 0.1M
-mix          so many adapters on one base of 20M weights: drawn from in one batch, and one after the other
+mix          so many adapters on one base of 20M weights: drawn from in one batch, and one after the
+other
 """
 
 from __future__ import annotations
@@ -40,8 +44,20 @@ class Server:
 
     def __init__(self, folder: Path, *flags: str, base: str = BASE):
         self.base = base
-        command = [sys.executable, str(REPO / "serve.py"), "--base-model", base, "--port", "0", "--output-dir", str(folder), *flags]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        command = [
+            sys.executable,
+            str(REPO / "serve.py"),
+            "--base-model",
+            base,
+            "--port",
+            "0",
+            "--output-dir",
+            str(folder),
+            *flags,
+        ]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().split(" at ")[1].strip()
         self.http = httpx.Client(base_url=f"{self.url}/api/v1", timeout=120)
@@ -57,11 +73,18 @@ class Server:
 
     def model(self) -> str:
         self.session = self.post("create_session", tags=[])["session_id"]
-        fields = {"session_id": self.session, "model_seq_id": 0, "base_model": self.base, "lora_config": {"rank": 4, "seed": 7}}
+        fields = {
+            "session_id": self.session,
+            "model_seq_id": 0,
+            "base_model": self.base,
+            "lora_config": {"rank": 4, "seed": 7},
+        }
         return self.wait(self.post("create_model", **fields)).json()["model_id"]
 
     def learn(self, model: str, seq: int, rows: list[list[int]]) -> dict:
-        return self.http.post("/forward_backward", content=body(model, seq, rows), headers=PROTOBUF).json()
+        return self.http.post(
+            "/forward_backward", content=body(model, seq, rows), headers=PROTOBUF
+        ).json()
 
     def stop(self, how: int = signal.SIGTERM) -> None:
         self.process.send_signal(how)
@@ -71,7 +94,9 @@ class Server:
 def body(model: str, seq: int, rows: list[list[int]]) -> bytes:
     from rl.serve import wire
 
-    message = wire.MESSAGES["ForwardBackwardRequest"](model_id=model, seq_id=seq, loss_fn="cross_entropy")
+    message = wire.MESSAGES["ForwardBackwardRequest"](
+        model_id=model, seq_id=seq, loss_fn="cross_entropy"
+    )
     for row in rows:
         datum = message.data.add()
         datum.model_input.add().encoded_text.tokens = np.asarray(row[:-1], "<i4").tobytes()
@@ -93,7 +118,11 @@ def fuzz(folder: Path, count: int) -> dict[str, str]:
         raw = bytearray(good if rng.random() < 0.7 else rng.bytes(int(rng.integers(0, 200))))
         for at in rng.integers(0, max(len(raw), 1), int(rng.integers(1, 12))) if raw else ():
             raw[at] = int(rng.integers(0, 256))
-        answer = server.http.post("/forward_backward", content=bytes(raw[: int(rng.integers(0, len(raw) + 1))]), headers=PROTOBUF)
+        answer = server.http.post(
+            "/forward_backward",
+            content=bytes(raw[: int(rng.integers(0, len(raw) + 1))]),
+            headers=PROTOBUF,
+        )
         seen[answer.status_code] = seen.get(answer.status_code, 0) + 1
         assert answer.status_code < 500 and "Traceback" not in answer.text, answer.text
     alive = httpx.get(f"{server.url}/healthz").status_code
@@ -102,7 +131,9 @@ def fuzz(folder: Path, count: int) -> dict[str, str]:
 
 
 def body_size(folder: Path, count: int) -> dict[str, str]:
-    """`count` MiB in one body. Its length is announced, or it comes in chunks of which nobody knows how many there are."""
+    """`count` MiB in one body. Its length is announced, or it comes in chunks of which nobody knows
+    how many there are.
+    """
     server, found = Server(folder), {}
     server.model()
 
@@ -114,11 +145,18 @@ def body_size(folder: Path, count: int) -> dict[str, str]:
     for name, announced in (("announced", True), ("not announced", False)):
         headers = {**PROTOBUF, **({"content-length": str(count << 20)} if announced else {})}
         try:
-            answer = server.http.post("/forward_backward", content=(bytes(1 << 20) for _ in range(count)), headers=headers)
+            answer = server.http.post(
+                "/forward_backward", content=(bytes(1 << 20) for _ in range(count)), headers=headers
+            )
             found[name] = str(answer.status_code)
-        except httpx.TransportError as error:  # the server answered and hung up while the rest was being sent
+        except (
+            httpx.TransportError
+        ) as error:  # the server answered and hung up while the rest was being sent
             found[name] = type(error).__name__
-    found |= {"grew by MiB at most": str(memory("VmHWM") - before), "alive": str(httpx.get(f"{server.url}/healthz").status_code)}
+    found |= {
+        "grew by MiB at most": str(memory("VmHWM") - before),
+        "alive": str(httpx.get(f"{server.url}/healthz").status_code),
+    }
     server.stop()
     return found
 
@@ -126,17 +164,25 @@ def body_size(folder: Path, count: int) -> dict[str, str]:
 def connections(folder: Path, count: int) -> dict[str, str]:
     server = Server(folder)
     model = server.model()
-    held = server.post("optim_step", model_id=model, seq_id=2, adam_params={})  # waits for the first, so that polls stay open
+    # waits for the first, so that polls stay open
+    held = server.post("optim_step", model_id=model, seq_id=2, adam_params={})
 
     async def ask() -> tuple[int, float]:
         limits = httpx.Limits(max_connections=count)
-        async with httpx.AsyncClient(base_url=f"{server.url}/api/v1", timeout=120, limits=limits) as client:
-            polls = [asyncio.create_task(client.post("/retrieve_future", json=held)) for _ in range(count)]
+        async with httpx.AsyncClient(
+            base_url=f"{server.url}/api/v1", timeout=120, limits=limits
+        ) as client:
+            polls = [
+                asyncio.create_task(client.post("/retrieve_future", json=held))
+                for _ in range(count)
+            ]
             await asyncio.sleep(3)
             begin = time.perf_counter()
             healthy = await asyncio.to_thread(httpx.get, f"{server.url}/healthz", timeout=60)
             took = time.perf_counter() - begin
-            first = await asyncio.to_thread(lambda: server.post("optim_step", model_id=model, seq_id=1, adam_params={}))
+            first = await asyncio.to_thread(
+                lambda: server.post("optim_step", model_id=model, seq_id=1, adam_params={})
+            )
             assert "request_id" in first and healthy.status_code == 200
             return sum(answer.status_code == 200 for answer in await asyncio.gather(*polls)), took
 
@@ -150,7 +196,12 @@ def kill(folder: Path, count: int) -> dict[str, str]:
         seen = []
         for step in steps:
             server.wait(server.learn(model, 2 * step + 1, rows_of(4, 8, step)))
-            asked = server.post("optim_step", model_id=model, seq_id=2 * step + 2, adam_params={"learning_rate": 1e-2})
+            asked = server.post(
+                "optim_step",
+                model_id=model,
+                seq_id=2 * step + 2,
+                adam_params={"learning_rate": 1e-2},
+            )
             seen.append(server.wait(asked).json()["metrics"])
         return seen
 
@@ -180,11 +231,25 @@ def made_base(folder: Path) -> str:
 
     from rl.models import load_tokenizer
 
-    tokenizer, sizes = load_tokenizer(BASE), {"hidden_size": 448, "intermediate_size": 1216, "num_hidden_layers": 8}
-    heads = {"num_attention_heads": 7, "num_key_value_heads": 7, "max_position_embeddings": 1024, "tie_word_embeddings": True}
-    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, "pad_token_id": tokenizer.pad_token_id}
+    tokenizer, sizes = (
+        load_tokenizer(BASE),
+        {"hidden_size": 448, "intermediate_size": 1216, "num_hidden_layers": 8},
+    )
+    heads = {
+        "num_attention_heads": 7,
+        "num_key_value_heads": 7,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    }
+    ends = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **heads, **ends)).save_pretrained(folder)
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(tokenizer), **sizes, **heads, **ends)
+    ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -193,7 +258,9 @@ def load_of_20m(folder: Path, count: int) -> dict[str, str]:
     return load(folder, count, made_base(folder.parent / "base"), turns=3, learns=False)
 
 
-def load(folder: Path, count: int, base: str = BASE, turns: int = 4, learns: bool = True) -> dict[str, str]:
+def load(
+    folder: Path, count: int, base: str = BASE, turns: int = 4, learns: bool = True
+) -> dict[str, str]:
     """Seconds of the wall, which hang on what else the machine does, and of CPU, which do not."""
     from rl.clients import ServiceClient
     from rl.sampler import Request
@@ -202,7 +269,9 @@ def load(folder: Path, count: int, base: str = BASE, turns: int = 4, learns: boo
     tokens, rows = 64, rows_of(16, 256)
     server = Server(folder, base=base)
     model = server.model()
-    sampler = server.wait(server.post("save_weights_for_sampler", model_id=model, seq_id=1, sampling_session_seq_id=0)).json()
+    sampler = server.wait(
+        server.post("save_weights_for_sampler", model_id=model, seq_id=1, sampling_session_seq_id=0)
+    ).json()
     data = [Datum(ModelInput.from_ints(row[:-1]), {"target_tokens": row[1:]}) for row in rows]
 
     async def wave(begin: int) -> tuple[float, float]:
@@ -212,11 +281,19 @@ def load(folder: Path, count: int, base: str = BASE, turns: int = 4, learns: boo
 
             async def one(i: int) -> None:
                 prompt = {"chunks": [{"type": "encoded_text", "tokens": [4, 5 + i]}]}
-                fields = {"sampling_session_id": sampler["sampling_session_id"], "seq_id": begin + i, "prompt": prompt}
-                asked = (await client.post("/asample", json={**fields, "sampling_params": params})).json()
+                fields = {
+                    "sampling_session_id": sampler["sampling_session_id"],
+                    "seq_id": begin + i,
+                    "prompt": prompt,
+                }
+                asked = (
+                    await client.post("/asample", json={**fields, "sampling_params": params})
+                ).json()
                 answer = None
                 while answer is None or answer.status_code == 408:
-                    answer = await client.post("/retrieve_future", json={"request_id": asked["request_id"]})
+                    answer = await client.post(
+                        "/retrieve_future", json={"request_id": asked["request_id"]}
+                    )
                 assert len(answer.json()["sequences"][0]["tokens"]) == tokens
 
             await asyncio.gather(*(one(i) for i in range(count)))
@@ -230,7 +307,12 @@ def load(folder: Path, count: int, base: str = BASE, turns: int = 4, learns: boo
         for turn in range(turns):  # in pairs, one after the other; the first warms up
             there.append(asyncio.run(wave(turn * count)))
             begin, used = time.perf_counter(), time.process_time()
-            own.sample_many([Request(prompt=[4, 5 + i], params=params, seed=turn, problem=i) for i in range(count)]).result()
+            own.sample_many(
+                [
+                    Request(prompt=[4, 5 + i], params=params, seed=turn, problem=i)
+                    for i in range(count)
+                ]
+            ).result()
             here.append((time.perf_counter() - begin, time.process_time() - used))
             if not learns:
                 continue
@@ -241,28 +323,48 @@ def load(folder: Path, count: int, base: str = BASE, turns: int = 4, learns: boo
             client.forward_backward(data, "cross_entropy").result()
             mine.append(time.perf_counter() - begin)
     server.stop()
-    share, work = (np.median([h[k] / t[k] for h, t in zip(here[1:], there[1:], strict=True)]) for k in (0, 1))
-    wire, process = (count * tokens / np.median([seconds for seconds, _ in taken[1:]]) for taken in (there, here))
-    said = {"wire tokens/s": f"{wire:.0f}", "in-process tokens/s": f"{process:.0f}", "share": f"{share:.2f}", "share of CPU": f"{work:.2f}"}
+    share, work = (
+        np.median([h[k] / t[k] for h, t in zip(here[1:], there[1:], strict=True)]) for k in (0, 1)
+    )
+    wire, process = (
+        count * tokens / np.median([seconds for seconds, _ in taken[1:]]) for taken in (there, here)
+    )
+    said = {
+        "wire tokens/s": f"{wire:.0f}",
+        "in-process tokens/s": f"{process:.0f}",
+        "share": f"{share:.2f}",
+        "share of CPU": f"{work:.2f}",
+    }
     said |= {"load of the machine": f"{os.getloadavg()[0]:.1f}"}
     if not learns:
         return said
     more = np.median(np.subtract(calls[1:], mine[1:]))
-    return {**said, "call of 4096 tokens, more ms": f"{more * 1e3:.1f}", "in-process ms": f"{np.median(mine[1:]) * 1e3:.0f}"}
+    return {
+        **said,
+        "call of 4096 tokens, more ms": f"{more * 1e3:.1f}",
+        "in-process ms": f"{np.median(mine[1:]) * 1e3:.0f}",
+    }
 
 
 def mix(folder: Path, count: int) -> dict[str, str]:
-    """CPU seconds of `count` adapters that draw 8 samples each: in one batch, and one after the other."""
+    """CPU seconds of `count` adapters that draw 8 samples each: in one batch, and one after the
+    other.
+    """
     from rl.clients import SampleStream, ServiceClient, WorkerSettings
     from rl.sampler import Request
     from rl.types import SamplingParams
 
     base, found = made_base(folder.parent / "base"), {"mixed": [], "by turns": []}
     with ServiceClient(output_dir=folder, settings=WorkerSettings(share_bases=True)) as service:
-        models = [service.create_lora_training_client(base, 4 + 4 * (i % 3), i) for i in range(count)]
+        models = [
+            service.create_lora_training_client(base, 4 + 4 * (i % 3), i) for i in range(count)
+        ]
         clients = [model.save_weights_and_get_sampling_client() for model in models]
         params = SamplingParams(64, stop=[])
-        asked = [[Request(prompt=[4, 5 + j], params=params, seed=i, problem=j) for j in range(8)] for i in range(count)]
+        asked = [
+            [Request(prompt=[4, 5 + j], params=params, seed=i, problem=j) for j in range(8)]
+            for i in range(count)
+        ]
         for _ in range(3):
             used = time.process_time()
             with SampleStream(clients[0], mixed=True) as stream:
@@ -280,9 +382,17 @@ def mix(folder: Path, count: int) -> dict[str, str]:
 
 
 def main() -> None:
-    cases = {"fuzz": (fuzz, 10_000), "body": (body_size, 2048), "connections": (connections, 1000), "kill": (kill, 3), "load": (load, 64)}
+    cases = {
+        "fuzz": (fuzz, 10_000),
+        "body": (body_size, 2048),
+        "connections": (connections, 1000),
+        "kill": (kill, 3),
+        "load": (load, 64),
+    }
     cases |= {"load-20M": (load_of_20m, 64), "mix": (mix, 8)}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("case", choices=cases)
     parser.add_argument("--count", type=int)
     args = parser.parse_args()
@@ -291,7 +401,12 @@ def main() -> None:
         begin = time.monotonic()
         found = case(Path(folder) / "out", args.count or count)
         took = f"{time.monotonic() - begin:.0f}"
-        row = {"case": args.case, "count": str(args.count or count), "seconds": took, "seen": json.dumps(found)}
+        row = {
+            "case": args.case,
+            "count": str(args.count or count),
+            "seconds": took,
+            "seen": json.dumps(found),
+        }
     print(row)
     old = list(csv.DictReader(RESULTS.open())) if RESULTS.is_file() else []
     before = [one for one in old if one["case"] != args.case]

@@ -1,11 +1,13 @@
-"""A long run of the smallest model: memory, descriptors, threads and the time of a step stay flat. Writes results/soak.csv.
+"""A long run of the smallest model: memory, descriptors, threads and the time of a step stay flat.
+Writes results/soak.csv.
 
     python bench/soak.py                       # 20,000 steps of grpo with evaluations, checkpoints, rollouts and a curriculum
     python bench/soak.py --steps 3000          # fewer
     python bench/soak.py --seconds 900         # asked to stop after so many seconds; the table says how many steps there were
 
-The run is a process of its own, looked at from outside (/proc, so Linux alone); CPU time of a step is the whole process's between two
-looks, over the steps between them. Exit code 1 where the last quarter of the run holds noticeably more than the second one did.
+The run is a process of its own, looked at from outside (/proc, so Linux alone); CPU time of a step
+is the whole process's between two looks, over the steps between them. Exit code 1 where the last
+quarter of the run holds noticeably more than the second one did.
 """
 
 from __future__ import annotations
@@ -28,10 +30,19 @@ REPO = Path(__file__).resolve().parent.parent
 WORDS = """train.py grpo --base-model tiny:addition --dataset addition --max-tokens 4 --batch-size 4 --group-size 4 --temperature 1
     --reward bench/soak.py:right --curriculum success --eval-every 500 --eval-limit 16 --save-every 500 --rollouts-every 100
     --quiet""".split()
-# Sixteen samples a step: the 65,536 whose temperatures a service remembers (rl.clients.drawn) are there before the second quarter begins.
+# Sixteen samples a step: the 65,536 whose temperatures a service remembers (rl.clients.drawn) are
+# there before the second quarter begins.
 LOOKS = 40
-# How much more the last quarter may hold than the second: a checkpoint is written now and then, and allocators keep what they freed.
-SLACK = {"rss_mib": 1.05, "workers_rss_mib": 1.10, "descriptors": 1.0, "threads": 1.0, "processes": 1.0, "cpu_ms_per_step": 1.5}
+# How much more the last quarter may hold than the second: a checkpoint is written now and then, and
+# allocators keep what they freed.
+SLACK = {
+    "rss_mib": 1.05,
+    "workers_rss_mib": 1.10,
+    "descriptors": 1.0,
+    "threads": 1.0,
+    "processes": 1.0,
+    "cpu_ms_per_step": 1.5,
+}
 
 
 def right(prompt: str, response: str, meta: dict[str, Any]) -> float:
@@ -81,7 +92,9 @@ def last_step(metrics: Path) -> int:
 def soak(steps: int, seconds: float | None, folder: Path) -> list[dict[str, Any]]:
     """The run, looked at LOOKS times and more; rows of the table."""
     command = [sys.executable, *WORDS, "--steps", str(steps), "--output-dir", str(folder)]
-    process = subprocess.Popen(command, cwd=REPO, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, cwd=REPO, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL
+    )
     start, rows, asked = time.monotonic(), [], False
     every = max(1, steps // LOOKS) if seconds is None else 1
     while process.poll() is None:
@@ -100,15 +113,21 @@ def soak(steps: int, seconds: float | None, folder: Path) -> list[dict[str, Any]
             continue
         row: dict[str, Any] = {"step": done, "seconds": round(spent, 1), **seen}
         before = rows[-1] if rows else {"step": 0, "cpu_seconds": 0.0}
-        row["cpu_ms_per_step"] = round(1e3 * (row["cpu_seconds"] - before["cpu_seconds"]) / (done - before["step"]), 2)
+        row["cpu_ms_per_step"] = round(
+            1e3 * (row["cpu_seconds"] - before["cpu_seconds"]) / (done - before["step"]), 2
+        )
         rows.append(row)
     if process.returncode not in (0, 75):
-        raise SystemExit(f"the run ended with exit code {process.returncode}: {shlex.join(command)}")
+        raise SystemExit(
+            f"the run ended with exit code {process.returncode}: {shlex.join(command)}"
+        )
     return rows
 
 
 def judged(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float, bool]]:
-    """Of each figure: its median in the second and in the last quarter, and whether it stayed within its slack."""
+    """Of each figure: its median in the second and in the last quarter, and whether it stayed
+    within its slack.
+    """
     quarter = len(rows) // 4
     early, late = rows[quarter : 2 * quarter], rows[-quarter:]
     found = {}
@@ -121,9 +140,13 @@ def judged(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float, bool]]:
 def main() -> int:
     from campaign import RESULTS, command_line, machine  # not where a worker looks for the reward
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--seconds", type=float, default=None, help="ask the run to stop after so long")
+    parser.add_argument(
+        "--seconds", type=float, default=None, help="ask the run to stop after so long"
+    )
     parser.add_argument("--out", type=Path, default=None, help="results/soak.csv")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
@@ -137,7 +160,9 @@ def main() -> int:
     found = judged(rows)
     print(f"{rows[-1]['step']} steps in {rows[-1]['seconds']:.0f} s")
     for name, (before, after, flat) in found.items():
-        print(f"  {name:16s} {before:10.2f} in the second quarter, {after:10.2f} in the last{'' if flat else '   GROWS'}")
+        print(
+            f"  {name:16s} {before:10.2f} in the second quarter, {after:10.2f} in the last{'' if flat else '   GROWS'}"
+        )
     return int(not all(flat for *_, flat in found.values()))
 
 

@@ -1,12 +1,15 @@
-"""What old tokens cost, and what each correction gives back: GRPO on the default recipe's task at several ages. `make campaign`.
+"""What old tokens cost, and what each correction gives back: GRPO on the default recipe's task at
+several ages. `make campaign`.
 
     python bench/staleness.py                              # into bench/results/staleness.csv and .png; rows that are there are kept
     python bench/staleness.py --seeds 0 --staleness 8      # some of it
     python bench/staleness.py --draw                       # the picture alone, and the table of docs/corrections.md
 
-For each seed the recipe's SFT is trained once; from there GRPO runs for STEPS steps with `--max-steps-off-policy K`, under each correction
-(K = 0, the synchronous run, under none: nothing is to be corrected there). Rewards come at once here, so that nearly every trained token
-is K updates old, the worst of cases. `after` is held-out accuracy, sampled, after the last step; `mean` that of all evaluations on the way.
+For each seed the recipe's SFT is trained once; from there GRPO runs for STEPS steps with
+`--max-steps-off-policy K`, under each correction (K = 0, the synchronous run, under none: nothing
+is to be corrected there). Rewards come at once here, so that nearly every trained token is K
+updates old, the worst of cases. `after` is held-out accuracy, sampled, after the last step; `mean`
+that of all evaluations on the way.
 """
 
 from __future__ import annotations
@@ -24,10 +27,15 @@ from statistics import mean
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[0] = str(HERE.parent)  # in place of this folder, whose kernels.py would be taken for the package of that name
+# in place of this folder, whose kernels.py would be taken for the package of that name
+sys.path[0] = str(HERE.parent)
 from bench.campaign import REPO, RESULTS, SEEDS, machine, write_table  # noqa: E402
 
-TABLE, PICTURE, PAGE = RESULTS / "staleness.csv", RESULTS / "staleness.png", REPO / "docs" / "corrections.md"
+TABLE, PICTURE, PAGE = (
+    RESULTS / "staleness.csv",
+    RESULTS / "staleness.png",
+    REPO / "docs" / "corrections.md",
+)
 STEPS, STALENESS = 200, (0, 1, 4, 8)
 CORRECTIONS = {
     "none": "--proximal sampler",
@@ -52,7 +60,11 @@ def train(words: list[str], folder: Path) -> list[dict[str, Any]]:
     """The run's rows of metrics. RuntimeError with what it said last where it failed."""
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, "train.py", *words, "--output-dir", str(folder)], cwd=REPO, env=env, capture_output=True, text=True
+        [sys.executable, "train.py", *words, "--output-dir", str(folder)],
+        cwd=REPO,
+        env=env,
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)}: {(done.stderr or done.stdout)[-2000:]}")
@@ -60,11 +72,21 @@ def train(words: list[str], folder: Path) -> list[dict[str, Any]]:
 
 
 def one(base: Path, folder: Path, seed: int, staleness: int, correction: str) -> dict[str, Any]:
-    words = [*GRPO.split(), "--base-model", str(base), "--seed", str(seed), "--max-steps-off-policy", str(staleness)]
+    words = [
+        *GRPO.split(),
+        "--base-model",
+        str(base),
+        "--seed",
+        str(seed),
+        "--max-steps-off-policy",
+        str(staleness),
+    ]
     begin = time.perf_counter()
     rows = train([*words, *CORRECTIONS[correction].split()], folder)
     right = [row["test/env/all/reward/total"] for row in rows if "test/env/all/reward/total" in row]
-    greedy = [row["test/greedy/all/reward/total"] for row in rows if "test/greedy/all/reward/total" in row]
+    greedy = [
+        row["test/greedy/all/reward/total"] for row in rows if "test/greedy/all/reward/total" in row
+    ]
     ages = [row["async/age/mean"] for row in rows if "async/age/mean" in row]
     return {
         "seed": seed, "staleness": staleness, "correction": correction, "before": round(right[0], 4), "after": round(right[-1], 4),
@@ -85,11 +107,19 @@ def key(row: dict[str, Any]) -> tuple[int, int, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--staleness", nargs="+", type=int, default=list(STALENESS))
-    parser.add_argument("--corrections", nargs="+", choices=list(CORRECTIONS), default=list(CORRECTIONS))
-    parser.add_argument("--sft", type=Path, help="where the SFT runs are kept, sft-SEED each (default: trained anew, and thrown away)")
+    parser.add_argument(
+        "--corrections", nargs="+", choices=list(CORRECTIONS), default=list(CORRECTIONS)
+    )
+    parser.add_argument(
+        "--sft",
+        type=Path,
+        help="where the SFT runs are kept, sft-SEED each (default: trained anew, and thrown away)",
+    )
     parser.add_argument("--draw", action="store_true")
     asked = parser.parse_args()
     if not asked.draw:
@@ -108,11 +138,21 @@ def measure(asked: argparse.Namespace, parent: Path) -> None:
                     continue
                 if not (base / "metrics.jsonl").is_file():
                     train([*SFT.split(), "--seed", str(seed)], base)
-                folder = parent / f"{seed}-{staleness}-{correction.replace(', ', '-').replace(' ', '-')}"
+                folder = (
+                    parent / f"{seed}-{staleness}-{correction.replace(', ', '-').replace(' ', '-')}"
+                )
                 row = one(base, folder, seed, staleness, correction)
                 print(row, flush=True)
                 write_table(
-                    TABLE, sorted([*table(), row], key=lambda row: (key(row)[0], list(CORRECTIONS).index(key(row)[2]), key(row)[1]))
+                    TABLE,
+                    sorted(
+                        [*table(), row],
+                        key=lambda row: (
+                            key(row)[0],
+                            list(CORRECTIONS).index(key(row)[2]),
+                            key(row)[1],
+                        ),
+                    ),
                 )
 
 
@@ -124,13 +164,18 @@ def cells(rows: list[dict[str, str]], what: str = "after") -> dict[tuple[int, st
 
 
 def draw(rows: list[dict[str, str]]) -> None:
-    """The picture: held-out accuracy after the last step by age, a line a correction, each seed a dot; and the table of the page."""
+    """The picture: held-out accuracy after the last step by age, a line a correction, each seed a
+    dot; and the table of the page.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    found, ages = cells(rows), [age for age in STALENESS if any(int(row["staleness"]) == age for row in rows)]
+    found, ages = (
+        cells(rows),
+        [age for age in STALENESS if any(int(row["staleness"]) == age for row in rows)],
+    )
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for i, name in enumerate(CORRECTIONS):
         values = [found.get((age, name if age else "none"), []) for age in ages]
@@ -148,16 +193,25 @@ def draw(rows: list[dict[str, str]]) -> None:
     page = PAGE.read_text()
     begin, end = "<!-- staleness -->\n", "<!-- end of staleness -->"
     if begin in page:
-        PAGE.write_text(page[: page.index(begin) + len(begin)] + as_page(rows) + page[page.index(end) :])
+        PAGE.write_text(
+            page[: page.index(begin) + len(begin)] + as_page(rows) + page[page.index(end) :]
+        )
 
 
 def as_page(rows: list[dict[str, str]]) -> str:
     """A row a correction, a column an age: the mean over the seeds, and the worst of them."""
     found = cells(rows)
-    lines = ["| correction | " + " | ".join(f"{age}" for age in STALENESS) + " |", "|---|" + "---|" * len(STALENESS)]
+    lines = [
+        "| correction | " + " | ".join(f"{age}" for age in STALENESS) + " |",
+        "|---|" + "---|" * len(STALENESS),
+    ]
     for name in CORRECTIONS:
         shown = [found.get((age, name), []) for age in STALENESS]
-        lines.append(f"| {name} | " + " | ".join(f"{mean(some):.3f} ({min(some):.3f})" if some else "" for some in shown) + " |")
+        lines.append(
+            f"| {name} | "
+            + " | ".join(f"{mean(some):.3f} ({min(some):.3f})" if some else "" for some in shown)
+            + " |"
+        )
     return "\n".join(lines) + "\n"
 
 

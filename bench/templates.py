@@ -1,11 +1,13 @@
-"""Each family's chat template in 200 random conversations: how many prompts, answers and next turns were compared, none of them different.
+"""Each family's chat template in 200 random conversations: how many prompts, answers and next turns
+were compared, none of them different.
 
     python bench/templates.py             # into results/templates.csv; templates beyond those of the data folder come with the package trl
     python bench/templates.py --only gemma4 glm4moe    # some; their rows replace those that are there
 
-The comparison is that of tests/test_templates.py. Columns: `prompts` equal to apply_chat_template token for token; `forged`: where a
-special token stood in somebody's text, `answers` read back as they were rendered (thoughts and calls where `read back` says so), `bridged`
-next turns that extend what was read and written token for token, `anew` those that were refused and are written anew.
+The comparison is that of tests/test_templates.py. Columns: `prompts` equal to apply_chat_template
+token for token; `forged`: where a special token stood in somebody's text, `answers` read back as
+they were rendered (thoughts and calls where `read back` says so), `bridged` next turns that extend
+what was read and written token for token, `anew` those that were refused and are written anew.
 """
 
 from __future__ import annotations
@@ -23,14 +25,29 @@ sys.path.remove(str(HERE))  # whose kernels.py would be taken for the package of
 import pytest  # noqa: E402
 from test_templates import COUNT, FOLDER, PACKAGE, abilities, check, of_folder, of_package  # noqa: E402
 
-COLUMNS = ("family", "template", "read_back", "conversations", "prompts", "forged", "answers", "bridged", "anew", "outcome")
+COLUMNS = (
+    "family",
+    "template",
+    "read_back",
+    "conversations",
+    "prompts",
+    "forged",
+    "answers",
+    "bridged",
+    "anew",
+    "outcome",
+)
 
 
 def row(name: str, source: str, tokenizers: Path) -> dict[str, object]:
     found: dict[str, object] = {"family": name, "template": source, "conversations": COUNT}
     try:
-        renderer = of_folder(name, tokenizers) if source == "tokenizer" else of_package(name, tokenizers)
-        found["read_back"] = " ".join(sorted(abilities(renderer, name) & {"calls", "thoughts", "thoughts_of_calls", "tools"}))
+        renderer = (
+            of_folder(name, tokenizers) if source == "tokenizer" else of_package(name, tokenizers)
+        )
+        found["read_back"] = " ".join(
+            sorted(abilities(renderer, name) & {"calls", "thoughts", "thoughts_of_calls", "tools"})
+        )
         return found | check(renderer, name) | {"outcome": "equal"}
     except pytest.skip.Exception as skipped:
         return found | {"conversations": 0, "outcome": f"not run: {skipped}"}
@@ -39,8 +56,15 @@ def row(name: str, source: str, tokenizers: Path) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path(os.environ.get("WHETSTONE_DATA", "data")), help="folder with tokenizers/")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path(os.environ.get("WHETSTONE_DATA", "data")),
+        help="folder with tokenizers/",
+    )
     parser.add_argument("--out", type=Path, default=HERE / "results" / "templates.csv")
     parser.add_argument("--only", nargs="+", help="families, by their names in the table")
     asked = parser.parse_args()
@@ -53,7 +77,9 @@ def main() -> None:
         if asked.only and name not in asked.only:
             continue
         rows[name, source] = row(name, source, asked.data / "tokenizers")
-        print(*(f"{key} {value}" for key, value in rows[name, source].items()), sep="  ", flush=True)
+        print(
+            *(f"{key} {value}" for key, value in rows[name, source].items()), sep="  ", flush=True
+        )
         with asked.out.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
             writer.writeheader()

@@ -1,7 +1,9 @@
-"""A tiny random model of every causal LM that transformers knows: its config at a few dozen tokens and channels.
+"""A tiny random model of every causal LM that transformers knows: its config at a few dozen tokens
+and channels.
 
-Configs shrink by the names of their numbers, whatever the architecture; what that does not fit stands in SPECIAL. Windows stay
-longer (40 tokens) than what can be tried cheaply, and shorter than the sequences that the table compares.
+Configs shrink by the names of their numbers, whatever the architecture; what that does not fit
+stands in SPECIAL. Windows stay longer (40 tokens) than what can be tried cheaply, and shorter than
+the sequences that the table compares.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ SIZES: dict[str, Any] = {
 _EVEN_UNSET = {"head_dim", "num_key_value_heads", "n_routed_experts", "num_experts_per_tok", "n_shared_experts", "pad_token_id",
                "intermediate_size"}  # fmt: skip
 _DECODER = {"is_decoder": True}
-_MLA = {"head_dim": 4, "num_key_value_heads": 4}  # rotary frequencies are made for head_dim, which is that of the rotary part
+# rotary frequencies are made for head_dim, which is that of the rotary part
+_MLA = {"head_dim": 4, "num_key_value_heads": 4}
 SPECIAL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash",
                      "minicpm3", "youtu"), _MLA),
@@ -105,7 +108,17 @@ SPECIAL: dict[str, dict[str, Any]] = {
                  "shape_embed_dim": 8},
 }  # fmt: skip
 # Gates, decays and steps of recurrences, which are not to be made larger.
-_AS_BUILT = ("A_log", "dt_", "time_", "decay", "a_param", "recurrent", ".D", "learnable_skip", "inv_freq")
+_AS_BUILT = (
+    "A_log",
+    "dt_",
+    "time_",
+    "decay",
+    "a_param",
+    "recurrent",
+    ".D",
+    "learnable_skip",
+    "inv_freq",
+)
 
 
 def model_types() -> list[str]:
@@ -117,17 +130,25 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     kind: Any = CONFIG_MAPPING[model_type]
     parts = getattr(kind, "sub_configs", {})
     text = next((name for name in ("text_config", "decoder") if name in parts), None)
-    if text is not None and hasattr(parts[text], "model_type") and parts[text].model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if (
+        text is not None
+        and hasattr(parts[text], "model_type")
+        and parts[text].model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    ):
         return tiny_config(parts[text].model_type, **changes)
     known = kind().to_dict()
     names = {*known, *getattr(kind, "attribute_map", {}).values()} & SIZES.keys()
-    settings: dict[str, Any] = {name: SIZES[name] for name in names if known.get(name) is not None or name in _EVEN_UNSET}
+    settings: dict[str, Any] = {
+        name: SIZES[name] for name in names if known.get(name) is not None or name in _EVEN_UNSET
+    }
     settings.update(SPECIAL.get(model_type, {}))
     return kind(**{**settings, **changes})
 
 
 def tiny_model(model_type: str, seed: int = 0, large: bool = True, **changes: Any) -> Any:
-    """A random model in evaluation mode, with weights so large that every layer matters (or as the architecture begins with them)."""
+    """A random model in evaluation mode, with weights so large that every layer matters (or as the
+    architecture begins with them).
+    """
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(tiny_config(model_type, **changes))
     if large:

@@ -1,9 +1,11 @@
-"""A thousand random conversations in each renderer: `python bench/token_exactness.py --csv bench/results/token_exactness.csv`.
+"""A thousand random conversations in each renderer: `python bench/token_exactness.py --csv
+bench/results/token_exactness.csv`.
 
-In each, an environment says anything (control tokens as text, few-shot answers, answers of tools) and a policy writes any tokens.
-Checked is that the tokens that would be trained are exactly those that were sampled, in their order, with their logprobs, and that there
-is one datum as long as each prompt goes on where the answer before it ended (`tests/conversations.py::check`). Random numbers stand in for
-a model.
+In each, an environment says anything (control tokens as text, few-shot answers, answers of tools)
+and a policy writes any tokens. Checked is that the tokens that would be trained are exactly those
+that were sampled, in their order, with their logprobs, and that there is one datum as long as each
+prompt goes on where the answer before it ended (`tests/conversations.py::check`). Random numbers
+stand in for a model.
 """
 
 import argparse
@@ -24,25 +26,38 @@ def parts(count: int, most: int = 50) -> list[int]:
     return [min(most, count - begun) for begun in range(0, count, most)]
 
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--conversations", type=int, default=1000)
-parser.add_argument("--tokenizers", type=Path, help="folder of tokenizers (default: of WHETSTONE_DATA)")
+parser.add_argument(
+    "--tokenizers", type=Path, help="folder of tokenizers (default: of WHETSTONE_DATA)"
+)
 parser.add_argument("--renderers", nargs="+", default=list(RENDERERS))
 parser.add_argument("--csv", type=Path)
 
 if __name__ == "__main__":
     args = parser.parse_args()
-    folder = args.tokenizers or Path(os.environ.get("WHETSTONE_DATA", "../shared/data")) / "tokenizers"
-    lines = ["renderer,conversations,turns,datums,written anew,prompts equal to the template's,seconds"]
+    folder = (
+        args.tokenizers or Path(os.environ.get("WHETSTONE_DATA", "../shared/data")) / "tokenizers"
+    )
+    lines = [
+        "renderer,conversations,turns,datums,written anew,prompts equal to the template's,seconds"
+    ]
     for name in args.renderers:
         begin = time.perf_counter()
         renderer = load(name, folder)
         found: Counter[str] = Counter()
-        for seed, count in enumerate(parts(args.conversations)):  # all of a part are under way at once, each in a thread of its own
+        # all of a part are under way at once, each in a thread of its own
+        for seed, count in enumerate(parts(args.conversations)):
             found.update(check(name, renderer, count, seed))
         compared = check_canonical(name, renderer, args.conversations // 4)
         figures = [*found.values(), compared, round(time.perf_counter() - begin, 1)]
         lines.append(",".join([f'"{name}"', *map(str, figures)]))
         print(lines[-1], flush=True)
     if args.csv:
-        args.csv.write_text(f"# python bench/token_exactness.py {' '.join(sys.argv[1:])}\n" + "\n".join(lines) + "\n")
+        args.csv.write_text(
+            f"# python bench/token_exactness.py {' '.join(sys.argv[1:])}\n"
+            + "\n".join(lines)
+            + "\n"
+        )

@@ -1,12 +1,17 @@
-"""Two processes on one run's folder, at random moments: is the run's end that of an undisturbed one, and is the second told?
+"""Two processes on one run's folder, at random moments: is the run's end that of an undisturbed
+one, and is the second told?
 
     python bench/two_starts.py --count 50      # into bench/results/two_starts.csv
 
-Each row: a run is started, and at a random moment (also before it, or long after) a second process with --resume, --overwrite,
---auto-resume or nothing; in half of the rows the first is killed (SIGKILL) at another random moment. Then a third goes on with
---auto-resume, whatever the two left. `same`: metrics (all but times), weights and names of checkpoints are those of a run that nobody
-disturbed. `second`: "refused" (it named the first), "went on", "began anew", "not asked for" (there is a run, and nothing said what to do).
-The exit code is 1 if a row is not the same, or a process ended otherwise. Two that were both at work would leave neither's files.
+Each row: a run is started, and at a random moment (also before it, or long after) a second process
+with --resume, --overwrite,
+--auto-resume or nothing; in half of the rows the first is killed (SIGKILL) at another random
+moment. Then a third goes on with
+--auto-resume, whatever the two left. `same`: metrics (all but times), weights and names of
+checkpoints are those of a run that nobody disturbed. `second`: "refused" (it named the first),
+"went on", "began anew", "not asked for" (there is a run, and nothing said what to do). The exit
+code is 1 if a row is not the same, or a process ended otherwise. Two that were both at work would
+leave neither's files.
 """
 
 from __future__ import annotations
@@ -46,7 +51,14 @@ def _run(words: str, folder: Path, there: Any) -> None:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
     try:
-        execute(parse([*words.split(), "--output-dir", str(folder)], METHODS, Path("none.yaml"), options=RunSettings))
+        execute(
+            parse(
+                [*words.split(), "--output-dir", str(folder)],
+                METHODS,
+                Path("none.yaml"),
+                options=RunSettings,
+            )
+        )
         there.send("done")
     except UserError as error:
         there.send(str(error))
@@ -72,8 +84,15 @@ def word_of(process: Any, here: Any) -> str:
 
 def left(folder: Path) -> tuple[Any, ...]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    figures = [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows]
-    weights = {key: tensor.tolist() for key, tensor in load_file(str(folder / "checkpoints/grpo-final/model/model.safetensors")).items()}
+    figures = [
+        {key: value for key, value in row.items() if not key.startswith("time/")} for row in rows
+    ]
+    weights = {
+        key: tensor.tolist()
+        for key, tensor in load_file(
+            str(folder / "checkpoints/grpo-final/model/model.safetensors")
+        ).items()
+    }
     return figures, weights, sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
@@ -89,9 +108,14 @@ def second_of(said: str, how: str) -> str:
     return {"--resume": "went on", "--overwrite": "began anew"}.get(how, "went on or began")
 
 
-def interleaving(number: int, whole: tuple[Any, ...], seconds: float, parent: Path) -> dict[str, Any]:
+def interleaving(
+    number: int, whole: tuple[Any, ...], seconds: float, parent: Path
+) -> dict[str, Any]:
     rng = random.Random(number)
-    folder, how = parent / f"run{number}", rng.choice(["--resume", "--overwrite", "--auto-resume", ""])
+    folder, how = (
+        parent / f"run{number}",
+        rng.choice(["--resume", "--overwrite", "--auto-resume", ""]),
+    )
     kill = rng.random() < 0.5
     moments = [("first", 0.3), ("second", rng.uniform(0.2, 0.3 + 1.2 * seconds))]
     if kill:
@@ -115,7 +139,9 @@ def interleaving(number: int, whole: tuple[Any, ...], seconds: float, parent: Pa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--first", type=int, default=0)
     asked = parser.parse_args()
@@ -140,7 +166,12 @@ def main() -> None:
             writer.writeheader()
             writer.writerows(rows)
     shutil.rmtree(parent)
-    sys.exit(any(str(row["same"]) != "True" or "WRONG" in f"{row['first']}{row['second']}" for row in rows))
+    sys.exit(
+        any(
+            str(row["same"]) != "True" or "WRONG" in f"{row['first']}{row['second']}"
+            for row in rows
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""vLLM's side of bench/sampler_vllm.py: runs in an environment of its own (vLLM has a torch of its own) and imports nothing of here.
+"""vLLM's side of bench/sampler_vllm.py: runs in an environment of its own (vLLM has a torch of its
+own) and imports nothing of here.
 
     python bench/vllm_peer.py FOLDER      # a model's folder; then a JSON line in (what to sample), a JSON line out (what it took)
 """
@@ -44,7 +45,12 @@ def main() -> None:
         seconds = time.perf_counter() - start
         answers = [one for output in outputs for one in output.outputs]
         logprobs = sum(len(one.logprobs or []) for one in answers)
-        say(seconds=seconds, tokens=sum(len(one.token_ids) for one in answers), logprobs=logprobs, threads=torch.get_num_threads())
+        say(
+            seconds=seconds,
+            tokens=sum(len(one.token_ids) for one in answers),
+            logprobs=logprobs,
+            threads=torch.get_num_threads(),
+        )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from rl.environments import resolve_environment
 from rl.episodes import Rollouts, rollout
 from rl.types import SamplingParams
 
-# ------------------------------------------------------------------------------------------------------ reasoning-gym
+# ------------------------------------------------------------------------------------ reasoning-gym
 
 
 def _rg(task: str, **settings: Any) -> Any:
@@ -30,11 +30,15 @@ def tasks_pay_their_own_answers() -> Found:
         question = made.start()
         if made.entry["answer"] is None:  # several answers are right, and the task gives none
             return bool(question) and made.step({"role": "assistant", "content": ""}).reward < 1
-        right = made.step({"role": "assistant", "content": f"I think <answer>{made.entry['answer']}</answer>"})
+        right = made.step(
+            {"role": "assistant", "content": f"I think <answer>{made.entry['answer']}</answer>"}
+        )
         wrong = made.step({"role": "assistant", "content": "certainly not this"})
         return bool(question) and right.reward >= 0.99 > wrong.reward and right.done
 
-    return counted([(task, lambda task=task: case(task)) for task in sorted(reasoning_gym.factory.DATASETS)])
+    return counted(
+        [(task, lambda task=task: case(task)) for task in sorted(reasoning_gym.factory.DATASETS)]
+    )
 
 
 def curricula_have_their_levels() -> Found:
@@ -49,7 +53,9 @@ def curricula_have_their_levels() -> Found:
             asked.append(made.start())
         return all(asked)
 
-    return counted([(task, lambda task=task: case(task)) for task in sorted(reasoning_gym.factory.CURRICULA)])
+    return counted(
+        [(task, lambda task=task: case(task)) for task in sorted(reasoning_gym.factory.CURRICULA)]
+    )
 
 
 def an_episode_through_the_rollout() -> Found:
@@ -58,12 +64,18 @@ def an_episode_through_the_rollout() -> Found:
     tests = [row for row in spec.make().rows("test", 9)]
 
     def says(prompt: str) -> str:
-        sums = re.findall(r"(\d[\d +\-]*\d) = ?\?", prompt) or re.findall(r"(\d[\d +\-]*\d)", prompt)
-        return str(eval(sums[-1].replace("+0", "+"), {"__builtins__": {}}))  # digits and signs alone
+        sums = re.findall(r"(\d[\d +\-]*\d) = ?\?", prompt) or re.findall(
+            r"(\d[\d +\-]*\d)", prompt
+        )
+        # digits and signs alone
+        return str(eval(sums[-1].replace("+0", "+"), {"__builtins__": {}}))
 
     found = played(spec, says, rows=rows)
     rewards = [reward for one in found.groups for reward in one.get_total_rewards()]
-    asked = {split: [_question(spec, row) for row in given] for split, given in (("train", rows), ("test", tests))}
+    asked = {
+        split: [_question(spec, row) for row in given]
+        for split, given in (("train", rows), ("test", tests))
+    }
     return counted([
         ("levels are spread", lambda: [row["level"] for row in rows] == [0, 1, 2] * 3),
         ("right answers are paid", lambda: rewards == [1.0] * 9),
@@ -78,14 +90,16 @@ def _question(spec: Any, row: dict) -> str:
     return made.start()
 
 
-# ---------------------------------------------------------------------------------------------------------- textarena
+# ---------------------------------------------------------------------------------------- textarena
 
 
 def games_begin() -> Found:
     """Every base game, begun with as few players as it takes, and one answer that is no move."""
     import textarena as ta
 
-    names = sorted(name for name in ta.envs.registration.ENV_REGISTRY if re.fullmatch(r"[A-Za-z0-9]+-v0", name))
+    names = sorted(
+        name for name in ta.envs.registration.ENV_REGISTRY if re.fullmatch(r"[A-Za-z0-9]+-v0", name)
+    )
 
     def case(name: str) -> bool:
         made = resolve_environment("textarena", game=name).make()
@@ -99,7 +113,9 @@ def games_begin() -> Found:
 
 def halving(prompt: str) -> str:
     low, high = 1, 20
-    for guess, hint in re.findall(r"\[(\d+)\].*?target number is (lower|higher)", prompt, re.DOTALL):
+    for guess, hint in re.findall(
+        r"\[(\d+)\].*?target number is (lower|higher)", prompt, re.DOTALL
+    ):
         low, high = (low, int(guess) - 1) if hint == "lower" else (int(guess) + 1, high)
     return f"[{(low + high) // 2}]"
 
@@ -115,7 +131,12 @@ def games_are_played() -> Found:
         return f"[{next((i for i in '012345678' if i not in taken), '0')}]"
 
     both = played(board, first_free, rows=[{} for _ in range(3)])
-    random_other = resolve_environment("textarena", game="TicTacToe-v0", others="random", moves=" ".join(f"[{i}]" for i in range(9)))
+    random_other = resolve_environment(
+        "textarena",
+        game="TicTacToe-v0",
+        others="random",
+        moves=" ".join(f"[{i}]" for i in range(9)),
+    )
     one = played(random_other, first_free, rows=[{} for _ in range(10)], group=2)
     again = played(random_other, first_free, rows=[{} for _ in range(10)], group=2)
     totals = [round(sum(group.get_total_rewards()), 6) for group in both.groups]
@@ -135,17 +156,27 @@ def _turns(one: Any) -> int:
 
 
 def _tokens(found: Rollouts) -> list:
-    return [[turn.ob.to_ints() for turn in one.transitions] for group in found.groups for one in group.trajectories_G]
+    return [
+        [turn.ob.to_ints() for turn in one.transitions]
+        for group in found.groups
+        for one in group.trajectories_G
+    ]
 
 
-# ---------------------------------------------------------------------------------------------------------- skyrl-gym
+# ---------------------------------------------------------------------------------------- skyrl-gym
 
 
 def skyrl_episodes() -> Found:
-    row = {"messages": [{"role": "user", "content": "What is 6*7? End with #### and the number."}], "answer": "42"}
+    row = {
+        "messages": [{"role": "user", "content": "What is 6*7? End with #### and the number."}],
+        "answer": "42",
+    }
     once = resolve_environment("skyrl_gym", env="gsm8k")
     several = resolve_environment("skyrl_gym", env="gsm8k_multi_turn")
-    right, wrong = (played(once, lambda _, s=s: s, rows=[row]).groups[0].get_total_rewards() for s in ("It is\n#### 42", "#### 41"))
+    right, wrong = (
+        played(once, lambda _, s=s: s, rows=[row]).groups[0].get_total_rewards()
+        for s in ("It is\n#### 42", "#### 41")
+    )
     answers = iter(["#### 1", "#### 2", "#### 42"])
     found = played(several, lambda _: next(answers), rows=[row])
     turns = found.groups[0].trajectories_G[0].transitions
@@ -158,7 +189,7 @@ def skyrl_episodes() -> Found:
     ])  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------ tinker-cookbook
+# ---------------------------------------------------------------------------------- tinker-cookbook
 
 
 def tinker_groups() -> Found:
@@ -181,7 +212,11 @@ def tinker_groups() -> Found:
             return self._asked(), [sorted(render.ends)[0]]
 
         def _asked(self) -> Any:
-            return tinker.ModelInput.from_ints(render.build_generation_prompt([{"role": "user", "content": f"Say {self.left}"}]).to_ints())
+            return tinker.ModelInput.from_ints(
+                render.build_generation_prompt(
+                    [{"role": "user", "content": f"Say {self.left}"}]
+                ).to_ints()
+            )
 
         async def step(self, action: list[int], *, extra: Any = None) -> Any:
             seen.append((type(action), type(action[0]), extra))
@@ -189,7 +224,12 @@ def tinker_groups() -> Found:
             said = render.parse_response(action)[0]["content"]
             right, self.left = said == str(self.left), self.left - 1
             return types.StepResult(
-                float(right), self.left == 0, self._asked(), [sorted(render.ends)[0]], {"right": float(right)}, {"said": said}
+                float(right),
+                self.left == 0,
+                self._asked(),
+                [sorted(render.ends)[0]],
+                {"right": float(right)},
+                {"said": said},
             )
 
     class Broken(Count):
@@ -206,7 +246,10 @@ def tinker_groups() -> Found:
         async def compute_group_rewards(self, trajectory_group: Any, env_group: Any) -> Any:
             assert len(trajectory_group) == len(env_group)
             assert all(isinstance(one, types.Trajectory) for one in trajectory_group)
-            return [(10.0, {"length": float(len(one.transitions[0].ac.tokens))}) for one in trajectory_group]
+            return [
+                (10.0, {"length": float(len(one.transitions[0].ac.tokens))})
+                for one in trajectory_group
+            ]
 
         async def cleanup(self) -> None:
             self.cleaned += 1
@@ -216,7 +259,12 @@ def tinker_groups() -> Found:
 
     made = [Group(Count, Count), Group(Count, Broken, Count)]
     groups = [TinkerGroup(builder, i, seconds=20.0) for i, builder in enumerate(made)]
-    found = rollout(groups, Scripted(render, lambda p: re.findall(r"Say (\d)", p)[-1]), SamplingParams(max_tokens=8), seed=0)
+    found = rollout(
+        groups,
+        Scripted(render, lambda p: re.findall(r"Say (\d)", p)[-1]),
+        SamplingParams(max_tokens=8),
+        seed=0,
+    )
     return counted([
         ("episodes and their group rewards", lambda: [g.get_total_rewards() for g in found.groups] == [[13.0, 13.0]] * 2),
         ("actions are lists of ints", lambda: {one[:2] for one in seen} == {(list, int)}),
@@ -235,7 +283,10 @@ CHECKS: dict[str, list[tuple[str, Callable[[], Found]]]] = {
         ("every curriculum asks at its first and last level", curricula_have_their_levels),
         ("episodes through the rollout", an_episode_through_the_rollout),
     ],
-    "textarena": [("every game begins and takes an answer", games_begin), ("games are played to their end", games_are_played)],
+    "textarena": [
+        ("every game begins and takes an answer", games_begin),
+        ("games are played to their end", games_are_played),
+    ],
     "skyrl-gym": [("episodes of one turn and of several", skyrl_episodes)],
     "openenv": [("episodes on a server", openenv_episodes)],
     "mcp": [("tools of a server", mcp_episodes)],

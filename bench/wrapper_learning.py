@@ -1,14 +1,17 @@
-"""Learning proofs of wrapped environments: a tiny model passes a bar that it misses untrained, on training's own held-out episodes.
+"""Learning proofs of wrapped environments: a tiny model passes a bar that it misses untrained, on
+training's own held-out episodes.
 
     python bench/wrapper_learning.py textarena --seeds 0 1 2 --out bench/results/wrapper_learning.csv
 
-textarena: its GuessTheNumber of 1 to 8 in four guesses, after SFT on games in which half of the guesses halve what is left and the
-others are any number. The bar is the share of games won, and wins alone are paid: the game's own reward of a game lost is how near the
-last guess came, 0.8 or so, and rises while games are lost.
-reasoning_gym: its spell_backward by curriculum (--curriculum success over two levels, words of 3 letters and of up to 5), after SFT on
-right answers, so that every seed can spell, and then on answers of which a third have their letters in any order, so that something is
-left to learn. The bar is the share of right answers over both levels, sampled. Its words are those of one list, so that held-out questions
-are drawn anew, but a word may have been met.
+textarena: its GuessTheNumber of 1 to 8 in four guesses, after SFT on games in which half of the
+guesses halve what is left and the others are any number. The bar is the share of games won, and
+wins alone are paid: the game's own reward of a game lost is how near the last guess came, 0.8 or
+so, and rises while games are lost.
+reasoning_gym: its spell_backward by curriculum (--curriculum success over two levels, words of 3
+letters and of up to 5), after SFT on right answers, so that every seed can spell, and then on
+answers of which a third have their letters in any order, so that something is left to learn. The
+bar is the share of right answers over both levels, sampled. Its words are those of one list, so
+that held-out questions are drawn anew, but a word may have been met.
 """
 
 from __future__ import annotations
@@ -28,7 +31,19 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
-FIELDS = ("task", "seed", "what", "bar", "untrained", "after warm-up", "trained", "passes", "steps", "seconds", "command")
+FIELDS = (
+    "task",
+    "seed",
+    "what",
+    "bar",
+    "untrained",
+    "after warm-up",
+    "trained",
+    "passes",
+    "steps",
+    "seconds",
+    "command",
+)
 MODEL = "tiny:ascii-small"
 
 SETTINGS = {
@@ -45,7 +60,9 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Task:
-    """`first`: steps of SFT; `able`: of SFT before it, on `rows` right answers. `words`: of GRPO, beside the environment's own."""
+    """`first`: steps of SFT; `able`: of SFT before it, on `rows` right answers. `words`: of GRPO,
+    beside the environment's own.
+    """
 
     metric: str
     bar: float
@@ -72,13 +89,20 @@ TASKS = {
 
 
 def games(count: int, seed: int) -> Iterator[dict]:
-    """Games of textarena as conversations: half of the guesses halve what is left, the others are any number."""
+    """Games of textarena as conversations: half of the guesses halve what is left, the others are
+    any number.
+    """
     from rl.environments import resolve_environment
 
     spec, draw = resolve_environment("textarena", **SETTINGS["textarena"]), random.Random(seed)
     for episode in range(count):
         game = spec.make()
-        game.seed, game.member, game.row, game.rng = 10**7 + 10**5 * seed + episode, 0, {}, random.Random(0)
+        game.seed, game.member, game.row, game.rng = (
+            10**7 + 10**5 * seed + episode,
+            0,
+            {},
+            random.Random(0),
+        )
         turn, messages, low, high = game.start(), [], 1, 8
         while not turn.done:
             heard = str(turn.messages)
@@ -94,16 +118,26 @@ def games(count: int, seed: int) -> Iterator[dict]:
 
 
 def spelled(count: int, seed: int, careless: float = 1 / 3) -> Iterator[dict]:
-    """Answers to both levels by turns, of generators that training does not meet; of some the letters are in any order."""
+    """Answers to both levels by turns, of generators that training does not meet; of some the
+    letters are in any order.
+    """
     from rl.environments import resolve_environment
 
-    spec, draw = resolve_environment("reasoning_gym", **SETTINGS["reasoning_gym"]), random.Random(seed)
+    spec, draw = (
+        resolve_environment("reasoning_gym", **SETTINGS["reasoning_gym"]),
+        random.Random(seed),
+    )
     for row in spec.make().rows(f"warm-up {seed}", count):
         one = spec.make()
         one.row = row
         question, answer = one.start(), str(one.entry["answer"])
         said = "".join(draw.sample(answer, len(answer))) if draw.random() < careless else answer
-        yield {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": said}]}
+        yield {
+            "messages": [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": said},
+            ]
+        }
 
 
 def run(task: str, seed: int, steps: int | None) -> dict:
@@ -113,40 +147,72 @@ def run(task: str, seed: int, steps: int | None) -> dict:
     steps = steps or one.steps
     begin = time.perf_counter()
     before = untrained(task, settings, one.metric, one.max_tokens, MODEL, seed, turns=6)
-    words = " ".join(f"--environment.{name} {shlex.quote(str(value))}" for name, value in settings.items())
+    words = " ".join(
+        f"--environment.{name} {shlex.quote(str(value))}" for name, value in settings.items()
+    )
     more = "--eval-limit 256 --no-eval-greedy --save-every 0 --rollouts-every 0 --schedule linear --warmup-steps 5 --quiet"
     line = f"grpo --environment {task} {words} {one.words} --max-tokens {one.max_tokens} {more} --steps {steps} --eval-every {steps}"
     with tempfile.TemporaryDirectory() as scratch:
         folder, model = Path(scratch), MODEL
         if one.able:
-            model = sft(model, one.able, spelled(one.rows, seed, careless=0.0), seed, folder / "able")
-        taught = games(one.rows, seed) if task == "textarena" else spelled(32 * one.first, seed + 100)
+            model = sft(
+                model, one.able, spelled(one.rows, seed, careless=0.0), seed, folder / "able"
+            )
+        taught = (
+            games(one.rows, seed) if task == "textarena" else spelled(32 * one.first, seed + 100)
+        )
         sft(model, one.first, taught, seed, folder / "sft", rate=1e-3 if one.able else 3e-3)
         train(f"{line} --base-model {scratch}/sft --seed {seed} --output-dir {scratch}/run")
-        found = [json.loads(text) for text in (Path(scratch) / "run" / "metrics.jsonl").read_text().splitlines()]
-    values = [row[f"test/env/all/{one.metric}"] for row in found if f"test/env/all/{one.metric}" in row]
+        found = [
+            json.loads(text)
+            for text in (Path(scratch) / "run" / "metrics.jsonl").read_text().splitlines()
+        ]
+    values = [
+        row[f"test/env/all/{one.metric}"] for row in found if f"test/env/all/{one.metric}" in row
+    ]
     passes = before < one.bar <= values[-1]
     shown = f"python bench/wrapper_learning.py {task} --seeds {seed} --steps {steps}"
     figures = [round(value, 4) for value in (before, values[0], values[-1])]
-    row = (task, seed, one.metric, one.bar, *figures, passes, steps, round(time.perf_counter() - begin), shown)
+    row = (
+        task,
+        seed,
+        one.metric,
+        one.bar,
+        *figures,
+        passes,
+        steps,
+        round(time.perf_counter() - begin),
+        shown,
+    )
     return dict(zip(FIELDS, row, strict=True))
 
 
-def sft(model: str, steps: int, taught: Iterator[dict], seed: int, folder: Path, rate: float = 3e-3) -> str:
+def sft(
+    model: str, steps: int, taught: Iterator[dict], seed: int, folder: Path, rate: float = 3e-3
+) -> str:
     """Its weights."""
     rows = folder.with_suffix(".jsonl")
     rows.write_text("".join(json.dumps(row) + "\n" for row in taught))
     form = f"sft --base-model {model} --dataset {rows} --steps {steps} --batch-size 32 --learning-rate {rate} --schedule cosine"
-    train(f"{form} --warmup-steps 10 --eval-every 0 --save-every 0 --seed {seed} --output-dir {folder} --quiet")
+    train(
+        f"{form} --warmup-steps 10 --eval-every 0 --save-every 0 --seed {seed} --output-dir {folder} --quiet"
+    )
     return str(folder)
 
 
 def train(line: str) -> None:
-    subprocess.run([sys.executable, "train.py", *shlex.split(line)], check=True, cwd=REPO, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "train.py", *shlex.split(line)],
+        check=True,
+        cwd=REPO,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int)

@@ -1,4 +1,6 @@
-"""Episodes of a wrapped environment whose answers are written down, and cases that are counted: what bench/wrapper_checks.py stands on."""
+"""Episodes of a wrapped environment whose answers are written down, and cases that are counted:
+what bench/wrapper_checks.py stands on.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def renderer() -> Renderer:
 
 
 class Scripted:
-    """A sampler whose answer is a function of the prompt's text, with the end mark that the renderer reads."""
+    """A sampler whose answer is a function of the prompt's text, with the end mark that the
+    renderer reads.
+    """
 
     info = {"max_context": None}
 
@@ -37,12 +41,25 @@ class Scripted:
         return SimpleNamespace(result=lambda: (responses, {"emitted_tokens": 1}))
 
 
-def played(spec: Any, says: Callable[[str], str], *, rows: Sequence[dict] = ({},), group: int = 1, seconds: float = 30.0) -> Rollouts:
+def played(
+    spec: Any,
+    says: Callable[[str], str],
+    *,
+    rows: Sequence[dict] = ({},),
+    group: int = 1,
+    seconds: float = 30.0,
+) -> Rollouts:
     """Episodes of an environment through the rollout."""
     render = renderer()
     metas = [{k: v for k, v in row.items() if k != "messages"} for row in rows]
-    problems = [Problem(row.get("messages", ()), meta, index=i) for i, (row, meta) in enumerate(zip(rows, metas, strict=True))]
-    groups = [EnvironmentGroup(spec, problem, group, render, limits=Limits(turns=40, seconds=seconds)) for problem in problems]
+    problems = [
+        Problem(row.get("messages", ()), meta, index=i)
+        for i, (row, meta) in enumerate(zip(rows, metas, strict=True))
+    ]
+    groups = [
+        EnvironmentGroup(spec, problem, group, render, limits=Limits(turns=40, seconds=seconds))
+        for problem in problems
+    ]
     return rollout(groups, Scripted(render, says), SamplingParams(max_tokens=64), seed=0)
 
 

@@ -15,7 +15,7 @@ from wrapper_scripted import Found, costs_episode, counted, played
 
 from rl.environments import resolve_environment
 
-OPENENV_SERVER = '''
+OPENENV_SERVER = """
 import sys, uvicorn
 from openenv.core.env_server.http_server import create_fastapi_app
 from openenv.core.env_server.interfaces import Environment
@@ -45,7 +45,7 @@ class Count(Environment):
         return State(step_count=3 - self.left)
 
 uvicorn.run(create_fastapi_app(Count, Say, Heard, max_concurrent_envs=16), port=int(sys.argv[1]), log_level="error")
-'''
+"""
 
 MCP_SERVER = '''
 import sys, time
@@ -89,11 +89,15 @@ def openenv_episodes() -> Found:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
         spec = resolve_environment("openenv", url=f"http://127.0.0.1:{port}", show="text")
-        found = played(spec, lambda prompt: re.findall(r"Say (\d)", prompt)[-1], rows=[{}, {}], group=2)
+        found = played(
+            spec, lambda prompt: re.findall(r"Say (\d)", prompt)[-1], rows=[{}, {}], group=2
+        )
         wrong = played(spec, lambda prompt: "9")
         turns = found.groups[0].trajectories_G[0].transitions if found.groups else []
         asjson = resolve_environment("openenv", url=f"http://127.0.0.1:{port}", action="json")
-        strange = played(asjson, lambda prompt: "no json" if "Error" not in prompt else '{"message": "1"}')
+        strange = played(
+            asjson, lambda prompt: "no json" if "Error" not in prompt else '{"message": "1"}'
+        )
         metrics = [t.metrics for t in strange.groups[0].trajectories_G[0].transitions]
         return counted([
             ("episodes side by side", lambda: [g.get_total_rewards() for g in found.groups] == [[3.0, 3.0]] * 2),
@@ -116,7 +120,9 @@ def mcp_episodes() -> Found:
         tools = {one.name: one for one in server.tools()}
 
         def called(name: str, **arguments: Any) -> Any:
-            (call,) = run_calls({"tool_calls": [{"function": {"name": name, "arguments": arguments}}]}, tools)
+            (call,) = run_calls(
+                {"tool_calls": [{"function": {"name": name, "arguments": arguments}}]}, tools
+            )
             return call
 
         object.__setattr__(tools["hang"], "seconds", 2.0)

@@ -1,10 +1,12 @@
-"""Wrappers against the packages that they wrap, each installed from its requirements file into an environment of its own.
+"""Wrappers against the packages that they wrap, each installed from its requirements file into an
+environment of its own.
 
     python bench/wrappers.py --out bench/results/wrappers.csv              (makes the environments; needs a package index)
     python bench/wrappers.py --venvs DIR ...                               (DIR/<name> are there already)
     python bench/wrappers.py --check textarena                             (in this environment, where the package is installed)
 
-A row says what was checked, how many held of how many, and how long it took; those that do not hold are named.
+A row says what was checked, how many held of how many, and how long it took; those that do not hold
+are named.
 """
 
 from __future__ import annotations
@@ -32,11 +34,15 @@ def make(folder: Path, name: str) -> Path:
     (packages,) = folder.glob("lib/python*/site-packages")
     (packages / "base.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     file = REPO / f"requirements-{name.removeprefix('tinker-')}.txt"
-    own = [line for line in file.read_text().splitlines() if line and not line.startswith(("#", "-r"))]
+    own = [
+        line for line in file.read_text().splitlines() if line and not line.startswith(("#", "-r"))
+    ]
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]
     subprocess.run([*install, *own], check=True)
     if name == "tinker-cookbook":  # it asks for a tml-renderers that the package index may not have
-        subprocess.run([*install, "--no-deps", "tinker-cookbook==0.6.1", "tml-renderers==0.2.1"], check=True)
+        subprocess.run(
+            [*install, "--no-deps", "tinker-cookbook==0.6.1", "tml-renderers==0.2.1"], check=True
+        )
     return python
 
 
@@ -53,12 +59,22 @@ def check(name: str) -> list[dict]:
         held, of, bad = function()
         seconds = round(time.perf_counter() - begin, 2)
         print(name, what, held, of, seconds, *bad[:20], sep=" | ", file=sys.stderr, flush=True)
-        rows.append(dict(zip(FIELDS, (name, version(name), what, held, of, seconds, "; ".join(bad)[:1500]), strict=True)))
+        rows.append(
+            dict(
+                zip(
+                    FIELDS,
+                    (name, version(name), what, held, of, seconds, "; ".join(bad)[:1500]),
+                    strict=True,
+                )
+            )
+        )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", choices=PACKAGES, help="run the checks of one package here")
     parser.add_argument("--only", nargs="+", choices=PACKAGES, default=PACKAGES)
     parser.add_argument("--venvs", type=Path, help="a folder with an environment for each package")
@@ -70,8 +86,14 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         for name in args.only:
-            python = args.venvs / name / "bin" / "python" if args.venvs else make(Path(scratch) / name, name)
-            run = subprocess.run([str(python), __file__, "--check", name], capture_output=True, text=True, cwd=REPO)
+            python = (
+                args.venvs / name / "bin" / "python"
+                if args.venvs
+                else make(Path(scratch) / name, name)
+            )
+            run = subprocess.run(
+                [str(python), __file__, "--check", name], capture_output=True, text=True, cwd=REPO
+            )
             if run.returncode:
                 sys.exit(f"{name}: {run.stderr[-3000:]}")
             rows += json.loads(run.stdout.splitlines()[-1])

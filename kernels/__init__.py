@@ -1,4 +1,6 @@
-"""Fused operations on token logprobs: torch custom ops with Triton kernels on CUDA and plain torch paths elsewhere."""
+"""Fused operations on token logprobs: torch custom ops with Triton kernels on CUDA and plain torch
+paths elsewhere.
+"""
 
 from kernels.draw import draw
 from kernels.linear_logprob import linear_logprob, linear_logprob_reference

@@ -1,7 +1,9 @@
-"""`draw`: from hidden states and an output head to a token and its logprob, row by row; the logits never exist as a whole.
+"""`draw`: from hidden states and an output head to a token and its logprob, row by row; the logits
+never exist as a whole.
 
-The token is where the cumulative probability of softmax(x W' / T) passes a uniform number (inverse CDF), the same as from whole
-logits by the same number, but where rounding decides. On CUDA by draw_triton.py; elsewhere block by block in torch.
+The token is where the cumulative probability of softmax(x W' / T) passes a uniform number (inverse
+CDF), the same as from whole logits by the same number, but where rounding decides. On CUDA by
+draw_triton.py; elsewhere block by block in torch.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from kernels.common import check_matmul, check_same_device, check_tokens, on_dev
 NAME = "draw"
 COLUMNS = 4096  # of a block off CUDA
 
-# -------------------------------------------------------------------------------------------------------- torch path
+# --------------------------------------------------------------------------------------- torch path
 
 
 def _blocks(x: Tensor, w: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,43 +37,70 @@ def _torch_draw(
     top_N = top_NB.amax(1)
     cumulative_NB = (sum_NB * (top_NB - top_N[:, None]).double().exp()).cumsum(1)
     total_N = cumulative_NB[:, -1]
-    target_N = torch.minimum(uniform_N * total_N, torch.nextafter(total_N, torch.zeros_like(total_N)))
-    block_N = torch.searchsorted(cumulative_NB, target_N[:, None], right=True).squeeze(1).clamp_max(cumulative_NB.shape[1] - 1)
+    target_N = torch.minimum(
+        uniform_N * total_N, torch.nextafter(total_N, torch.zeros_like(total_N))
+    )
+    block_N = (
+        torch.searchsorted(cumulative_NB, target_N[:, None], right=True)
+        .squeeze(1)
+        .clamp_max(cumulative_NB.shape[1] - 1)
+    )
     if greedy_N is not None:
         block_N = torch.where(greedy_N, top_NB.argmax(1), block_N)
-    before_N = torch.where(block_N > 0, cumulative_NB.gather(1, (block_N - 1).clamp_min(0)[:, None])[:, 0], 0.0)
+    before_N = torch.where(
+        block_N > 0, cumulative_NB.gather(1, (block_N - 1).clamp_min(0)[:, None])[:, 0], 0.0
+    )
     token_N, logit_N = torch.zeros_like(block_N), torch.zeros_like(top_N)
     for block in block_N.unique().tolist():
         rows, lo = (block_N == block).nonzero()[:, 0], block * COLUMNS
         z = (x[rows] @ w[lo : lo + COLUMNS].float().t()).div_(temperature_N[rows, None])
         weight = (z - top_N[rows, None]).exp_()
         inside = weight.cumsum(1, dtype=torch.float64)
-        rest = torch.minimum(target_N[rows] - before_N[rows], torch.nextafter(inside[:, -1], torch.zeros_like(inside[:, -1])))
-        place = torch.searchsorted(inside, rest[:, None], right=True)[:, 0].clamp_max(z.shape[1] - 1)
+        rest = torch.minimum(
+            target_N[rows] - before_N[rows],
+            torch.nextafter(inside[:, -1], torch.zeros_like(inside[:, -1])),
+        )
+        place = torch.searchsorted(inside, rest[:, None], right=True)[:, 0].clamp_max(
+            z.shape[1] - 1
+        )
         place = place if greedy_N is None else torch.where(greedy_N[rows], z.argmax(1), place)
         token_N[rows], logit_N[rows] = lo + place, z.gather(1, place[:, None])[:, 0]
     return token_N.clamp_max(V - 1), logit_N - top_N - total_N.log().float()
 
 
-# ---------------------------------------------------------------------------------------------------- public function
+# ---------------------------------------------------------------------------------- public function
 
 
 def draw(
-    hidden_ND: Tensor, weight_VD: Tensor, temperature_N: Tensor, uniform_N: Tensor, greedy_N: Tensor | None = None
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    temperature_N: Tensor,
+    uniform_N: Tensor,
+    greedy_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A token (int64) and the logprob it was drawn with (float32) for each row. No gradient, no top-k, no top-p.
+    """A token (int64) and the logprob it was drawn with (float32) for each row. No gradient, no
+    top-k, no top-p.
 
     Args:
         hidden_ND, weight_VD: of one dtype. temperature_N: above 0 (of a greedy row: 1). uniform_N: float64 in [0, 1).
         greedy_N: bool, rows that take their largest logit (ties: the lowest id) and report its logprob.
     """
     check_matmul(NAME, hidden_ND, weight_VD, None)
-    check_tokens(NAME, len(hidden_ND), temperature_N=temperature_N, uniform_N=uniform_N, greedy_N=greedy_N)
+    check_tokens(
+        NAME, len(hidden_ND), temperature_N=temperature_N, uniform_N=uniform_N, greedy_N=greedy_N
+    )
     check_same_device(
-        NAME, hidden_ND=hidden_ND, weight_VD=weight_VD, temperature_N=temperature_N, uniform_N=uniform_N, greedy_N=greedy_N
+        NAME,
+        hidden_ND=hidden_ND,
+        weight_VD=weight_VD,
+        temperature_N=temperature_N,
+        uniform_N=uniform_N,
+        greedy_N=greedy_N,
     )
     if len(hidden_ND) == 0:
-        return uniform_N.new_empty(0, dtype=torch.int64), uniform_N.new_empty(0, dtype=torch.float32)
+        return uniform_N.new_empty(0, dtype=torch.int64), uniform_N.new_empty(
+            0, dtype=torch.float32
+        )
     with torch.no_grad(), on_device(hidden_ND):
         if triton_works(hidden_ND):
             from kernels.draw_triton import draw as work

@@ -1,8 +1,10 @@
-"""The kernels of `draw`: sums of exp over slices of the vocabulary, the slice that a uniform number falls into, the token in it.
+"""The kernels of `draw`: sums of exp over slices of the vocabulary, the slice that a uniform number
+falls into, the token in it.
 
-Slices are SUB columns. A row's slice is computed a second time, from SUB rows of W: at D = 4096 half a megabyte a row, where writing
-and reading logits would be four passes over 2 V bytes. Sums within a slice are float32, over slices float64.
-The random numbers come from the host (rl/sampler/streams.py).
+Slices are SUB columns. A row's slice is computed a second time, from SUB rows of W: at D = 4096
+half a megabyte a row, where writing and reading logits would be four passes over 2 V bytes. Sums
+within a slice are float32, over slices float64. The random numbers come from the host
+(rl/sampler/streams.py).
 """
 
 from __future__ import annotations
@@ -27,13 +29,31 @@ def _slices_kernel(
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SUB: tl.constexpr, SPLITS: tl.constexpr,
     GROUP: tl.constexpr, DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """max[slice, row] of z = x w' scale (logits / log 2) and sum[slice, row] of 2^(z - max), for every slice of SUB columns."""
+    """max[slice, row] of z = x w' scale (logits / log 2) and sum[slice, row] of 2^(z - max), for
+    every slice of SUB columns.
+    """
     block, split = _item(N, SPLITS, GROUP, BM)
     rows = block * BM + tl.arange(0, BM)
     inside = rows < N
     scale = tl.load(scale_ptr + rows, mask=inside, other=0.0)
     for tile in tl.range(split, tiles, SPLITS):
-        acc = _products(x, w, block * BM, tile * BN, N, V, stride_x, stride_w, D, BM, BN, BK, DESCRIPTORS, UPCAST, PRECISION)
+        acc = _products(
+            x,
+            w,
+            block * BM,
+            tile * BN,
+            N,
+            V,
+            stride_x,
+            stride_w,
+            D,
+            BM,
+            BN,
+            BK,
+            DESCRIPTORS,
+            UPCAST,
+            PRECISION,
+        )
         cols = tile * BN + tl.arange(0, BN)
         z = tl.where((cols < V)[None, :], acc * scale[:, None], FLOOR)
         z = tl.reshape(z, (BM, BN // SUB, SUB))
@@ -48,11 +68,15 @@ def _slices_kernel(
 
 @triton.jit
 def _weights(max_ptr, sum_ptr, index, rows, inside, top, N, slices):
-    """What slices weigh in units of 2^top, float64; 0 past the end. `index` and `rows` broadcast to [slices, rows]."""
+    """What slices weigh in units of 2^top, float64; 0 past the end. `index` and `rows` broadcast to
+    [slices, rows].
+    """
     mask = (index < slices) & inside[None, :]
     at = index.to(tl.int64) * N + rows[None, :]
     largest = tl.load(max_ptr + at, mask=mask, other=FLOOR)
-    return (tl.exp2(largest - top[None, :]) * tl.load(sum_ptr + at, mask=mask, other=0.0)).to(tl.float64)
+    return (tl.exp2(largest - top[None, :]) * tl.load(sum_ptr + at, mask=mask, other=0.0)).to(
+        tl.float64
+    )
 
 
 @triton.jit(do_not_specialize=BATCH)
@@ -60,7 +84,9 @@ def _pick_kernel(
     max_ptr, sum_ptr, uniform_ptr, greedy_ptr, slice_ptr, rest_ptr, top_ptr, lse_ptr, N, slices,
     HAS_GREEDY: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """Each row's slice, what of u times the total is left for it, its largest z, and log2 of the total."""
+    """Each row's slice, what of u times the total is left for it, its largest z, and log2 of the
+    total.
+    """
     rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     inside = rows < N
     place = tl.arange(0, BS)[:, None]
@@ -68,7 +94,9 @@ def _pick_kernel(
     largest = tl.zeros((BM,), tl.int32)
     for first in range(0, slices, BS):
         mask = (first + place < slices) & inside[None, :]
-        m = tl.load(max_ptr + (first + place).to(tl.int64) * N + rows[None, :], mask=mask, other=FLOOR)
+        m = tl.load(
+            max_ptr + (first + place).to(tl.int64) * N + rows[None, :], mask=mask, other=FLOOR
+        )
         block_top = tl.max(m, 0)
         lowest = tl.min(tl.where(m == block_top[None, :], first + place, 2147483647), 0)
         largest = tl.where(block_top > top, lowest, largest)
@@ -80,7 +108,8 @@ def _pick_kernel(
     running = tl.zeros((BM,), tl.float64)
     before = tl.zeros((BM,), tl.float64)  # the sum of blocks that end at or below the target
     chosen = tl.zeros((BM,), tl.int32)
-    last = tl.zeros((BM,), tl.int32)  # the last block whose sum is not 0: where rounding brings the target up to the total
+    # the last block whose sum is not 0: where rounding brings the target up to the total
+    last = tl.zeros((BM,), tl.int32)
     last_before = tl.zeros((BM,), tl.float64)
     for first in range(0, slices, BS):
         block = tl.sum(_weights(max_ptr, sum_ptr, first + place, rows, inside, top, N, slices), 0)
@@ -113,15 +142,24 @@ def _search_kernel(
     x_ptr, w_ptr, scale_ptr, slice_ptr, rest_ptr, top_ptr, lse_ptr, greedy_ptr, token_ptr, logp_ptr, N, V, stride_x, stride_w,
     D: tl.constexpr, BM: tl.constexpr, SUB: tl.constexpr, BK: tl.constexpr, HAS_GREEDY: tl.constexpr,
 ):  # fmt: skip
-    """The first token of the row's slice at which the sum passes what is left, and its logprob; a greedy row: its largest."""
+    """The first token of the row's slice at which the sum passes what is left, and its logprob; a
+    greedy row: its largest.
+    """
     rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     inside = rows < N
-    cols = tl.load(slice_ptr + rows, mask=inside, other=0)[:, None].to(tl.int64) * SUB + tl.arange(0, SUB)[None, :]
+    cols = (
+        tl.load(slice_ptr + rows, mask=inside, other=0)[:, None].to(tl.int64) * SUB
+        + tl.arange(0, SUB)[None, :]
+    )
     real = inside[:, None] & (cols < V)
     z = tl.zeros((BM, SUB), tl.float32)
     for k in range(0, D, BK):
         depth = k + tl.arange(0, BK)
-        x = tl.load(x_ptr + rows[:, None] * stride_x + depth[None, :], mask=inside[:, None] & (depth < D)[None, :], other=0.0)
+        x = tl.load(
+            x_ptr + rows[:, None] * stride_x + depth[None, :],
+            mask=inside[:, None] & (depth < D)[None, :],
+            other=0.0,
+        )
         at = w_ptr + cols[:, :, None] * stride_w + depth[None, None, :]
         w = tl.load(at, mask=real[:, :, None] & (depth < D)[None, None, :], other=0.0)
         z += tl.sum(x.to(tl.float32)[:, None, :] * w.to(tl.float32), 2)
@@ -130,19 +168,26 @@ def _search_kernel(
     weight = tl.where(real, tl.exp2(z - top[:, None]), 0.0).to(tl.float64)
     below = tl.cumsum(weight, 1) <= tl.load(rest_ptr + rows, mask=inside, other=0.0)[:, None]
     place = tl.arange(0, SUB)[None, :]
-    first = tl.min(tl.where(below | (weight <= 0.0), SUB, place), 1)  # the sum rises there, so its own weight is not 0
+    # the sum rises there, so its own weight is not 0
+    first = tl.min(tl.where(below | (weight <= 0.0), SUB, place), 1)
     last = tl.max(tl.where(weight > 0.0, place, 0), 1)
     index = tl.minimum(first, last)
     if HAS_GREEDY:
         greedy = tl.load(greedy_ptr + rows, mask=inside, other=0) != 0
-        index = tl.where(greedy, tl.min(tl.where(z == tl.max(z, 1)[:, None], place, SUB - 1), 1), index)
+        index = tl.where(
+            greedy, tl.min(tl.where(z == tl.max(z, 1)[:, None], place, SUB - 1), 1), index
+        )
     chosen = tl.sum(tl.where(place == index[:, None], z, 0.0), 1)
     start = tl.load(slice_ptr + rows, mask=inside, other=0).to(tl.int64) * SUB
     tl.store(token_ptr + rows, tl.minimum(start + index, V - 1), mask=inside)
-    tl.store(logp_ptr + rows, (chosen - tl.load(lse_ptr + rows, mask=inside, other=0.0)) * TO_NATS, mask=inside)
+    tl.store(
+        logp_ptr + rows,
+        (chosen - tl.load(lse_ptr + rows, mask=inside, other=0.0)) * TO_NATS,
+        mask=inside,
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------ launch
+# ------------------------------------------------------------------------------------------- launch
 
 
 def draw(
@@ -166,7 +211,10 @@ def draw(
     rest = torch.empty(N, dtype=torch.float64, device=x.device)
     top, lse, logp = (torch.empty(N, dtype=torch.float32, device=x.device) for _ in range(3))
     token = torch.empty(N, dtype=torch.int64, device=x.device)
-    uniform, greedy = uniform_N.contiguous(), chosen if greedy_N is None else greedy_N.to(torch.uint8)
+    uniform, greedy = (
+        uniform_N.contiguous(),
+        chosen if greedy_N is None else greedy_N.to(torch.uint8),
+    )
     has = greedy_N is not None
     _pick_kernel[(triton.cdiv(N, pick[0]),)](
         most, total, uniform, greedy, chosen, rest, top, lse, N, slices, HAS_GREEDY=has, BM=pick[0], BS=pick[1], num_warps=4

@@ -1,4 +1,5 @@
-"""`linear_logprob`: hidden states and an LM head to the target's logprob and the entropy of each token, without logits.
+"""`linear_logprob`: hidden states and an LM head to the target's logprob and the entropy of each
+token, without logits.
 
 Five plans, chosen from what needs a gradient and from the budget of bytes:
     none       forward only
@@ -7,8 +8,8 @@ Five plans, chosen from what needs a gradient and from the budget of bytes:
     expected   the head needs no gradient: the forward also gathers E_p[W], the backward is g (W[y] - E_p[W]) (4NDV)
     whole      as saved where the budget has room for two: the scores' gradient in one piece too, and two products of it
     recompute  scores are computed again in the backward, slab by slab (8NDV); no [T, V] tensor at any time
-linear_logprob_launch.py (kernels in linear_logprob_triton.py) does the work on CUDA, linear_logprob_torch.py elsewhere; they
-have the same functions.
+linear_logprob_launch.py (kernels in linear_logprob_triton.py) does the work on CUDA,
+linear_logprob_torch.py elsewhere; they have the same functions.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from kernels.tiles import device_of, tiles_for
 NAME = "linear_logprob"
 KEEPING = ("saved", "whole")  # plans that keep [T, V]
 
-# ------------------------------------------------------------------------------------------------------------ launch
+# ------------------------------------------------------------------------------------------- launch
 
 
 def _backend(tensor: Tensor) -> ModuleType:
@@ -58,7 +59,9 @@ def _backend(tensor: Tensor) -> ModuleType:
 
 
 def _kept(hidden_TD: Tensor, vocab: int, plan: str) -> tuple[Tensor, Tensor]:
-    """Empty tensors for what a plan keeps: (payload, exponents), both of size 0 where it keeps nothing."""
+    """Empty tensors for what a plan keeps: (payload, exponents), both of size 0 where it keeps
+    nothing.
+    """
     tokens, nothing = hidden_TD.shape[0], hidden_TD.new_empty(0, dtype=torch.float32)
     if plan == "expected":
         return hidden_TD.new_empty(hidden_TD.shape, dtype=torch.float32), nothing
@@ -66,19 +69,23 @@ def _kept(hidden_TD: Tensor, vocab: int, plan: str) -> tuple[Tensor, Tensor]:
         return hidden_TD.new_empty(0, dtype=torch.float32), nothing
     if not triton_works(hidden_TD):
         return hidden_TD.new_empty((tokens, vocab), dtype=torch.float32), nothing
-    tiles = -(-vocab // tiles_for(hidden_TD.shape[1], hidden_TD.dtype, device_of(hidden_TD)).columns)
+    tiles = -(
+        -vocab // tiles_for(hidden_TD.shape[1], hidden_TD.dtype, device_of(hidden_TD)).columns
+    )
     exponents = hidden_TD.new_empty((tiles, tokens), dtype=torch.float32)
     return hidden_TD.new_empty((tokens, whole_lines(vocab))).narrow(1, 0, vocab), exponents
 
 
-# -------------------------------------------------------------------------------------------------------- custom ops
+# --------------------------------------------------------------------------------------- custom ops
 
 
 def _forward(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, temperature: float, softcap: float | None,
     ignore_index: int, entropy: bool, plan: str, checked: bool = False, frozen_columns: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """logp, entropy, lse (float32 [T]) and what the plan keeps. Rows whose target is ignore_index are left out of the work."""
+    """logp, entropy, lse (float32 [T]) and what the plan keeps. Rows whose target is ignore_index
+    are left out of the work.
+    """
     head, tokens = Head(temperature, softcap), hidden.shape[0]
     rows = None if checked else target_rows(NAME, target, weight.shape[0], ignore_index)
     kept, exponents = _kept(hidden, weight.shape[0], plan)
@@ -89,19 +96,43 @@ def _forward(
     backend = _backend(hidden)
     with on_device(hidden):
         if plan in KEEPING:
-            keep = (kept[: len(x)], exponents[:, : len(x)]) if exponents.numel() else (kept[: len(x)],)
+            keep = (
+                (kept[: len(x)], exponents[:, : len(x)]) if exponents.numel() else (kept[: len(x)],)
+            )
             out = backend.saved_forward(x, weight, y, bias, head, *keep, entropy=entropy)
         else:
-            out = backend.forward(x, weight, y, bias, head, entropy=entropy, expected=plan == "expected")
+            out = backend.forward(
+                x, weight, y, bias, head, entropy=entropy, expected=plan == "expected"
+            )
     kept = put(out.expected, rows, tokens) if plan == "expected" else kept
-    return put(out.logp, rows, tokens), put(out.entropy, rows, tokens), put(out.lse, rows, tokens), kept, exponents
+    return (
+        put(out.logp, rows, tokens),
+        put(out.entropy, rows, tokens),
+        put(out.lse, rows, tokens),
+        kept,
+        exponents,
+    )
 
 
-forward_op = torch.library.custom_op("whetstone::linear_logprob", _forward, mutates_args=(), tags=WAITS)
+forward_op = torch.library.custom_op(
+    "whetstone::linear_logprob", _forward, mutates_args=(), tags=WAITS
+)
 
 
 @forward_op.register_fake
-def _(hidden, weight, target, bias, temperature, softcap, ignore_index, entropy, plan, checked=False, frozen_columns=0):
+def _(
+    hidden,
+    weight,
+    target,
+    bias,
+    temperature,
+    softcap,
+    ignore_index,
+    entropy,
+    plan,
+    checked=False,
+    frozen_columns=0,
+):
     logp, ent, lse = (hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(3))
     return logp, ent, lse, *_kept(hidden, weight.shape[0], plan)
 
@@ -111,7 +142,9 @@ def _gradients(
     bias: Tensor | None, logp: Tensor, entropy: Tensor, lse: Tensor, kept: Tensor, exponents: Tensor, temperature: float,
     softcap: float | None, ignore_index: int, plan: str, need: list[bool], frozen_columns: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of hidden, weight and bias (size 0 where `need` is False). Rows without upstream gradient cost nothing."""
+    """Gradients of hidden, weight and bias (size 0 where `need` is False). Rows without upstream
+    gradient cost nothing.
+    """
     head, used = Head(temperature, softcap), target != ignore_index
     co = coefficients(g_logp, g_entropy, g_lse, entropy)
     active = co.a != 0 if g_entropy is None and g_lse is None else (co.a != 0) | (co.b != 0)
@@ -124,17 +157,35 @@ def _gradients(
     rows = rows_of(active, count)
     if count == 0:
         given = zip((hidden, weight, bias), need, strict=True)
-        return _filled(hidden, Gradients(*(torch.zeros_like(t) if t is not None and wanted else None for t, wanted in given)))
-    co = Coefficients(take(co.a, rows), take(co.b, rows), take(co.c, rows) if co.c is not None and curved else None)
+        return _filled(
+            hidden,
+            Gradients(
+                *(torch.zeros_like(t) if t is not None and wanted else None for t, wanted in given)
+            ),
+        )
+    co = Coefficients(
+        take(co.a, rows),
+        take(co.b, rows),
+        take(co.c, rows) if co.c is not None and curved else None,
+    )
     x, y, lse = take(hidden, rows), take(target, rows), take(lse, rows)
-    wanted: dict[str, Any] = dict(zip(("need_x", "need_w", "need_bias"), need, strict=True)) | {"frozen_columns": frozen_columns}
+    wanted: dict[str, Any] = dict(zip(("need_x", "need_w", "need_bias"), need, strict=True)) | {
+        "frozen_columns": frozen_columns
+    }
     backend = _backend(hidden)
     if plan == "expected" and co.c is None:
-        slope = None if softcap is None else 1.0 - ((take(logp, rows) + lse) * (temperature / softcap)).square_()
-        dx = linear_logprob_torch.backward_frozen(weight, y, head, co, slope, take(kept, rows)).to(hidden.dtype)
+        slope = (
+            None
+            if softcap is None
+            else 1.0 - ((take(logp, rows) + lse) * (temperature / softcap)).square_()
+        )
+        dx = linear_logprob_torch.backward_frozen(weight, y, head, co, slope, take(kept, rows)).to(
+            hidden.dtype
+        )
         grads = Gradients(dx, None, None)
     elif plan in KEEPING and (co.c is None or not exponents.numel()):
-        # Kept rows are those that took part in the forward, closed up; the k-th used row is row k there.
+        # Kept rows are those that took part in the forward, closed up; the k-th used row is row k
+        # there.
         at = None if rows is None else (used.cumsum(0) - 1)[rows]
         keep = (kept, exponents, take(logp, rows)) if exponents.numel() else (kept,)
         wanted |= {"whole": True} if plan == "whole" else {}
@@ -143,7 +194,12 @@ def _gradients(
     else:
         with on_device(hidden):
             grads = backend.backward(x, weight, y, bias, head, co, lse, **wanted)
-    return _filled(hidden, Gradients(None if grads.x is None else put(grads.x, rows, hidden.shape[0]), grads.w, grads.bias))
+    return _filled(
+        hidden,
+        Gradients(
+            None if grads.x is None else put(grads.x, rows, hidden.shape[0]), grads.w, grads.bias
+        ),
+    )
 
 
 def _filled(like: Tensor, grads: Gradients) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,21 +207,28 @@ def _filled(like: Tensor, grads: Gradients) -> tuple[Tensor, Tensor, Tensor]:
     return dx, dw, db
 
 
-backward_op = torch.library.custom_op("whetstone::linear_logprob_backward", _gradients, mutates_args=(), tags=WAITS)
+backward_op = torch.library.custom_op(
+    "whetstone::linear_logprob_backward", _gradients, mutates_args=(), tags=WAITS
+)
 
 
 @backward_op.register_fake
 def _(g_logp, g_entropy, g_lse, hidden, weight, target, bias, logp, entropy, lse, kept, exponents, temperature, softcap,
       ignore_index, plan, need, frozen_columns=0):  # fmt: skip
     shapes = zip((hidden, weight, bias), need, strict=True)
-    return tuple(tensor.new_empty(tensor.shape) if wanted else hidden.new_empty(0) for tensor, wanted in shapes)
+    return tuple(
+        tensor.new_empty(tensor.shape) if wanted else hidden.new_empty(0)
+        for tensor, wanted in shapes
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- autograd
+# ----------------------------------------------------------------------------------------- autograd
 
 
 def _setup(ctx, inputs, output) -> None:
-    hidden, weight, target, bias, temperature, softcap, ignore_index, _, plan, _, frozen_columns = inputs
+    hidden, weight, target, bias, temperature, softcap, ignore_index, _, plan, _, frozen_columns = (
+        inputs
+    )
     ctx.save_for_backward(hidden, weight, target, bias, *output)
     ctx.settings = (temperature, softcap, ignore_index, plan)
     ctx.frozen_columns = frozen_columns
@@ -177,7 +240,9 @@ def _setup(ctx, inputs, output) -> None:
 def _backward(ctx, g_logp, g_entropy, g_lse, *_):
     need = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
     with without_autocast(ctx.saved_tensors[0]):
-        grads = backward_op(g_logp, g_entropy, g_lse, *ctx.saved_tensors, *ctx.settings, need, ctx.frozen_columns)
+        grads = backward_op(
+            g_logp, g_entropy, g_lse, *ctx.saved_tensors, *ctx.settings, need, ctx.frozen_columns
+        )
     dx, dw, db = (grad if wanted else None for grad, wanted in zip(grads, need, strict=True))
     return dx, dw, None, db, *[None] * 7
 
@@ -185,7 +250,7 @@ def _backward(ctx, g_logp, g_entropy, g_lse, *_):
 forward_op.register_autograd(_backward, setup_context=_setup)
 
 
-# ---------------------------------------------------------------------------------------------------- public function
+# ---------------------------------------------------------------------------------- public function
 
 
 def _plan(hidden: Tensor, weight: Tensor, bias: Tensor | None, saved_bytes: int) -> str:
@@ -206,12 +271,22 @@ def _is_tiny(x: Tensor, weight: Tensor, saved_bytes: int) -> bool:
 
 
 def _tiny(
-    x: Tensor, w: Tensor, y: Tensor, bias: Tensor | None, head: Head, ignore_index: int, entropy: bool
+    x: Tensor,
+    w: Tensor,
+    y: Tensor,
+    bias: Tensor | None,
+    head: Head,
+    ignore_index: int,
+    entropy: bool,
 ) -> tuple[Tensor, ...]:
-    """Torch's own operations and autograd, in float32, where a custom op's dispatch would cost more than the work."""
+    """Torch's own operations and autograd, in float32, where a custom op's dispatch would cost more
+    than the work.
+    """
     total, rows = x.shape[0], target_rows(NAME, y, w.shape[0], ignore_index)
     x, y = take(x, rows), take(y, rows)
-    z = torch.nn.functional.linear(x.float(), w.float(), None if bias is None else bias.float().clamp(min=LOW))
+    z = torch.nn.functional.linear(
+        x.float(), w.float(), None if bias is None else bias.float().clamp(min=LOW)
+    )
     z = z if head.softcap is None else torch.tanh(z / head.softcap) * head.softcap
     z = z if head.temperature == 1.0 else z / head.temperature
     all_logp, column = z.log_softmax(1), y.unsqueeze(1)
@@ -226,9 +301,11 @@ def linear_logprob(
     softcap: float | None = None, ignore_index: int = -100, *, entropy: bool = True, saved_bytes: int | None = None,
     checked: bool = False, frozen_columns: int = 0,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """The target's logprob, the entropy and the log-sum-exp of each token under softmax(logits), as float32.
+    """The target's logprob, the entropy and the log-sum-exp of each token under softmax(logits), as
+    float32.
 
-    logits = softcap * tanh((hidden @ weight.T + bias) / softcap) / temperature; no tanh where softcap is None.
+    logits = softcap * tanh((hidden @ weight.T + bias) / softcap) / temperature; no tanh where
+    softcap is None.
 
     Args:
         hidden: [..., D] in float32, bfloat16 or float16; products and sums are float32 for all three.
@@ -250,7 +327,9 @@ def linear_logprob(
         ValueError, TypeError: shapes, dtypes, devices that do not fit; a target outside [0, V), which is named.
     """
     if type(weight).__name__ == "DTensor":
-        raise TypeError(f"{NAME}: weight is a DTensor; call this inside the head's own forward, or pass weight.full_tensor()")
+        raise TypeError(
+            f"{NAME}: weight is a DTensor; call this inside the head's own forward, or pass weight.full_tensor()"
+        )
     check_head(NAME, temperature, softcap)
     cast = under_autocast(hidden, weight)
     hidden, weight = cast[0], cast[1]  # type: ignore[assignment]
@@ -264,28 +343,49 @@ def linear_logprob(
     y = (target if flat else target.reshape(-1)).long()
     with without_autocast(x):
         if _is_tiny(x, weight, saved_bytes):
-            logp, ent, lse = _tiny(x, weight, y, bias, Head(temperature, softcap), ignore_index, entropy)
+            logp, ent, lse = _tiny(
+                x, weight, y, bias, Head(temperature, softcap), ignore_index, entropy
+            )
         else:
             plan = _plan(x, weight, bias, saved_bytes)
-            logp, ent, lse, *_ = forward_op(x, weight, y, bias, temperature, softcap, ignore_index, entropy, plan, checked, frozen_columns)
+            logp, ent, lse, *_ = forward_op(
+                x,
+                weight,
+                y,
+                bias,
+                temperature,
+                softcap,
+                ignore_index,
+                entropy,
+                plan,
+                checked,
+                frozen_columns,
+            )
     if flat:
         return logp, ent if entropy else None, lse
-    return logp.view(target.shape), ent.view(target.shape) if entropy else None, lse.view(target.shape)
+    return (
+        logp.view(target.shape),
+        ent.view(target.shape) if entropy else None,
+        lse.view(target.shape),
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- plain reference
+# ---------------------------------------------------------------------------------- plain reference
 
 
 def linear_logprob_reference(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, temperature: float = 1.0,
     softcap: float | None = None, ignore_index: int = -100,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The same in plain torch with whole logits, in the dtype it is given: the definition, and what tests compare with."""
+    """The same in plain torch with whole logits, in the dtype it is given: the definition, and what
+    tests compare with.
+    """
     logits = torch.nn.functional.linear(hidden, weight, bias)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     logits = logits / temperature
     logp_all = logits.log_softmax(-1)
     used = target != ignore_index
     logp = logp_all.gather(-1, target.long().where(used, 0).unsqueeze(-1)).squeeze(-1)
-    entropy = -(logp_all.exp() * logp_all.clamp(min=torch.finfo(logp_all.dtype).min)).sum(-1)  # a banned token's p log p is 0
+    # a banned token's p log p is 0
+    entropy = -(logp_all.exp() * logp_all.clamp(min=torch.finfo(logp_all.dtype).min)).sum(-1)
     return logp.where(used, 0.0), entropy.where(used, 0.0), logits.logsumexp(-1).where(used, 0.0)

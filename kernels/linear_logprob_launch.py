@@ -1,6 +1,8 @@
-"""Launches of the kernels in linear_logprob_triton.py, under the names that linear_logprob_torch.py has for its own.
+"""Launches of the kernels in linear_logprob_triton.py, under the names that linear_logprob_torch.py
+has for its own.
 
-Every [N, V] quantity exists for one slab of columns at a time: the extra memory does not grow with V.
+Every [N, V] quantity exists for one slab of columns at a time: the extra memory does not grow with
+V.
 """
 
 from __future__ import annotations
@@ -32,8 +34,14 @@ from kernels.tiles import SPECIAL, Tiles, device_of, multiprocessors, tiles_for
 
 
 def special_tiles(x: Tensor) -> Tiles | None:
-    """Tiles of the warp-specialised kernels for these hidden states, None where they do not fit or this device gets them wrong."""
-    if not (x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and 90 <= device_of(x).capability < 100):
+    """Tiles of the warp-specialised kernels for these hidden states, None where they do not fit or
+    this device gets them wrong.
+    """
+    if not (
+        x.is_cuda
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and 90 <= device_of(x).capability < 100
+    ):
         return None
     return SPECIAL if branches_agree(_trial, x.device.index or 0, x.dtype) else None
 
@@ -44,16 +52,26 @@ def _trial(special: bool, index: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     g = torch.Generator(device).manual_seed(0)
     x = torch.randn(300, 328, generator=g, device=device).to(dtype)
     w = (torch.randn(5001, 328, generator=g, device=device) / 8).to(dtype)
-    y, a = torch.randint(0, 5001, (300,), generator=g, device=device), torch.randn(300, generator=g, device=device)
-    scores = Scores(x, w, y, None, Head(0.8), tiles_for(328, dtype, device_of(x)), SPECIAL if special else None)
+    y, a = (
+        torch.randint(0, 5001, (300,), generator=g, device=device),
+        torch.randn(300, generator=g, device=device),
+    )
+    scores = Scores(
+        x, w, y, None, Head(0.8), tiles_for(328, dtype, device_of(x)), SPECIAL if special else None
+    )
     out = scores.combine(scores.statistics(True))
     dz = torch.zeros(300, 905, dtype=dtype, device=device)
     scores.dlogits(dz, 4096, 5001, out.lse * LOG2E, Coefficients(a, -a, a.flip(0)))
-    kept, exponents = dz.new_zeros(300, 5008).narrow(1, 0, 5001), a.new_zeros(triton.cdiv(5001, scores.tiles.columns), 300)
+    kept, exponents = (
+        dz.new_zeros(300, 5008).narrow(1, 0, 5001),
+        a.new_zeros(triton.cdiv(5001, scores.tiles.columns), 300),
+    )
     again = scores.combine(scores.statistics(True, (kept, exponents)))
     p = torch.empty_like(dz)
     one, zero = torch.ones_like(a), torch.zeros_like(a)
-    scores.saved_dlogits(p, 0, 905, kept, exponents, None, again.logp * LOG2E, again.lse * LOG2E, zero, one)
+    scores.saved_dlogits(
+        p, 0, 905, kept, exponents, None, again.logp * LOG2E, again.lse * LOG2E, zero, one
+    )
     return out.logp, out.entropy, out.lse, again.logp, again.entropy, torch.cat((p, dz)).float()
 
 
@@ -66,15 +84,34 @@ class Scores:
     """One head's matmul: what every launch over its scores has in common."""
 
     def __init__(
-        self, x: Tensor, w: Tensor, y: Tensor, bias: Tensor | None, head: Head, tiles: Tiles | None, special: Tiles | None = None
+        self,
+        x: Tensor,
+        w: Tensor,
+        y: Tensor,
+        bias: Tensor | None,
+        head: Head,
+        tiles: Tiles | None,
+        special: Tiles | None = None,
     ) -> None:
-        """`special`: tiles of linear_logprob_ws.py's kernels, for launches that they can do (None: what `special_tiles` says)."""
+        """`special`: tiles of linear_logprob_ws.py's kernels, for launches that they can do (None:
+        what `special_tiles` says).
+        """
         self.tiles = tiles or tiles_for(x.shape[1], x.dtype, device_of(x))
         self.D = x.shape[1]  # `operand` may add zeros
-        self.x, self.w, self.y, self.bias, self.head = operand(x), operand(w), y.contiguous(), bias, head
+        self.x, self.w, self.y, self.bias, self.head = (
+            operand(x),
+            operand(w),
+            y.contiguous(),
+            bias,
+            head,
+        )
         self.N, self.V = x.shape[0], w.shape[0]
         self.x_arg, self.w_arg, self.options = matmul_options(self.x, self.w, self.tiles)
-        self.options |= {"GROUP": GROUP, "HAS_BIAS": bias is not None, "SOFTCAP": head.softcap is not None}
+        self.options |= {
+            "GROUP": GROUP,
+            "HAS_BIAS": bias is not None,
+            "SOFTCAP": head.softcap is not None,
+        }
         self.bias_arg = self.y if bias is None else bias.contiguous()
         self.at_target = torch.empty(self.N, dtype=torch.float32, device=x.device)
         plain = bias is None and head.softcap is None and tiles is None
@@ -87,33 +124,55 @@ class Scores:
             return [(slice(0, self.N), self)]
         pieces = [slice(at, min(at + step, self.N)) for at in range(0, self.N, step)]
         cut = [(rows, cut_rows(self.x, rows), cut_rows(self.y, rows)) for rows in pieces]
-        return [(rows, Scores(x, self.w, y, self.bias, self.head, self.tiles, self.special)) for rows, x, y in cut]
+        return [
+            (rows, Scores(x, self.w, y, self.bias, self.head, self.tiles, self.special))
+            for rows, x, y in cut
+        ]
 
     def blocks(self) -> int:
         return triton.cdiv(self.N, self.tiles.rows)
 
     def parts(self, splits: int, count: int) -> Tensor:
-        """Room for the partial numbers of `count` launches over some columns: [3, splits * count, N]."""
+        """Room for the partial numbers of `count` launches over some columns: [3, splits * count,
+        N].
+        """
         return torch.empty((3, splits * count, self.N), dtype=torch.float32, device=self.x.device)
 
     def whole_splits(self) -> int:
         return min(SPLITS, triton.cdiv(self.V, (self.special or self.tiles).columns))
 
     def special_options(self, tiles: Tiles) -> dict[str, Any]:
-        """Of a launch that follows at once: who gives it memory is known to this thread alone, and autograd launches from its own."""
+        """Of a launch that follows at once: who gives it memory is known to this thread alone, and
+        autograd launches from its own.
+        """
         triton.set_allocator(_scratch)
-        sizes = {"D": self.x.shape[1], "BM": tiles.rows, "BN": tiles.columns, "BK": tiles.depth, "GROUP": GROUP, "WS": not interpreting()}
+        sizes = {
+            "D": self.x.shape[1],
+            "BM": tiles.rows,
+            "BN": tiles.columns,
+            "BK": tiles.depth,
+            "GROUP": GROUP,
+            "WS": not interpreting(),
+        }
         sizes |= {"num_warps": tiles.warps, "num_stages": tiles.stages}
         return sizes | {name: self.options[name] for name in ("UPCAST", "PRECISION")}
 
     def statistics(self, entropy: bool, keep: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """One launch over all scores: the partial numbers of every row, and `at_target`; what the saved plan keeps to `keep`."""
+        """One launch over all scores: the partial numbers of every row, and `at_target`; what the
+        saved plan keeps to `keep`.
+        """
         splits, tiles, x = self.whole_splits(), self.special, self.x
         part = self.parts(splits, 1)
         kept, exponents = keep or (part, part)
         if tiles is None:
-            own = None if keep is None else torch.full((self.N,), LOW, dtype=torch.float32, device=x.device)
-            how: dict[str, Any] = {} if keep is None else {"kept": kept, "exponents": exponents, "ref": own}
+            own = (
+                None
+                if keep is None
+                else torch.full((self.N,), LOW, dtype=torch.float32, device=x.device)
+            )
+            how: dict[str, Any] = (
+                {} if keep is None else {"kept": kept, "exponents": exponents, "ref": own}
+            )
             self.forward(part, 0, self.V, 0, splits, entropy=entropy, **how)
         else:
             _forward_ws_kernel[(triton.cdiv(self.N, tiles.rows) * splits,)](
@@ -138,7 +197,9 @@ class Scores:
         )  # fmt: skip
 
     def combine(self, part: Tensor) -> Forward:
-        logp, entropy, lse = (torch.empty(self.N, dtype=torch.float32, device=self.x.device) for _ in range(3))
+        logp, entropy, lse = (
+            torch.empty(self.N, dtype=torch.float32, device=self.x.device) for _ in range(3)
+        )
         _combine_kernel[(triton.cdiv(self.N, 32),)](
             part, self.at_target, logp, entropy, lse, self.N, part.shape[1], PARTS=32, BLOCK=32, num_warps=4
         )  # fmt: skip
@@ -153,7 +214,8 @@ class Scores:
                 out.stride(0), self.head.in_scale, HAS_C=co.c is not None, **self.special_options(tiles),
             )  # fmt: skip
             return
-        splits = SLAB_SPLITS if self.blocks() >= GROUP else SPLITS  # few rows: a program for each tile
+        # few rows: a program for each tile
+        splits = SLAB_SPLITS if self.blocks() >= GROUP else SPLITS
         _dlogits_kernel[(self.blocks() * splits,)](
             self.x_arg, self.w_arg, self.bias_arg, self.y, lse2, co.a, co.b, c, out, self.N, self.V,
             lo, triton.cdiv(hi - lo, self.tiles.columns), self.x.stride(0), self.w.stride(0), out.stride(0), self.head.in_scale,
@@ -173,21 +235,45 @@ class Scores:
             HAS_AT=at is not None, num_warps=8,
         )  # fmt: skip
 
-    def gradients(self, fill: Fill, need_x: bool, need_w: bool, need_bias: bool, first: int = 0, whole: bool = False) -> Gradients:
-        """dX, dW and dbias from `fill(scores, rows, dlogits, lo, hi)`, slab by slab: dW[slab] is rounded once, dX adds up in float32.
+    def gradients(
+        self,
+        fill: Fill,
+        need_x: bool,
+        need_w: bool,
+        need_bias: bool,
+        first: int = 0,
+        whole: bool = False,
+    ) -> Gradients:
+        """dX, dW and dbias from `fill(scores, rows, dlogits, lo, hi)`, slab by slab: dW[slab] is
+        rounded once, dX adds up in float32.
 
-        dW of the columns before `first` is 0. `whole`: in one piece, and two products of it, whatever it takes.
+        dW of the columns before `first` is 0. `whole`: in one piece, and two products of it,
+        whatever it takes.
         """
         spans = [(0, self.V)] if whole else list(slabs(self.V, self.tiles.columns))
         chunks = [(slice(0, self.N), self)] if whole else self.chunks(spans[0][1])
         buffer = self.x.new_empty(chunks[0][1].N * whole_lines(spans[0][1] - spans[0][0]))
-        dx = torch.zeros(self.x.shape, dtype=torch.float32, device=self.x.device) if need_x and not whole else None
-        dw = (torch.zeros if first else torch.empty)(self.w.shape, dtype=self.w.dtype, device=self.w.device) if need_w else None
+        dx = (
+            torch.zeros(self.x.shape, dtype=torch.float32, device=self.x.device)
+            if need_x and not whole
+            else None
+        )
+        dw = (
+            (torch.zeros if first else torch.empty)(
+                self.w.shape, dtype=self.w.dtype, device=self.w.device
+            )
+            if need_w
+            else None
+        )
         learns = None if dw is None else dw.narrow(1, first, dw.shape[1] - first)
         db = torch.zeros(self.V, dtype=torch.float32, device=self.w.device) if need_bias else None
         for lo, hi in spans:
             direct = len(chunks) == 1 and first == 0
-            sums = None if learns is None or direct else learns.new_zeros((hi - lo, learns.shape[1]), dtype=torch.float32)
+            sums = (
+                None
+                if learns is None or direct
+                else learns.new_zeros((hi - lo, learns.shape[1]), dtype=torch.float32)
+            )
             for rows, part in chunks:
                 line = whole_lines(hi - lo)
                 dz = buffer.narrow(0, 0, part.N * line).view(part.N, line).narrow(1, 0, hi - lo)
@@ -206,7 +292,9 @@ class Scores:
                 torch.ops.aten.copy_(learns.narrow(0, lo, hi - lo), sums)  # as cut_rows
         dx = None if dx is None else dx.narrow(1, 0, self.D).to(self.x.dtype)
         dw = dw if dw is None or dw.shape[1] == self.D else dw.narrow(1, 0, self.D).contiguous()
-        return Gradients(dx, dw, None if db is None or self.bias is None else db.to(self.bias.dtype))
+        return Gradients(
+            dx, dw, None if db is None or self.bias is None else db.to(self.bias.dtype)
+        )
 
 
 Fill: TypeAlias = Callable[[Scores, slice, Tensor, int, int], None]
@@ -219,36 +307,47 @@ def _scaled(co: Coefficients, scale: float) -> Coefficients:
 
 
 def _rows(co: Coefficients, rows: slice) -> Coefficients:
-    return Coefficients(cut_rows(co.a, rows), cut_rows(co.b, rows), None if co.c is None else cut_rows(co.c, rows))
+    return Coefficients(
+        cut_rows(co.a, rows), cut_rows(co.b, rows), None if co.c is None else cut_rows(co.c, rows)
+    )
 
 
 def forward(
     x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, *, entropy: bool = True, expected: bool = False,
     tiles: Tiles | None = None,
 ) -> Forward:  # fmt: skip
-    """As in linear_logprob_torch.py. One launch over all scores, or (for `expected`) one for each slab with a product after it."""
+    """As in linear_logprob_torch.py. One launch over all scores, or (for `expected`) one for each
+    slab with a product after it.
+    """
     scores = Scores(x_ND, w_VD, y_N, bias_V, head, tiles)
     if not expected:
         return scores.combine(scores.statistics(entropy))
     spans = list(slabs(scores.V, scores.tiles.columns))
     pieces = [_forward_expected(piece, spans, entropy) for _, piece in scores.chunks(spans[0][1])]
-    logp, ent, lse, mean = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*pieces, strict=True))
+    logp, ent, lse, mean = (
+        torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*pieces, strict=True)
+    )
     return Forward(logp, ent, lse, mean.narrow(1, 0, scores.D))
 
 
 def _forward_expected(scores: Scores, spans: list[tuple[int, int]], entropy: bool) -> Forward:
-    """Also E_p[slope W] [N, D]: kept values 2^(z-k) of a slab times W[slab], added up at the rows' current exponents.
+    """Also E_p[slope W] [N, D]: kept values 2^(z-k) of a slab times W[slab], added up at the rows'
+    current exponents.
 
-    k starts from the target's score, which is never above the row's maximum (so nothing that counts underflows) and, for tokens
-    drawn from the model, seldom far below it (so k seldom has to move, and the align kernel seldom has work).
+    k starts from the target's score, which is never above the row's maximum (so nothing that counts
+    underflows) and, for tokens drawn from the model, seldom far below it (so k seldom has to move,
+    and the align kernel seldom has work).
     """
     x, w, head, tile = scores.x, scores.w, scores.head, scores.tiles.columns
     part, width = scores.parts(SLAB_SPLITS, len(spans)), spans[0][1] - spans[0][0]
     buffer = x.new_empty(scores.N * whole_lines(width))
-    exponents = torch.empty((triton.cdiv(width, tile), scores.N), dtype=torch.float32, device=x.device)
+    exponents = torch.empty(
+        (triton.cdiv(width, tile), scores.N), dtype=torch.float32, device=x.device
+    )
     mean = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     ref = _target_exponent(scores)
-    headroom = 14.0 if x.dtype == torch.float16 else 40.0  # float16 ends at 2^16; 2^40 is far from bfloat16's end
+    # float16 ends at 2^16; 2^40 is far from bfloat16's end
+    headroom = 14.0 if x.dtype == torch.float16 else 40.0
     for index, (lo, hi) in enumerate(spans):
         line = whole_lines(hi - lo)
         kept = buffer.narrow(0, 0, scores.N * line).view(scores.N, line).narrow(1, 0, hi - lo)
@@ -268,11 +367,21 @@ def _forward_expected(scores: Scores, spans: list[tuple[int, int]], entropy: boo
 
 
 def _target_exponent(scores: Scores) -> Tensor:
-    """The target's logit / log 2, rounded up; good to a per cent, which is all a reference exponent needs. float32 [N]."""
+    """The target's logit / log 2, rounded up; good to a per cent, which is all a reference exponent
+    needs. float32 [N].
+    """
     head = scores.head
-    raw = torch.bmm(scores.x.unsqueeze(1), scores.w.index_select(0, scores.y).unsqueeze(2)).flatten().float()
+    raw = (
+        torch.bmm(scores.x.unsqueeze(1), scores.w.index_select(0, scores.y).unsqueeze(2))
+        .flatten()
+        .float()
+    )
     raw = raw if scores.bias is None else raw + scores.bias[scores.y].float().clamp(min=LOW)
-    z = raw * head.in_scale if head.softcap is None else torch.tanh(raw * head.in_scale) * head.out_scale
+    z = (
+        raw * head.in_scale
+        if head.softcap is None
+        else torch.tanh(raw * head.in_scale) * head.out_scale
+    )
     return z.ceil()
 
 
@@ -282,7 +391,8 @@ def saved_forward(
 ) -> Forward:  # fmt: skip
     """`forward`, and 2^(z-k) of every score to `kept_NV`, k to `exponents` [tiles, N].
 
-    In bfloat16 this keeps probabilities to 2^-9 relative, where bfloat16 logits near 20 would keep them to 2^-4.
+    In bfloat16 this keeps probabilities to 2^-9 relative, where bfloat16 logits near 20 would keep
+    them to 2^-4.
     """
     scores = Scores(x_ND, w_VD, y_N, bias_V, head, tiles)
     if kept_NV.stride(0) * kept_NV.element_size() % 16:
@@ -310,10 +420,12 @@ def saved_backward(
     exponents: Tensor, logp_N: Tensor, at_N: Tensor | None, *, need_x: bool, need_w: bool, need_bias: bool,
     frozen_columns: int = 0, whole: bool = False, tiles: Tiles | None = None,
 ) -> Gradients:  # fmt: skip
-    """`backward` from what `saved_forward` kept; row i of x was row at_N[i] there (None: i). No gradient of the entropy.
+    """`backward` from what `saved_forward` kept; row i of x was row at_N[i] there (None: i). No
+    gradient of the entropy.
 
-    That would multiply log p by kept values' rounding, 2^-9 in bfloat16, where a confident token's gradient is next to nothing.
-    `whole`: with one more tensor of that size and two products of it, in place of slabs whose dX adds up in float32.
+    That would multiply log p by kept values' rounding, 2^-9 in bfloat16, where a confident token's
+    gradient is next to nothing. `whole`: with one more tensor of that size and two products of it,
+    in place of slabs whose dX adds up in float32.
     """
     assert co.c is None, "the entropy's gradient is computed from scores again"
     scores = Scores(x_ND, w_VD, y_N, bias_V, head, tiles)
@@ -321,9 +433,15 @@ def saved_backward(
 
     def fill(part: Scores, rows: slice, dz: Tensor, lo: int, hi: int) -> None:
         a, b, _ = _rows(scaled, rows)
-        first = 0 if at_N is not None else rows.start  # kept rows are the rows themselves, from the chunk's first on
-        kept, exps = kept_TV.narrow(0, first, kept_TV.shape[0] - first), exponents.narrow(1, first, exponents.shape[1] - first)
+        # kept rows are the rows themselves, from the chunk's first on
+        first = 0 if at_N is not None else rows.start
+        kept, exps = (
+            kept_TV.narrow(0, first, kept_TV.shape[0] - first),
+            exponents.narrow(1, first, exponents.shape[1] - first),
+        )
         at = None if at_N is None else cut_rows(at_N, rows)
-        part.saved_dlogits(dz, lo, hi, kept, exps, at, cut_rows(logp2, rows), cut_rows(lse2, rows), a, b)
+        part.saved_dlogits(
+            dz, lo, hi, kept, exps, at, cut_rows(logp2, rows), cut_rows(lse2, rows), a, b
+        )
 
     return scores.gradients(fill, need_x, need_w, need_bias, frozen_columns, whole)

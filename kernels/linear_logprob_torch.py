@@ -1,11 +1,15 @@
-"""`linear_logprob` in plain torch, block by block: never more than BLOCK scores at a time, whatever T and V are.
+"""`linear_logprob` in plain torch, block by block: never more than BLOCK scores at a time, whatever
+T and V are.
 
-Scores are in units of log 2, because torch.exp2 is about three times as fast as torch.exp on a CPU; the factor log2(e) costs
-nothing, since it is multiplied into the hidden states. Products and sums are float32 for every input dtype.
+Scores are in units of log 2, because torch.exp2 is about three times as fast as torch.exp on a CPU;
+the factor log2(e) costs nothing, since it is multiplied into the hidden states. Products and sums
+are float32 for every input dtype.
 
-The gradient with respect to a logit z_i of a token with target y, given upstream gradients of logp, entropy H and lse:
+The gradient with respect to a logit z_i of a token with target y, given upstream gradients of logp,
+entropy H and lse:
     dz_i = a [i = y] + p_i (b + c log p_i),   a = g_logp,   c = -g_entropy,   b = g_lse - g_logp - g_entropy H
-which is `Coefficients` below; every path, this one and the kernels, uses these three numbers a token.
+which is `Coefficients` below; every path, this one and the kernels, uses these three numbers a
+token.
 """
 
 from __future__ import annotations
@@ -17,22 +21,27 @@ from torch import Tensor
 
 from kernels.common import LN2, LOG2E, LOW, Head
 
-# Scores in one block. 2M float32 are 8 MiB: the five passes over a block stay in a CPU's last-level cache, and the matrix
-# products are still large enough (2048 columns x 1024 rows) to run at the speed of one big product.
+# Scores in one block. 2M float32 are 8 MiB: the five passes over a block stay in a CPU's last-level
+# cache, and the matrix products are still large enough (2048 columns x 1024 rows) to run at the
+# speed of one big product.
 BLOCK = 1 << 21
 COLUMNS = 2048
 MIN_ROWS = 64
 
 
 class Coefficients(NamedTuple):
-    """a, b, c of the module's formula, float32 [N]; c is None where no gradient comes from the entropy."""
+    """a, b, c of the module's formula, float32 [N]; c is None where no gradient comes from the
+    entropy.
+    """
 
     a: Tensor
     b: Tensor
     c: Tensor | None
 
 
-def coefficients(g_logp: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, entropy: Tensor) -> Coefficients:
+def coefficients(
+    g_logp: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, entropy: Tensor
+) -> Coefficients:
     """From upstream gradients (None: no gradient) and the entropy to coefficients."""
     a = torch.zeros_like(entropy) if g_logp is None else g_logp
     b = -a if g_lse is None else g_lse - a
@@ -56,7 +65,9 @@ class Blocks:
         return self.w[lo:hi].float()
 
     def logits(self, x: Tensor, w: Tensor, lo: int) -> tuple[Tensor, Tensor | None]:
-        """Logits / log 2 of scaled hidden `x` and the columns `w` from `lo` on, and the tanh's slope (None without softcap)."""
+        """Logits / log 2 of scaled hidden `x` and the columns `w` from `lo` on, and the tanh's
+        slope (None without softcap).
+        """
         z = self.scores[: x.shape[0] * w.shape[0]].view(x.shape[0], w.shape[0])
         torch.mm(x, w.t(), out=z)
         if self.bias is not None:
@@ -79,21 +90,38 @@ class Forward(NamedTuple):
 
 
 def forward(
-    x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, *, entropy: bool = True, expected: bool = False
+    x_ND: Tensor,
+    w_VD: Tensor,
+    y_N: Tensor,
+    bias_V: Tensor | None,
+    head: Head,
+    *,
+    entropy: bool = True,
+    expected: bool = False,
 ) -> Forward:
-    """logp, entropy and log-sum-exp, float32 [N]; where `expected`, also E_p[slope * W], float32 [N, D]."""
+    """logp, entropy and log-sum-exp, float32 [N]; where `expected`, also E_p[slope * W], float32
+    [N, D].
+    """
     blocks = Blocks(x_ND, w_VD, bias_V, head)
     parts = [
         _forward_rows(
-            x_ND[lo : lo + blocks.rows].float() * head.in_scale, y_N[lo : lo + blocks.rows], blocks, entropy, expected
+            x_ND[lo : lo + blocks.rows].float() * head.in_scale,
+            y_N[lo : lo + blocks.rows],
+            blocks,
+            entropy,
+            expected,
         )
         for lo in range(0, x_ND.shape[0], blocks.rows)
     ]
-    logp, ent, lse = (torch.cat([part[i] for part in parts]) if len(parts) > 1 else parts[0][i] for i in range(3))
+    logp, ent, lse = (
+        torch.cat([part[i] for part in parts]) if len(parts) > 1 else parts[0][i] for i in range(3)
+    )
     return Forward(logp, ent, lse, torch.cat([part[3] for part in parts]) if expected else None)
 
 
-def _forward_rows(x: Tensor, y: Tensor, blocks: Blocks, entropy: bool, expected: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _forward_rows(
+    x: Tensor, y: Tensor, blocks: Blocks, entropy: bool, expected: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One block of rows: running maximum m, total = sum 2^(z-m), spread = sum (z-m) 2^(z-m)."""
     m, total, spread = x.new_full((len(x), 1), LOW), x.new_zeros(len(x), 1), x.new_zeros(len(x), 1)
     at_target = x.new_zeros(len(x))
@@ -132,7 +160,9 @@ def backward(
     x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, co: Coefficients, lse_N: Tensor, *,
     need_x: bool, need_w: bool, need_bias: bool, frozen_columns: int = 0,
 ) -> Gradients:  # fmt: skip
-    """Scores are computed again, one slab of columns at a time: dW[slab] is rounded once, dX adds up in float32."""
+    """Scores are computed again, one slab of columns at a time: dW[slab] is rounded once, dX adds
+    up in float32.
+    """
     blocks = Blocks(x_ND, w_VD, bias_V, head)
     scaled = x_ND.float() * head.in_scale
     dx = torch.zeros_like(scaled) if need_x else None
@@ -146,14 +176,22 @@ def backward(
         w = blocks.weight(lo, lo + blocks.columns)
         cols = slice(lo, lo + len(w))
         direct = dw is not None and dw.dtype == torch.float32
-        dw_slab = None if dw is None else dw[cols, first:].zero_() if direct else torch.zeros_like(w[:, first:])
+        dw_slab = (
+            None
+            if dw is None
+            else dw[cols, first:].zero_()
+            if direct
+            else torch.zeros_like(w[:, first:])
+        )
         if db is not None:
             db[cols] = 0.0
         for at in range(0, len(x_ND), blocks.rows):
             rows = slice(at, at + blocks.rows)
             z, slope = blocks.logits(scaled[rows], w, lo)
             part = Coefficients(co.a[rows], co.b[rows], None if co.c is None else co.c[rows])
-            dz = logit_gradient(z.sub_(lse2[rows]), y_N[rows] - lo, part, head.grad_scale, blocks.like(z))
+            dz = logit_gradient(
+                z.sub_(lse2[rows]), y_N[rows] - lo, part, head.grad_scale, blocks.like(z)
+            )
             dz = dz if slope is None else dz.mul_(slope)
             if dx is not None:
                 dx[rows].addmm_(dz, w)
@@ -165,36 +203,60 @@ def backward(
         if dw is not None and dw_slab is not None and not direct:
             dw[cols, first:] = dw_slab
     return Gradients(
-        None if dx is None else dx.to(x_ND.dtype), dw, None if db is None or bias_V is None else db.to(bias_V.dtype)
+        None if dx is None else dx.to(x_ND.dtype),
+        dw,
+        None if db is None or bias_V is None else db.to(bias_V.dtype),
     )
 
 
-def logit_gradient(log2p: Tensor, y: Tensor, co: Coefficients, scale: float, spare: Tensor) -> Tensor:
+def logit_gradient(
+    log2p: Tensor, y: Tensor, co: Coefficients, scale: float, spare: Tensor
+) -> Tensor:
     """a [i = y] + p_i (b + c log p_i), times `scale`. Overwrites `log2p` (log p / log 2, [N, C])."""
     inside = ((y >= 0) & (y < log2p.shape[1])).nonzero().squeeze(1)
     if co.c is None:
         dz = torch.exp2(log2p, out=log2p).mul_((co.b * scale).unsqueeze(1))
     else:
         p = torch.exp2(log2p, out=spare)
-        dz = log2p.mul_((co.c * (LN2 * scale)).unsqueeze(1)).add_((co.b * scale).unsqueeze(1)).mul_(p)
+        dz = (
+            log2p.mul_((co.c * (LN2 * scale)).unsqueeze(1))
+            .add_((co.b * scale).unsqueeze(1))
+            .mul_(p)
+        )
     dz[inside, y[inside]] += co.a[inside] * scale
     return dz
 
 
 def backward_frozen(
-    w_VD: Tensor, y_N: Tensor, head: Head, co: Coefficients, target_slope: Tensor | None, expected_ND: Tensor
+    w_VD: Tensor,
+    y_N: Tensor,
+    head: Head,
+    co: Coefficients,
+    target_slope: Tensor | None,
+    expected_ND: Tensor,
 ) -> Tensor:
-    """dX of a head without gradient from the forward's E_p[slope * W]: a slope_y W[y] + b E. No scores are needed."""
+    """dX of a head without gradient from the forward's E_p[slope * W]: a slope_y W[y] + b E. No
+    scores are needed.
+    """
     a = co.a if target_slope is None else co.a * target_slope
-    return torch.mul(expected_ND, co.b.unsqueeze(1)).addcmul_(w_VD[y_N].float(), a.unsqueeze(1)).mul_(head.grad_scale)
+    return (
+        torch.mul(expected_ND, co.b.unsqueeze(1))
+        .addcmul_(w_VD[y_N].float(), a.unsqueeze(1))
+        .mul_(head.grad_scale)
+    )
 
 
 def saved_forward(
     x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, kept_NV: Tensor, *, entropy: bool
 ) -> Forward:  # fmt: skip
-    """The same as `forward` in one piece, and log p written to `kept_NV`. For problems that fit the budget of bytes."""
+    """The same as `forward` in one piece, and log p written to `kept_NV`. For problems that fit the
+    budget of bytes.
+    """
     factor = head.out_scale * LN2 if head.softcap is not None else 1.0
-    z = torch.mm(_times(x_ND.float(), head.in_scale * (LN2 if head.softcap is None else 1.0)), w_VD.float().t())
+    z = torch.mm(
+        _times(x_ND.float(), head.in_scale * (LN2 if head.softcap is None else 1.0)),
+        w_VD.float().t(),
+    )
     if bias_V is not None:
         z += (bias_V.float() * (1.0 / (head.softcap or head.temperature))).clamp_(min=LOW)
     z = z if head.softcap is None else z.tanh_().mul_(factor)
@@ -202,7 +264,11 @@ def saved_forward(
     at_target = z.gather(1, column)
     all_logp = torch.log_softmax(z, 1, out=kept_NV)
     logp = all_logp.gather(1, column)
-    ent = torch.exp2(torch.mul(all_logp, LOG2E, out=z), out=z).mul_(all_logp).sum(1).neg_() if entropy else z.new_zeros(len(z))
+    ent = (
+        torch.exp2(torch.mul(all_logp, LOG2E, out=z), out=z).mul_(all_logp).sum(1).neg_()
+        if entropy
+        else z.new_zeros(len(z))
+    )
     return Forward(logp.squeeze(1), ent, (at_target - logp).squeeze(1), None)
 
 
@@ -228,9 +294,19 @@ def saved_backward(
     if co.c is None:
         dz = p.mul_(_times(co.b, head.grad_scale).unsqueeze(1))
     else:
-        dz = (logp_NV * (co.c * head.grad_scale).unsqueeze(1)).add_((co.b * head.grad_scale).unsqueeze(1)).mul_(p)
+        dz = (
+            (logp_NV * (co.c * head.grad_scale).unsqueeze(1))
+            .add_((co.b * head.grad_scale).unsqueeze(1))
+            .mul_(p)
+        )
     dz.scatter_add_(1, y_N.unsqueeze(1), _times(co.a, head.grad_scale).unsqueeze(1))
     dz = dz if slope is None else dz.mul_(slope)
     dx = (dz @ w_VD.float()).to(x_ND.dtype) if need_x else None
-    dw = _beside(dz.t() @ x_ND[:, frozen_columns:].float(), frozen_columns).to(w_VD.dtype) if need_w else None
-    return Gradients(dx, dw, dz.sum(0).to(bias_V.dtype) if need_bias and bias_V is not None else None)
+    dw = (
+        _beside(dz.t() @ x_ND[:, frozen_columns:].float(), frozen_columns).to(w_VD.dtype)
+        if need_w
+        else None
+    )
+    return Gradients(
+        dx, dw, dz.sum(0).to(bias_V.dtype) if need_bias and bias_V is not None else None
+    )

@@ -1,17 +1,24 @@
-"""The kernels of `linear_logprob` for CUDA. Same functions as linear_logprob_torch.py, same formula, units of log 2.
+"""The kernels of `linear_logprob` for CUDA. Same functions as linear_logprob_torch.py, same
+formula, units of log 2.
 
-Why these tiles (H100: 132 SMs, 2048 bf16 multiply-adds a clock and SM, 227 KiB of shared memory, 64K registers; others: tiles.py):
-- A 128 x 256 tile takes 16 D clocks of tensor core. Its epilogue takes about 2048 clocks of exp2 (16 a clock) and as many of
-  other arithmetic, during which the tensor cores idle. At D = 4096 that is 6%, at D = 896 it would be 25%.
-- So large D: 128 x 256 x 64, 8 warps, 4 stages (192 KiB), the best ratio of operations to bytes loaded (85 a byte).
-  Small D: 128 x 128 x 64, 4 warps, 3 stages (96 KiB), so that two programs share an SM and one's epilogue runs under the
-  other's products, at the price of a third more loads from L2.
-- Work items are (128 rows) x (1/132 of the vocabulary), so that 128 rows fill a GPU of 132 SMs, and every multiple of them; within
-  a slab of 16384 columns 1/33 of it, about two tiles. Items are ordered 16 row blocks at a time: at D = 4096, 2048 rows of hidden
-  states (16 MiB) stay in L2 while W streams by.
-- The loops over tiles are flattened into the ones over D, so that loads of the next tile start before the epilogue of this one.
-The split of the vocabulary depends on V alone, like the tiles: a token's logprob has the same bits in every batch, with and without
-[T, V] kept. Not under `expected`, whose sums go slab by slab.
+Why these tiles (H100: 132 SMs, 2048 bf16 multiply-adds a clock and SM, 227 KiB of shared memory,
+64K registers; others: tiles.py):
+- A 128 x 256 tile takes 16 D clocks of tensor core. Its epilogue takes about 2048 clocks of exp2
+  (16 a clock) and as many of
+  other arithmetic, during which the tensor cores idle. At D = 4096 that is 6%, at D = 896 it would
+  be 25%.
+- So large D: 128 x 256 x 64, 8 warps, 4 stages (192 KiB), the best ratio of operations to bytes
+  loaded (85 a byte).
+  Small D: 128 x 128 x 64, 4 warps, 3 stages (96 KiB), so that two programs share an SM and one's
+  epilogue runs under the other's products, at the price of a third more loads from L2.
+- Work items are (128 rows) x (1/132 of the vocabulary), so that 128 rows fill a GPU of 132 SMs, and
+  every multiple of them; within
+  a slab of 16384 columns 1/33 of it, about two tiles. Items are ordered 16 row blocks at a time: at
+  D = 4096, 2048 rows of hidden states (16 MiB) stay in L2 while W streams by.
+- The loops over tiles are flattened into the ones over D, so that loads of the next tile start
+  before the epilogue of this one. The split of the vocabulary depends on V alone, like the tiles: a
+  token's logprob has the same bits in every batch, with and without [T, V] kept. Not under
+  `expected`, whose sums go slab by slab.
 """
 
 from __future__ import annotations
@@ -21,22 +28,26 @@ import triton.language as tl
 
 from kernels.common import LN2
 
-# The vocabulary in this many parts where one launch goes over all of it, and where it goes over a slab of 16384 columns.
+# The vocabulary in this many parts where one launch goes over all of it, and where it goes over a
+# slab of 16384 columns.
 SPLITS = 132
 SLAB_SPLITS = 33
 GROUP = 16
-# Numbers that change from batch to batch. A variant for each that is 1 or divides by 16 would be compiled in the midst of a run.
+# Numbers that change from batch to batch. A variant for each that is 1 or divides by 16 would be
+# compiled in the midst of a run.
 BATCH = ("N", "col_base", "tiles", "tile_base", "split_base", "parts", "stride_exp", "exps")
 FLOOR = tl.constexpr(-1e30)
 TO_NATS = tl.constexpr(LN2)
 
 
-# ----------------------------------------------------------------------------------------------------------- kernels
+# ------------------------------------------------------------------------------------------ kernels
 
 
 @triton.jit
 def _item_of(pid, N, SPLITS, GROUP: tl.constexpr, BM: tl.constexpr):
-    """An item's (row block, split): GROUP row blocks side by side, then the next split of the same rows."""
+    """An item's (row block, split): GROUP row blocks side by side, then the next split of the same
+    rows.
+    """
     blocks = tl.cdiv(N, BM)
     group = pid // (GROUP * SPLITS)
     width = tl.minimum(blocks - group * GROUP, GROUP)
@@ -86,12 +97,15 @@ def _products(
 
 
 @triton.jit
-def _logits(acc, bias_ptr, cols, V, in_scale, out_scale, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
+def _logits(
+    acc, bias_ptr, cols, V, in_scale, out_scale, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr
+):
     """Logits / log 2 from raw products, and the tanh's slope (all ones without softcap)."""
     z = acc * in_scale
     if HAS_BIAS:
         bias = tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32) * in_scale
-        z += tl.where(bias < FLOOR, FLOOR, bias)[None, :]  # a bias of -inf bans a token; 0 * -inf would be NaN
+        # a bias of -inf bans a token; 0 * -inf would be NaN
+        z += tl.where(bias < FLOOR, FLOOR, bias)[None, :]
     slope = z
     if SOFTCAP:
         t = 1.0 - 2.0 / (tl.exp2(z * (2.0 / TO_NATS)) + 1.0)
@@ -108,10 +122,12 @@ def _forward_kernel(
     DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     ENTROPY: tl.constexpr, KEEP: tl.constexpr, KEEP_SLOPE: tl.constexpr,
 ):  # fmt: skip
-    """Over this split's tiles: maximum m, sum 2^(z-m), sum (z-m) 2^(z-m) to part[:, split, row]; the target's z to target[row].
+    """Over this split's tiles: maximum m, sum 2^(z-m), sum (z-m) 2^(z-m) to part[:, split, row];
+    the target's z to target[row].
 
-    KEEP: also 2^(z-k) (times the tanh's slope where KEEP_SLOPE) to kept[row, column - col_base] and k to exp[tile, row].
-    k is the row's reference if the tile's maximum is at most `headroom` above it, else that maximum, rounded up.
+    KEEP: also 2^(z-k) (times the tanh's slope where KEEP_SLOPE) to kept[row, column - col_base] and
+    k to exp[tile, row]. k is the row's reference if the tile's maximum is at most `headroom` above
+    it, else that maximum, rounded up.
     """
     block, split = _item(N, SPLITS, GROUP, BM)
     begin, end = _tile_range(split, tiles, SPLITS)
@@ -127,13 +143,35 @@ def _forward_kernel(
     for tile in tl.range(begin, end, flatten=True):
         col0 = col_base + tile * BN
         cols = col0 + tl.arange(0, BN)
-        acc = _products(x, w, row0, col0, N, V, stride_x, stride_w, D, BM, BN, BK, DESCRIPTORS, UPCAST, PRECISION)
+        acc = _products(
+            x,
+            w,
+            row0,
+            col0,
+            N,
+            V,
+            stride_x,
+            stride_w,
+            D,
+            BM,
+            BN,
+            BK,
+            DESCRIPTORS,
+            UPCAST,
+            PRECISION,
+        )
         z, slope = _logits(acc, bias_ptr, cols, V, in_scale, out_scale, HAS_BIAS, SOFTCAP)
-        # Columns past V exist only in the tile: below every real logit before the maximum, and then exactly 0.
+        # Columns past V exist only in the tile: below every real logit before the maximum, and then
+        # exactly 0.
         z = tl.where((cols < V)[None, :], z, FLOOR)
         hit = (y >= col0) & (y < col0 + BN)
-        if tl.max(hit.to(tl.int32), 0) > 0:  # one tile in V / BN holds a row's target; the others skip the search
-            tl.store(target_ptr + rows, tl.sum(tl.where(cols[None, :] == y[:, None], z, 0.0), 1), mask=hit)
+        # one tile in V / BN holds a row's target; the others skip the search
+        if tl.max(hit.to(tl.int32), 0) > 0:
+            tl.store(
+                target_ptr + rows,
+                tl.sum(tl.where(cols[None, :] == y[:, None], z, 0.0), 1),
+                mask=hit,
+            )
         tile_max = tl.max(z, 1)
         new_m = tl.maximum(m, tile_max)
         decay = tl.exp2(m - new_m)
@@ -143,14 +181,24 @@ def _forward_kernel(
             spread = decay * (spread + (m - new_m) * total) + tl.sum(shifted * e, 1)
         total = decay * total + tl.sum(e, 1)
         m = new_m
-        if KEEP:  # after the sums and from z again: a second exp2, but z and e both alive would spill registers
+        # after the sums and from z again: a second exp2, but z and e both alive would spill
+        # registers
+        if KEEP:
             k = tl.where(tile_max <= ref + headroom, ref, tl.ceil(tile_max))
             kept = tl.exp2(z - k[:, None])
             if KEEP_SLOPE:  # from z, so that the slope need not stay alive from the tanh to here
                 t = z * (1.0 / out_scale)
                 kept *= 1.0 - t * t
-            where = kept_ptr + rows.to(tl.int64)[:, None] * stride_kept + (tile * BN + tl.arange(0, BN))[None, :]
-            tl.store(where, kept.to(kept_ptr.dtype.element_ty), mask=(rows < N)[:, None] & (cols < V)[None, :])
+            where = (
+                kept_ptr
+                + rows.to(tl.int64)[:, None] * stride_kept
+                + (tile * BN + tl.arange(0, BN))[None, :]
+            )
+            tl.store(
+                where,
+                kept.to(kept_ptr.dtype.element_ty),
+                mask=(rows < N)[:, None] & (cols < V)[None, :],
+            )
             tl.store(exp_ptr + tile * stride_exp + rows, k, mask=rows < N)
     out = part_ptr + (split_base + split) * N + rows
     plane = parts * N.to(tl.int64)
@@ -160,7 +208,17 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize=BATCH)
-def _combine_kernel(part_ptr, target_ptr, logp_ptr, entropy_ptr, lse_ptr, N, parts, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _combine_kernel(
+    part_ptr,
+    target_ptr,
+    logp_ptr,
+    entropy_ptr,
+    lse_ptr,
+    N,
+    parts,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The splits' numbers of each row, always in the same order, to logp, entropy and lse in nats."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     plane = parts * N.to(tl.int64)
@@ -176,7 +234,9 @@ def _combine_kernel(part_ptr, target_ptr, logp_ptr, entropy_ptr, lse_ptr, N, par
         part_spread = tl.load(at + 2 * plane, mask=mask, other=0.0)
         new_m = tl.maximum(m, tl.max(part_m, 0))
         old, new = tl.exp2(m - new_m), tl.exp2(part_m - new_m[None, :])
-        spread = old * (spread + (m - new_m) * total) + tl.sum(new * (part_spread + (part_m - new_m[None, :]) * part_total), 0)
+        spread = old * (spread + (m - new_m) * total) + tl.sum(
+            new * (part_spread + (part_m - new_m[None, :]) * part_total), 0
+        )
         total = old * total + tl.sum(new * part_total, 0)
         m = new_m
     log_total = tl.log2(total)
@@ -203,7 +263,9 @@ def _dlogits_kernel(
     DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_C: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one slab of columns again, and from them the gradient of the raw scores, in the operands' dtype."""
+    """Scores of one slab of columns again, and from them the gradient of the raw scores, in the
+    operands' dtype.
+    """
     block, split = _item(N, SPLITS, GROUP, BM)
     begin, end = _tile_range(split, tiles, SPLITS)
     row0 = block * BM
@@ -219,13 +281,33 @@ def _dlogits_kernel(
     for tile in tl.range(begin, end, flatten=True):
         col0 = col_base + tile * BN
         cols = col0 + tl.arange(0, BN)
-        acc = _products(x, w, row0, col0, N, V, stride_x, stride_w, D, BM, BN, BK, DESCRIPTORS, UPCAST, PRECISION)
+        acc = _products(
+            x,
+            w,
+            row0,
+            col0,
+            N,
+            V,
+            stride_x,
+            stride_w,
+            D,
+            BM,
+            BN,
+            BK,
+            DESCRIPTORS,
+            UPCAST,
+            PRECISION,
+        )
         z, slope = _logits(acc, bias_ptr, cols, V, in_scale, out_scale, HAS_BIAS, SOFTCAP)
         log2p = z - lse2[:, None]
         dz = _gradient(log2p, tl.exp2(log2p), cols, y, a, b, c, HAS_C)
         if SOFTCAP:
             dz *= slope
-        where = out_ptr + rows.to(tl.int64)[:, None] * stride_out + (tile * BN + tl.arange(0, BN))[None, :]
+        where = (
+            out_ptr
+            + rows.to(tl.int64)[:, None] * stride_out
+            + (tile * BN + tl.arange(0, BN))[None, :]
+        )
         tl.store(where, dz.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (cols < V)[None, :])
 
 
@@ -235,9 +317,11 @@ def _saved_dlogits_kernel(
     N, V, col_base, tile_base, tiles, stride_kept, stride_exp, stride_out, out_scale,
     BM: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, HAS_AT: tl.constexpr,
 ):  # fmt: skip
-    """The gradient without an entropy's from the kept 2^(z-k) and k: one read and one write of a slab. `at` maps a row to its kept row.
+    """The gradient without an entropy's from the kept 2^(z-k) and k: one read and one write of a
+    slab. `at` maps a row to its kept row.
 
-    The target's log p is the forward's own: the kept value may have underflowed, and it carries a rounding that a - p b would show.
+    The target's log p is the forward's own: the kept value may have underflowed, and it carries a
+    rounding that a - p b would show.
     """
     tile = tl.program_id(0) % tiles
     rows = tl.program_id(0) // tiles * BM + tl.arange(0, BM)
@@ -247,7 +331,9 @@ def _saved_dlogits_kernel(
     source = rows.to(tl.int64)
     if HAS_AT:
         source = tl.load(at_ptr + rows, mask=inside, other=0)
-    kept = tl.load(kept_ptr + source[:, None] * stride_kept + cols.to(tl.int64)[None, :], mask=mask, other=0.0).to(tl.float32)
+    kept = tl.load(
+        kept_ptr + source[:, None] * stride_kept + cols.to(tl.int64)[None, :], mask=mask, other=0.0
+    ).to(tl.float32)
     k = tl.load(exp_ptr + (tile_base + tile) * stride_exp + source, mask=inside, other=0.0)
     y = tl.load(y_ptr + rows, mask=inside, other=-1)
     lse2 = tl.load(lse2_ptr + rows, mask=inside, other=0.0)
@@ -258,11 +344,14 @@ def _saved_dlogits_kernel(
     p = tl.where(hit, tl.exp2(logp2)[:, None], kept * tl.exp2(k - lse2)[:, None])
     dz = p * b[:, None] + tl.where(hit, a[:, None], 0.0)
     if SOFTCAP:
-        # A score so low that 2^(z-k) is 0 adds nothing, unless it is the target's; any finite stand-in for its logarithm will do.
+        # A score so low that 2^(z-k) is 0 adds nothing, unless it is the target's; any finite
+        # stand-in for its logarithm will do.
         z = tl.log2(tl.where(kept > 0.0, kept, 1.0)) + tl.where(kept > 0.0, k[:, None], FLOOR)
         t = tl.maximum(tl.where(hit, (logp2 + lse2)[:, None], z) / out_scale, -1.0)
         dz *= 1.0 - t * t
-    where = out_ptr + rows.to(tl.int64)[:, None] * stride_out + (tile * BN + tl.arange(0, BN))[None, :]
+    where = (
+        out_ptr + rows.to(tl.int64)[:, None] * stride_out + (tile * BN + tl.arange(0, BN))[None, :]
+    )
     tl.store(where, dz.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -270,7 +359,9 @@ def _saved_dlogits_kernel(
 def _align_kernel(
     kept_ptr, exp_ptr, new_ptr, N, columns, tiles, stride_kept, stride_exp, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Brings a tile of kept values from its own exponents to the rows' common ones. Nearly always nothing is to be done."""
+    """Brings a tile of kept values from its own exponents to the rows' common ones. Nearly always
+    nothing is to be done.
+    """
     tile = tl.program_id(0) % tiles
     rows = tl.program_id(0) // tiles * BM + tl.arange(0, BM)
     old = tl.load(exp_ptr + tile * stride_exp + rows, mask=rows < N, other=0.0)

@@ -1,11 +1,14 @@
-"""Hopper's branch of the two kernels that multiply, for heads without bias and softcap: warps with tasks of their own.
+"""Hopper's branch of the two kernels that multiply, for heads without bias and softcap: warps with
+tasks of their own.
 
-One warp issues copies, two groups of four multiply 64 x 256 each and have an epilogue each, so that one's runs under the other's
-products (`warp_specialize` on the loop over tiles; descriptors have to be made in the kernel for that, the loop must not be flattened,
-and nothing of a tile's size may come out of a branch in it). An element is touched five times in the forward's epilogue: one multiply-add
-for the scale and what hides columns past V, maximum, difference, exp2, sum; once more for the entropy. A target is looked for in the few
-tiles that hold one, and is one of the terms of its own row's sum: by a dot product beside them it could come out above it.
-device_checks.py tries both kernels once on each device against the other branch, which is what everything else uses.
+One warp issues copies, two groups of four multiply 64 x 256 each and have an epilogue each, so that
+one's runs under the other's products (`warp_specialize` on the loop over tiles; descriptors have to
+be made in the kernel for that, the loop must not be flattened, and nothing of a tile's size may
+come out of a branch in it). An element is touched five times in the forward's epilogue: one
+multiply-add for the scale and what hides columns past V, maximum, difference, exp2, sum; once more
+for the entropy. A target is looked for in the few tiles that hold one, and is one of the terms of
+its own row's sum: by a dot product beside them it could come out above it. device_checks.py tries
+both kernels once on each device against the other branch, which is what everything else uses.
 """
 
 from __future__ import annotations
@@ -13,7 +16,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.linear_logprob_triton import BATCH, FLOOR, TO_NATS, _item, _item_of, _products, _tile_range
+from kernels.linear_logprob_triton import (
+    BATCH,
+    FLOOR,
+    TO_NATS,
+    _item,
+    _item_of,
+    _products,
+    _tile_range,
+)
 
 
 @triton.jit(do_not_specialize=BATCH)
@@ -25,8 +36,9 @@ def _forward_ws_kernel(
 ):  # fmt: skip
     """_forward_kernel over all columns; V and the strides are those of rows that begin at 16 bytes.
 
-    KEEP: also 2^(z-k) to kept[row, column] and k, the tile's maximum rounded up, to exp[.., row], as often as the readers' tiles are
-    narrower (HALVES). By the copy engine: through pointers the store spilled 1.5 KB of registers a thread.
+    KEEP: also 2^(z-k) to kept[row, column] and k, the tile's maximum rounded up, to exp[.., row],
+    as often as the readers' tiles are narrower (HALVES). By the copy engine: through pointers the
+    store spilled 1.5 KB of registers a thread.
     """
     x = tl.make_tensor_descriptor(x_ptr, [N, D], [stride_x, 1], [BM, BK])
     w = tl.make_tensor_descriptor(w_ptr, [V, D], [stride_w, 1], [BN, BK])
@@ -43,11 +55,17 @@ def _forward_ws_kernel(
     for tile in tl.range(begin, end, warp_specialize=WS):
         col0 = tile * BN
         cols = col0 + tl.arange(0, BN)
-        acc = _products(x, w, row0, col0, N, V, stride_x, stride_w, D, BM, BN, BK, True, UPCAST, PRECISION)
+        acc = _products(
+            x, w, row0, col0, N, V, stride_x, stride_w, D, BM, BN, BK, True, UPCAST, PRECISION
+        )
         z = acc * in_scale + tl.where(cols < V, 0.0, FLOOR)[None, :]
         hit = (y >= col0) & (y < col0 + BN)
         if tl.max(hit.to(tl.int32), 0) > 0:
-            tl.store(target_ptr + rows, tl.sum(tl.where(cols[None, :] == y[:, None], z, 0.0), 1), mask=hit)
+            tl.store(
+                target_ptr + rows,
+                tl.sum(tl.where(cols[None, :] == y[:, None], z, 0.0), 1),
+                mask=hit,
+            )
         tile_m = tl.max(z, 1)
         new_m = tl.maximum(m, tile_m)
         decay = tl.exp2(m - new_m)
@@ -61,7 +79,11 @@ def _forward_ws_kernel(
             k = tl.ceil(tile_m)
             to.store([row0, col0], tl.exp2(z - k[:, None]).to(kept_ptr.dtype.element_ty))
             for half in tl.static_range(HALVES):
-                tl.store(exp_ptr + (tile * HALVES + half) * stride_exp + rows, k, mask=(rows < N) & (tile * HALVES + half < exps))
+                tl.store(
+                    exp_ptr + (tile * HALVES + half) * stride_exp + rows,
+                    k,
+                    mask=(rows < N) & (tile * HALVES + half < exps),
+                )
     out = part_ptr + split * N.to(tl.int64) + rows
     plane = parts * N.to(tl.int64)
     tl.store(out, m, mask=rows < N)
@@ -75,25 +97,38 @@ def _dlogits_ws_kernel(
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr, HAS_C: tl.constexpr, WS: tl.constexpr,
 ):  # fmt: skip
-    """_dlogits_kernel of a slab by as many programs as there are SMs: each takes every so-manyth (row block, tile), so that none waits
-    for the last of a split. No number depends on who computes it.
+    """_dlogits_kernel of a slab by as many programs as there are SMs: each takes every so-manyth
+    (row block, tile), so that none waits for the last of a split. No number depends on who computes
+    it.
     """
     x = tl.make_tensor_descriptor(x_ptr, [N, D], [stride_x, 1], [BM, BK])
     w = tl.make_tensor_descriptor(w_ptr, [V, D], [stride_w, 1], [BN, BK])
-    for item in tl.range(tl.program_id(0), tl.cdiv(N, BM) * tiles, tl.num_programs(0), warp_specialize=WS):
+    for item in tl.range(
+        tl.program_id(0), tl.cdiv(N, BM) * tiles, tl.num_programs(0), warp_specialize=WS
+    ):
         block, tile = _item_of(item, N, tiles, GROUP, BM)
         row0 = block * BM
         rows = row0 + tl.arange(0, BM)
         inside = rows < N
         col0 = col_base + tile * BN
         cols = col0 + tl.arange(0, BN)
-        acc = _products(x, w, row0, col0, N, V, stride_x, stride_w, D, BM, BN, BK, True, UPCAST, PRECISION)
+        acc = _products(
+            x, w, row0, col0, N, V, stride_x, stride_w, D, BM, BN, BK, True, UPCAST, PRECISION
+        )
         log2p = acc * in_scale - tl.load(lse2_ptr + rows, mask=inside, other=0.0)[:, None]
         factor = tl.load(b_ptr + rows, mask=inside, other=0.0)[:, None]
         if HAS_C:
-            factor = factor + (tl.load(c_ptr + rows, mask=inside, other=0.0) * TO_NATS)[:, None] * log2p
+            factor = (
+                factor + (tl.load(c_ptr + rows, mask=inside, other=0.0) * TO_NATS)[:, None] * log2p
+            )
         dz = tl.exp2(log2p) * factor
         a = tl.load(a_ptr + rows, mask=inside, other=0.0)
-        dz += tl.where(cols[None, :] == tl.load(y_ptr + rows, mask=inside, other=-1)[:, None], a[:, None], 0.0)
-        where = out_ptr + rows.to(tl.int64)[:, None] * stride_out + (tile * BN + tl.arange(0, BN))[None, :]
+        dz += tl.where(
+            cols[None, :] == tl.load(y_ptr + rows, mask=inside, other=-1)[:, None], a[:, None], 0.0
+        )
+        where = (
+            out_ptr
+            + rows.to(tl.int64)[:, None] * stride_out
+            + (tile * BN + tl.arange(0, BN))[None, :]
+        )
         tl.store(where, dz.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (cols < V)[None, :])

@@ -1,4 +1,6 @@
-"""Operands as the kernels and cuBLAS take them: aligned rows, descriptors, products that add up in float32."""
+"""Operands as the kernels and cuBLAS take them: aligned rows, descriptors, products that add up in
+float32.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def mm32(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_mm_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, with `total` in float32; in one pass over it where torch has that product (8 bytes an element fewer)."""
+    """total += a @ b, with `total` in float32; in one pass over it where torch has that product (8
+    bytes an element fewer).
+    """
     if a.dtype == torch.float32:
         total.addmm_(a, b)
     elif a.is_cuda and adds_in_place(a.dtype):
@@ -43,10 +47,12 @@ def cut_rows(tensor: Tensor, rows: slice) -> Tensor:
 
 
 def operand(tensor: Tensor) -> Tensor:
-    """As the copy engine needs it, rows that begin at 16 bytes, or fast loads through pointers, whose strides Triton takes for aligned
-    where they are multiples of 16 elements; elements side by side.
+    """As the copy engine needs it, rows that begin at 16 bytes, or fast loads through pointers,
+    whose strides Triton takes for aligned where they are multiples of 16 elements; elements side by
+    side.
 
-    Rows of another length get zeros at their end, which no product notices. Unaligned ones are ten times slower than the copy.
+    Rows of another length get zeros at their end, which no product notices. Unaligned ones are ten
+    times slower than the copy.
     """
     lines = 16 // tensor.element_size() if device_of(tensor).descriptors else 16
     missing = -tensor.shape[1] % lines
@@ -57,16 +63,20 @@ def operand(tensor: Tensor) -> Tensor:
 
 
 def _address(tensor: Tensor) -> int:
-    return 0 if type(tensor) not in (Tensor, torch.nn.Parameter) else tensor.data_ptr()  # a fake tensor has none
+    # a fake tensor has none
+    return 0 if type(tensor) not in (Tensor, torch.nn.Parameter) else tensor.data_ptr()
 
 
 def matmul_options(x: Tensor, w: Tensor, tiles: Tiles) -> tuple[Operand, Operand, dict[str, Any]]:
-    """x and w as the kernels take them, and the compile-time options of every kernel that multiplies."""
+    """x and w as the kernels take them, and the compile-time options of every kernel that
+    multiplies.
+    """
     descriptors = device_of(x).descriptors and x.shape[1] > 0
     options = {
         "D": x.shape[1], "BM": tiles.rows, "BN": tiles.columns, "BK": tiles.depth, "DESCRIPTORS": descriptors,
         "UPCAST": interpreting(),
-        # Three tf32 products keep float32's accuracy at a third of tf32's speed; "ieee" would not use the tensor cores.
+        # Three tf32 products keep float32's accuracy at a third of tf32's speed; "ieee" would not
+        # use the tensor cores.
         "PRECISION": "tf32x3" if x.dtype == torch.float32 else "ieee", "num_warps": tiles.warps, "num_stages": tiles.stages,
     }  # fmt: skip
     if not descriptors:

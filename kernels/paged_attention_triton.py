@@ -1,9 +1,12 @@
-"""The kernels of `attend_pages`: every query head of a key head together, so that a key is read once for all of them.
+"""The kernels of `attend_pages`: every query head of a key head together, so that a key is read
+once for all of them.
 
-A sequence's positions go to a fixed number of splits, which hangs on the number of rows alone, each an even share of its own length: a
-row's bits do not hang on its neighbours' lengths. The splits' outputs and log-sum-exps, and those of the group's pages, are put together
-by a third kernel; where there is one split and no group the first writes the output itself. float32 sums; units of log 2.
-Flash-decoding's shape (Dao et al., 2023); a group's part is its prompt read once for all queries of the group.
+A sequence's positions go to a fixed number of splits, which hangs on the number of rows alone, each
+an even share of its own length: a row's bits do not hang on its neighbours' lengths. The splits'
+outputs and log-sum-exps, and those of the group's pages, are put together by a third kernel; where
+there is one split and no group the first writes the output itself. float32 sums; units of log 2.
+Flash-decoding's shape (Dao et al., 2023); a group's part is its prompt read once for all queries of
+the group.
 """
 
 from __future__ import annotations
@@ -20,12 +23,14 @@ from kernels.operands import interpreting
 from kernels.shared_pages import SharedPages
 
 FLOOR = tl.constexpr(-1e30)
-# Programs that a launch should have at least: eight for each of an H100's 132 SMs. More splits than 32 pay for their merging only.
+# Programs that a launch should have at least: eight for each of an H100's 132 SMs. More splits than
+# 32 pay for their merging only.
 PROGRAMS, SPLITS = 1056, 32
 QUERIES = 64  # of a window of a group's rows, heads counted
-BATCH = ("R", "splits", "first", "parts")  # numbers of a bucket of rows: a variant for each would be compiled in the midst of a run
+# numbers of a bucket of rows: a variant for each would be compiled in the midst of a run
+BATCH = ("R", "splits", "first", "parts")
 
-# ----------------------------------------------------------------------------------------------------------- kernels
+# ------------------------------------------------------------------------------------------ kernels
 
 
 @triton.jit
@@ -41,15 +46,23 @@ def _over_pages(
     q, m, total, acc, seen, k_ptr, v_ptr, table_ptr, begin, end, stride_page, stride_place, scale,
     S: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Maximum, sum and weighted values of queries q [BM, BLOCK] after positions [begin, end) too, for the rows that `seen` [BM] says."""
+    """Maximum, sum and weighted values of queries q [BM, BLOCK] after positions [begin, end) too,
+    for the rows that `seen` [BM] says.
+    """
     cols = tl.arange(0, BLOCK)
     for start in tl.range(begin, end, BN):
         n = start + tl.arange(0, BN)
         inside = n < end
         if S % BN == 0:  # `begin` is a whole number of blocks, so a block lies in one page
-            at = tl.load(table_ptr + start // S).to(tl.int64) * stride_page + (start % S + tl.arange(0, BN)) * stride_place
+            at = (
+                tl.load(table_ptr + start // S).to(tl.int64) * stride_page
+                + (start % S + tl.arange(0, BN)) * stride_place
+            )
         else:
-            at = tl.load(table_ptr + n // S, mask=inside, other=0).to(tl.int64) * stride_page + (n % S) * stride_place
+            at = (
+                tl.load(table_ptr + n // S, mask=inside, other=0).to(tl.int64) * stride_page
+                + (n % S) * stride_place
+            )
         where = at[:, None] + cols[None, :]
         mask = inside[:, None] & (cols < D)[None, :]
         k = tl.load(k_ptr + where, mask=mask, other=0.0)
@@ -75,14 +88,20 @@ def _own_kernel(
     K: tl.constexpr, REPEAT: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr,
     PARTIAL: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A row's query heads of one key head over a split of its own pages: to out[row, head, split] and lse, or the output itself."""
+    """A row's query heads of one key head over a split of its own pages: to out[row, head, split]
+    and lse, or the output itself.
+    """
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     begin, end = _share(tl.load(length_ptr + row), split, splits, BN)
     j, cols = tl.arange(0, BM), tl.arange(0, BLOCK)
     inside = j < REPEAT
     mask = inside[:, None] & (cols < D)[None, :]
     heads = head * REPEAT + j
-    q = tl.load(q_ptr + row * stride_row + heads[:, None] * stride_head + cols[None, :], mask=mask, other=0.0)
+    q = tl.load(
+        q_ptr + row * stride_row + heads[:, None] * stride_head + cols[None, :],
+        mask=mask,
+        other=0.0,
+    )
     if UPCAST:
         q = q.to(tl.float32)
     m, total = tl.full((BM,), FLOOR, tl.float32), tl.zeros((BM,), tl.float32)
@@ -106,16 +125,26 @@ def _shared_kernel(
     K: tl.constexpr, REPEAT: tl.constexpr, HEADS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BLOCK: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A window of rows, side by side in `order`, over a split of the pages of each group that it meets; of HEADS heads REPEAT exist."""
+    """A window of rows, side by side in `order`, over a split of the pages of each group that it
+    meets; of HEADS heads REPEAT exist.
+    """
     window, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    i, j, cols = window * (BM // HEADS) + tl.arange(0, BM) // HEADS, tl.arange(0, BM) % HEADS, tl.arange(0, BLOCK)
+    i, j, cols = (
+        window * (BM // HEADS) + tl.arange(0, BM) // HEADS,
+        tl.arange(0, BM) % HEADS,
+        tl.arange(0, BLOCK),
+    )
     inside = (i < R) & (j < REPEAT)
     row = tl.load(order_ptr + i, mask=i < R, other=0)
     member = tl.load(shares_ptr + row, mask=i < R, other=0).to(tl.int32) > 0
     group = tl.where(member, tl.load(group_ptr + i, mask=i < R, other=0).to(tl.int32), -1)
     heads = head * REPEAT + j
     mask = inside[:, None] & (cols < D)[None, :]
-    q = tl.load(q_ptr + (row * stride_row + heads * stride_head)[:, None] + cols[None, :], mask=mask, other=0.0)
+    q = tl.load(
+        q_ptr + (row * stride_row + heads * stride_head)[:, None] + cols[None, :],
+        mask=mask,
+        other=0.0,
+    )
     if UPCAST:
         q = q.to(tl.float32)
     m, total = tl.full((BM,), FLOOR, tl.float32), tl.zeros((BM,), tl.float32)
@@ -135,8 +164,19 @@ def _shared_kernel(
 
 
 @triton.jit(do_not_specialize=BATCH)
-def _merge_kernel(part_ptr, lse_ptr, out_ptr, parts, D: tl.constexpr, MOST: tl.constexpr, SOME: tl.constexpr, BLOCK: tl.constexpr):
-    """The parts of one head of one row, always in the same order. A part that saw nothing has a log-sum-exp of FLOOR."""
+def _merge_kernel(
+    part_ptr,
+    lse_ptr,
+    out_ptr,
+    parts,
+    D: tl.constexpr,
+    MOST: tl.constexpr,
+    SOME: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The parts of one head of one row, always in the same order. A part that saw nothing has a
+    log-sum-exp of FLOOR.
+    """
     at = tl.program_id(0).to(tl.int64)
     every, cols = tl.arange(0, MOST), tl.arange(0, BLOCK)
     lse = tl.load(lse_ptr + at * parts + every, mask=every < parts, other=FLOOR)
@@ -148,11 +188,17 @@ def _merge_kernel(part_ptr, lse_ptr, out_ptr, parts, D: tl.constexpr, MOST: tl.c
         inside = some < parts
         weight = tl.exp2(tl.load(lse_ptr + at * parts + some, mask=inside, other=FLOOR) - top)
         mask = inside[:, None] & (cols < D)[None, :]
-        acc += tl.sum(tl.load(part_ptr + (at * parts + some)[:, None] * D + cols[None, :], mask=mask, other=0.0) * weight[:, None], 0)
+        acc += tl.sum(
+            tl.load(
+                part_ptr + (at * parts + some)[:, None] * D + cols[None, :], mask=mask, other=0.0
+            )
+            * weight[:, None],
+            0,
+        )
     tl.store(out_ptr + at * D + cols, (acc / total).to(out_ptr.dtype.element_ty), mask=cols < D)
 
 
-# ------------------------------------------------------------------------------------------------------------ launch
+# ------------------------------------------------------------------------------------------- launch
 
 
 def splits_for(programs: int) -> int:
@@ -161,15 +207,26 @@ def splits_for(programs: int) -> int:
 
 
 def sizes(width: int, itemsize: int, repeat: int) -> tuple[dict[str, int], int, int]:
-    """Tile and pipeline by the bytes of a key, so that any GPU's shared memory and registers hold them; (options, BM, BM of a window)."""
+    """Tile and pipeline by the bytes of a key, so that any GPU's shared memory and registers hold
+    them; (options, BM, BM of a window).
+    """
     block, heads = max(triton.next_power_of_2(width), 16), triton.next_power_of_2(repeat)
-    wide = max(block * itemsize // 256, itemsize // 2)  # 2 for float32, whose products take three, and for 256 numbers of bfloat16
-    options = {"D": width, "BLOCK": block, "BN": max(64 // wide, 16), "num_warps": 4, "num_stages": 3 if block * itemsize <= 128 else 2}
+    # 2 for float32, whose products take three, and for 256 numbers of bfloat16
+    wide = max(block * itemsize // 256, itemsize // 2)
+    options = {
+        "D": width,
+        "BLOCK": block,
+        "BN": max(64 // wide, 16),
+        "num_warps": 4,
+        "num_stages": 3 if block * itemsize <= 128 else 2,
+    }
     window = max(QUERIES // wide // heads, 1)
     return options, max(heads, 16), max(window * heads, 16)
 
 
-def attend_pages(q: Tensor, kv: Tensor, table: Tensor, length: Tensor, shared: SharedPages | None) -> Tensor:
+def attend_pages(
+    q: Tensor, kv: Tensor, table: Tensor, length: Tensor, shared: SharedPages | None
+) -> Tensor:
     (R, H, D), (_, _, S, K, _) = q.shape, kv.shape
     q = q if q.stride(2) == 1 else q.contiguous()
     repeat, heads = H // K, triton.next_power_of_2(H // K)
@@ -194,5 +251,7 @@ def attend_pages(q: Tensor, kv: Tensor, table: Tensor, length: Tensor, shared: S
         q, kv, table, length, part, lse, own, parts, *strides, table.stride(0), scale, BM=one, PARTIAL=parts > 1, **options,
     )  # fmt: skip
     if parts > 1:
-        _merge_kernel[(R * H,)](part, lse, out, parts, D=D, MOST=2 * SPLITS, SOME=8, BLOCK=options["BLOCK"], num_warps=1)
+        _merge_kernel[(R * H,)](
+            part, lse, out, parts, D=D, MOST=2 * SPLITS, SOME=8, BLOCK=options["BLOCK"], num_warps=1
+        )
     return out

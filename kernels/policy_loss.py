@@ -1,17 +1,21 @@
-"""`policy_loss`: the value, the metrics and d/dlogp of a policy-gradient loss in one pass over flat tokens.
+"""`policy_loss`: the value, the metrics and d/dlogp of a policy-gradient loss in one pass over flat
+tokens.
 
-With lp the learner's logprob, q the sampler's, d = lp - q, r = exp(d), A the advantage, each loss is a SUM over active tokens:
+With lp the learner's logprob, q the sampler's, d = lp - q, r = exp(d), A the advantage, each loss
+is a SUM over active tokens:
     importance_sampling  -r A
     ppo                  -min(r A, clip(r, lo, hi) A)                      arXiv 1707.06347, equation 7
     cispo                -sg(clip(r, lo, hi)) lp A                         arXiv 2506.13585, equation 4
     dro                  -(lp A - beta/2 d^2)                              arXiv 2405.19107
     gspo                 ppo with r_t = sg(s) p / sg(p), s = exp(mean of d over the sequence's active tokens)   arXiv 2507.18071
-lo and hi are absolute ratios (0.8 and 1.2, not 0.2). A reference adds kl_coef times one estimator of KL(learner || reference):
+lo and hi are absolute ratios (0.8 and 1.2, not 0.2). A reference adds kl_coef times one estimator
+of KL(learner || reference):
     k1  lp - ref                     its gradient is 0 in expectation: for measuring, not for training
     k2  (lp - ref)^2 / 2             its gradient is that of the KL, on policy
     k3  e^(ref - lp) - (ref - lp) - 1
-(each differentiated as it stands, and not weighted by r; the clients' `kl_coef`, in rl.losses.terms, gives all three the KL's gradient)
-Tokens that are not active are selected away before any exp: what stands there, NaN included, changes nothing.
+(each differentiated as it stands, and not weighted by r; the clients' `kl_coef`, in
+rl.losses.terms, gives all three the KL's gradient) Tokens that are not active are selected away
+before any exp: what stands there, NaN included, changes nothing.
 """
 
 from __future__ import annotations
@@ -25,13 +29,17 @@ from kernels.policy_kinds import KINDS, KL_KINDS, METRICS
 NAME = "policy_loss"
 Bound = float | Tensor
 
-# -------------------------------------------------------------------------------------------------------- torch path
+# --------------------------------------------------------------------------------------- torch path
 
 
 def sequence_means(d_T: Tensor, active_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The mean of d over the active tokens of each token's sequence, [T]; 0 where a sequence has none."""
+    """The mean of d over the active tokens of each token's sequence, [T]; 0 where a sequence has
+    none.
+    """
     lengths = cu_seqlens.diff().long()
-    owner_T = torch.repeat_interleave(torch.arange(len(lengths), device=d_T.device), lengths, output_size=len(d_T))
+    owner_T = torch.repeat_interleave(
+        torch.arange(len(lengths), device=d_T.device), lengths, output_size=len(d_T)
+    )
     zero = d_T.new_zeros(len(lengths))
     count = zero.index_add(0, owner_T, active_T.to(d_T.dtype)).clamp_(min=1.0)
     return (zero.index_add(0, owner_T, d_T.where(active_T, 0.0)) / count)[owner_T]
@@ -45,7 +53,9 @@ def _torch_pass(
     active = torch.ones_like(lp, dtype=torch.bool) if mask is None else mask != 0
     lp, advantage = lp.where(active, 0.0), advantage.where(active, 0.0)
     d = lp - old.where(active, 0.0)
-    r = torch.exp(sequence_means(d, active, cu_seqlens) if kind == "gspo" and cu_seqlens is not None else d)
+    r = torch.exp(
+        sequence_means(d, active, cu_seqlens) if kind == "gspo" and cu_seqlens is not None else d
+    )
     clipped = torch.clamp(r, low, high)  # type: ignore[arg-type]
     if kind == "dro":
         loss, grad = 0.5 * beta * d * d - lp * advantage, beta * d - advantage
@@ -56,7 +66,8 @@ def _torch_pass(
         loss = grad = -r * advantage
     else:
         loss = -torch.minimum(r * advantage, clipped * advantage)
-        grad = torch.where(r * advantage > clipped * advantage, 0.0, -r * advantage)  # so that a NaN stays one
+        # so that a NaN stays one
+        grad = torch.where(r * advantage > clipped * advantage, 0.0, -r * advantage)
     kl = torch.zeros_like(lp)
     if ref is not None:
         e = ref.where(active, 0.0) - lp
@@ -67,11 +78,20 @@ def _torch_pass(
         else:
             kl, kl_grad = torch.expm1(e) - e, -torch.expm1(e)
         loss, grad = loss + kl_coef * kl, grad + kl_coef * kl_grad
-    columns = (loss, torch.ones_like(lp), r, (r < low).float(), (r > high).float(), -d, 0.5 * d * d, kl)
+    columns = (
+        loss,
+        torch.ones_like(lp),
+        r,
+        (r < low).float(),
+        (r > high).float(),
+        -d,
+        0.5 * d * d,
+        kl,
+    )
     return torch.stack(columns).where(active, 0.0).sum(1), grad.where(active, 0.0)
 
 
-# --------------------------------------------------------------------------------------------------------- custom op
+# ---------------------------------------------------------------------------------------- custom op
 
 
 @torch.library.custom_op("whetstone::policy_loss", mutates_args=())
@@ -86,13 +106,29 @@ def forward_op(
 
         with on_device(logp):
             sums, grad = policy_loss_pass(
-                logp, old, advantage, mask, ref, low_T, high_T, cu_seqlens, kind, low, high, beta, kl_coef, kl_kind
+                logp,
+                old,
+                advantage,
+                mask,
+                ref,
+                low_T,
+                high_T,
+                cu_seqlens,
+                kind,
+                low,
+                high,
+                beta,
+                kl_coef,
+                kl_kind,
             )
     else:
         flat = [t if t is None else t.float() for t in (logp, old, advantage, ref, low_T, high_T)]
         lower, upper = (low if flat[4] is None else flat[4]), (high if flat[5] is None else flat[5])
-        if isinstance(lower, Tensor) != isinstance(upper, Tensor):  # torch.clamp wants two of a kind
-            lower, upper = (torch.as_tensor(b, dtype=torch.float32, device=logp.device) for b in (lower, upper))
+        # torch.clamp wants two of a kind
+        if isinstance(lower, Tensor) != isinstance(upper, Tensor):
+            lower, upper = (
+                torch.as_tensor(b, dtype=torch.float32, device=logp.device) for b in (lower, upper)
+            )
         sums, grad = _torch_pass(
             flat[0], flat[1], flat[2], mask, flat[3], lower, upper, cu_seqlens, kind, beta, kl_coef, kl_kind  # type: ignore[arg-type]
         )  # fmt: skip
@@ -105,7 +141,7 @@ def _(logp, *_):
     return scalar, logp.new_empty(len(METRICS), dtype=torch.float32), torch.empty_like(logp)
 
 
-# ---------------------------------------------------------------------------------------------------------- autograd
+# ----------------------------------------------------------------------------------------- autograd
 
 
 def _setup(ctx, inputs, output) -> None:
@@ -120,7 +156,7 @@ def _backward(ctx, g_loss, *_):
 
 forward_op.register_autograd(_backward, setup_context=_setup)
 
-# ---------------------------------------------------------------------------------------------------- public function
+# ---------------------------------------------------------------------------------- public function
 
 
 def policy_loss(
@@ -128,7 +164,8 @@ def policy_loss(
     ref_T: Tensor | None = None, cu_seqlens: Tensor | None = None, clip_low: Bound = 0.8, clip_high: Bound = 1.2,
     beta: float = 0.05, kl_coef: float = 0.0, kl_kind: str = "k2",
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """The loss of the module's table as a sum over active tokens, and sums of what to watch. Gradients reach logp_T alone.
+    """The loss of the module's table as a sum over active tokens, and sums of what to watch.
+    Gradients reach logp_T alone.
 
     Args:
         logp_T, old_T, advantage_T: [T], all sequences one after the other. mask_T: [T], nonzero (or True) where a token is
@@ -144,14 +181,25 @@ def policy_loss(
     if kl_kind not in KL_KINDS:
         raise ValueError(f"{NAME}: kl_kind is {kl_kind!r}; expected one of {', '.join(KL_KINDS)}")
     if kl_coef != 0.0 and ref_T is None:
-        raise ValueError(f"{NAME}: kl_coef is {kl_coef} without ref_T; pass the reference's logprobs, or kl_coef=0.0")
+        raise ValueError(
+            f"{NAME}: kl_coef is {kl_coef} without ref_T; pass the reference's logprobs, or kl_coef=0.0"
+        )
     if mask_T is None and (kind in ("dro", "gspo") or kl_coef != 0.0):
         what = kind if kind in ("dro", "gspo") else "a KL term"
-        raise ValueError(f"{NAME}: {what} needs mask_T, which tokens are actions; for all of them torch.ones_like(logp_T)")
+        raise ValueError(
+            f"{NAME}: {what} needs mask_T, which tokens are actions; for all of them torch.ones_like(logp_T)"
+        )
     if kind == "gspo" and cu_seqlens is None:
-        raise ValueError(f"{NAME}: gspo needs cu_seqlens; for sequences of 3 and 2 tokens torch.tensor([0, 3, 5])")
+        raise ValueError(
+            f"{NAME}: gspo needs cu_seqlens; for sequences of 3 and 2 tokens torch.tensor([0, 3, 5])"
+        )
     low_T, high_T = (b if isinstance(b, Tensor) else None for b in (clip_low, clip_high))
-    tokens: dict[str, Tensor | None] = {"old_T": old_T, "advantage_T": advantage_T, "mask_T": mask_T, "ref_T": ref_T}
+    tokens: dict[str, Tensor | None] = {
+        "old_T": old_T,
+        "advantage_T": advantage_T,
+        "mask_T": mask_T,
+        "ref_T": ref_T,
+    }
     tokens |= {"clip_low": low_T, "clip_high": high_T}
     check_tokens(NAME, logp_T.numel(), logp_T=logp_T, **tokens)
     check_same_device(NAME, logp_T=logp_T, **tokens, cu_seqlens=cu_seqlens)
@@ -164,7 +212,7 @@ def policy_loss(
     return loss, dict(zip(METRICS, sums.unbind(), strict=True))
 
 
-# ---------------------------------------------------------------------------------------------------- plain reference
+# ---------------------------------------------------------------------------------- plain reference
 
 
 def policy_loss_reference(
@@ -176,9 +224,14 @@ def policy_loss_reference(
     ends = [0, len(logp_T)] if cu_seqlens is None else cu_seqlens.tolist()
     total = (logp_T * 0.0).nan_to_num().sum()
     for start, end in zip(ends, ends[1:], strict=False):
-        keep = torch.ones(end - start, dtype=torch.bool) if mask_T is None else mask_T[start:end] != 0
+        keep = (
+            torch.ones(end - start, dtype=torch.bool) if mask_T is None else mask_T[start:end] != 0
+        )
         lp, q, a = (t[start:end][keep] for t in (logp_T, old_T, advantage_T))
-        lo, hi = (b[start:end][keep] if isinstance(b, Tensor) else torch.full_like(lp, b) for b in (clip_low, clip_high))
+        lo, hi = (
+            b[start:end][keep] if isinstance(b, Tensor) else torch.full_like(lp, b)
+            for b in (clip_low, clip_high)
+        )
         r = (lp - q).exp()
         if kind == "gspo" and len(lp):
             r = (lp - q).mean().exp().detach() * (lp - lp.detach()).exp()
@@ -193,5 +246,7 @@ def policy_loss_reference(
             total = total - torch.minimum(r * a, clipped * a).sum()
         if ref_T is not None:
             e = ref_T[start:end][keep] - lp
-            total = total + kl_coef * {"k1": -e, "k2": e**2 / 2, "k3": e.exp() - e - 1}[kl_kind].sum()
+            total = (
+                total + kl_coef * {"k1": -e, "k2": e**2 / 2, "k3": e.exp() - e - 1}[kl_kind].sum()
+            )
     return total

@@ -1,7 +1,8 @@
-"""The kernels of `policy_loss`: one launch over flat tokens (gspo: one more, for the sequence means) and a small fixed sum.
+"""The kernels of `policy_loss`: one launch over flat tokens (gspo: one more, for the sequence
+means) and a small fixed sum.
 
-About 32 bytes a token are moved, 1 MB for 32k tokens: a third of a microsecond of an H100's memory, so launches are the cost.
-The kind of loss is a compile-time constant; there is no branch per token.
+About 32 bytes a token are moved, 1 MB for 32k tokens: a third of a microsecond of an H100's memory,
+so launches are the cost. The kind of loss is a compile-time constant; there is no branch per token.
 """
 
 from __future__ import annotations
@@ -13,15 +14,20 @@ from torch import Tensor
 
 from kernels.policy_kinds import KINDS, KL_KINDS, METRICS
 
-# 1024 tokens a program: 32 programs for 32k tokens, each one wave of loads. Larger blocks leave SMs idle.
+# 1024 tokens a program: 32 programs for 32k tokens, each one wave of loads. Larger blocks leave SMs
+# idle.
 BLOCK = 1024
 IMPORTANCE_SAMPLING, PPO, CISPO, DRO, GSPO = (tl.constexpr(i) for i in range(5))
 K1, K2 = (tl.constexpr(i) for i in range(2))
 
 
 @triton.jit(do_not_specialize=["T"])
-def _sequence_mean_kernel(lp_ptr, old_ptr, mask_ptr, cu_ptr, out_ptr, T, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr):
-    """One program a sequence: the mean of lp - q over its active tokens, written at each of its tokens."""
+def _sequence_mean_kernel(
+    lp_ptr, old_ptr, mask_ptr, cu_ptr, out_ptr, T, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program a sequence: the mean of lp - q over its active tokens, written at each of its
+    tokens.
+    """
     start = tl.maximum(tl.load(cu_ptr + tl.program_id(0)).to(tl.int64), 0)
     end = tl.minimum(tl.load(cu_ptr + tl.program_id(0) + 1).to(tl.int64), T)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -54,7 +60,9 @@ def _kl_term(e, KL_KIND: tl.constexpr):
         # e^e - 1 loses digits near 0, where training lives: a Taylor series takes over there.
         series = e + e * e * (0.5 + e * (1.0 / 6.0 + e * (1.0 / 24.0)))
         expm1 = tl.where(tl.abs(e) < 0.02, series, tl.exp(e) - 1.0)
-        kl = tl.where(tl.abs(e) < 0.02, e * e * (0.5 + e * (1.0 / 6.0 + e * (1.0 / 24.0))), expm1 - e)
+        kl = tl.where(
+            tl.abs(e) < 0.02, e * e * (0.5 + e * (1.0 / 6.0 + e * (1.0 / 24.0))), expm1 - e
+        )
         grad = -expm1
     return kl, grad
 
@@ -84,8 +92,11 @@ def _policy_loss_kernel(
     r = tl.exp(d)
     if KIND == GSPO:
         r = tl.exp(tl.load(mean_ptr + offs, mask=active, other=0.0))
-    # The device's own minimum and maximum drop a NaN, and a loss without one would hide it; so would a comparison.
-    clipped = tl.minimum(tl.maximum(r, lo, propagate_nan=tl.PropagateNan.ALL), hi, propagate_nan=tl.PropagateNan.ALL)
+    # The device's own minimum and maximum drop a NaN, and a loss without one would hide it; so
+    # would a comparison.
+    clipped = tl.minimum(
+        tl.maximum(r, lo, propagate_nan=tl.PropagateNan.ALL), hi, propagate_nan=tl.PropagateNan.ALL
+    )
     if KIND == IMPORTANCE_SAMPLING:
         grad = -r * adv
         loss = grad
@@ -100,7 +111,9 @@ def _policy_loss_kernel(
         grad = tl.where(r * adv > clipped * adv, 0.0, -r * adv)
     kl = tl.zeros((BLOCK,), tl.float32)
     if HAS_REF:
-        kl, kl_grad = _kl_term(tl.load(ref_ptr + offs, mask=active, other=0.0).to(tl.float32) - lp, KL_KIND)
+        kl, kl_grad = _kl_term(
+            tl.load(ref_ptr + offs, mask=active, other=0.0).to(tl.float32) - lp, KL_KIND
+        )
         loss += kl_coef * kl
         grad += kl_coef * kl_grad
     tl.store(grad_ptr + offs, tl.where(active, grad, 0.0), mask=inside)
@@ -127,7 +140,9 @@ def policy_loss_pass(
         return grad.new_zeros(len(METRICS)), grad
     if mask is not None and mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
-    given = [t if t is None else t.contiguous() for t in (logp, old, advantage, mask, ref, low_T, high_T)]
+    given = [
+        t if t is None else t.contiguous() for t in (logp, old, advantage, mask, ref, low_T, high_T)
+    ]
     lp, old, advantage = (t for t in given[:3] if t is not None)
     mask, ref, low_T, high_T = given[3:]
     mean = lp

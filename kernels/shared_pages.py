@@ -14,7 +14,8 @@ from torch import Tensor
 class SharedPages:
     """Pages at the beginning of several rows' sequences, all of them full.
 
-    `order` the rows by group, those of no group last; `place` where each row stands in it; `group` of each of `order` (of no group: any).
+    `order` the rows by group, those of no group last; `place` where each row stands in it; `group`
+    of each of `order` (of no group: any).
     """
 
     order: Tensor  # [R] int64

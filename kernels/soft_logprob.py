@@ -1,7 +1,9 @@
-"""`soft_logprob`: hidden states and an LM head to the logprobs of K given tokens at each position, without logits.
+"""`soft_logprob`: hidden states and an LM head to the logprobs of K given tokens at each position,
+without logits.
 
-log p(y_k) = z_k - lse: the log-sum-exp (and the entropy) come from linear_logprob, whose memory is flat in the vocabulary; the K
-scores are products of a hidden state with K rows of W, a block of positions at a time.
+log p(y_k) = z_k - lse: the log-sum-exp (and the entropy) come from linear_logprob, whose memory is
+flat in the vocabulary; the K scores are products of a hidden state with K rows of W, a block of
+positions at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TD: Tensor, w_VD: Tensor, y_TK: Tensor) -> Tensor:
         ctx.save_for_backward(x_TD, w_VD, y_TK)
-        parts = [torch.einsum("td,tkd->tk", x.float(), w_VD[y].float()) for x, y in _blocks(w_VD, y_TK, x_TD, y_TK)]
+        parts = [
+            torch.einsum("td,tkd->tk", x.float(), w_VD[y].float())
+            for x, y in _blocks(w_VD, y_TK, x_TD, y_TK)
+        ]
         return torch.cat(parts) if parts else x_TD.new_zeros(y_TK.shape, dtype=torch.float32)
 
     @staticmethod
@@ -30,14 +35,19 @@ class _Scores(torch.autograd.Function):
         x_TD, w_VD, y_TK = ctx.saved_tensors
         dx, dw = None, None
         if ctx.needs_input_grad[0]:
-            parts = [torch.einsum("tk,tkd->td", g, w_VD[y].float()) for g, y in _blocks(w_VD, y_TK, g_TK, y_TK)]
+            parts = [
+                torch.einsum("tk,tkd->td", g, w_VD[y].float())
+                for g, y in _blocks(w_VD, y_TK, g_TK, y_TK)
+            ]
             dx = torch.cat(parts).to(x_TD.dtype) if parts else torch.zeros_like(x_TD)
         if ctx.needs_input_grad[1]:
             # Rows of W that were asked for add up in float32 and are rounded once.
             rows, at_TK = y_TK.unique(return_inverse=True)
             sums = torch.zeros(len(rows), w_VD.shape[1], dtype=torch.float32, device=w_VD.device)
             for x, g, at in _blocks(w_VD, y_TK, x_TD, g_TK, at_TK):
-                sums.index_add_(0, at.flatten(), (g.unsqueeze(2) * x.float().unsqueeze(1)).flatten(0, 1))
+                sums.index_add_(
+                    0, at.flatten(), (g.unsqueeze(2) * x.float().unsqueeze(1)).flatten(0, 1)
+                )
             dw = torch.zeros_like(w_VD).index_copy_(0, rows, sums.to(w_VD.dtype))
         return dx, dw, None
 
@@ -48,7 +58,9 @@ def _blocks(w_VD: Tensor, y_TK: Tensor, *tensors: Tensor):
 
 
 def _check(target_TK: Tensor, vocab: int) -> None:
-    """Raises ValueError naming the first target outside [0, vocab), in whichever column. One wait for the device."""
+    """Raises ValueError naming the first target outside [0, vocab), in whichever column. One wait
+    for the device.
+    """
     if target_TK.numel() == 0:
         return
     low, high = torch.stack(torch.aminmax(target_TK)).tolist()
@@ -64,10 +76,12 @@ def soft_logprob(
     hidden_TD: Tensor, weight_VD: Tensor, target_TK: Tensor, bias_V: Tensor | None = None, temperature: float = 1.0,
     softcap: float | None = None, *, entropy: bool = True, checked: bool = False, **settings: object,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Logprobs [T, K] of the targets, and entropies [T] (None where not asked for), float32; gradients as of linear_logprob.
+    """Logprobs [T, K] of the targets, and entropies [T] (None where not asked for), float32;
+    gradients as of linear_logprob.
 
-    checked: every target is known to lie in [0, V), which spares a GPU's forward its wait. `settings`: what linear_logprob takes as well.
-    Raises ValueError for a target outside [0, V), which is named; none is ignored.
+    checked: every target is known to lie in [0, V), which spares a GPU's forward its wait.
+    `settings`: what linear_logprob takes as well. Raises ValueError for a target outside [0, V),
+    which is named; none is ignored.
     """
     cast = under_autocast(hidden_TD, weight_VD)
     hidden, weight = cast[0], cast[1]

@@ -1,7 +1,9 @@
-"""What lies between the matrix products of a decoding step: residual and norm, rotation and cache, the gated activation.
+"""What lies between the matrix products of a decoding step: residual and norm, rotation and cache,
+the gated activation.
 
-Each is one kernel on CUDA (step_triton.py) and plain torch elsewhere, which is its reference. No gradients.
-Shapes: N rows, E hidden width, F width of the MLP, H heads, K key heads, D head width, S positions of a page.
+Each is one kernel on CUDA (step_triton.py) and plain torch elsewhere, which is its reference. No
+gradients. Shapes: N rows, E hidden width, F width of the MLP, H heads, K key heads, D head width, S
+positions of a page.
 """
 
 from __future__ import annotations
@@ -40,10 +42,12 @@ def rope_append(
     qkv: Tensor, norm_qk: Tensor | None, eps: float, rope: Tensor, position_N: Tensor, kv: Tensor, page_N: Tensor, place_N: Tensor,
     heads: int,
 ) -> Tensor:  # fmt: skip
-    """Queries [N, H, D], normed and rotated; keys, likewise, and values go to the cache at each row's page and place.
+    """Queries [N, H, D], normed and rotated; keys, likewise, and values go to the cache at each
+    row's page and place.
 
-    Args: qkv [N, H + 2 K, D]; norm_qk weights [2, D] of queries and keys, None for no norm; rope [2, positions, D] cosines and signed
-    sines; kv [2, pages, S, K, D], its last two dimensions contiguous.
+    Args: qkv [N, H + 2 K, D]; norm_qk weights [2, D] of queries and keys, None for no norm; rope
+    [2, positions, D] cosines and signed sines; kv [2, pages, S, K, D], its last two dimensions
+    contiguous.
     """
     if triton_works(qkv):
         from kernels.step_triton import rope_append as work
@@ -56,7 +60,9 @@ def rope_append(
         kinds = torch.tensor([0] * heads + [1] * key_heads, device=qkv.device)
         qk = F.rms_norm(qk, qk.shape[-1:], None, eps) * norm_qk.view(2, -1)[kinds]
     cos, sin = rope[:, position_N].unsqueeze(2).unbind(0)
-    q, k = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, dims=-1), sin).split([heads, key_heads], dim=1)
+    q, k = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, dims=-1), sin).split(
+        [heads, key_heads], dim=1
+    )
     kv[0, page_N, place_N] = k
     kv[1, page_N, place_N] = v
     return q

@@ -1,7 +1,9 @@
-"""The kernels of `step`: what lies between the matrix products of a decoding step, one read and one write of each number.
+"""The kernels of `step`: what lies between the matrix products of a decoding step, one read and one
+write of each number.
 
-float32 inside, rounded where torch rounds: the sum of the residual before the norm, the norm before its weight, the rotation's two
-products together. bfloat16 to float32 and back costs no instruction that waits, so all of them are bound by memory or the launch.
+float32 inside, rounded where torch rounds: the sum of the residual before the norm, the norm before
+its weight, the rotation's two products together. bfloat16 to float32 and back costs no instruction
+that waits, so all of them are bound by memory or the launch.
 """
 
 from __future__ import annotations
@@ -13,7 +15,16 @@ from torch import Tensor
 
 
 @triton.jit
-def _residual_rms_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, E: tl.constexpr, HAS_X: tl.constexpr, BLOCK: tl.constexpr):
+def _residual_rms_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    eps,
+    E: tl.constexpr,
+    HAS_X: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """residual += x; out = residual / rms(residual) * weight. One program a row."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
@@ -21,7 +32,11 @@ def _residual_rms_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, E: tl.co
     kind = residual_ptr.dtype.element_ty
     value = tl.load(residual_ptr + row * E + cols, mask=mask, other=0.0).to(tl.float32)
     if HAS_X:
-        value = (value + tl.load(x_ptr + row * E + cols, mask=mask, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+        value = (
+            (value + tl.load(x_ptr + row * E + cols, mask=mask, other=0.0).to(tl.float32))
+            .to(kind)
+            .to(tl.float32)
+        )
         tl.store(residual_ptr + row * E + cols, value.to(kind), mask=mask)
     scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / E + eps)
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
@@ -46,13 +61,16 @@ def _rope_append_kernel(
     qkv_ptr, norm_ptr, rope_ptr, position_ptr, page_ptr, place_ptr, q_ptr, kv_ptr, eps, positions, plane, stride_page, stride_place,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: queries and keys normed and rotated, keys and values to the cache, queries to q."""
+    """One head of one row: queries and keys normed and rotated, keys and values to the cache,
+    queries to q.
+    """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     half: tl.constexpr = D // 2
     cols = tl.arange(0, BLOCK)
     mask = cols < D
-    other = tl.where(cols < half, cols + half, cols - half)  # the channel that this one is turned with
+    # the channel that this one is turned with
+    other = tl.where(cols < half, cols + half, cols - half)
     at = qkv_ptr + (row * (H + 2 * K) + head) * D
     kind = qkv_ptr.dtype.element_ty
     x = tl.load(at + cols, mask=mask, other=0.0).to(tl.float32)
@@ -61,22 +79,41 @@ def _rope_append_kernel(
         if HAS_NORM:
             weight = norm_ptr + tl.where(head < H, 0, D)
             scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / D + eps)
-            x = ((x * scale).to(kind).to(tl.float32) * tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
-            y = ((y * scale).to(kind).to(tl.float32) * tl.load(weight + other, mask=mask, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+            x = (
+                (
+                    (x * scale).to(kind).to(tl.float32)
+                    * tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+                )
+                .to(kind)
+                .to(tl.float32)
+            )
+            y = (
+                (
+                    (y * scale).to(kind).to(tl.float32)
+                    * tl.load(weight + other, mask=mask, other=0.0).to(tl.float32)
+                )
+                .to(kind)
+                .to(tl.float32)
+            )
         position = tl.load(position_ptr + row)
         cos = tl.load(rope_ptr + position * D + cols, mask=mask, other=0.0).to(tl.float32)
-        sin = tl.load(rope_ptr + (positions + position) * D + cols, mask=mask, other=0.0).to(tl.float32)
+        sin = tl.load(rope_ptr + (positions + position) * D + cols, mask=mask, other=0.0).to(
+            tl.float32
+        )
         x = (x * cos).to(kind).to(tl.float32) + y * sin
     if head < H:
         tl.store(q_ptr + (row * H + head) * D + cols, x.to(kind), mask=mask)
     else:
         is_value = (head >= H + K).to(tl.int64)
         key_head = head - H - is_value * K
-        to = tl.load(page_ptr + row).to(tl.int64) * stride_page + tl.load(place_ptr + row).to(tl.int64) * stride_place
+        to = (
+            tl.load(page_ptr + row).to(tl.int64) * stride_page
+            + tl.load(place_ptr + row).to(tl.int64) * stride_place
+        )
         tl.store(kv_ptr + is_value * plane + to + key_head * D + cols, x.to(kind), mask=mask)
 
 
-# ------------------------------------------------------------------------------------------------------------ launch
+# ------------------------------------------------------------------------------------------- launch
 
 
 def residual_rms(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -93,7 +130,9 @@ def residual_rms(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float)
 def silu_mul(gate_up: Tensor, block: int = 1024) -> Tensor:
     rows, width = gate_up.numel() // gate_up.shape[-1], gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], width))
-    _silu_mul_kernel[(rows, triton.cdiv(width, block))](gate_up.contiguous(), out, F=width, BLOCK=block, num_warps=4)
+    _silu_mul_kernel[(rows, triton.cdiv(width, block))](
+        gate_up.contiguous(), out, F=width, BLOCK=block, num_warps=4
+    )
     return out
 
 

@@ -1,6 +1,8 @@
-"""`token_logprob`: the target's logprob and the entropy of each token from logits that exist already.
+"""`token_logprob`: the target's logprob and the entropy of each token from logits that exist
+already.
 
-One pass over the logits forward, one backward; the backward can write the gradient over the logits themselves.
+One pass over the logits forward, one backward; the backward can write the gradient over the logits
+themselves.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from kernels.linear_logprob_torch import BLOCK, Coefficients, coefficients, logi
 
 NAME = "token_logprob"
 
-# -------------------------------------------------------------------------------------------------------- torch path
+# --------------------------------------------------------------------------------------- torch path
 
 
 def _chunks(logits_TV: Tensor) -> range:
@@ -44,7 +46,9 @@ def _pick(rows: Tensor, mask: Tensor) -> Tensor:
     return rows if bool(mask.all()) else rows[mask]
 
 
-def _torch_forward(logits_TV: Tensor, y_T: Tensor, head: Head, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+def _torch_forward(
+    logits_TV: Tensor, y_T: Tensor, head: Head, ignore_index: int
+) -> tuple[Tensor, Tensor, Tensor]:
     out = torch.zeros((3, len(y_T)), dtype=torch.float32, device=logits_TV.device)
     chunks = _chunks(logits_TV)
     for lo in chunks:
@@ -57,13 +61,21 @@ def _torch_forward(logits_TV: Tensor, y_T: Tensor, head: Head, ignore_index: int
         total = e.sum(1)
         spread = z.mul_(e).sum(1)
         lse = m.squeeze(1) + torch.log2(total)
-        out[:, lo : lo + chunks.step][:, used] = torch.stack((at_target - lse, torch.log2(total) - spread / total, lse)) * LN2
+        out[:, lo : lo + chunks.step][:, used] = (
+            torch.stack((at_target - lse, torch.log2(total) - spread / total, lse)) * LN2
+        )
     return out[0].clone(), out[1].clone(), out[2].clone()
 
 
-def _torch_backward(logits_TV: Tensor, y_T: Tensor, head: Head, co: Coefficients, lse_T: Tensor, out_TV: Tensor) -> None:
-    """Writes the gradient to `out_TV`, which may be `logits_TV`. Rows with all-zero coefficients get zeros."""
-    active_T = (co.a != 0) | (co.b != 0) if co.c is None else (co.a != 0) | (co.b != 0) | (co.c != 0)
+def _torch_backward(
+    logits_TV: Tensor, y_T: Tensor, head: Head, co: Coefficients, lse_T: Tensor, out_TV: Tensor
+) -> None:
+    """Writes the gradient to `out_TV`, which may be `logits_TV`. Rows with all-zero coefficients
+    get zeros.
+    """
+    active_T = (
+        (co.a != 0) | (co.b != 0) if co.c is None else (co.a != 0) | (co.b != 0) | (co.c != 0)
+    )
     chunks = _chunks(logits_TV)
     for lo in chunks:
         rows = slice(lo, lo + chunks.step)
@@ -72,20 +84,31 @@ def _torch_backward(logits_TV: Tensor, y_T: Tensor, head: Head, co: Coefficients
         z = _scaled(_pick(logits_TV[rows], active), head)
         slope = None if head.softcap is None else 1.0 - (z / head.out_scale).square_()
         z.sub_((_pick(lse_T[rows], active) / LN2).unsqueeze(1))
-        dz = logit_gradient(z, _pick(y_T[rows], active), Coefficients(a, b, c), head.grad_scale, torch.empty_like(z))  # type: ignore[arg-type]
+        dz = logit_gradient(
+            z, _pick(y_T[rows], active), Coefficients(a, b, c), head.grad_scale, torch.empty_like(z)
+        )  # type: ignore[arg-type]
         dz = dz if slope is None else dz.mul_(slope)
         if bool(active.all()):
             out_TV[rows] = dz
         else:
-            out_TV[rows] = out_TV.new_zeros(()) if len(dz) == 0 else put(dz, active.nonzero().squeeze(1), len(active))
+            out_TV[rows] = (
+                out_TV.new_zeros(())
+                if len(dz) == 0
+                else put(dz, active.nonzero().squeeze(1), len(active))
+            )
 
 
-# -------------------------------------------------------------------------------------------------------- custom ops
+# --------------------------------------------------------------------------------------- custom ops
 
 
 @torch.library.custom_op("whetstone::token_logprob", mutates_args=(), tags=WAITS)
 def forward_op(
-    logits: Tensor, target: Tensor, temperature: float, softcap: float | None, ignore_index: int, inplace: bool
+    logits: Tensor,
+    target: Tensor,
+    temperature: float,
+    softcap: float | None,
+    ignore_index: int,
+    inplace: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """logp, entropy and lse, float32 [T]. `inplace` is for the backward."""
     check_targets(NAME, target, logits.shape[1], ignore_index)
@@ -109,7 +132,10 @@ def _gradient(
     lse: Tensor, temperature: float, softcap: float | None, ignore_index: int, out: Tensor,
 ) -> None:  # fmt: skip
     used = target != ignore_index
-    a, b, c = (t if t is None else t.where(used, 0.0) for t in coefficients(g_logp, g_entropy, g_lse, entropy))
+    a, b, c = (
+        t if t is None else t.where(used, 0.0)
+        for t in coefficients(g_logp, g_entropy, g_lse, entropy)
+    )
     co = Coefficients(a, b, c)  # type: ignore[arg-type]
     if triton_works(logits) and logits.numel():
         from kernels.token_logprob_triton import backward
@@ -126,7 +152,19 @@ def backward_op(
     lse: Tensor, temperature: float, softcap: float | None, ignore_index: int,
 ) -> Tensor:  # fmt: skip
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    _gradient(g_logp, g_entropy, g_lse, logits, target, entropy, lse, temperature, softcap, ignore_index, out)
+    _gradient(
+        g_logp,
+        g_entropy,
+        g_lse,
+        logits,
+        target,
+        entropy,
+        lse,
+        temperature,
+        softcap,
+        ignore_index,
+        out,
+    )
     return out
 
 
@@ -135,14 +173,26 @@ def _(g_logp, g_entropy, g_lse, logits, *_):
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-# Declared as changing `logits`: the dispatcher then bumps its version, which a kernel's own writes would not, and autograd
-# tells whoever still needs the old values instead of using the new ones.
+# Declared as changing `logits`: the dispatcher then bumps its version, which a kernel's own writes
+# would not, and autograd tells whoever still needs the old values instead of using the new ones.
 @torch.library.custom_op("whetstone::token_logprob_backward_", mutates_args=("logits",))
 def backward_inplace_op(
     g_logp: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, logits: Tensor, target: Tensor, entropy: Tensor,
     lse: Tensor, temperature: float, softcap: float | None, ignore_index: int,
 ) -> None:  # fmt: skip
-    _gradient(g_logp, g_entropy, g_lse, logits, target, entropy, lse, temperature, softcap, ignore_index, logits)
+    _gradient(
+        g_logp,
+        g_entropy,
+        g_lse,
+        logits,
+        target,
+        entropy,
+        lse,
+        temperature,
+        softcap,
+        ignore_index,
+        logits,
+    )
 
 
 @backward_inplace_op.register_fake
@@ -150,7 +200,7 @@ def _(*_):
     return None
 
 
-# ---------------------------------------------------------------------------------------------------------- autograd
+# ----------------------------------------------------------------------------------------- autograd
 
 
 def _setup(ctx, inputs, output) -> None:
@@ -172,27 +222,34 @@ def _backward(ctx, g_logp, g_entropy, g_lse):
 
 forward_op.register_autograd(_backward, setup_context=_setup)
 
-# ---------------------------------------------------------------------------------------------------- public function
+# ---------------------------------------------------------------------------------- public function
 
 
 def token_logprob(
     logits: Tensor, target: Tensor, temperature: float = 1.0, softcap: float | None = None, ignore_index: int = -100, *,
     inplace_backward: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The target's logprob, the entropy and the log-sum-exp of each token, float32, from logits [..., V] (see linear_logprob).
+    """The target's logprob, the entropy and the log-sum-exp of each token, float32, from logits
+    [..., V] (see linear_logprob).
 
-    inplace_backward: the backward writes the gradient over `logits` and returns that memory, so that no second [T, V] exists.
+    inplace_backward: the backward writes the gradient over `logits` and returns that memory, so
+    that no second [T, V] exists.
         The logits are gone afterwards; autograd raises if anything else still needs them. Under torch.compile it is ignored.
-    Raises ValueError or TypeError for what does not fit, and for a target outside [0, V), which is named.
+    Raises ValueError or TypeError for what does not fit, and for a target outside [0, V), which is
+    named.
     """
     check_head(NAME, temperature, softcap)
     if logits.dim() < 1 or logits.shape[-1] == 0 or logits.dtype not in FLOATS:
-        raise ValueError(f"{NAME}: logits are {logits.dtype} {tuple(logits.shape)}; expected floating [..., V] with V > 0")
+        raise ValueError(
+            f"{NAME}: logits are {logits.dtype} {tuple(logits.shape)}; expected floating [..., V] with V > 0"
+        )
     check_target(NAME, target, logits.shape[:-1])
     check_same_device(NAME, logits=logits, target=target)
     inplace = inplace_backward and not torch.compiler.is_compiling()
     if inplace and logits.dim() != 2 and not logits.is_contiguous():
-        raise ValueError(f"{NAME}: inplace_backward needs contiguous logits, not strides {logits.stride()}; use .contiguous()")
+        raise ValueError(
+            f"{NAME}: inplace_backward needs contiguous logits, not strides {logits.stride()}; use .contiguous()"
+        )
     outputs = forward_op(
         logits.reshape(-1, logits.shape[-1]), target.reshape(-1).long(), temperature, softcap, ignore_index, inplace
     )  # fmt: skip

@@ -1,8 +1,9 @@
 """The kernels of `token_logprob`: one program a row, one pass over it.
 
-The bound is memory: 2 V bytes a row forward, 4 V backward. Blocks of 8192 over 8 warps are 32 values a thread, four 16-byte
-loads in flight, and keep one exp2 a value (0.33 ms of an H100's for 8192 x 151936, below the 0.83 ms that reading takes).
-Offsets of rows are int64: T x V passes 2^31 at 16k tokens. The grid is on the first axis, which has room for 2^31 rows.
+The bound is memory: 2 V bytes a row forward, 4 V backward. Blocks of 8192 over 8 warps are 32
+values a thread, four 16-byte loads in flight, and keep one exp2 a value (0.33 ms of an H100's for
+8192 x 151936, below the 0.83 ms that reading takes). Offsets of rows are int64: T x V passes 2^31
+at 16k tokens. The grid is on the first axis, which has room for 2^31 rows.
 """
 
 from __future__ import annotations
@@ -82,7 +83,11 @@ def _backward_kernel(
     if (a == 0.0) & (b == 0.0) & (c == 0.0):
         for lo in range(0, V, BLOCK):
             cols = lo + tl.arange(0, BLOCK)
-            tl.store(out_ptr + row * stride_out + cols, tl.zeros((BLOCK,), out_ptr.dtype.element_ty), mask=cols < V)
+            tl.store(
+                out_ptr + row * stride_out + cols,
+                tl.zeros((BLOCK,), out_ptr.dtype.element_ty),
+                mask=cols < V,
+            )
     else:
         lse2 = tl.load(lse2_ptr + row)
         for lo in range(0, V, BLOCK):
@@ -96,7 +101,9 @@ def _backward_kernel(
             dz = tl.exp2(log2p) * factor + tl.where(cols == y, a, 0.0)
             if SOFTCAP:
                 dz *= 1.0 - t * t
-            tl.store(out_ptr + row * stride_out + cols, dz.to(out_ptr.dtype.element_ty), mask=cols < V)
+            tl.store(
+                out_ptr + row * stride_out + cols, dz.to(out_ptr.dtype.element_ty), mask=cols < V
+            )
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -107,7 +114,9 @@ def forward(
     logits_TV: Tensor, y_T: Tensor, head: Head, ignore_index: int, block: int = BLOCK
 ) -> tuple[Tensor, Tensor, Tensor]:
     logits = _rows(logits_TV)
-    logp, entropy, lse = (torch.empty(len(y_T), dtype=torch.float32, device=logits.device) for _ in range(3))
+    logp, entropy, lse = (
+        torch.empty(len(y_T), dtype=torch.float32, device=logits.device) for _ in range(3)
+    )
     _forward_kernel[(len(y_T),)](
         logits, y_T.contiguous(), logp, entropy, lse, logits.shape[1], logits.stride(0), ignore_index, head.in_scale,
         head.out_scale,
@@ -117,7 +126,13 @@ def forward(
 
 
 def backward(
-    logits_TV: Tensor, y_T: Tensor, head: Head, co: Coefficients, lse_T: Tensor, out_TV: Tensor, block: int = BLOCK
+    logits_TV: Tensor,
+    y_T: Tensor,
+    head: Head,
+    co: Coefficients,
+    lse_T: Tensor,
+    out_TV: Tensor,
+    block: int = BLOCK,
 ) -> None:
     """Writes the gradient to `out_TV`, which may be `logits_TV`."""
     logits, out = _rows(logits_TV), _rows(out_TV)

@@ -113,7 +113,9 @@ _ERRORS = (
     "PermissionDeniedError", "RateLimitError", "RequestFailedError", "TinkerError", "UnprocessableEntityError",
     "UserError",
 )  # fmt: skip
-_FACE |= {name: ("rl.types", name) for name in _TYPES} | {name: ("rl.errors", name) for name in _ERRORS}
+_FACE |= {name: ("rl.types", name) for name in _TYPES} | {
+    name: ("rl.errors", name) for name in _ERRORS
+}
 
 # Names of Tinker's client that mean nothing without its service.
 _ELSEWHERE = {
@@ -146,9 +148,13 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _ELSEWHERE:
-        raise AttributeError(f"rl has no {name}: {_ELSEWHERE[name]} (docs/tinker.md says what else differs from Tinker's client)")
+        raise AttributeError(
+            f"rl has no {name}: {_ELSEWHERE[name]} (docs/tinker.md says what else differs from Tinker's client)"
+        )
     if name not in _FACE:
-        raise AttributeError(f"module 'rl' has no attribute {name!r}; its public names are {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'rl' has no attribute {name!r}; its public names are {', '.join(__all__)}"
+        )
     module, attribute = _FACE[name]
     loaded = importlib.import_module(module)
     return loaded if attribute is None else getattr(loaded, attribute)
@@ -159,7 +165,9 @@ def __dir__() -> list[str]:
 
 
 class _Late(ModuleType):
-    """A module under an address that scripts import it from; loaded when something of it is asked for."""
+    """A module under an address that scripts import it from; loaded when something of it is asked
+    for.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.modules[__name__].__getattr__(self.__name__.rpartition(".")[2]), name)

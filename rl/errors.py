@@ -1,4 +1,6 @@
-"""What a user is meant to read: errors, shown without a traceback by the command line, and remarks, for which nothing ends."""
+"""What a user is meant to read: errors, shown without a traceback by the command line, and remarks,
+for which nothing ends.
+"""
 
 import os
 import warnings
@@ -6,7 +8,9 @@ from typing import Any
 
 
 class TinkerError(Exception):
-    """The root of the errors that Tinker's client names, so that `except rl.TinkerError` means here what it means there."""
+    """The root of the errors that Tinker's client names, so that `except rl.TinkerError` means here
+    what it means there.
+    """
 
 
 class APIError(TinkerError):
@@ -29,7 +33,9 @@ class BadRequestError(APIStatusError, ValueError):
 
 
 class UserError(BadRequestError):
-    """Something the user can set right: the message gives the value, what was expected, and the remedy."""
+    """Something the user can set right: the message gives the value, what was expected, and the
+    remedy.
+    """
 
 
 class RequestFailedError(TinkerError):
@@ -43,7 +49,8 @@ class RequestFailedError(TinkerError):
         return self.message
 
 
-# Never raised here, where there is no server and no account: scripts written for Tinker's client name them in `except`.
+# Never raised here, where there is no server and no account: scripts written for Tinker's client
+# name them in `except`.
 
 
 class APIConnectionError(APIError):
@@ -103,14 +110,20 @@ class UnusedSetting(ValueError):
 
 
 class FailedElsewhere(Exception):
-    """Another rank could not do its part: this one leaves off as well. Never shown: the other rank's error is."""
+    """Another rank could not do its part: this one leaves off as well. Never shown: the other
+    rank's error is.
+    """
 
 
 class RankLost(RuntimeError):
-    """Another rank ended, hangs, or fell out of step: this run cannot go on. The message names the rank, its host and process."""
+    """Another rank ended, hangs, or fell out of step: this run cannot go on. The message names the
+    rank, its host and process.
+    """
 
 
 def remark(text: str, stacklevel: int = 3) -> None:
-    """A warning on rank 0 alone: every rank finds the same. `stacklevel` as in `warnings.warn`; 3 names the caller's caller."""
+    """A warning on rank 0 alone: every rank finds the same. `stacklevel` as in `warnings.warn`; 3
+    names the caller's caller.
+    """
     if int(os.environ.get("RANK", "0")) == 0:
         warnings.warn(text, stacklevel=stacklevel)

@@ -32,7 +32,9 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def finite(value: Any) -> Any:
-    """`value` with numbers as Python's own, and null for what strict JSON cannot say (NaN, infinity)."""
+    """`value` with numbers as Python's own, and null for what strict JSON cannot say (NaN,
+    infinity).
+    """
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, Mapping):
@@ -48,15 +50,23 @@ def finite(value: Any) -> Any:
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """One line of strict JSON, keys in their given order. ValueError for NaN and infinity: pass the row through `finite`.
+    """One line of strict JSON, keys in their given order. ValueError for NaN and infinity: pass the
+    row through `finite`.
 
     Half of a surrogate pair, which UTF-8 has no bytes for, is written as JSON's own escape.
     """
-    return json.dumps(row, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace").decode("utf-8") + "\n"
+    return (
+        json.dumps(row, ensure_ascii=False, allow_nan=False)
+        .encode("utf-8", "backslashreplace")
+        .decode("utf-8")
+        + "\n"
+    )
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a .jsonl file. An unfinished last line (a killed writer) is left out; any other bad line is an error."""
+    """The rows of a .jsonl file. An unfinished last line (a killed writer) is left out; any other
+    bad line is an error.
+    """
     if not path.exists():
         return []
     try:
@@ -79,12 +89,15 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not JSON ({error}); repair or delete that line") from error
     if not isinstance(row, dict):
-        raise UserError(f"{where} is no JSON object but a {type(row).__name__}; repair or delete that line")
+        raise UserError(
+            f"{where} is no JSON object but a {type(row).__name__}; repair or delete that line"
+        )
     return row
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl: "step" counts upwards, "stage" is a text, other values are numbers, texts or null.
+    """The rows of a metrics.jsonl: "step" counts upwards, "stage" is a text, other values are
+    numbers, texts or null.
 
     UserError naming the first line that is none of that.
     """
@@ -98,7 +111,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             wrong = f"its stage is {row['stage']!r:.40} where a name was expected"
         else:
             odd = next((key for key, value in row.items() if not _is_metric(value)), None)
-            wrong = None if odd is None else f"its {odd[:40]} is {row[odd]!r:.40} where a number was expected"
+            wrong = (
+                None
+                if odd is None
+                else f"its {odd[:40]} is {row[odd]!r:.40} where a number was expected"
+            )
         if wrong is not None:
             raise UserError(f"{path} line {number}: {wrong}; repair that line")
         last = row["step"]
@@ -107,4 +124,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _is_metric(value: Any) -> bool:
     """No number beyond a float's: JSON's integers have no end, and some write infinity."""
-    return value is None or isinstance(value, (str, bool)) or (isinstance(value, (int, float)) and -1.7e308 < value < 1.7e308)
+    return (
+        value is None
+        or isinstance(value, (str, bool))
+        or (isinstance(value, (int, float)) and -1.7e308 < value < 1.7e308)
+    )

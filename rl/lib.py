@@ -1,13 +1,39 @@
-"""The clients at the addresses that they have in Tinker's client: `lib.public_interfaces`, a module for each there, one here."""
+"""The clients at the addresses that they have in Tinker's client: `lib.public_interfaces`, a module
+for each there, one here.
+"""
 
 from __future__ import annotations
 
 import sys
 
-from rl.clients import APIFuture, LossHandle, PerDatumLossFn, RestClient, SamplingClient, ServiceClient, TrainingClient
+from rl.clients import (
+    APIFuture,
+    LossHandle,
+    PerDatumLossFn,
+    RestClient,
+    SamplingClient,
+    ServiceClient,
+    TrainingClient,
+)
 
-__all__ = ["APIFuture", "LossHandle", "PerDatumLossFn", "RestClient", "SamplingClient", "ServiceClient", "TrainingClient"]
+__all__ = [
+    "APIFuture",
+    "LossHandle",
+    "PerDatumLossFn",
+    "RestClient",
+    "SamplingClient",
+    "ServiceClient",
+    "TrainingClient",
+]
 
-_SUBMODULES = ("", ".api_future", ".custom_loss", ".rest_client", ".sampling_client", ".service_client", ".training_client")
+_SUBMODULES = (
+    "",
+    ".api_future",
+    ".custom_loss",
+    ".rest_client",
+    ".sampling_client",
+    ".service_client",
+    ".training_client",
+)
 for _name in _SUBMODULES:
     sys.modules[f"{__name__}.public_interfaces{_name}"] = sys.modules[__name__]

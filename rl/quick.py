@@ -18,18 +18,21 @@ _WAYS = 2  # processes that are asked side by side
 def quick() -> None:
     """Called by a script before it imports anything large.
 
-    A million objects that stay come with the imports: Python's collector looks at them again and again while they come, and once more
-    when the process ends, some two of the six seconds of a short command. Here it looks less often, and not at the end.
+    A million objects that stay come with the imports: Python's collector looks at them again and
+    again while they come, and once more when the process ends, some two of the six seconds of a
+    short command. Here it looks less often, and not at the end.
     """
     gc.set_threshold(50_000)
     atexit.register(gc.freeze)  # registered first, so called last
 
 
 def beside(work: Callable[..., None]) -> Sequence[Any]:
-    """Starts a process that does `work`, called with its ends of some connections (multiprocessing's); returns the other ends.
+    """Starts a process that does `work`, called with its ends of some connections
+    (multiprocessing's); returns the other ends.
 
-    For a script's very beginning: what that process imports it imports while this one goes on. None are returned where that would gain
-    nothing (a single core), where another rank does the work, or where processes cannot be forked. It ends with this one, and says nothing.
+    For a script's very beginning: what that process imports it imports while this one goes on. None
+    are returned where that would gain nothing (a single core), where another rank does the work, or
+    where processes cannot be forked. It ends with this one, and says nothing.
     """
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
     if cores < 2 or os.environ.get("RANK", "0") != "0":

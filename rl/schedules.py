@@ -10,8 +10,9 @@ SCHEDULES = ("constant", "linear", "cosine")
 def factor(schedule: str, step: int, total: int, warmup: int = 0, floor: float = 0.0) -> float:
     """The factor on the peak learning rate at `step` (0-based) of `total`.
 
-    Warm-up rises linearly and reaches 1 at step `warmup`; then `constant` stays, `linear` and `cosine`
-    (SGDR, arXiv 1608.03983, equation 5, one cycle) fall to `floor` at the step after the last one.
+    Warm-up rises linearly and reaches 1 at step `warmup`; then `constant` stays, `linear` and
+    `cosine` (SGDR, arXiv 1608.03983, equation 5, one cycle) fall to `floor` at the step after the
+    last one.
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -30,21 +31,27 @@ _LORA_EXPONENTS = {"qwen": 0.0775, "llama": 0.781}
 
 
 def lora_learning_rate(hidden_size: int, family: str = "qwen") -> float:
-    """A learning rate to start from for LoRA: 5e-5 * 10 * (2000 / hidden_size)^p, p = 0.0775 (Qwen) or 0.781 (Llama).
+    """A learning rate to start from for LoRA: 5e-5 * 10 * (2000 / hidden_size)^p, p = 0.0775 (Qwen)
+    or 0.781 (Llama).
 
-    The rule of Tinker's cookbook (its hyperparameter utilities), fitted to supervised training: LoRA wants ten times the rate of
-    full weights, wider models less. `family`: how a model's name begins, "Qwen" or "Llama" (letter case does not matter).
+    The rule of Tinker's cookbook (its hyperparameter utilities), fitted to supervised training:
+    LoRA wants ten times the rate of full weights, wider models less. `family`: how a model's name
+    begins, "Qwen" or "Llama" (letter case does not matter).
     """
     names = [name for name in _LORA_EXPONENTS if family.lower().startswith(name)]
     if not names:
-        raise ValueError(f"the rule is fitted to the families {', '.join(_LORA_EXPONENTS)}, got {family!r}: take the nearer one")
+        raise ValueError(
+            f"the rule is fitted to the families {', '.join(_LORA_EXPONENTS)}, got {family!r}: take the nearer one"
+        )
     if hidden_size < 1:
         raise ValueError(f"hidden_size is the model's width, at least 1, got {hidden_size}")
     return 5e-5 * 10 * (2000 / hidden_size) ** _LORA_EXPONENTS[names[0]]
 
 
 def scaled_by_batch(learning_rate: float, batch_size: int, reference_batch_size: int) -> float:
-    """The learning rate for `batch_size`, given one that suits `reference_batch_size`: it goes with the square root."""
+    """The learning rate for `batch_size`, given one that suits `reference_batch_size`: it goes with
+    the square root.
+    """
     if batch_size < 1 or reference_batch_size < 1:
         raise ValueError(f"batch sizes are at least 1, got {batch_size} and {reference_batch_size}")
     return learning_rate * math.sqrt(batch_size / reference_batch_size)

@@ -1,4 +1,6 @@
-"""A program that takes the place of the candidate's server: it answers each request with bytes of its own choice."""
+"""A program that takes the place of the candidate's server: it answers each request with bytes of
+its own choice.
+"""
 
 import json
 
@@ -26,7 +28,8 @@ def serve(answer):
     while True:
         raw(answer(json.loads(take(int.from_bytes(take(8), "big")))))
 """
-# A name is found as object 0; a call is answered by `choose`, whose "id" is put right where it is 0.
+# A name is found as object 0; a call is answered by `choose`, whose "id" is put right where it is
+# 0.
 CALLS_ANSWERED = """
 def answer(request):
     if request["do"] == "find":
@@ -43,9 +46,12 @@ def answer(request):
 def adversary(messages: list[object], bare: bool = False) -> str:
     """A program whose f(i) is answered by `messages[i]`, from the first again after the last.
 
-    A message is an object (an "id" of 0 is made the request's own), or the bytes of one. `bare`: bytes go out with no length before them.
+    A message is an object (an "id" of 0 is made the request's own), or the bytes of one. `bare`:
+    bytes go out with no length before them.
     """
-    texts = [message.hex() if isinstance(message, bytes) else json.dumps(message) for message in messages]
+    texts = [
+        message.hex() if isinstance(message, bytes) else json.dumps(message) for message in messages
+    ]
     kinds = [isinstance(message, bytes) for message in messages]
     choose = (
         f"TEXTS, KINDS, BARE = {texts!r}, {kinds!r}, {bare!r}\n"
@@ -67,7 +73,8 @@ def nested(depth: int) -> object:
     return made
 
 
-# What decodes at no small cost, or with another exception than the reader's own, where a constructor is called on what came.
+# What decodes at no small cost, or with another exception than the reader's own, where a
+# constructor is called on what came.
 COMPUTING = {
     "a fraction with an exponent": ["R", "1e9999999999"],
     "a fraction of a text": ["R", "1/0"],

@@ -1,6 +1,8 @@
-"""The alarms' formulas over every row of a stage, as lists: the judge of `rl.report.alarms`, which keeps a bounded part of them.
+"""The alarms' formulas over every row of a stage, as lists: the judge of `rl.report.alarms`, which
+keeps a bounded part of them.
 
-Each check sees all rows so far, the newest last. `brute_force` gives a stage's metrics and texts row by row; remedies are left out.
+Each check sees all rows so far, the newest last. `brute_force` gives a stage's metrics and texts
+row by row; remedies are left out.
 """
 
 from __future__ import annotations
@@ -16,20 +18,30 @@ Row = Mapping[str, Any]
 Check = Callable[[Sequence[Row]], str | None]
 
 KL = ("optim/kl_sample_train_v1", "optim/kl_sample_train_v2")
-GRAD_NORM, CRITIC_NORM, SKIPPED = "optim/grad_norm", "optim/critic_grad_norm", "optim/skipped_nonfinite"
+GRAD_NORM, CRITIC_NORM, SKIPPED = (
+    "optim/grad_norm",
+    "optim/critic_grad_norm",
+    "optim/skipped_nonfinite",
+)
 ENTROPY = "optim/entropy"
-CREDITED = "optim/frac_credited"  # share of the sampled tokens that were trained on with an advantage other than 0
+# share of the sampled tokens that were trained on with an advantage other than 0
+CREDITED = "optim/frac_credited"
 TEACHER = "teacher/kl_per_token"  # where advantages are a teacher's, and rewards only looked at
 REWARD, STD, LOW, HIGH = (f"env/all/reward/{name}" for name in ("total", "std", "min", "max"))
 MIXED = "env/all/by_group/frac_mixed"
 TEMPERATURE = "sampler/temperature"
 BEGINNINGS, GROUPS = "env/all/distinct_beginnings", "env/all/total_groups"
-EPISODES, LENGTH, TRUNCATED = "env/all/total_episodes", "env/all/ac_tokens_per_turn", "env/all/frac_truncated"
+EPISODES, LENGTH, TRUNCATED = (
+    "env/all/total_episodes",
+    "env/all/ac_tokens_per_turn",
+    "env/all/frac_truncated",
+)
 CORRECT, FORMAT = "env/all/correct", "env/all/format"
 
 LARGE_NORM = 10.0
 CERTAIN = 0.1  # nats an answer: the likeliest has a probability of at least exp(-0.1), nine in ten
-FEW, SOME, MANY = 3, 5, 20  # batches: until a fault is no accident; for a level; for a trend under noise
+# batches: until a fault is no accident; for a level; for a trend under noise
+FEW, SOME, MANY = 3, 5, 20
 LOW_TEMPERATURE = 0.6  # the lower end of what is recommended for exploration, 0.6 to 1
 
 
@@ -44,7 +56,9 @@ def column(rows: Sequence[Row], name: str) -> list[float]:
 
 
 def ends(rows: Sequence[Row], name: str, count: int) -> tuple[list[float], list[float]] | None:
-    """The metric's first and last `count` values, which do not overlap; None before there are as many."""
+    """The metric's first and last `count` values, which do not overlap; None before there are as
+    many.
+    """
     values = [v for v in column(rows, name) if not math.isnan(v)]
     return (values[:count], values[-count:]) if len(values) >= 2 * count else None
 
@@ -56,52 +70,69 @@ def rises(first: Sequence[float], last: Sequence[float]) -> bool:
 
 
 def solved(rows: Sequence[Row]) -> bool:
-    """Whether every answer of the newest batch earned the highest reward there ever was, and others once earned less."""
+    """Whether every answer of the newest batch earned the highest reward there ever was, and others
+    once earned less.
+    """
     best = max(column(rows, HIGH))
     return number(rows[-1], LOW) >= best and min(column(rows, LOW)) < best
 
 
 def mastered(rows: Sequence[Row]) -> bool:
-    """Whether the last five batches earned nine tenths of what there is between the lowest and the highest reward ever."""
+    """Whether the last five batches earned nine tenths of what there is between the lowest and the
+    highest reward ever.
+    """
     low, high = min(column(rows, LOW)), max(column(rows, HIGH))
     return high > low and fmean(column(rows[-SOME:], REWARD)) >= low + 0.9 * (high - low)
 
 
-# ---------------------------------------------------------------------------------------------------------- the checks
+# --------------------------------------------------------------------------------------- the checks
 
 
 def kl_above(level: float) -> Check:
     def check(rows: Sequence[Row]) -> str | None:
         value = largest([abs(number(rows[-1], KL[0])), number(rows[-1], KL[1])])
-        return None if value <= level else f"KL between sampler and learner is {value:.3g}, above {level:g}"  # nan is not below
+        # nan is not below
+        return (
+            None
+            if value <= level
+            else f"KL between sampler and learner is {value:.3g}, above {level:g}"
+        )
 
     return check
 
 
 def large_gradient(rows: Sequence[Row]) -> str | None:
-    """The policy's or the critic's norm above 10 for three batches; or a gradient that is not finite, whether it was skipped or not.
+    """The policy's or the critic's norm above 10 for three batches; or a gradient that is not
+    finite, whether it was skipped or not.
 
-    What is left of a task that is mastered are a few answers in hundreds, and the gradient is a mean over their tokens alone:
-    noise of a norm of 10 to 30 in a run that is well. There the policy's norm is taken as a mean over all sampled tokens.
+    What is left of a task that is mastered are a few answers in hundreds, and the gradient is a
+    mean over their tokens alone: noise of a norm of 10 to 30 in a run that is well. There the
+    policy's norm is taken as a mean over all sampled tokens.
     """
     if number(rows[-1], SKIPPED) > 0:
         return "the gradient is not finite: the optimizer step was left out"
     last, ones = rows[-FEW:], [1.0] * FEW
     shares = [row.get(CREDITED, 1.0) for row in last] if mastered(rows) else ones
-    for what, name, weights in (("gradient norm", GRAD_NORM, shares), ("the critic's gradient norm", CRITIC_NORM, ones)):
+    for what, name, weights in (
+        ("gradient norm", GRAD_NORM, shares),
+        ("the critic's gradient norm", CRITIC_NORM, ones),
+    ):
         norms = column(last, name)
         if name in last[-1] and not math.isfinite(norms[-1]):
             return f"{what} is not finite"
-        if len(last) == FEW and all(norm * weight > LARGE_NORM for norm, weight in zip(norms, weights, strict=True)):
+        if len(last) == FEW and all(
+            norm * weight > LARGE_NORM for norm, weight in zip(norms, weights, strict=True)
+        ):
             return f"{what} {norms[-1]:.3g}, above {LARGE_NORM:g} for {FEW} batches"
     return None
 
 
 def zero_advantages(rows: Sequence[Row]) -> str | None:
-    """Three batches in a row that tell no answer from another, though not all were as good as can be.
+    """Three batches in a row that tell no answer from another, though not all were as good as can
+    be.
 
-    No advantage other than 0; or, where a price on KL or a learned value gives every token one all the same, rewards that are
-    equal within each group (of single answers: in all three batches).
+    No advantage other than 0; or, where a price on KL or a learned value gives every token one all
+    the same, rewards that are equal within each group (of single answers: in all three batches).
     """
     last = rows[-FEW:]
     if len(last) < FEW or solved(rows) or mastered(rows):
@@ -113,13 +144,17 @@ def zero_advantages(rows: Sequence[Row]) -> str | None:
         return None
     if all(_in_groups(row) and number(row, MIXED) == 0 for row in last):
         return f"rewards are equal within every group for {FEW} batches: answers are not told apart ({value})"
-    if not any(_in_groups(row) or number(row, EPISODES) < 2 for row in last) and min(column(last, LOW)) == max(column(last, HIGH)):
+    if not any(_in_groups(row) or number(row, EPISODES) < 2 for row in last) and min(
+        column(last, LOW)
+    ) == max(column(last, HIGH)):
         return f"rewards are all equal for {FEW} batches: answers are not told apart ({value})"
     return None
 
 
 def reward_flat(rows: Sequence[Row]) -> str | None:
-    """The last 20 batches earn no more than the first 20, noise considered, and there is more to earn."""
+    """The last 20 batches earn no more than the first 20, noise considered, and there is more to
+    earn.
+    """
     found = ends(rows, REWARD, MANY)
     if found is None or rises(*found) or mastered(rows):
         return None
@@ -129,9 +164,11 @@ def reward_flat(rows: Sequence[Row]) -> str | None:
 
 
 def entropy_collapse(rows: Sequence[Row]) -> str | None:
-    """Entropy below a tenth of what it was at first, or answers that are certain, with much still to learn.
+    """Entropy below a tenth of what it was at first, or answers that are certain, with much still
+    to learn.
 
-    A task mastered may leave no doubt. Certain: below 0.1 nats an answer, which a run may be from its beginning on.
+    A task mastered may leave no doubt. Certain: below 0.1 nats an answer, which a run may be from
+    its beginning on.
     """
     if mastered(rows):
         return None
@@ -142,19 +179,29 @@ def entropy_collapse(rows: Sequence[Row]) -> str | None:
     if found is None:
         return None
     first, last = fmean(found[0]), max(found[1])
-    return f"entropy fell from {first:.2g} to {last:.2g} nats a token" if last < 0.1 * first else None
+    return (
+        f"entropy fell from {first:.2g} to {last:.2g} nats a token" if last < 0.1 * first else None
+    )
 
 
 def low_temperature(rows: Sequence[Row]) -> str | None:
     """A temperature below 0.6, and most groups all alike from the beginning on."""
     temperature, mixed = number(rows[-1], TEMPERATURE), column(rows[:SOME], MIXED)
-    if len(mixed) < SOME or not temperature < LOW_TEMPERATURE or not fmean(mixed) < 0.5 or mastered(rows) or not _in_groups(rows[-1]):
+    if (
+        len(mixed) < SOME
+        or not temperature < LOW_TEMPERATURE
+        or not fmean(mixed) < 0.5
+        or mastered(rows)
+        or not _in_groups(rows[-1])
+    ):
         return None
     return f"temperature {temperature:g} explores little: in {1 - fmean(mixed):.0%} of the first groups all answers earned the same"
 
 
 def mode_collapse(rows: Sequence[Row]) -> str | None:
-    """Answers begin alike: fewer beginnings than half the problems, and a quarter of those at first."""
+    """Answers begin alike: fewer beginnings than half the problems, and a quarter of those at
+    first.
+    """
     found = ends(rows, BEGINNINGS, SOME)
     if found is None:
         return None
@@ -170,7 +217,11 @@ def length_running_away(rows: Sequence[Row]) -> str | None:
     found, cut = ends(rows, LENGTH, SOME), ends(rows, TRUNCATED, SOME)
     if found is None or cut is None:
         return None
-    growth, cut_first, cut_last = fmean(found[1]) / max(1e-9, fmean(found[0])), fmean(cut[0]), fmean(cut[1])
+    growth, cut_first, cut_last = (
+        fmean(found[1]) / max(1e-9, fmean(found[0])),
+        fmean(cut[0]),
+        fmean(cut[1]),
+    )
     if not (growth > 3 or (growth > 1.5 and cut_last > cut_first + 0.2)):
         return None
     return f"answers grew from {fmean(found[0]):.0f} to {fmean(found[1]):.0f} tokens; {cut_last:.0%} are cut off, {cut_first:.0%} at first"
@@ -179,7 +230,13 @@ def length_running_away(rows: Sequence[Row]) -> str | None:
 def format_alone(rows: Sequence[Row]) -> str | None:
     """Over 20 batches and more the format got better and correctness did not."""
     form, right = ends(rows, FORMAT, MANY // 2), ends(rows, CORRECT, MANY // 2)
-    if form is None or right is None or not rises(*form) or fmean(form[1]) - fmean(form[0]) < 0.05 or rises(*right):
+    if (
+        form is None
+        or right is None
+        or not rises(*form)
+        or fmean(form[1]) - fmean(form[0]) < 0.05
+        or rises(*right)
+    ):
         return None
     return (
         f"only the format improves: format {fmean(form[0]):.2f} to {fmean(form[1]):.2f}, "
@@ -188,15 +245,23 @@ def format_alone(rows: Sequence[Row]) -> str | None:
 
 
 def rewards_failing(rows: Sequence[Row]) -> str | None:
-    """Half of the last batch's samples could not be scored, or over three batches more than a tenth."""
+    """Half of the last batch's samples could not be scored, or over three batches more than a
+    tenth.
+    """
     shares = []
     for few in (1, 3):
-        failed, scored = (sum(number(row, name) for row in rows[-few:]) for name in ("reward/failed", EPISODES))
+        failed, scored = (
+            sum(number(row, name) for row in rows[-few:]) for name in ("reward/failed", EPISODES)
+        )
         shares.append((failed / (failed + scored) if failed > 0 else 0.0, failed, failed + scored))
     (at_once, failed, asked), (share, _, _) = shares
     if at_once >= 0.5:
         return f"{failed:.0f} of the {asked:.0f} samples of this batch could not be scored: its reward is that of the others"
-    return f"{share:.0%} of the samples of 3 batches could not be scored" if len(rows) >= 3 and share > 0.1 else None
+    return (
+        f"{share:.0%} of the samples of 3 batches could not be scored"
+        if len(rows) >= 3 and share > 0.1
+        else None
+    )
 
 
 def _in_groups(row: Row) -> bool:
@@ -204,7 +269,7 @@ def _in_groups(row: Row) -> bool:
     return number(row, EPISODES) > number(row, GROUPS)
 
 
-# ---------------------------------------------------------------------------------------------------------- all of them
+# -------------------------------------------------------------------------------------- all of them
 
 CHECKS: dict[str, Check] = {
     "kl_0.01": kl_above(0.01),
@@ -223,12 +288,29 @@ CHECKS: dict[str, Check] = {
 QUIET = 20
 
 
-def brute_force(rows: Sequence[Row], needs: Mapping[str, Sequence[str]]) -> list[tuple[dict[str, float], list[str]]]:
-    """Of each row: (alarm/<name> 0 or 1 for each that can be judged, what is to be said). `needs`: the metrics each is judged by."""
+def brute_force(
+    rows: Sequence[Row], needs: Mapping[str, Sequence[str]]
+) -> list[tuple[dict[str, float], list[str]]]:
+    """Of each row: (alarm/<name> 0 or 1 for each that can be judged, what is to be said). `needs`:
+    the metrics each is judged by.
+    """
     told: list[tuple[dict[str, float], list[str]]] = []
     for i, row in enumerate(rows):
-        found = {name: check(rows[: i + 1]) for name, check in CHECKS.items() if all(key in row for key in needs[name])}
+        found = {
+            name: check(rows[: i + 1])
+            for name, check in CHECKS.items()
+            if all(key in row for key in needs[name])
+        }
         metrics = {f"alarm/{name}": float(seen is not None) for name, seen in found.items()}
         quiet = {name for old, _ in told[-QUIET:] for name, value in old.items() if value}
-        told.append((metrics, [seen for name, seen in found.items() if seen is not None and f"alarm/{name}" not in quiet]))
+        told.append(
+            (
+                metrics,
+                [
+                    seen
+                    for name, seen in found.items()
+                    if seen is not None and f"alarm/{name}" not in quiet
+                ],
+            )
+        )
     return told

@@ -1,4 +1,6 @@
-"""A chain of runs under LoRA, exported, and what its weights are by the adapters' own files in float64."""
+"""A chain of runs under LoRA, exported, and what its weights are by the adapters' own files in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,18 @@ from rl.learner import saving
 from rl.models import load_tokenizer
 from rl.run import export
 
-CHAINED = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "mistral", "phi3", "olmo2", "granite")
+CHAINED = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "mistral",
+    "phi3",
+    "olmo2",
+    "granite",
+)
 IDS = torch.tensor([[2, 3, 12, 4, 5, 13, 7]])
 _WORDS = "--steps 2 --batch-size 4 --learning-rate 2e-2 --eval-every 0 --save-every 0 --rollouts-every 0 --max-tokens 4 --dataset addition"
 
@@ -26,7 +39,9 @@ def logits(model) -> torch.Tensor:
 
 
 def by_hand(base: Path, adapters: list[Path]) -> torch.Tensor:
-    """Logits of the base in float64 with scale * B A of each adapter added to its matrices; an adapted head is one of its own."""
+    """Logits of the base in float64 with scale * B A of each adapter added to its matrices; an
+    adapted head is one of its own.
+    """
     model = AutoModelForCausalLM.from_pretrained(base).double().eval()
     modules = dict(model.named_modules())
     for folder in adapters:
@@ -39,24 +54,32 @@ def by_hand(base: Path, adapters: list[Path]) -> torch.Tensor:
             if module.__class__.__name__ == "Conv1D":  # GPT-2's matrices are transposed
                 delta = delta.T
             with torch.no_grad():
-                module.weight = torch.nn.Parameter(module.weight.detach() + delta)  # a new one: the embedding keeps the old
+                # a new one: the embedding keeps the old
+                module.weight = torch.nn.Parameter(module.weight.detach() + delta)
     return logits(model)
 
 
 def chain(name: str, tied: bool, folder: Path) -> tuple[float, float]:
-    """(difference of the export's logits from the run's own, and from float64 by hand), over the largest logit."""
+    """(difference of the export's logits from the run's own, and from float64 by hand), over the
+    largest logit.
+    """
     model = tiny_model(name, tie_word_embeddings=tied)
     model.config.eos_token_id = model.generation_config.eos_token_id = 1
     saving.write_model(model, load_tokenizer("tiny:addition"), folder / "base")
     assert AutoModelForCausalLM.from_pretrained(folder / "base").config.tie_word_embeddings == tied
     train(f"sft {_WORDS} --base-model {folder / 'base'} --lora-rank 4", folder / "sft")
     train(f"dpo {_WORDS} --base-model {folder / 'sft'}", folder / "dpo")
-    train(f"grpo {_WORDS} --group-size 4 --base-model {folder / 'dpo'} --lora-rank 2 --no-train-mlp", folder / "grpo")
+    train(
+        f"grpo {_WORDS} --group-size 4 --base-model {folder / 'dpo'} --lora-rank 2 --no-train-mlp",
+        folder / "grpo",
+    )
     export(str(folder / "grpo"), folder / "out", merged=True)
     got = logits(AutoModelForCausalLM.from_pretrained(folder / "out").eval())
     last = folder / "grpo" / "checkpoints" / "grpo-final"
     own = logits(saving.load_for_sampling(str(last), None)[0].model)
-    exact = by_hand(folder / "base", [folder / "dpo" / "checkpoints" / "dpo-final" / "model", last / "model"])
+    exact = by_hand(
+        folder / "base", [folder / "dpo" / "checkpoints" / "dpo-final" / "model", last / "model"]
+    )
     moved = logits(AutoModelForCausalLM.from_pretrained(folder / "base").eval())
     assert (own - moved).abs().max() > 1e-2, "the chain learnt nothing"
     size = max(1.0, float(own.abs().max()))

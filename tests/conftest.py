@@ -1,4 +1,6 @@
-"""What every test shares: small thread counts, no network, the data folder if it is there, no GPU test without a GPU."""
+"""What every test shares: small thread counts, no network, the data folder if it is there, no GPU
+test without a GPU.
+"""
 
 import os
 from pathlib import Path
@@ -23,7 +25,9 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session")
 def bubblewrap() -> None:
-    """Programs can be run behind bubblewrap here. Where the host refuses, what it says is shown; .ci/run says that it must not."""
+    """Programs can be run behind bubblewrap here. Where the host refuses, what it says is shown;
+    .ci/run says that it must not.
+    """
     from rl.errors import UserError
     from rl.sandbox import Sandbox
 
@@ -35,12 +39,14 @@ def bubblewrap() -> None:
         pytest.skip(str(error))
 
 
-# Files whose tests take minutes, the longest first: with a file a worker, one of these begun last would be waited for alone.
+# Files whose tests take minutes, the longest first: with a file a worker, one of these begun last
+# would be waited for alone.
 LONG = ("test_default_recipe", "test_distributed", "test_run", "test_crash_safety", "test_resume", "test_memory_plan", "test_null_controls",
         "test_gsm8k", "test_two_processes", "test_slurm")  # fmt: skip
 
 
-# Tests of serve.py stand in files of these names: they need requirements-serve.txt. `.ci/run` installs it after `make test`.
+# Tests of serve.py stand in files of these names: they need requirements-serve.txt. `.ci/run`
+# installs it after `make test`.
 SERVER = ("test_serve", "test_endpoint")
 
 
@@ -49,7 +55,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.stem.startswith(SERVER) or item.get_closest_marker("sdk"):
             item.add_marker(pytest.mark.extras)
-    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))  # stable
+    # stable
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
     if "campaign" not in config.option.markexpr and not any("::" in word for word in config.args):
         left = [item for item in items if item.get_closest_marker("campaign")]
         config.hook.pytest_deselected(items=left)

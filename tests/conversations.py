@@ -1,4 +1,6 @@
-"""Random conversations between an environment that says anything and a policy that writes any tokens."""
+"""Random conversations between an environment that says anything and a policy that writes any
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,35 @@ from rl.episodes import EnvGroupBuilder, rollout, trajectory_to_datums
 from rl.renderers import Renderer, get_renderer
 from rl.types import Problem, SampledSequence, SampleResponse, SamplingParams
 
-WORDS = ("yes", "no", "12", "the answer is", "(a+b)*c", "what?", "maybe so", "x = 1", "5", "hello there", "-3.5e2", "0", "a: b", "go on")
-ODD = ("<|im_end|>", "<|im_start|>user", "\n\nUser:", "<eos>", "</tool_call>", "<think>", "é 数", "  ", "\n", "\t", "<|endoftext|>")
+WORDS = (
+    "yes",
+    "no",
+    "12",
+    "the answer is",
+    "(a+b)*c",
+    "what?",
+    "maybe so",
+    "x = 1",
+    "5",
+    "hello there",
+    "-3.5e2",
+    "0",
+    "a: b",
+    "go on",
+)
+ODD = (
+    "<|im_end|>",
+    "<|im_start|>user",
+    "\n\nUser:",
+    "<eos>",
+    "</tool_call>",
+    "<think>",
+    "é 数",
+    "  ",
+    "\n",
+    "\t",
+    "<|endoftext|>",
+)
 RENDERERS = {
     "plain, characters": ("plain", "tiny:ascii", {}),
     "role_colon, characters": ("role_colon", "tiny:ascii", {}),
@@ -29,7 +58,9 @@ PARAMS = SamplingParams(max_tokens=40, temperature=1.0)
 
 
 def load(name: str, tokenizers) -> Renderer:
-    """The renderer of that name. `tokenizers`: the folder of tokenizers, or None for the one that needs none."""
+    """The renderer of that name. `tokenizers`: the folder of tokenizers, or None for the one that
+    needs none.
+    """
     kind, which, settings = RENDERERS[name]
     if which == "tiny:ascii":
         from rl.models import load_tokenizer
@@ -59,7 +90,9 @@ def add(a: int, b: int = 1) -> int:
 
 
 class Talk(Environment):
-    """Says anything for a random number of turns; few-shot answers stand in its prompt, and some of its episodes have a tool."""
+    """Says anything for a random number of turns; few-shot answers stand in its prompt, and some of
+    its episodes have a tool.
+    """
 
     needs_rows = True  # nothing but the row's seed
 
@@ -74,7 +107,10 @@ class Talk(Environment):
         self.turns = self.rng.randrange(1, 6)
         shots = []
         for _ in range(self.rng.randrange(3)):
-            shots += [{"role": "user", "content": self.say()}, {"role": "assistant", "content": "shot " + text(self.rng, True, False)}]
+            shots += [
+                {"role": "user", "content": self.say()},
+                {"role": "assistant", "content": "shot " + text(self.rng, True, False)},
+            ]
         system = [{"role": "system", "content": self.say()}] if self.rng.random() < 0.5 else []
         return [*system, *shots, {"role": "user", "content": self.say()}]
 
@@ -87,16 +123,29 @@ class Talk(Environment):
 
 
 class Writer:
-    """A sampler that draws tokens at random: ordinary ones that no tokenizer would have put side by side, texts, calls of tools, thoughts.
+    """A sampler that draws tokens at random: ordinary ones that no tokenizer would have put side by
+    side, texts, calls of tools, thoughts.
 
-    `canonical`: texts as their tokenizer writes them, each ended by the renderer's own mark, nothing else.
+    `canonical`: texts as their tokenizer writes them, each ended by the renderer's own mark,
+    nothing else.
     """
 
-    def __init__(self, renderer: Renderer, seed: int, *, canonical: bool = False, ascii_only: bool = False):
-        self.renderer, self.rng, self.canonical, self.ascii_only = renderer, random.Random(seed), canonical, ascii_only
+    def __init__(
+        self, renderer: Renderer, seed: int, *, canonical: bool = False, ascii_only: bool = False
+    ):
+        self.renderer, self.rng, self.canonical, self.ascii_only = (
+            renderer,
+            random.Random(seed),
+            canonical,
+            ascii_only,
+        )
         self.info = {"max_context": None}
         tokenizer = renderer.tokenizer
-        special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {}), *renderer.ends}
+        special = {
+            *tokenizer.all_special_ids,
+            *getattr(tokenizer, "added_tokens_decoder", {}),
+            *renderer.ends,
+        }
         self.ordinary = [i for i in range(len(tokenizer)) if i not in special]
         self.drawn: list[list[int]] = []
 
@@ -117,7 +166,9 @@ class Writer:
             call = json.dumps(made, separators=rng.choice([(",", ":"), None]))
             tokens = self.encode(f"{text(rng, True, False)}\n<tool_call>\n{call}\n</tool_call>")
         elif kind == 2:
-            tokens = self.encode(f"<think>\n{text(rng, True, False)}\n</think>\n\n{text(rng, True, False)}")
+            tokens = self.encode(
+                f"<think>\n{text(rng, True, False)}\n</think>\n\n{text(rng, True, False)}"
+            )
         else:
             tokens = self.encode(text(rng, self.ascii_only, odd=kind == 3))
         tokens = [t for t in tokens if t not in self.renderer.ends] or self.ordinary[:1]
@@ -140,10 +191,15 @@ class Writer:
         return self.ready
 
 
-def groups(renderer: Renderer, name: str, count: int, *, odd: bool = True, first: int = 0) -> list[EnvGroupBuilder]:
+def groups(
+    renderer: Renderer, name: str, count: int, *, odd: bool = True, first: int = 0
+) -> list[EnvGroupBuilder]:
     """`count` conversations, half of them with a tool."""
     ascii_only = "characters" in name
-    kinds = [resolve_environment(Talk, ascii_only=ascii_only, tools=tools, odd=odd) for tools in (False, True)]
+    kinds = [
+        resolve_environment(Talk, ascii_only=ascii_only, tools=tools, odd=odd)
+        for tools in (False, True)
+    ]
     limits = Limits(turns=12, seconds=60)
     problems = [Problem((), {"seed": first + i}, index=first + i) for i in range(count)]
     return [EnvironmentGroup(kinds[p.index % 2], p, 1, renderer, limits=limits) for p in problems]
@@ -154,12 +210,19 @@ def at_actions(datums, field: str) -> list:
     found = []
     for datum in datums:
         inputs = datum.loss_fn_inputs
-        found += [value for value, on in zip(inputs[field].array.tolist(), inputs["mask"].array.tolist(), strict=True) if on]
+        found += [
+            value
+            for value, on in zip(
+                inputs[field].array.tolist(), inputs["mask"].array.tolist(), strict=True
+            )
+            if on
+        ]
     return found
 
 
 def check(name: str, renderer: Renderer, count: int, seed: int = 0) -> dict[str, int]:
-    """Plays `count` conversations and raises AssertionError where a token is trained that was not sampled, or the other way round.
+    """Plays `count` conversations and raises AssertionError where a token is trained that was not
+    sampled, or the other way round.
 
     Returns how many conversations, turns, datums, and prompts that were written anew there were.
     """
@@ -176,7 +239,10 @@ def check(name: str, renderer: Renderer, count: int, seed: int = 0) -> dict[str,
         trained, logprobs = at_actions(made, "target_tokens"), at_actions(made, "logprobs")
         sampled = [t for turn in episode.transitions for t in turn.ac.tokens]
         assert trained == sampled, (name, group.problem_index)
-        np.testing.assert_array_equal(np.float32(logprobs), np.float32([p for turn in episode.transitions for p in turn.ac.logprobs]))
+        np.testing.assert_array_equal(
+            np.float32(logprobs),
+            np.float32([p for turn in episode.transitions for p in turn.ac.logprobs]),
+        )
         assert all(tuple(turn.ac.tokens) in drawn for turn in episode.transitions)
         breaks, so_far = 0, []
         for turn in episode.transitions:
@@ -185,7 +251,10 @@ def check(name: str, renderer: Renderer, count: int, seed: int = 0) -> dict[str,
             so_far = [*observation, *turn.ac.tokens]
         assert len(made) == breaks + 1, (name, group.problem_index, len(made), breaks)
         # each datum is one stretch of what was read and written, position by position
-        stretches = [[*d.model_input.to_ints(), d.loss_fn_inputs["target_tokens"].array.tolist()[-1]] for d in made]
+        stretches = [
+            [*d.model_input.to_ints(), d.loss_fn_inputs["target_tokens"].array.tolist()[-1]]
+            for d in made
+        ]
         assert stretches[-1] == so_far
         turns, datums, anew = turns + len(episode.transitions), datums + len(made), anew + breaks
     if name in NEVER_REWRITES:
@@ -194,12 +263,15 @@ def check(name: str, renderer: Renderer, count: int, seed: int = 0) -> dict[str,
 
 
 def check_canonical(name: str, renderer: Renderer, count: int, seed: int = 0) -> int:
-    """Where a policy writes texts as the tokenizer does, a prompt that was continued is the one that the template writes of the whole.
+    """Where a policy writes texts as the tokenizer does, a prompt that was continued is the one
+    that the template writes of the whole.
 
     Raises AssertionError where it is not. Returns how many prompts were compared.
     """
     sampler = Writer(renderer, seed, canonical=True, ascii_only="characters" in name)
-    found = rollout(groups(renderer, name, count, odd=False, first=10_000), sampler, PARAMS, seed=seed)
+    found = rollout(
+        groups(renderer, name, count, odd=False, first=10_000), sampler, PARAMS, seed=seed
+    )
     assert not found.errors, found.errors[:3]
     compared = 0
     for group in found.groups:

@@ -1,9 +1,11 @@
-"""What a launch of one or several processes computes through the clients; test_distributed.py compares it. Not a test by itself.
+"""What a launch of one or several processes computes through the clients; test_distributed.py
+compares it. Not a test by itself.
 
     accelerate launch --config_file accelerate_configs/X.yaml tests/distributed_cases.py STARTS OUT [--also DS_CONFIG]
 
-STARTS: saved models to begin from, made by the test. OUT: results.pt and what is saved for samplers. --also: a second
-DeepSpeed config, under which a few cases run again in the same processes.
+STARTS: saved models to begin from, made by the test. OUT: results.pt and what is saved for
+samplers. --also: a second DeepSpeed config, under which a few cases run again in the same
+processes.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from rl.ranks.launch import make_accelerator  # noqa: E402
 from rl.types import AdamParams, Datum, ModelInput  # noqa: E402
 
 DIVISOR = 7.0
-# With lr 0, beta1 0 and no clipping AdamW changes no weight, and its first moment is the step's gradient before clipping.
+# With lr 0, beta1 0 and no clipping AdamW changes no weight, and its first moment is the step's
+# gradient before clipping.
 LOOK = AdamParams(learning_rate=0.0, beta1=0.0, beta2=0.0, eps=1.0)
 PROMPTS = [[3, 4, 12, 5, 6, 13], [3, 4, 12]]
 SMALL = {"token_budget": 20}  # a few sequences a micro-batch
@@ -38,7 +41,9 @@ SMALL = {"token_budget": 20}  # a few sequences a micro-batch
 
 @dataclass(frozen=True)
 class Case:
-    """One gradient of eight datums. `settings`: the learner's; `calls`: how many of them each forward_backward takes."""
+    """One gradient of eight datums. `settings`: the learner's; `calls`: how many of them each
+    forward_backward takes.
+    """
 
     start: str
     loss: str
@@ -54,16 +59,28 @@ GRADIENTS = {
         "tied", "cross_entropy", {"layout": "packed", "gradient_checkpointing": True}, (1, 7)
     ),
     "tied, cross_entropy, plain head": Case("tied", "cross_entropy", {**SMALL, "fused": False}),
-    "untied, ppo, plain head, calls of 3 and 5": Case("untied", "ppo", {"token_budget": 1, "fused": False}, (3, 5)),
+    "untied, ppo, plain head, calls of 3 and 5": Case(
+        "untied", "ppo", {"token_budget": 1, "fused": False}, (3, 5)
+    ),
     "untied, gspo": Case("untied", "gspo", SMALL),
-    "untied, custom over sequences, checkpointing": Case("untied", "custom", {**SMALL, "gradient_checkpointing": True}, (3, 5)),
+    "untied, custom over sequences, checkpointing": Case(
+        "untied", "custom", {**SMALL, "gradient_checkpointing": True}, (3, 5)
+    ),
     "value head, values alone": Case("value", "value", SMALL, (3, 5)),
     "lora tied, ppo, calls of 3 and 5": Case("lora_tied", "ppo", SMALL, (3, 5)),
     "lora tied, cross_entropy, plain head": Case("lora_tied", "cross_entropy", {"fused": False}),
-    "lora untied, gspo, checkpointing": Case("lora_untied", "gspo", {"token_budget": 1, "gradient_checkpointing": True}),
-    "lora untied, cross_entropy, padded": Case("lora_untied", "cross_entropy", {**SMALL, "layout": "padded"}),
+    "lora untied, gspo, checkpointing": Case(
+        "lora_untied", "gspo", {"token_budget": 1, "gradient_checkpointing": True}
+    ),
+    "lora untied, cross_entropy, padded": Case(
+        "lora_untied", "cross_entropy", {**SMALL, "layout": "padded"}
+    ),
 }
-FEW = ["tied, ppo, some a micro-batch, calls of 3 and 5", "untied, gspo", "lora tied, ppo, calls of 3 and 5"]
+FEW = [
+    "tied, ppo, some a micro-batch, calls of 3 and 5",
+    "untied, gspo",
+    "lora tied, ppo, calls of 3 and 5",
+]
 
 
 def eight() -> list[Datum]:
@@ -71,7 +88,9 @@ def eight() -> list[Datum]:
 
 
 def masked_on_one_rank() -> list[Datum]:
-    """The longest first, as they are dealt out one a micro-batch; every second one, all of rank 1's, has nothing to learn."""
+    """The longest first, as they are dealt out one a micro-batch; every second one, all of rank
+    1's, has nothing to learn.
+    """
     ordered = sorted(eight(), key=lambda d: -d.model_input.length)
     for datum in ordered[1::2]:
         for name in ("mask", "advantages"):
@@ -83,25 +102,47 @@ def for_loss(datums: Sequence[Datum], loss: str) -> list[Datum]:
     """With the fields that the loss takes; the advantages stand in for returns."""
     if loss not in ("cross_entropy", "value"):
         return list(datums)
-    own = {"weights": "mask"} if loss == "cross_entropy" else {"mask": "mask", "returns": "advantages"}
+    own = (
+        {"weights": "mask"}
+        if loss == "cross_entropy"
+        else {"mask": "mask", "returns": "advantages"}
+    )
     fields = {"target_tokens": "target_tokens", **own}
-    return [Datum(d.model_input, {k: d.loss_fn_inputs[v] for k, v in fields.items()}) for d in datums]
+    return [
+        Datum(d.model_input, {k: d.loss_fn_inputs[v] for k, v in fields.items()}) for d in datums
+    ]
 
 
-def over_sequences(data: list[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
-    """A loss that is no sum over tokens: one clipped ratio a sequence, the exponential of its mean log ratio."""
+def over_sequences(
+    data: list[Datum], logprobs: list[torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """A loss that is no sum over tokens: one clipped ratio a sequence, the exponential of its mean
+    log ratio.
+    """
     total = torch.zeros(())
     for datum, logp_T in zip(data, logprobs, strict=True):
-        old_T, advantages_T = (datum.loss_fn_inputs[name].to_torch().to(logp_T.dtype) for name in ("logprobs", "advantages"))
+        old_T, advantages_T = (
+            datum.loss_fn_inputs[name].to_torch().to(logp_T.dtype)
+            for name in ("logprobs", "advantages")
+        )
         ratio = (logp_T - old_T).mean().exp()
         advantage = advantages_T.sum()
-        total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) / DIVISOR
+        total = (
+            total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) / DIVISOR
+        )
     return total, {}
 
 
 def update_params(step: int) -> AdamParams:
     """Every setting changes; the norm is always above what it is clipped to."""
-    return AdamParams(1e-3 * (step + 1), 0.8 + 0.02 * step, 0.9, 1e-3, 0.1 * step, grad_clip_norm=0.05 * (5 - step))
+    return AdamParams(
+        1e-3 * (step + 1),
+        0.8 + 0.02 * step,
+        0.9,
+        1e-3,
+        0.1 * step,
+        grad_clip_norm=0.05 * (5 - step),
+    )
 
 
 def update_datums(step: int) -> list[Datum]:
@@ -115,7 +156,9 @@ class CaseWorker(Worker):
         self.settings = replace(self.settings, learner=LearnerSettings(**settings))
 
     def relaunch(self, bf16: bool, ds_config: str | None) -> None:
-        """What the same processes would have been launched as with another precision or DeepSpeed config."""
+        """What the same processes would have been launched as with another precision or DeepSpeed
+        config.
+        """
         from accelerate.state import AcceleratorState
 
         AcceleratorState._reset_state()
@@ -125,15 +168,28 @@ class CaseWorker(Worker):
         self.sampler_dtype = torch.bfloat16 if bf16 else torch.float32
 
     def describe(self, model_id: int) -> dict[str, Any]:
-        """`own`: the numbers that this rank holds of the model while nothing runs; `bound`: seconds of the longest wait in a collective."""
+        """`own`: the numbers that this rank holds of the model while nothing runs; `bound`: seconds
+        of the longest wait in a collective.
+        """
         backend = self.learners[model_id].backend
-        own = [p.to_local() if type(p).__name__ == "DTensor" else p for p in self.learners[model_id].model.parameters()]
+        own = [
+            p.to_local() if type(p).__name__ == "DTensor" else p
+            for p in self.learners[model_id].model.parameters()
+        ]
         return {
             "processes": self.accelerator.num_processes,
             "own": sum(p.numel() for p in own),
-            "bound": max((pg._get_backend(torch.device("cpu")).options._timeout.total_seconds() for pg in _world.pg_map), default=0),
+            "bound": max(
+                (
+                    pg._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+                    for pg in _world.pg_map
+                ),
+                default=0,
+            ),
             "stage": getattr(backend, "stage", None),
-            "optimizer_device": str(next((p.device for p in backend.optimizer.fp32_partitioned_groups_flat), None))
+            "optimizer_device": str(
+                next((p.device for p in backend.optimizer.fp32_partitioned_groups_flat), None)
+            )
             if getattr(backend, "stage", 0) == 3
             else None,
         }
@@ -143,7 +199,11 @@ class CaseWorker(Worker):
         learner = self.learners[model_id]
         norm = learner.step(LOOK)["grad_norm"]
         tensors = learner.optimizer_tensors()
-        found = {name: tensors[f"{name}/exp_avg"].clone() for name in learner.parameter_shapes if f"{name}/exp_avg" in tensors}
+        found = {
+            name: tensors[f"{name}/exp_avg"].clone()
+            for name in learner.parameter_shapes
+            if f"{name}/exp_avg" in tensors
+        }
         learner.load_optimizer_tensors({})
         return found, norm
 
@@ -162,7 +222,9 @@ class Launch:
 
     def __init__(self, starts: Path, out: Path):
         self.starts, self.out = starts, out
-        self.service = ServiceClient(output_dir=out, settings=WorkerSettings(timeout_seconds=60, dtype="fp32"))
+        self.service = ServiceClient(
+            output_dir=out, settings=WorkerSettings(timeout_seconds=60, dtype="fp32")
+        )
         self.results: dict[str, Any] = {}
         self.client: TrainingClient | None = None
         self.made: tuple[str, str] | None = None
@@ -171,7 +233,9 @@ class Launch:
         return self.service._driver.submit(name, *arguments).result()
 
     def begin(self, start: str, **settings: Any) -> TrainingClient:
-        """A client at `start`; the one at hand where it is the same, since only `updates` changes weights."""
+        """A client at `start`; the one at hand where it is the same, since only `updates` changes
+        weights.
+        """
         if self.client is None or self.made != (start, str(settings)):
             self.end()
             self.verb("configure", settings)
@@ -194,7 +258,7 @@ class Launch:
         assert self.client is not None
         return self.verb("gradient", self.client.model_id)
 
-    # ------------------------------------------------------------------------------------------------------ what is done
+    # --------------------------------------------------------------------------------- what is done
 
     def gradients(self, names: Sequence[str], label: str = "") -> None:
         """One rank's number of micro-batches goes along, to see that a case is what it says."""
@@ -207,15 +271,26 @@ class Launch:
                 got = self.call(part, case.loss)
                 loss += got.metrics["loss:sum"]
             gradient, norm = self.look()
-            self.results[label + name] = {"gradient": gradient, "norm": norm, "loss": loss, "cuts": cuts, "launch": self.launch()}
+            self.results[label + name] = {
+                "gradient": gradient,
+                "norm": norm,
+                "loss": loss,
+                "cuts": cuts,
+                "launch": self.launch(),
+            }
 
     def launch(self) -> dict[str, Any]:
         assert self.client is not None
-        info = {key: self.client.info[key] for key in ("distributed_type", "wrapped", "world", "parameters", "dtype")}
+        info = {
+            key: self.client.info[key]
+            for key in ("distributed_type", "wrapped", "world", "parameters", "dtype")
+        }
         return {**info, **self.verb("describe", self.client.model_id)}
 
     def unequal_shares(self) -> None:
-        """A rank with nothing to learn, one datum for all ranks, none at all, what was dropped, a planted defect."""
+        """A rank with nothing to learn, one datum for all ranks, none at all, what was dropped, a
+        planted defect.
+        """
         client = self.begin("untied", token_budget=1)
         ordered = masked_on_one_rank()
         self.call(ordered)
@@ -245,11 +320,18 @@ class Launch:
             self.end()
 
     def two_models(self) -> None:
-        """A policy and a critic, as two models at once: calls and updates in turns, and a third that only scores in between."""
+        """A policy and a critic, as two models at once: calls and updates in turns, and a third
+        that only scores in between.
+        """
         self.end()
         self.verb("configure", SMALL)
-        policy, critic, frozen = (self.service.create_training_client_from_state(str(self.starts / s)) for s in ("tied", "value", "untied"))
-        found: dict[str, Any] = {"scores": frozen.forward(eight(), "ppo").result().metrics["loss:sum"]}
+        policy, critic, frozen = (
+            self.service.create_training_client_from_state(str(self.starts / s))
+            for s in ("tied", "value", "untied")
+        )
+        found: dict[str, Any] = {
+            "scores": frozen.forward(eight(), "ppo").result().metrics["loss:sum"]
+        }
         for part in (eight()[:3], eight()[3:]):
             policy.forward_backward(part, "ppo", divisor=DIVISOR).result()
             frozen.forward(part, "ppo").result()
@@ -260,7 +342,10 @@ class Launch:
             datums = update_datums(step)
             policy.forward_backward(datums, "ppo", divisor=DIVISOR)
             critic.forward_backward(for_loss(datums, "value"), "value", divisor=DIVISOR)
-            norms = [client.optim_step(update_params(step)).result().metrics["grad_norm"] for client in (policy, critic)]
+            norms = [
+                client.optim_step(update_params(step)).result().metrics["grad_norm"]
+                for client in (policy, critic)
+            ]
             found[f"norms {step}"] = norms
         found["scores after"] = frozen.forward(eight(), "ppo").result().metrics["loss:sum"]
         self.results["two models"] = found
@@ -292,7 +377,9 @@ class Launch:
         client.save_weights_for_sampler(name).result()
 
     def sampled(self, client: TrainingClient) -> dict[str, Any]:
-        """Samples that end at their first token on one rank and run to the limit on the other; then one rank has none."""
+        """Samples that end at their first token on one rank and run to the limit on the other; then
+        one rank has none.
+        """
         sampler = client.save_weights_and_get_sampling_client()
         endless = types.SamplingParams(max_tokens=40, stop=[], seed=1)
         at_once = types.SamplingParams(max_tokens=40, stop=list(range(14)), seed=1)
@@ -302,7 +389,12 @@ class Launch:
         alone = sampler.sample(prompts[1], 2, at_once).result()
         scored = sampler.compute_logprobs(prompts[0]).result()
         probe = [Datum(prompts[0], {"target_tokens": [*PROMPTS[0][1:], 1]})]
-        learner = client.forward(probe, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
+        learner = (
+            client.forward(probe, "cross_entropy")
+            .result()
+            .loss_fn_outputs[0]["logprobs"]
+            .to_numpy()
+        )
         return {
             "both": sequences,
             "alone": [(s.tokens, s.logprobs) for s in alone.sequences],
@@ -311,7 +403,9 @@ class Launch:
         }
 
     def in_bf16(self) -> None:
-        """The same gradients, and four equal calls in a row: their sum shows in which precision gradients are added up."""
+        """The same gradients, and four equal calls in a row: their sum shows in which precision
+        gradients are added up.
+        """
         self.gradients(FEW, "bf16: ")
         for start in ("tied", "lora_tied"):
             self.begin(start, token_budget=1)

@@ -20,10 +20,18 @@ from rl.types import ModelInput, SampledSequence, SampleResponse
 class TinyDesk:
     """One sampling client, asked as the server's desk is."""
 
-    def __init__(self, base: str = "tiny:ascii", renderer: str = "plain", tokenizer: str | None = None, **settings):
+    def __init__(
+        self,
+        base: str = "tiny:ascii",
+        renderer: str = "plain",
+        tokenizer: str | None = None,
+        **settings,
+    ):
         self.base = base
         self.service = ServiceClient()
-        self.client = self.service.create_sampling_client(base_model=base, **({"tokenizer": tokenizer} if tokenizer else {}))
+        self.client = self.service.create_sampling_client(
+            base_model=base, **({"tokenizer": tokenizer} if tokenizer else {})
+        )
         self._renderer = get_renderer(renderer, self.client.get_tokenizer(), **settings)
         self.asked = []
 
@@ -35,9 +43,13 @@ class TinyDesk:
         show = what.pop("show", None)
         self.asked.append((list(prompt_ids), num_samples, sampling_params, what))
         if show is not None:
-            request = self.client.request(ModelInput.from_ints(list(prompt_ids)), num_samples, sampling_params, **what)
+            request = self.client.request(
+                ModelInput.from_ints(list(prompt_ids)), num_samples, sampling_params, **what
+            )
             return await asyncio.to_thread(self._shown, request, show)
-        future = self.client.sample(ModelInput.from_ints(list(prompt_ids)), num_samples, sampling_params, **what)
+        future = self.client.sample(
+            ModelInput.from_ints(list(prompt_ids)), num_samples, sampling_params, **what
+        )
         return await asyncio.to_thread(future.result)
 
     def _shown(self, request, show):
@@ -61,28 +73,48 @@ class TinyDesk:
 
 
 class ScriptedDesk:
-    """Answers that are written down: `say(prompt's text, turn)`. They end with the model's mark, unless they end in "..."."""
+    """Answers that are written down: `say(prompt's text, turn)`. They end with the model's mark,
+    unless they end in "...".
+    """
 
     def __init__(self, say, renderer, tokenizer):
         self._tokenizer = load_tokenizer(tokenizer or "tiny:ascii")
         self._renderer = get_renderer(renderer, self._tokenizer)
         self.say, self.drawn, self.by_character, self.reason = say, [], False, "length"
 
-    async def sample(self, model, prompt_ids, num_samples, sampling_params, *, owner, show=None, **what):
+    async def sample(
+        self, model, prompt_ids, num_samples, sampling_params, *, owner, show=None, **what
+    ):
         sequences = []
         for _ in range(num_samples):
             given = [self._tokenizer.decode(prompt_ids), len(self.drawn)]
             text = self.say(*given)
             cut = text.endswith("...")
-            pieces = list(text.removesuffix("...")) if self.by_character else [text.removesuffix("...")]
-            tokens = [token for piece in pieces for token in self._tokenizer.encode(piece, add_special_tokens=False)]
+            pieces = (
+                list(text.removesuffix("...")) if self.by_character else [text.removesuffix("...")]
+            )
+            tokens = [
+                token
+                for piece in pieces
+                for token in self._tokenizer.encode(piece, add_special_tokens=False)
+            ]
             tokens += [] if cut else self._end()
             self.drawn.append((list(prompt_ids), tokens))
             logprobs = [-0.5 - 0.001 * k for k in range(len(tokens))]
             for k in range(len(tokens) if show else 0):
-                show({len(sequences): SampledSequence(tokens[:k], logprobs[:k], "length", version=0, temperature=1.0)})
+                show(
+                    {
+                        len(sequences): SampledSequence(
+                            tokens[:k], logprobs[:k], "length", version=0, temperature=1.0
+                        )
+                    }
+                )
                 await self.pace(k)
-            sequences.append(SampledSequence(tokens, logprobs, self.reason if cut else "stop", version=0, temperature=1.0))
+            sequences.append(
+                SampledSequence(
+                    tokens, logprobs, self.reason if cut else "stop", version=0, temperature=1.0
+                )
+            )
         return SampleResponse(sequences)
 
     async def pace(self, drawn):
@@ -90,7 +122,11 @@ class ScriptedDesk:
 
     def _end(self):
         stop = self._renderer.get_stop_sequences()[0]
-        return self._tokenizer.encode(stop, add_special_tokens=False) if isinstance(stop, str) else [stop]
+        return (
+            self._tokenizer.encode(stop, add_special_tokens=False)
+            if isinstance(stop, str)
+            else [stop]
+        )
 
     def models(self, owner):
         return [ServedModel("scripted", None, 0)]
@@ -107,7 +143,9 @@ class Endpoint:
 
     def __init__(self, desk):
         self.desk, self.sessions = desk, Sessions()
-        self.server = LoopServer(lambda: Starlette(routes=routes(desk, self.sessions)), "the test's endpoint")
+        self.server = LoopServer(
+            lambda: Starlette(routes=routes(desk, self.sessions)), "the test's endpoint"
+        )
         self.url = self.server.url
 
     def close(self):

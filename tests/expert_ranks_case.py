@@ -1,9 +1,10 @@
-"""Gradients of models with experts under a launch; test_expert_ranks.py compares them. Not a test by itself.
+"""Gradients of models with experts under a launch; test_expert_ranks.py compares them. Not a test
+by itself.
 
     accelerate launch --config_file ... tests/expert_ranks_case.py STARTS OUT
 
-STARTS: a tiny model of each family. All datums but the first are told to go to experts 0 and 1, that one to 0 and 2: what one rank
-reaches another does not, and nobody reaches expert 3.
+STARTS: a tiny model of each family. All datums but the first are told to go to experts 0 and 1,
+that one to 0 and 2: what one rank reaches another does not, and nobody reaches expert 3.
 """
 
 import sys
@@ -27,20 +28,28 @@ CASES = ("qwen3_moe", "deepseek_v3", "qwen3_moe lora", "dbrx")
 def data(columns: int) -> list:
     datums = random_datums(6, seed=3, vocabulary=60)
     for i, datum in enumerate(datums):
-        datum.experts = np.tile(np.array([0, 1 if i else 2], np.int16), (datum.model_input.length, columns // 2))
+        datum.experts = np.tile(
+            np.array([0, 1 if i else 2], np.int16), (datum.model_input.length, columns // 2)
+        )
     return datums
 
 
 def main(starts: Path, out: Path) -> None:
     torch.set_num_threads(1)
     crew.Worker = CaseWorker
-    settings = WorkerSettings(timeout_seconds=60, dtype="fp32", learner=LearnerSettings(token_budget=12, router_replay=True))
+    settings = WorkerSettings(
+        timeout_seconds=60,
+        dtype="fp32",
+        learner=LearnerSettings(token_budget=12, router_replay=True),
+    )
     service, found = ServiceClient(output_dir=out, settings=settings), {}
     for case in CASES:
         name, _, lora = case.partition(" ")
         if lora:
             parts = {"train_mlp": False, "train_unembed": False, "train_experts": True}
-            client = service.create_lora_training_client(str(starts / name), rank=2, seed=5, **parts)
+            client = service.create_lora_training_client(
+                str(starts / name), rank=2, seed=5, **parts
+            )
         else:
             client = service.create_full_training_client(str(starts / name))
         client.forward_backward(data(COLUMNS[name]), "ppo", divisor=7.0).result()

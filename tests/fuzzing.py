@@ -3,9 +3,10 @@
     inputs(seed, count)   an iterable of `count` inputs, a function of `seed` alone
     check(item)           one input through the product's own entry point; returns an outcome, raises where a promise is broken
 
-An outcome is ACCEPTED, REFUSED (one clean error that a user can read) or the name of an entry in the module's own list of what is
-accepted although it is odd, which says why. Everything else (another exception, a hang, silence) is a fault.
-`bench/fuzz.py` runs every family that it finds with many more inputs.
+An outcome is ACCEPTED, REFUSED (one clean error that a user can read) or the name of an entry in
+the module's own list of what is accepted although it is odd, which says why. Everything else
+(another exception, a hang, silence) is a fault. `bench/fuzz.py` runs every family that it finds
+with many more inputs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import Any
 
 ACCEPTED, REFUSED = "accepted", "refused"
 
-# Numbers as a person (or a program that a person wrote) may give them, and texts that look like numbers.
+# Numbers as a person (or a program that a person wrote) may give them, and texts that look like
+# numbers.
 ODD_NUMBERS: tuple[str, ...] = (
     "nan", "inf", "-inf", "-1", "0", "-0.0", "1e22", "-1e22", "1e308", "1e-320", "0.5", "9" * 400, "-" + "9" * 400, "1_000", "0x10",
     "1e999", "٣", "½", "1,5", "1.", ".5", "+3", "True", "None", "null", "", " ", "1 2", "2**63", str(2**63), str(2**31), str(10**18),
@@ -40,7 +42,9 @@ class Hang(AssertionError):
 
 @contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Raises Hang in the main thread once `seconds` are over (elsewhere, and off POSIX, without effect)."""
+    """Raises Hang in the main thread once `seconds` are over (elsewhere, and off POSIX, without
+    effect).
+    """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
         return
@@ -59,18 +63,27 @@ def limit(seconds: float) -> Iterator[None]:
 
 @dataclass
 class Report:
-    """What came of a family's inputs. `outcomes`: how many of each; `faults`: (number of the input, input, what was raised)."""
+    """What came of a family's inputs. `outcomes`: how many of each; `faults`: (number of the input,
+    input, what was raised).
+    """
 
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: list[tuple[int, str, str]] = field(default_factory=list)
 
 
 def run_family(
-    inputs: Callable[[int, int], Iterable[Any]], check: Callable[[Any], str], *, seed: int, count: int, seconds: float = 60.0
+    inputs: Callable[[int, int], Iterable[Any]],
+    check: Callable[[Any], str],
+    *,
+    seed: int,
+    count: int,
+    seconds: float = 60.0,
 ) -> Report:
-    """Every input of a family through its check, each within `seconds`; faults are collected, the first 100 kept.
+    """Every input of a family through its check, each within `seconds`; faults are collected, the
+    first 100 kept.
 
-    One that took longer is tried once more: a machine that others keep busy may have done nothing for so long; a hang does it again.
+    One that took longer is tried once more: a machine that others keep busy may have done nothing
+    for so long; a hang does it again.
     """
     report = Report()
     for number, item in enumerate(inputs(seed, count)):
@@ -85,12 +98,16 @@ def run_family(
         except Exception as error:  # whatever it is, it is what is looked for
             report.outcomes["fault"] += 1
             if len(report.faults) < 100:
-                report.faults.append((number, repr(item)[:2000], f"{type(error).__name__}: {error}"[:2000]))
+                report.faults.append(
+                    (number, repr(item)[:2000], f"{type(error).__name__}: {error}"[:2000])
+                )
     return report
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """`data` with one damage: a flipped bit, bytes left out, doubled or replaced, a cut-off end, or noise in its place."""
+    """`data` with one damage: a flipped bit, bytes left out, doubled or replaced, a cut-off end, or
+    noise in its place.
+    """
     if not data:
         return rng.randbytes(rng.randrange(1, 32))
     at, end = sorted(rng.randrange(len(data) + 1) for _ in range(2))

@@ -1,4 +1,6 @@
-"""Games played by samplers that make up their tokens: each player's are known, and so is whatever each seat read."""
+"""Games played by samplers that make up their tokens: each player's are known, and so is whatever
+each seat read.
+"""
 
 import random
 from dataclasses import dataclass, field
@@ -14,7 +16,9 @@ PARAMS = SamplingParams(max_tokens=12)
 
 @dataclass
 class MadeUp:
-    """A sampler that says what `words(prompt text, random numbers)` gives; `drawn` remembers every sample, and its prompt."""
+    """A sampler that says what `words(prompt text, random numbers)` gives; `drawn` remembers every
+    sample, and its prompt.
+    """
 
     tokenizer: object
     words: object
@@ -34,16 +38,26 @@ class MadeUp:
         for one in requests:
             sequences = []
             for i in range(one.num_samples):
-                draw = random.Random(f"{one.seed} {one.problem} {one.first_index + i} {self.version}")
+                draw = random.Random(
+                    f"{one.seed} {one.problem} {one.first_index + i} {self.version}"
+                )
                 text = self.words(self.tokenizer.decode(list(one.prompt)), draw)
                 tokens = self.tokenizer.encode(text)[: PARAMS.max_tokens - 1]
                 ended = draw.random() >= self.cut_off
                 tokens = [*tokens, self.tokenizer.eos_token_id] if ended else tokens or [5]
-                sequence = SampledSequence(tokens, [self.logprob] * len(tokens), "stop" if ended else "length", version=self.version)
+                sequence = SampledSequence(
+                    tokens,
+                    [self.logprob] * len(tokens),
+                    "stop" if ended else "length",
+                    version=self.version,
+                )
                 self.drawn.append((list(one.prompt), list(tokens)))
                 sequences.append(sequence)
             responses.append(SampleResponse(sequences))
-        done = responses, {"emitted_tokens": sum(len(s.tokens) for r in responses for s in r.sequences)}
+        done = (
+            responses,
+            {"emitted_tokens": sum(len(s.tokens) for r in responses for s in r.sequences)},
+        )
 
         class Drawn:
             def result(self):
@@ -56,10 +70,27 @@ def tokenizer():
     return load_tokenizer("tiny:ascii")
 
 
-def play(name, policy, *, groups=3, members=4, renderer="plain", players=None, renderers=None, turns=40, seed=0, **settings):
+def play(
+    name,
+    policy,
+    *,
+    groups=3,
+    members=4,
+    renderer="plain",
+    players=None,
+    renderers=None,
+    turns=40,
+    seed=0,
+    **settings,
+):
     """Groups of an environment, played to their ends."""
     spec = resolve_environment(name, **settings)
     rendered = get_renderer(renderer, policy.tokenizer)
     problems = [Problem((), {"seed": 100 * seed + i}, tag=name, index=i) for i in range(groups)]
-    builders = [EnvironmentGroup(spec, one, members, rendered, limits=Limits(turns=turns), renderers=renderers) for one in problems]
+    builders = [
+        EnvironmentGroup(
+            spec, one, members, rendered, limits=Limits(turns=turns), renderers=renderers
+        )
+        for one in problems
+    ]
     return rollout(builders, policy, PARAMS, seed=seed, players=players)

@@ -16,10 +16,16 @@ from rl.types import AdamParams, Datum, ModelInput
 VOCABULARY = 14  # of tiny:addition
 
 
-def make_worker(base: str = "tiny:addition", *, lora=None, seed: int = 1, value_head: bool = False, **learner) -> Worker:
-    """A worker with model 0, perturbed so that no weight is at its initial zero or one (a LoRA's B is 0, norms are 1)."""
+def make_worker(
+    base: str = "tiny:addition", *, lora=None, seed: int = 1, value_head: bool = False, **learner
+) -> Worker:
+    """A worker with model 0, perturbed so that no weight is at its initial zero or one (a LoRA's B
+    is 0, norms are 1).
+    """
     worker = Worker(WorkerSettings(learner=LearnerSettings(**learner), sampler=SamplerSettings()))
-    worker.create_model(0, ModelSpec(base, lora=lora, seed=seed, value_head=value_head), None, False)
+    worker.create_model(
+        0, ModelSpec(base, lora=lora, seed=seed, value_head=value_head), None, False
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in worker.learners[0].trainable.values():
@@ -32,8 +38,12 @@ def call(worker: Worker, verb: str, *arguments):
     return worker.merge(verb, [getattr(worker, verb)(*arguments)])
 
 
-def random_datums(count: int, *, seed: int = 0, low: int = 2, high: int = 9, vocabulary: int = VOCABULARY) -> list[Datum]:
-    """RL datums of unequal lengths with logprobs off the policy, advantages of both signs and masked positions."""
+def random_datums(
+    count: int, *, seed: int = 0, low: int = 2, high: int = 9, vocabulary: int = VOCABULARY
+) -> list[Datum]:
+    """RL datums of unequal lengths with logprobs off the policy, advantages of both signs and
+    masked positions.
+    """
     rng = np.random.default_rng(seed)
     datums = []
     for _ in range(count):
@@ -60,28 +70,35 @@ def gradient(worker: Worker) -> torch.Tensor:
 
 
 def float32_bound(terms: int, magnitude: float = 1.0, factor: float = 2.0) -> float:
-    """How far two float32 computations of one number may be apart: factor * 2^-24 * sqrt(terms) * magnitude.
+    """How far two float32 computations of one number may be apart: factor * 2^-24 * sqrt(terms) *
+    magnitude.
 
-    2^-24 is float32's unit roundoff. `terms`: the numbers added up along the longest path from inputs to result, all sums on it
-    together (a product of matrices of inner size n adds n). Each addition rounds once, in an order and with fused operations that
-    the CPU's instruction set decides; at worst the errors add up to `terms` roundoffs, as independent ones to about sqrt(terms)
-    (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4, whose constant is `factor`). `magnitude`: what is rounded, the
-    largest of the sums' absolute terms added up, where the result is their difference; 1 for relative comparisons.
+    2^-24 is float32's unit roundoff. `terms`: the numbers added up along the longest path from
+    inputs to result, all sums on it together (a product of matrices of inner size n adds n). Each
+    addition rounds once, in an order and with fused operations that the CPU's instruction set
+    decides; at worst the errors add up to `terms` roundoffs, as independent ones to about
+    sqrt(terms) (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4, whose constant is
+    `factor`). `magnitude`: what is rounded, the largest of the sums' absolute terms added up, where
+    the result is their difference; 1 for relative comparisons.
     """
     return factor * 2.0**-24 * math.sqrt(terms) * magnitude
 
 
 def path_terms(base: str = "tiny:addition", tokens: int = 16, vocabulary: int = VOCABULARY) -> int:
-    """`terms` of a gradient of a tiny preset: a forward's sums over `tokens` positions, and again those of its backward."""
+    """`terms` of a gradient of a tiny preset: a forward's sums over `tokens` positions, and again
+    those of its backward.
+    """
     preset = get_preset(base)
     head = preset.hidden // preset.heads
-    attention = preset.hidden + head + 2 * tokens + preset.hidden  # projections in, scores, softmax and its mix, projection out
+    # projections in, scores, softmax and its mix, projection out
+    attention = preset.hidden + head + 2 * tokens + preset.hidden
     block = attention + 2 * preset.hidden + preset.hidden + preset.mlp  # two norms, up, down
     return 2 * (preset.layers * block + 2 * preset.hidden + vocabulary)
 
 
-# Of the norm over a gradient, and of an update's: 8e-6. (Seen: up to 1.1e-6 on three instruction sets. A divisor wrong by the number
-# of processes is off by 0.5, one token of some fifty left out by 0.01 or more, bfloat16 sums by 2e-3, tf32 products by 3e-4.)
+# Of the norm over a gradient, and of an update's: 8e-6. (Seen: up to 1.1e-6 on three instruction
+# sets. A divisor wrong by the number of processes is off by 0.5, one token of some fifty left out
+# by 0.01 or more, bfloat16 sums by 2e-3, tf32 products by 3e-4.)
 GRADIENT_BOUND = float32_bound(path_terms())
 
 

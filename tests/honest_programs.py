@@ -1,4 +1,5 @@
-"""Honest programs for the task of hostile_programs.py, f(n) = n * n + 1: each gets its reward. With BENIGN there, more than a hundred.
+"""Honest programs for the task of hostile_programs.py, f(n) = n * n + 1: each gets its reward. With
+BENIGN there, more than a hundred.
 
 A text may hold {f}, which stands for `def f(n): return n * n + 1`.
 """
@@ -19,11 +20,16 @@ _READ = "n = int(input())\n"
 _PRINT = "print(n * n + 1)"
 
 
-def _of(style: str, programs: dict[str, str], language: str = "python", package: str = "") -> list[Honest]:
-    return [Honest(name, text.replace("{f}", _F), style, language, package) for name, text in programs.items()]
+def _of(
+    style: str, programs: dict[str, str], language: str = "python", package: str = ""
+) -> list[Honest]:
+    return [
+        Honest(name, text.replace("{f}", _F), style, language, package)
+        for name, text in programs.items()
+    ]
 
 
-# ------------------------------------------------------------------------------------------------- from stdin to stdout
+# ----------------------------------------------------------------------------- from stdin to stdout
 
 STDIN = {
     "exit()": _READ + _PRINT + "\nexit()",
@@ -95,7 +101,7 @@ STDIN = {
     "help is there": _READ + "assert callable(help)\n" + _PRINT,
 }  # fmt: skip
 
-# --------------------------------------------------------------------------------------------------------- functions
+# ---------------------------------------------------------------------------------------- functions
 
 FUNCTIONS = {
     "nothing else": "{f}",
@@ -140,9 +146,11 @@ NUMPY = {
     "numpy linear algebra": "import numpy as np\ndef f(n): return round(float(np.linalg.det(np.array([[n, -1.0], [1.0, n]]))))",
     "numpy random": "import numpy as np\ndef f(n): return int(np.random.default_rng(0).integers(0, 1) + n * n + 1)",
 }
-NUMPY_STDIN = {"numpy from stdin": "import sys\nimport numpy as np\nx = np.array(sys.stdin.read().split(), dtype=np.int64)\nprint(*(x ** 2 + 1))"}
+NUMPY_STDIN = {
+    "numpy from stdin": "import sys\nimport numpy as np\nx = np.array(sys.stdin.read().split(), dtype=np.int64)\nprint(*(x ** 2 + 1))"
+}
 
-# ---------------------------------------------------------------------------------------------------- other languages
+# ---------------------------------------------------------------------------------- other languages
 
 BASH = {
     "read": "read n; echo $((n * n + 1))",
@@ -155,7 +163,7 @@ BASH = {
     "errors to /dev/stderr": "read n; echo log > /dev/stderr; echo $((n * n + 1)) > /dev/stdout",
     "mapfile and arrays": "mapfile -t lines; n=${lines[0]}; echo $((n * n + 1)); exit 0",
     "awk": "awk '{ print $1 * $1 + 1 }'",
-    "a function and local": "square() { local k=$1; echo $((k * k + 1)); }\nread n && square \"$n\"",
+    "a function and local": 'square() { local k=$1; echo $((k * k + 1)); }\nread n && square "$n"',
 }
 JAVASCRIPT = {
     "readFileSync('/dev/stdin')": "const n = parseInt(require('fs').readFileSync('/dev/stdin', 'utf8')); console.log(n * n + 1)",

@@ -1,11 +1,23 @@
-"""Answers that a grader may hang at, die of or raise for: the family "ungraded answers" of the hostile set.
+"""Answers that a grader may hang at, die of or raise for: the family "ungraded answers" of the
+hostile set.
 
-Every built-in reward gives a number for each of them (tests/test_ungraded_answers.py). None of them is the right answer of GOLD.
+Every built-in reward gives a number for each of them (tests/test_ungraded_answers.py). None of them
+is the right answer of GOLD.
 """
 
 from __future__ import annotations
 
-GOLD = ("5", r"\sqrt{2}", "x^2+1", "(1,2)", "1,2", "x=5", r"\text{east}", r"\begin{pmatrix} 1\\2\end{pmatrix}", r"\{1,2\}")
+GOLD = (
+    "5",
+    r"\sqrt{2}",
+    "x^2+1",
+    "(1,2)",
+    "1,2",
+    "x=5",
+    r"\text{east}",
+    r"\begin{pmatrix} 1\\2\end{pmatrix}",
+    r"\{1,2\}",
+)
 
 _LARGE = (
     r"9^{9^{9^{9}}}", r"9^{9^{9}}", "10**6000", "10^{6000}", r"10^{-6000}", "10^{10^9}", "2^{100000000}",

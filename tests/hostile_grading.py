@@ -1,6 +1,8 @@
-"""Programs that want more of a grade than they have earned: by dying midway, by replacing helpers of the tests, by almost equal values.
+"""Programs that want more of a grade than they have earned: by dying midway, by replacing helpers
+of the tests, by almost equal values.
 
-The task is f(n) = n * n + 1 again. Each program has tests of its own and a share of them that it earns honestly: `earns`.
+The task is f(n) = n * n + 1 again. Each program has tests of its own and a share of them that it
+earns honestly: `earns`.
 """
 
 from typing import NamedTuple
@@ -18,7 +20,7 @@ class Cheat(NamedTuple):
 
 FAMILIES = {15: "dying midway", 16: "replaced helpers", 17: "comparators"}
 
-# ------------------------------------------------------------------------------------------------------- 15: dying midway
+# --------------------------------------------------------------------------------- 15: dying midway
 
 TEN = range(10)
 STYLES: dict[str, Tests] = {
@@ -47,7 +49,7 @@ DEATHS = {
     "crashes": "import ctypes; ctypes.string_at(0)",
     "closes its descriptors": "import os; os.closerange(0, 256)",
     "a reply that is no JSON": "import os; os.write(4, (4).to_bytes(8, 'big') + b'\\xff\\xff\\xff\\xff')",
-    "a reply that is a verdict": "import os; m = b'{\"ok\": true, \"count\": 1, \"done\": true}'; os.write(4, len(m).to_bytes(8, 'big') + m)",
+    "a reply that is a verdict": 'import os; m = b\'{"ok": true, "count": 1, "done": true}\'; os.write(4, len(m).to_bytes(8, \'big\') + m)',
     "a reply of a gigabyte": "import os; os.write(4, (1 << 30).to_bytes(8, 'big'))",
     "execs true": "import os; os.execv('/bin/true', ['true'])",
     "a thread ends it": "import threading, os, time; threading.Timer(0.01, lambda: os._exit(0)).start(); time.sleep(5)",
@@ -55,7 +57,8 @@ DEATHS = {
     "all memory": "x = []\n    while True: x.append(bytearray(1 << 24))",
     "every name is gone": "globals().clear()",
 }
-_OFTEN = ("os._exit(0)", "raises SystemExit", "closes its descriptors")  # deaths in every style of pytest
+# deaths in every style of pytest
+_OFTEN = ("os._exit(0)", "raises SystemExit", "closes its descriptors")
 
 
 def _dying() -> list[Cheat]:
@@ -63,11 +66,19 @@ def _dying() -> list[Cheat]:
     for style, tests in STYLES.items():
         for name, death in DEATHS.items():
             if style in ("pytest", "asserts", "calls") or name in _OFTEN:
-                found.append(Cheat(15, f"{name} ({style})", f"def f(n):\n    if n == 0: return 1\n    {death}\n    return 0\n", tests, 0.1))
+                found.append(
+                    Cheat(
+                        15,
+                        f"{name} ({style})",
+                        f"def f(n):\n    if n == 0: return 1\n    {death}\n    return 0\n",
+                        tests,
+                        0.1,
+                    )
+                )
     return found
 
 
-# --------------------------------------------------------------------------------------------------- 16: replaced helpers
+# ----------------------------------------------------------------------------- 16: replaced helpers
 
 HEADS = {
     "32": (
@@ -101,7 +112,8 @@ REPLACED = {
     "50": ["def decode_shift(s): return s\ndef encode_shift(s): return s", "class Shift: by = 0\nSHIFT = 0\ndef decode_shift(s): return s",
            "import builtins\nbuiltins.chr = builtins.ord = lambda x: x\ndef decode_shift(s): return s"],
 }  # fmt: skip
-# With `from solution import *`: names of Python's, of modules, of pytest and of the test file itself.
+# With `from solution import *`: names of Python's, of modules, of pytest and of the test file
+# itself.
 _STAR = (
     "import math, pytest\nfrom solution import *\ndef near(a, b): return abs(a - b) < 0.5\n"
     "def test_sorted(): assert sorted([f(1), f(4)]) == [2, 17]\ndef test_near(): assert near(f(2), 5)\n"
@@ -127,14 +139,29 @@ def _replacing() -> list[Cheat]:
     found = []
     for number, (head, name, check) in HEADS.items():
         tests = Asserts(helpers_of(head, name), [check], name)
-        found += [Cheat(16, f"HumanEval/{number}, {i}", f"{head}    pass\n{text}", tests) for i, text in enumerate(REPLACED[number])]
-    found += [Cheat(16, f"a star import: {name}", text, Pytest({"test_it.py": _STAR})) for name, text in STARS.items()]
-    other = {"test_it.py": _STAR.replace("import math, pytest\nfrom solution import *", "from solution import *; import math, pytest")}
-    found += [Cheat(16, f"a star import first: {name}", text, Pytest(other)) for name, text in STARS.items() if name in _FIRST]
+        found += [
+            Cheat(16, f"HumanEval/{number}, {i}", f"{head}    pass\n{text}", tests)
+            for i, text in enumerate(REPLACED[number])
+        ]
+    found += [
+        Cheat(16, f"a star import: {name}", text, Pytest({"test_it.py": _STAR}))
+        for name, text in STARS.items()
+    ]
+    other = {
+        "test_it.py": _STAR.replace(
+            "import math, pytest\nfrom solution import *",
+            "from solution import *; import math, pytest",
+        )
+    }
+    found += [
+        Cheat(16, f"a star import first: {name}", text, Pytest(other))
+        for name, text in STARS.items()
+        if name in _FIRST
+    ]
     return found
 
 
-# -------------------------------------------------------------------------------------------------------- 17: comparators
+# ---------------------------------------------------------------------------------- 17: comparators
 
 # (compare, what the program returns as Python, expected)
 ALMOST: list[tuple[str, str, object]] = [
@@ -175,12 +202,24 @@ ALMOST: list[tuple[str, str, object]] = [
 
 def _almost() -> list[Cheat]:
     found = [
-        Cheat(17, f"{compare}: {code} for {str(expected)[:30]!r}", f"def f(): return {code}", Calls("f", [([], expected)], compare))
+        Cheat(
+            17,
+            f"{compare}: {code} for {str(expected)[:30]!r}",
+            f"def f(): return {code}",
+            Calls("f", [([], expected)], compare),
+        )
         for compare, code, expected in ALMOST
     ]
     for compare, code, expected in ALMOST:
         if isinstance(expected, str):
-            found.append(Cheat(17, f"{compare}, printed: {code}", f"print({code})", Dialogues([("", expected)], compare)))
+            found.append(
+                Cheat(
+                    17,
+                    f"{compare}, printed: {code}",
+                    f"print({code})",
+                    Dialogues([("", expected)], compare),
+                )
+            )
     return found
 
 

@@ -1,14 +1,22 @@
-"""Programs of the hostile set that speak for their own server: malformed replies, constructors that compute, forged arguments.
+"""Programs of the hostile set that speak for their own server: malformed replies, constructors that
+compute, forged arguments.
 
-(family, name, text, style) as in hostile_programs.py, which takes them in. Style "sorting" is of SORTS: f sorts a list, and the test
-compares with what Python makes of the same list; style "in place" is of IN_PLACE.
+(family, name, text, style) as in hostile_programs.py, which takes them in. Style "sorting" is of
+SORTS: f sorts a list, and the test compares with what Python makes of the same list; style "in
+place" is of IN_PLACE.
 """
 
 from adversary import COMPUTING, MALFORMED, TAKE_OVER, adversary, value
 
 FAMILIES = {12: "malformed replies", 13: "constructors that compute", 14: "forged arguments"}
-SORTS = ["xs = [3, 1, 2]\nassert f(xs) == sorted(xs)", "xs = [[2, 1], [1]]\nassert f(xs) == sorted(xs)"]
-IN_PLACE = ["xs = [3, 1, 2]\nf(xs)\nassert xs == [1, 2, 3]", "xs = [2, 1]\nys = [5, 4]\nf(xs)\nf(ys)\nassert [xs, ys] == [[1, 2], [4, 5]]"]
+SORTS = [
+    "xs = [3, 1, 2]\nassert f(xs) == sorted(xs)",
+    "xs = [[2, 1], [1]]\nassert f(xs) == sorted(xs)",
+]
+IN_PLACE = [
+    "xs = [3, 1, 2]\nf(xs)\nassert xs == [1, 2, 3]",
+    "xs = [2, 1]\nys = [5, 4]\nf(xs)\nf(ys)\nassert [xs, ys] == [[1, 2], [4, 5]]",
+]
 
 _LISTS = '{"id": request["id"], "value": ["l"], "arguments": [["l"]]}'
 _FOUND = """
@@ -50,7 +58,9 @@ ARGUMENTS = {
 
 
 def programs() -> list[tuple[int, str, str, str]]:
-    """Each malformed reply once, in asserts and calls by turns; forged arguments against a test that they would make pass."""
+    """Each malformed reply once, in asserts and calls by turns; forged arguments against a test
+    that they would make pass.
+    """
     messages = [(12, name, message) for name, message in MALFORMED.items()]
     messages += [(13, name, value(encoded)) for name, encoded in COMPUTING.items()]
     chosen = []

@@ -1,9 +1,11 @@
-"""Gradients of a model that sees under a launch; test_image_ranks.py compares them. Not a test by itself.
+"""Gradients of a model that sees under a launch; test_image_ranks.py compares them. Not a test by
+itself.
 
     accelerate launch --config_file ... tests/image_ranks_case.py START OUT
 
-START: a tiny model that sees. Rows have no image, one, or three, of several sizes; a micro-batch holds few of them, so that ranks run
-different ones, and where one row alone sees, the other rank's share has no image at all.
+START: a tiny model that sees. Rows have no image, one, or three, of several sizes; a micro-batch
+holds few of them, so that ranks run different ones, and where one row alone sees, the other rank's
+share has no image at all.
 """
 
 import sys
@@ -37,9 +39,15 @@ SIZES = ((32, 32), (16, 24), (40, 16))
 def row(tokenizer, images: int, seed: int):
     parts = ["<|user|>"]
     for i in range(images):
-        parts += ["<|vision_start|>", chunk(10 * seed + i, *SIZES[(seed + i) % 3]), "<|vision_end|>"]
+        parts += [
+            "<|vision_start|>",
+            chunk(10 * seed + i, *SIZES[(seed + i) % 3]),
+            "<|vision_end|>",
+        ]
     text = "how many?" + "so " * (seed % 4)
-    return reader_of(tokenizer).settled(spelt(tokenizer, *parts, f"{text}<|end|><|assistant|>{seed}"))
+    return reader_of(tokenizer).settled(
+        spelt(tokenizer, *parts, f"{text}<|end|><|assistant|>{seed}")
+    )
 
 
 def data(tokenizer, counts, loss: str) -> list[Datum]:
@@ -50,7 +58,11 @@ def data(tokenizer, counts, loss: str) -> list[Datum]:
         fields = {"target_tokens": np.array(whole.flat()[1:])}
         mask = (np.arange(n) >= n - 4).astype(np.float32)
         if loss == "ppo":
-            fields |= {"logprobs": mask * (-4 + 0.2 * rng.standard_normal(n)), "advantages": mask * rng.standard_normal(n), "mask": mask}
+            fields |= {
+                "logprobs": mask * (-4 + 0.2 * rng.standard_normal(n)),
+                "advantages": mask * rng.standard_normal(n),
+                "mask": mask,
+            }
         else:
             fields |= {"weights": mask * rng.uniform(0.5, 1.0, n)}
         found.append(Datum(whole.cut(n), fields))
@@ -60,10 +72,16 @@ def data(tokenizer, counts, loss: str) -> list[Datum]:
 def main(start: Path, out: Path) -> None:
     torch.set_num_threads(1)
     crew.Worker = CaseWorker
-    settings = WorkerSettings(timeout_seconds=90, dtype="fp32", learner=LearnerSettings(token_budget=120))
+    settings = WorkerSettings(
+        timeout_seconds=90, dtype="fp32", learner=LearnerSettings(token_budget=120)
+    )
     service, found = ServiceClient(output_dir=out, settings=settings), {}
     for case, (counts, loss, lora) in CASES.items():
-        made = service.create_lora_training_client(str(start), seed=5, **lora) if lora else service.create_full_training_client(str(start))
+        made = (
+            service.create_lora_training_client(str(start), seed=5, **lora)
+            if lora
+            else service.create_full_training_client(str(start))
+        )
         tokenizer = made.get_tokenizer()
         made.forward_backward(data(tokenizer, counts, loss), loss, divisor=7.0).result()
         found[case] = service._driver.submit("gradient", made.model_id).result()
@@ -72,7 +90,9 @@ def main(start: Path, out: Path) -> None:
             prompts = [row(tokenizer, images, seed) for seed, images in enumerate((0, 1, 3))]
             params = SamplingParams(max_tokens=6, temperature=1.0, seed=3)
             drawn = [sampler.sample(prompt, 2, params).result() for prompt in prompts]
-            found["drawn"] = [(s.tokens, s.logprobs) for response in drawn for s in response.sequences]
+            found["drawn"] = [
+                (s.tokens, s.logprobs) for response in drawn for s in response.sequences
+            ]
         made.release()
         print(case, flush=True)  # where a launch that hangs was
     torch.save(found, out / "found.pt")

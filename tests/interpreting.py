@@ -1,4 +1,6 @@
-"""Triton's interpreter: it is chosen before Triton is imported, so its tests run in a process of their own."""
+"""Triton's interpreter: it is chosen before Triton is imported, so its tests run in a process of
+their own.
+"""
 
 import os
 import subprocess
@@ -19,9 +21,16 @@ def inside(test):
 def run_interpreted(file: str, marked: str) -> None:
     """The tests of a file in a process with the interpreter; those that `marked` picks."""
     if _minor("triton") < (3, 7) and _minor("numpy") >= (2, 4):
-        pytest.skip(f"triton {version('triton')}'s interpreter takes no one-element arrays of numpy {version('numpy')} for numbers")
+        pytest.skip(
+            f"triton {version('triton')}'s interpreter takes no one-element arrays of numpy {version('numpy')} for numbers"
+        )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked, file]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    done = subprocess.run(
+        command,
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout
 
@@ -31,10 +40,14 @@ def _minor(package: str) -> tuple[int, ...]:
 
 
 def patch_once() -> None:
-    """The interpreter puts its functions in place of the language's at every call of a function within a kernel: two fifths of
-    its time. Here once for the language's own library, and at each launch."""
+    """The interpreter puts its functions in place of the language's at every call of a function
+    within a kernel: two fifths of its time. Here once for the language's own library, and at each
+    launch.
+    """
     import triton.language as tl
     from triton.runtime import interpreter
 
     interpreter._patch_lang(tl.standard.cdiv.fn)
-    interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)  # type: ignore[method-assign]
+    interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(
+        *args, **kwargs
+    )  # type: ignore[method-assign]

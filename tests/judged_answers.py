@@ -1,8 +1,11 @@
-"""Pairs of an expected answer and an answer, judged by hand: right (True) or wrong (False). The rules are in docs/rewards.md."""
+"""Pairs of an expected answer and an answer, judged by hand: right (True) or wrong (False). The
+rules are in docs/rewards.md.
+"""
 
 from __future__ import annotations
 
-_BY_FAMILY: dict[str, dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {  # expected: (right answers, wrong answers)
+# expected: (right answers, wrong answers)
+_BY_FAMILY: dict[str, dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "equalities": {
         "5": (
             ("5", "x=5", "x = 5", "5 = x", "2+3=5", r"x = 2+3 = 5", r"\frac{10}{2} = 5", "f(2) = 5", "a+b = 5",

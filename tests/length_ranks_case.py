@@ -1,4 +1,5 @@
-"""Gradients of preference pairs of a longrope model, some of whose answers lie on both sides of its original length. Not a test by itself.
+"""Gradients of preference pairs of a longrope model, some of whose answers lie on both sides of its
+original length. Not a test by itself.
 
     accelerate launch --config_file accelerate_configs/X.yaml tests/length_ranks_case.py START OUT
 
@@ -21,7 +22,8 @@ from rl.clients import WorkerSettings, crew  # noqa: E402
 from rl.learner import LearnerSettings  # noqa: E402
 from rl.types import Datum, ModelInput  # noqa: E402
 
-# pairs by the lengths of prompt, chosen and rejected; rows of more than 32 tokens have other frequencies
+# pairs by the lengths of prompt, chosen and rejected; rows of more than 32 tokens have other
+# frequencies
 BOTH, SHORT, LONG = (20, 8, 40), (12, 5, 9), (40, 9, 3)
 CASES: dict[str, tuple[Sequence[tuple[int, int, int]], dict | None]] = {
     "one pair on both sides": ([BOTH], None),
@@ -38,17 +40,28 @@ def pairs(lengths: Sequence[tuple[int, int, int]]) -> list[Datum]:
         for answer in answers:
             tokens = asked + rng.integers(3, 40, answer).tolist()
             mask = np.array([0.0] * (prompt - 1) + [1.0] * answer, np.float32)
-            found.append(Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "mask": mask, "ref_logprobs": -3.5 * mask}))
+            found.append(
+                Datum(
+                    ModelInput.from_ints(tokens[:-1]),
+                    {"target_tokens": tokens[1:], "mask": mask, "ref_logprobs": -3.5 * mask},
+                )
+            )
     return found
 
 
 def main(start: Path, out: Path) -> None:
     torch.set_num_threads(1)
     crew.Worker = CaseWorker
-    settings = WorkerSettings(timeout_seconds=90, dtype="fp32", learner=LearnerSettings(token_budget=130))
+    settings = WorkerSettings(
+        timeout_seconds=90, dtype="fp32", learner=LearnerSettings(token_budget=130)
+    )
     service, found = ServiceClient(output_dir=out, settings=settings), {}
     for case, (lengths, lora) in CASES.items():
-        made = service.create_lora_training_client(str(start), seed=5, **lora) if lora else service.create_full_training_client(str(start))
+        made = (
+            service.create_lora_training_client(str(start), seed=5, **lora)
+            if lora
+            else service.create_full_training_client(str(start))
+        )
         made.forward_backward(pairs(lengths), "dpo", divisor=3.0).result()
         found[case] = service._driver.submit("gradient", made.model_id).result()
         made.release()

@@ -1,6 +1,8 @@
-"""Run by test_crash_safety.py under several launches: loads a checkpoint, saves it again as "again", trains on, saves as "end".
+"""Run by test_crash_safety.py under several launches: loads a checkpoint, saves it again as
+"again", trains on, saves as "end".
 
-Usage: portable_cases.py OUT [CHECKPOINT]. What was loaded and saved at once must be what was written, whatever launch wrote it.
+Usage: portable_cases.py OUT [CHECKPOINT]. What was loaded and saved at once must be what was
+written, whatever launch wrote it.
 """
 
 import json
@@ -15,7 +17,9 @@ from rl.clients.worker import Worker  # noqa: E402
 
 
 def whole_at_once(worker: Worker, model_id: int) -> list[list[int]]:
-    """A verb: for each piece of the weights on its way to the sampler, [its elements, elements in memory of all parameters]."""
+    """A verb: for each piece of the weights on its way to the sampler, [its elements, elements in
+    memory of all parameters].
+    """
     learner = worker.learners[model_id]
     held = lambda: sum(p.numel() for p in learner.model.parameters())  # noqa: E731  # a sharded one's is 0 until it is gathered
     return [[tensor.numel(), held()] for _, tensor in learner.weights(frozen=True)]

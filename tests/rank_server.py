@@ -1,7 +1,9 @@
-"""Starts runs of train.py on several gloo processes in an instant: everything is imported once here, and ranks are forks.
+"""Starts runs of train.py on several gloo processes in an instant: everything is imported once
+here, and ranks are forks.
 
-Driven by `Ranks` below, over lines of JSON: {"argv", "cwd", "world", "env", "log"} starts a run and answers {"pids"};
-{"wait": pid} answers {"code"}, null while it runs. What accelerate's own launcher does beside that is tested with the launcher itself.
+Driven by `Ranks` below, over lines of JSON: {"argv", "cwd", "world", "env", "log"} starts a run and
+answers {"pids"}; {"wait": pid} answers {"code"}, null while it runs. What accelerate's own launcher
+does beside that is tested with the launcher itself.
 """
 
 import atexit
@@ -15,18 +17,42 @@ import sys
 import time
 from pathlib import Path
 
-TAG = "PYTHON_WHETSTONE_TAG"  # the workers of rewards get it too: of the environment, they are given little else than PYTHON*
+# the workers of rewards get it too: of the environment, they are given little else than PYTHON*
+TAG = "PYTHON_WHETSTONE_TAG"
 REPO = Path(__file__).resolve().parent.parent
 TRAIN = str(REPO / "train.py")
-EARLY = ("rl.run", "rl.run.entry", "accelerate", "safetensors.torch", "huggingface_hub", "torch._dynamo", "torch.nn.parallel")
-EARLY += ("transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3", "peft")
+EARLY = (
+    "rl.run",
+    "rl.run.entry",
+    "accelerate",
+    "safetensors.torch",
+    "huggingface_hub",
+    "torch._dynamo",
+    "torch.nn.parallel",
+)
+EARLY += (
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+    "peft",
+)
 
 
 def become_rank(order: dict, rank: int, port: int) -> int:
-    """In a fork: the environment that accelerate's launcher would give, then the script. Returns its exit code."""
+    """In a fork: the environment that accelerate's launcher would give, then the script. Returns
+    its exit code.
+    """
     world = order["world"]
-    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)})
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_MIXED_PRECISION": "no"})
+    os.environ.update(
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+        }
+    )
+    os.environ.update(
+        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_MIXED_PRECISION": "no"}
+    )
     os.environ.update(order.get("env", {}))
     os.setpgid(0, 0)
     os.chdir(order["cwd"])
@@ -59,13 +85,18 @@ def serve(*modules: str) -> None:
     os.dup2(2, 1)  # libraries print what they like
     for name in (*EARLY, *modules):
         importlib.import_module(name)
-    sys.modules["rl.report.plots"].draw = lambda *arguments: None  # seconds, for a picture that nobody here looks at
+    # seconds, for a picture that nobody here looks at
+    sys.modules["rl.report.plots"].draw = lambda *arguments: None
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         order = json.loads(line)
         if "wait" in order:
             pid, status = os.waitpid(order["wait"], os.WNOHANG)
-            print(json.dumps({"code": os.waitstatus_to_exitcode(status) if pid else None}), file=answers, flush=True)
+            print(
+                json.dumps({"code": os.waitstatus_to_exitcode(status) if pid else None}),
+                file=answers,
+                flush=True,
+            )
             continue
         port, pids = free_port(), []
         for rank in range(order["world"]):
@@ -98,43 +129,71 @@ class Launch:
             os.kill(self.pids[rank], how)
 
     def wait(self, seconds: float) -> list[int | None]:
-        """The exit codes; AssertionError with the logs, and nothing left running, where a rank goes on for longer."""
+        """The exit codes; AssertionError with the logs, and nothing left running, where a rank goes
+        on for longer.
+        """
         deadline = time.monotonic() + seconds
         while not self.poll():
             if time.monotonic() > deadline:
                 late = [i for i, code in enumerate(self.codes) if code is None]
                 for rank in late:
                     os.kill(self.pids[rank], signal.SIGKILL)
-                raise AssertionError(f"ranks {late} have not ended after {seconds} s:\n{self.output()}")
+                raise AssertionError(
+                    f"ranks {late} have not ended after {seconds} s:\n{self.output()}"
+                )
             time.sleep(0.01)
         return self.codes
 
     def output(self, rank: int | None = None) -> str:
         ranks = range(len(self.pids)) if rank is None else [rank]
-        return "\n".join(f"[{r}] " + Path(f"{self.log}.{r}").read_text() for r in ranks if Path(f"{self.log}.{r}").exists())
+        return "\n".join(
+            f"[{r}] " + Path(f"{self.log}.{r}").read_text()
+            for r in ranks
+            if Path(f"{self.log}.{r}").exists()
+        )
 
 
 class Ranks:
-    """The server, in a process of its own. `tag`: in the environment of all that its runs start, to find what they left."""
+    """The server, in a process of its own. `tag`: in the environment of all that its runs start, to
+    find what they left.
+    """
 
     def __init__(self, *modules: str):
         self.tag, self.runs = f"rank-server-{os.getpid()}-{time.monotonic_ns()}", 0
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", TAG: self.tag}
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            TAG: self.tag,
+        }
         words = [sys.executable, __file__, *modules]
-        self.process = subprocess.Popen(words, cwd=REPO, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert json.loads(self.process.stdout.readline() or "{}").get("ready"), "the server of ranks did not start"
+        self.process = subprocess.Popen(
+            words, cwd=REPO, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert json.loads(self.process.stdout.readline() or "{}").get("ready"), (
+            "the server of ranks did not start"
+        )
 
     def ask(self, order: dict) -> dict:
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
-    def start(self, *words: str | Path, cwd: Path, world: int = 1, script: str = TRAIN, **env: str) -> Launch:
+    def start(
+        self, *words: str | Path, cwd: Path, world: int = 1, script: str = TRAIN, **env: str
+    ) -> Launch:
         self.runs += 1
         log = cwd / f"log-{self.runs}"
         if world > 1 and not {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} & env.keys():
             env["ACCELERATE_USE_CPU"] = "true"
-        order = {"argv": [script, *map(str, words)], "cwd": str(cwd), "world": world, "env": env, "log": str(log)}
+        order = {
+            "argv": [script, *map(str, words)],
+            "cwd": str(cwd),
+            "world": world,
+            "env": env,
+            "log": str(log),
+        }
         return Launch(self, self.ask(order)["pids"], log)
 
     def left_behind(self) -> list[str]:
@@ -145,7 +204,12 @@ class Ranks:
                 continue
             try:
                 if self.tag.encode() in (folder / "environ").read_bytes():
-                    found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+                    found.append(
+                        (folder / "cmdline")
+                        .read_bytes()
+                        .replace(b"\0", b" ")
+                        .decode(errors="replace")
+                    )
             except OSError:
                 pass  # it ended while we looked, or is another user's
         return found

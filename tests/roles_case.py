@@ -1,4 +1,5 @@
-"""A script's plain loop, with whatever ranks it was started on; what it drew and what became of the weights goes to found.json.
+"""A script's plain loop, with whatever ranks it was started on; what it drew and what became of the
+weights goes to found.json.
 
     python tests/roles_case.py OUT SAMPLER_RANKS LORA_RANK SAMPLER_KIND DTYPE
 """
@@ -19,7 +20,10 @@ PARAMS = SamplingParams(max_tokens=6, temperature=0.8, stop=[])
 
 
 def drawn(client, seed: int) -> list:
-    requests = [Request(prompt=p, num_samples=3, params=PARAMS, seed=seed, problem=i) for i, p in enumerate(PROMPTS)]
+    requests = [
+        Request(prompt=p, num_samples=3, params=PARAMS, seed=seed, problem=i)
+        for i, p in enumerate(PROMPTS)
+    ]
     responses, _ = client.sample_many(requests).result()
     return [[s.tokens, s.logprobs, s.version] for response in responses for s in response.sequences]
 
@@ -42,19 +46,31 @@ def datums(samples: list) -> list[Datum]:
 
 def main(out: Path, sampler_ranks: int, lora: int, kind: str, dtype: str) -> None:
     found: dict = {}
-    settings = WorkerSettings(sampler_ranks=sampler_ranks, timeout_seconds=60, dtype=dtype, sampler=SamplerSettings(kind=kind))
+    settings = WorkerSettings(
+        sampler_ranks=sampler_ranks,
+        timeout_seconds=60,
+        dtype=dtype,
+        sampler=SamplerSettings(kind=kind),
+    )
     with ServiceClient(output_dir=out / "run", seed=3, settings=settings) as service:
         made = service.create_lora_training_client("tiny:addition", rank=lora, seed=2) if lora else service.create_full_training_client(
             "tiny:addition", seed=1)  # fmt: skip
         first = sampler = made.save_weights_and_get_sampling_client()
         for step in range(3):
             found[f"drawn {step}"] = drawn(sampler, step)
-            made.forward_backward(datums(found[f"drawn {step}"]), "importance_sampling", divisor=12.0)
+            made.forward_backward(
+                datums(found[f"drawn {step}"]), "importance_sampling", divisor=12.0
+            )
             made.optim_step(AdamParams(learning_rate=1e-2))
             sampler = made.save_weights_and_get_sampling_client()  # the first one stays as it was
         found["drawn by the first weights"] = drawn(first, 9)
         found["drawn by the last weights"] = drawn(sampler, 9)
-        one_by_one = [sampler.sample(ModelInput.from_ints(p), 2, SamplingParams(max_tokens=4, seed=5, stop=[])) for p in PROMPTS]
+        one_by_one = [
+            sampler.sample(
+                ModelInput.from_ints(p), 2, SamplingParams(max_tokens=4, seed=5, stop=[])
+            )
+            for p in PROMPTS
+        ]
         found["one by one"] = [s.tokens for future in one_by_one for s in future.result().sequences]
         saved = made.save_weights_for_sampler("saved")  # not waited for
         again = service.create_sampling_client(saved.result().path)
@@ -63,22 +79,35 @@ def main(out: Path, sampler_ranks: int, lora: int, kind: str, dtype: str) -> Non
             found["of the base"] = drawn(made.get_base_sampling_client(), 9)
         scores = sampler.compute_logprobs_many([ModelInput.from_ints(p) for p in PROMPTS]).result()
         found["scores"] = scores
-        outputs = made.forward(datums(found["drawn by the last weights"]), "importance_sampling").result().loss_fn_outputs
+        outputs = (
+            made.forward(datums(found["drawn by the last weights"]), "importance_sampling")
+            .result()
+            .loss_fn_outputs
+        )
         found["learner"] = [output["logprobs"].tolist() for output in outputs]
         found["versions"] = [first.version, sampler.version, again.version, made.version]
         if lora:  # an adapter of another scale: samplers elsewhere take that over as well
-            other = service.create_lora_training_client("tiny:addition", rank=lora, seed=4, alpha=None)
+            other = service.create_lora_training_client(
+                "tiny:addition", rank=lora, seed=4, alpha=None
+            )
             other.forward_backward(datums(found["drawn 0"]), "importance_sampling", divisor=12.0)
             other.optim_step(AdamParams(learning_rate=1e-2))
             made.load_state(other.save_state("other").result().path).result()
             found["of another scale"] = drawn(made.save_weights_and_get_sampling_client(), 9)
-            expected = other.forward(datums(found["of another scale"]), "importance_sampling").result().loss_fn_outputs
-            found["of another scale, by the learner it came from"] = [output["logprobs"].tolist() for output in expected]
+            expected = (
+                other.forward(datums(found["of another scale"]), "importance_sampling")
+                .result()
+                .loss_fn_outputs
+            )
+            found["of another scale, by the learner it came from"] = [
+                output["logprobs"].tolist() for output in expected
+            ]
         top = SamplingParams(max_tokens=4, top_k=2, seed=1, stop=[])
         fresh = made.save_weights_and_get_sampling_client()
         made.optim_step(AdamParams(learning_rate=0.0))
         fresh.sample(ModelInput.from_ints([3]), 1, top).result()
-        made.save_weights_and_get_sampling_client()  # nobody waits for it: on its way as the service closes
+        # nobody waits for it: on its way as the service closes
+        made.save_weights_and_get_sampling_client()
     with ServiceClient(output_dir=out / "later", seed=3, settings=settings) as later:
         other = later.create_full_training_client("tiny:addition-small", seed=1)
         found["a later service"] = drawn(other.save_weights_and_get_sampling_client(), 4)

@@ -1,6 +1,8 @@
-"""Everything that may happen to an engine, in any order: what each request is to give is known from an engine that had it alone.
+"""Everything that may happen to an engine, in any order: what each request is to give is known from
+an engine that had it alone.
 
-Requests of all kinds come in, steps are made, requests are dropped, new weights come, engines are left for others midway.
+Requests of all kinds come in, steps are made, requests are dropped, new weights come, engines are
+left for others midway.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class Alone:
 
     def __init__(self, decoder: Any):
         self.decoder = decoder
-        self.known = dict[int, tuple[Request, list[SampledSequence]]]()  # the request, lest another is given its id
+        # the request, lest another is given its id
+        self.known = dict[int, tuple[Request, list[SampledSequence]]]()
 
     def __call__(self, request: Request) -> list[SampledSequence]:
         if id(request) not in self.known:
@@ -56,12 +59,17 @@ class Alone:
 
 
 class Asked:
-    """Random requests. `alone`: so that a conversation's next turn, and what goes on, can be asked before it has been answered."""
+    """Random requests. `alone`: so that a conversation's next turn, and what goes on, can be asked
+    before it has been answered.
+    """
 
     def __init__(self, rng: np.random.Generator, alone: Alone, most: int):
-        self.rng, self.alone, self.most = rng, alone, most  # most: positions that one request may take
+        # most: positions that one request may take
+        self.rng, self.alone, self.most = rng, alone, most
         self.vocab = alone.decoder.vocab_size
-        self.prompts = [rng.integers(0, self.vocab, int(rng.integers(1, most // 3))).tolist() for _ in range(3)]
+        self.prompts = [
+            rng.integers(0, self.vocab, int(rng.integers(1, most // 3))).tolist() for _ in range(3)
+        ]
         self.talks: dict[str, list[int]] = {}  # what has been said in them
         self.made: list[Request] = []
 
@@ -87,7 +95,13 @@ class Asked:
 
     def _params(self, max_tokens: int) -> SamplingParams:
         rng = self.rng
-        stops: list[Any] = [None, [], rng.integers(0, self.vocab, int(rng.integers(1, 4))).tolist(), ["ab", "q"], ["zz"]]
+        stops: list[Any] = [
+            None,
+            [],
+            rng.integers(0, self.vocab, int(rng.integers(1, 4))).tolist(),
+            ["ab", "q"],
+            ["zz"],
+        ]
         cut = rng.random()
         return SamplingParams(
             max_tokens=max_tokens, temperature=float(rng.choice([0.0, 0.7, 1.0])), stop=stops[int(rng.integers(len(stops)))],
@@ -95,7 +109,9 @@ class Asked:
         )  # fmt: skip
 
     def _begun(self, request: Request, more: dict[str, Any]) -> Request:
-        """The same with some of its first sample drawn before it was asked; it ends as it would have ended."""
+        """The same with some of its first sample drawn before it was asked; it ends as it would
+        have ended.
+        """
         alone = Request(prompt=request.prompt, params=request.params, **more)
         whole = self.alone(alone)[0]
         if len(whole.tokens) < 2 or whole.logprobs is None:
@@ -107,7 +123,11 @@ class Asked:
         return going
 
     def _said(self, request: Request, name: str) -> None:
-        told = [*request.prompt, *self.alone(request)[0].tokens, *self.rng.integers(0, self.vocab, int(self.rng.integers(1, 4))).tolist()]
+        told = [
+            *request.prompt,
+            *self.alone(request)[0].tokens,
+            *self.rng.integers(0, self.vocab, int(self.rng.integers(1, 4))).tolist(),
+        ]
         if len(told) < self.most - 2:
             self.talks[name] = told
         else:
@@ -118,13 +138,35 @@ KINDS = ("plain", "paged", "stepped")
 
 
 def engine_of(
-    kind: str, decoder: Any, rng: np.random.Generator, most: int, page: int, version: int = 0, kept: Kept | None = None
+    kind: str,
+    decoder: Any,
+    rng: np.random.Generator,
+    most: int,
+    page: int,
+    version: int = 0,
+    kept: Kept | None = None,
 ) -> Engine:
     """An engine with room for little more than one request."""
-    pages, max_rows, look = int(rng.integers(1, 24)), int(rng.integers(1, 12)), int(rng.integers(1, 10))
+    pages, max_rows, look = (
+        int(rng.integers(1, 24)),
+        int(rng.integers(1, 12)),
+        int(rng.integers(1, 10)),
+    )
     if kind == "plain":
-        return Engine(decoder, EOS, Letters(), kv_cache_tokens=2 * most + page * pages, max_rows=max_rows, version=version)
-    settings: dict[str, Any] = dict(kv_cache_tokens=page * (-(-most // page) + pages), max_rows=max_rows, page=page, version=version)
+        return Engine(
+            decoder,
+            EOS,
+            Letters(),
+            kv_cache_tokens=2 * most + page * pages,
+            max_rows=max_rows,
+            version=version,
+        )
+    settings: dict[str, Any] = dict(
+        kv_cache_tokens=page * (-(-most // page) + pages),
+        max_rows=max_rows,
+        page=page,
+        version=version,
+    )
     settings["kept"] = kept
     if kind == "stepped":
         return SteppedEngine(decoder, EOS, Letters(), look=look, **settings)
@@ -135,7 +177,9 @@ class Play:
     """One workload through one engine. `finished`: by the request's place in `asked.made`."""
 
     def __init__(self, kind: str, seed: int, decoders: tuple[Any, Any], alone: Alone, change: str):
-        """`change`: new weights with other numbers ("other"), with the same ("same"), or none ("none")."""
+        """`change`: new weights with other numbers ("other"), with the same ("same"), or none
+        ("none").
+        """
         self.kind, self.change, self.decoders = kind, change, decoders
         # How requests look must not depend on how long the engine takes: streams of their own.
         self.rng, asking = np.random.default_rng(seed), np.random.default_rng(seed + 1_000_000)
@@ -143,12 +187,16 @@ class Play:
         self.asked = Asked(asking, alone, self.most)
         self.version, self.decoder = 0, decoders[0]
         self.between = Kept()  # what an engine that is left leaves to the next
-        self.engine = engine_of(kind, decoders[0], self.rng, self.most, self.page, kept=self.between)
+        self.engine = engine_of(
+            kind, decoders[0], self.rng, self.most, self.page, kept=self.between
+        )
         self.place: dict[int, int] = {}  # of an engine's request among those made
         self.finished: dict[int, list[SampledSequence]] = {}
         self.first_seen: dict[int, int] = {}  # the version when it was asked
         self.dropped: set[int] = set()
-        self.happened: dict[str, int] = dict.fromkeys(("waited", "looks", "dropped", "changed", "moved", "kept", "begun"), 0)
+        self.happened: dict[str, int] = dict.fromkeys(
+            ("waited", "looks", "dropped", "changed", "moved", "kept", "begun"), 0
+        )
 
     def all(self) -> None:
         for _ in range(int(self.rng.integers(6, 14))):
@@ -161,7 +209,9 @@ class Play:
             self.engine.forget(name)
         self.engine._forget_conversations()
         if tables is not None:
-            assert tables.pool.free == len(tables.pool.held) and not tables.rows and not tables.prompts
+            assert (
+                tables.pool.free == len(tables.pool.held) and not tables.rows and not tables.prompts
+            )
         wanted = set(range(len(self.asked.made))) - self.dropped
         assert set(self.finished) == wanted, (set(self.finished) ^ wanted, self.dropped)
 
@@ -180,7 +230,9 @@ class Play:
             self.dropped.add(self.place.pop(number))
         elif what < 0.90 and self.change != "none":
             self.version += 1
-            self.decoder = self.decoders[self.version % 2] if self.change == "other" else self.decoder.fork()
+            self.decoder = (
+                self.decoders[self.version % 2] if self.change == "other" else self.decoder.fork()
+            )
             engine.change_weights(self.decoder, self.version)
             self.happened["changed"] += 1
         elif what < 0.95:
@@ -210,18 +262,22 @@ class Play:
         self._count()
         if isinstance(self.engine, PagedEngine):
             self.engine.close()
-        self.engine = engine_of(self.kind, self.decoder, self.rng, self.most, self.page, self.version, self.between)
+        self.engine = engine_of(
+            self.kind, self.decoder, self.rng, self.most, self.page, self.version, self.between
+        )
         places, self.place = list(self.place.values()), {}
         for place, (_, request) in zip(places, unfinished, strict=True):
             self._ask(request, place)
         self.happened["moved"] += 1
 
     def _look(self) -> None:
-        """What is drawn so far is the beginning of what it gives in the end; nothing moves by asking."""
+        """What is drawn so far is the beginning of what it gives in the end; nothing moves by
+        asking.
+        """
         once, again = self.engine.drawn(), self.engine.drawn()
-        assert {key: {s: one.tokens for s, one in samples.items()} for key, samples in once.items()} == {
-            key: {s: one.tokens for s, one in samples.items()} for key, samples in again.items()
-        }
+        assert {
+            key: {s: one.tokens for s, one in samples.items()} for key, samples in once.items()
+        } == {key: {s: one.tokens for s, one in samples.items()} for key, samples in again.items()}
         if self.change == "other":
             return
         for number, samples in once.items():
@@ -236,22 +292,41 @@ class Play:
 
 
 def on_a_border(decoder: Any, request: Request, index: int, drawn: list[int]) -> bool:
-    """Whether the random number of the token after these lies within 1e-6 of where one token ends and the next begins: rounding, which
-    differs with what is computed beside it, decides then. Seen once in some 200,000 tokens, 9e-8 from the border."""
+    """Whether the random number of the token after these lies within 1e-6 of where one token ends
+    and the next begins: rounding, which differs with what is computed beside it, decides then. Seen
+    once in some 200,000 tokens, 9e-8 from the border.
+    """
     params, logits = request.params, list[torch.Tensor]()
     if params.temperature == 0 or params.top_k > 0 or params.top_p < 1:
         return False
     with torch.inference_mode():
         decoder.read_prompts([[*request.prompt, *drawn]], [lambda start, some: logits.append(some)])
     ends = (torch.cat(logits)[-1].double() / params.temperature).softmax(-1).cumsum(-1)
-    seed, problem, member, place = (as_uint64(n) for n in (request.seed, request.problem, request.first_index + index, len(drawn)))
+    seed, problem, member, place = (
+        as_uint64(n)
+        for n in (request.seed, request.problem, request.first_index + index, len(drawn))
+    )
     return bool((ends - float(uniforms(seed, problem, member, place))).abs().min() < 1e-6)
 
 
-def same(mine: SampledSequence, alone: SampledSequence, upto: int | None = None, border: Callable[[list[int]], bool] | None = None) -> None:
-    """The first `upto` tokens (None: all, and why it ended). `border`: whether the token after these may be another, and what follows."""
+def same(
+    mine: SampledSequence,
+    alone: SampledSequence,
+    upto: int | None = None,
+    border: Callable[[list[int]], bool] | None = None,
+) -> None:
+    """The first `upto` tokens (None: all, and why it ended). `border`: whether the token after
+    these may be another, and what follows.
+    """
     count = len(alone.tokens) if upto is None else upto
-    other = next((i for i, (a, b) in enumerate(zip(mine.tokens[:count], alone.tokens[:count], strict=False)) if a != b), None)
+    other = next(
+        (
+            i
+            for i, (a, b) in enumerate(zip(mine.tokens[:count], alone.tokens[:count], strict=False))
+            if a != b
+        ),
+        None,
+    )
     if other is not None and border is not None and border(alone.tokens[:other]):
         return np.testing.assert_allclose(mine.logprobs[:other], alone.logprobs[:other], atol=2e-4)
     assert mine.tokens[:count] == alone.tokens[:count]
@@ -261,7 +336,9 @@ def same(mine: SampledSequence, alone: SampledSequence, upto: int | None = None,
 
 
 def play(kind: str, seed: int, decoders: tuple[Any, Any], change: str) -> dict[str, int]:
-    """A workload; AssertionError where a sample, a version or a page is not what it must be. What happened, counted."""
+    """A workload; AssertionError where a sample, a version or a page is not what it must be. What
+    happened, counted.
+    """
     alone = Alone(decoders[0])
     one = Play(kind, seed, decoders, alone, change)
     one.all()
@@ -271,13 +348,22 @@ def play(kind: str, seed: int, decoders: tuple[Any, Any], change: str) -> dict[s
         request = one.asked.made[place]
         for i, mine in enumerate(sequences):
             versions = mine.versions or [mine.version] * len(mine.tokens)
-            assert len(versions) == len(mine.tokens) and versions == sorted(versions) and min(versions) == mine.version
+            assert (
+                len(versions) == len(mine.tokens)
+                and versions == sorted(versions)
+                and min(versions) == mine.version
+            )
             if change != "other":
                 same(mine, alone(request)[i], None, partial(on_a_border, decoders[0], request, i))
                 compared += len(mine.tokens)
-            elif request.begun is None and len(set(v % 2 for v in versions)) == 1 and max(versions) - min(versions) < 2:
+            elif (
+                request.begun is None
+                and len(set(v % 2 for v in versions)) == 1
+                and max(versions) - min(versions) < 2
+            ):
                 border = partial(on_a_border, decoders[versions[0] % 2], request, i)
-                same(mine, (alone, others)[versions[0] % 2](request)[i], None, border)  # of one kind of weights from its prompt on
+                # of one kind of weights from its prompt on
+                same(mine, (alone, others)[versions[0] % 2](request)[i], None, border)
                 compared += len(mine.tokens)
             elif request.begun is None:
                 first = next(n for n, v in enumerate(versions) if v != versions[0])

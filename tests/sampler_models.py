@@ -1,4 +1,6 @@
-"""Tiny random models for the sampler's tests. Weights are scaled up, so that logits differ enough for errors to show."""
+"""Tiny random models for the sampler's tests. Weights are scaled up, so that logits differ enough
+for errors to show.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def one_thread() -> Iterator[None]:
 
 
 def tiny_model(kind: str, **changes: Any) -> torch.nn.Module:
-    """A random model in eval mode: "qwen3", "qwen2", "llama", "mistral" or "gpt2"; `changes` go to its config."""
+    """A random model in eval mode: "qwen3", "qwen2", "llama", "mistral" or "gpt2"; `changes` go to
+    its config.
+    """
     torch.manual_seed(3)
     settings = {**SMALL, **changes}
     if kind == "gpt2":
@@ -45,7 +49,9 @@ def tiny_model(kind: str, **changes: Any) -> torch.nn.Module:
                             bos_token_id=None, eos_token_id=None)  # fmt: skip
         model: torch.nn.Module = GPT2LMHeadModel(config)
     elif kind == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**{"head_dim": 16, "tie_word_embeddings": True, **settings}))
+        model = Qwen3ForCausalLM(
+            Qwen3Config(**{"head_dim": 16, "tie_word_embeddings": True, **settings})
+        )
     elif kind == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**{"tie_word_embeddings": True, **settings}))
     elif kind == "llama":
@@ -71,17 +77,33 @@ def random_prompts(lengths: list[int], vocab: int = VOCAB, seed: int = 0) -> lis
 
 
 @torch.no_grad()
-def reference_logprobs(model: Any, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """Logprob of each response token by one plain forward over prompt and response: no cache, no batch, no padding."""
-    logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1 : -1].double()
-    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(response)[:, None]).squeeze(1)
+def reference_logprobs(
+    model: Any, prompt: list[int], response: list[int], temperature: float = 1.0
+) -> torch.Tensor:
+    """Logprob of each response token by one plain forward over prompt and response: no cache, no
+    batch, no padding.
+    """
+    logits = (
+        model(input_ids=torch.tensor([prompt + response]), use_cache=False)
+        .logits[0, len(prompt) - 1 : -1]
+        .double()
+    )
+    return (
+        (logits / temperature).log_softmax(-1).gather(1, torch.tensor(response)[:, None]).squeeze(1)
+    )
 
 
 def add_lora(model: torch.nn.Module, targets: list[str], **changes: Any) -> torch.nn.Module:
     """The model with random (not zero) adapters on these modules."""
     from peft import LoraConfig, get_peft_model
 
-    settings = {"r": 4, "lora_alpha": 10, "target_modules": targets, "task_type": "CAUSAL_LM", **changes}
+    settings = {
+        "r": 4,
+        "lora_alpha": 10,
+        "target_modules": targets,
+        "task_type": "CAUSAL_LM",
+        **changes,
+    }
     wrapped = get_peft_model(model, LoraConfig(**settings))
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():

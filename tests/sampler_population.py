@@ -1,4 +1,6 @@
-"""Tiny random models of many architectures of transformers, by model type: what the generic decoder is proved on."""
+"""Tiny random models of many architectures of transformers, by model type: what the generic decoder
+is proved on.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ _LATENT = dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_d
 _LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[4.0] * 4, factor=32.0,
                  original_max_position_embeddings=32, partial_rotary_factor=1.0)  # fmt: skip
 
-# Model type (what follows a space only tells two of a type apart) to (how its rows are to be decoded, settings).
+# Model type (what follows a space only tells two of a type apart) to (how its rows are to be
+# decoded, settings).
 POPULATION: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("padded", {}),
     "llama": ("padded", {}),
@@ -75,7 +78,9 @@ def build(kind: str, **changes: Any) -> Any:
         settings["layer_types"] = (list(dict.fromkeys(defaults["layer_types"])) * 4)[:4]
     settings |= {**POPULATION.get(kind, ("", {}))[1], **changes}
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(model_type, **settings), dtype=torch.float32
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:

@@ -1,7 +1,9 @@
-"""Run by test_crash_safety.py under LD_PRELOAD of faulty_disk.c: a save that goes wrong at its k-th disk operation, for every k.
+"""Run by test_crash_safety.py under LD_PRELOAD of faulty_disk.c: a save that goes wrong at its k-th
+disk operation, for every k.
 
-Usage: save_faults.py MODE FOLDER, MODE "kill" or "full". Each save is done by a forked child on a copy of a run's folder that holds the
-checkpoint of step 1; the parent then goes on as a resumed run would. Prints counts as JSON; a broken promise is an AssertionError.
+Usage: save_faults.py MODE FOLDER, MODE "kill" or "full". Each save is done by a forked child on a
+copy of a run's folder that holds the checkpoint of step 1; the parent then goes on as a resumed run
+would. Prints counts as JSON; a broken promise is an AssertionError.
 """
 
 import ctypes
@@ -32,7 +34,9 @@ KINDS = ("writes", "fsyncs", "renames", "removals")
 
 
 class Policy:
-    """What a Keeper asks of a TrainingClient, in this thread: a process that forks must have no others."""
+    """What a Keeper asks of a TrainingClient, in this thread: a process that forks must have no
+    others.
+    """
 
     def __init__(self, worker, folder: Path):
         self.worker, self.folder = worker, folder
@@ -41,7 +45,9 @@ class Policy:
         from concurrent.futures import Future
 
         done: Future = Future()
-        done.set_result(self.worker.save_state(0, str(self.folder / "checkpoints" / name), metadata, None))
+        done.set_result(
+            self.worker.save_state(0, str(self.folder / "checkpoints" / name), metadata, None)
+        )
         return APIFuture(done, SaveWeightsResponse)
 
 
@@ -51,11 +57,15 @@ class Console:
 
 
 def save(worker, folder: Path, step: int) -> None:
-    """What a run does at the end of a step: a row of metrics, a checkpoint, its row, the older one removed."""
+    """What a run does at the end of a step: a row of metrics, a checkpoint, its row, the older one
+    removed.
+    """
     with open(os.devnull, "w"):
         logbook = Logbook(folder, resume_step=step - 1)
     logbook.log(step, {"stage": "grpo", "value": step})
-    Keeper(logbook).save(Policy(worker, folder), step, "grpo", {"first_step": 0, "next_batch": step}, keep_last=1)
+    Keeper(logbook).save(
+        Policy(worker, folder), step, "grpo", {"first_step": 0, "next_batch": step}, keep_last=1
+    )
     logbook._metrics.close()  # not close(), which draws curves
 
 
@@ -65,7 +75,9 @@ def update(worker, seed: int) -> None:
 
 
 def digest(folder: Path, step: int) -> dict[str, str]:
-    """A checksum of each file of a whole checkpoint: of the tensors, where the order in which a header names them is left open."""
+    """A checksum of each file of a whole checkpoint: of the tensors, where the order in which a
+    header names them is left open.
+    """
     place = folder / "checkpoints" / f"grpo-{step:06d}"
     checkpoint.verify(place)
     found = {}
@@ -73,7 +85,10 @@ def digest(folder: Path, step: int) -> dict[str, str]:
         content = hashlib.sha256()
         if name.endswith(".safetensors"):
             for key, tensor in sorted(load_file(str(place / name)).items()):
-                content.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.numpy().tobytes())
+                content.update(
+                    f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode()
+                    + tensor.numpy().tobytes()
+                )
         else:
             content.update((place / name).read_bytes())
         found[name] = content.hexdigest()
@@ -81,7 +96,9 @@ def digest(folder: Path, step: int) -> dict[str, str]:
 
 
 def in_child(worker, folder: Path, k: int, mode: int) -> int:
-    """The exit code of a save with a fault at operation k: -9 killed, 0 saved, 3 refused for want of room, 4 wrong."""
+    """The exit code of a save with a fault at operation k: -9 killed, 0 saved, 3 refused for want
+    of room, 4 wrong.
+    """
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -101,12 +118,16 @@ def in_child(worker, folder: Path, k: int, mode: int) -> int:
 
 
 def resume(worker, folder: Path, whole: dict[int, dict]) -> int:
-    """Goes on as a run does that is started again. Returns the step it went on from; every promise is checked on the way."""
+    """Goes on as a run does that is started again. Returns the step it went on from; every promise
+    is checked on the way.
+    """
     rows, _ = completed(folder, [StageSteps("grpo", 0, 9)])
     found = Keeper.newest_whole(folder, rows, Console())
     assert found is not None, "nothing to go on from"
     step = found[0]["batch"]
-    assert digest(folder, step) == whole[step], f"the checkpoint of step {step} is another than was saved"
+    assert digest(folder, step) == whole[step], (
+        f"the checkpoint of step {step} is another than was saved"
+    )
     here = rows.index(found[0])
     make_way(folder, Position(stale=rows[here + 1 :]))
     logbook = Logbook(folder, resume_step=step, checkpoints=rows[: here + 1])
@@ -115,8 +136,12 @@ def resume(worker, folder: Path, whole: dict[int, dict]) -> int:
         save(worker, folder, 2)
     there = sorted(p.name for p in (folder / "checkpoints").iterdir())
     noted = [row["name"] for row in read_rows(folder / CHECKPOINTS)]
-    # killed between noting the new one and forgetting the old one, both are there: the next save removes the old one
-    assert there == noted and noted in (["grpo-000002"], ["grpo-000001", "grpo-000002"] * (step - 1)), f"from step {step}: {there}, {noted}"
+    # killed between noting the new one and forgetting the old one, both are there: the next save
+    # removes the old one
+    assert there == noted and noted in (
+        ["grpo-000002"],
+        ["grpo-000001", "grpo-000002"] * (step - 1),
+    ), f"from step {step}: {there}, {noted}"
     changed = [name for name, entry in digest(folder, 2).items() if entry != whole[2].get(name)]
     assert not changed, f"the resumed run saved something else: {changed}"
     assert [row["step"] for row in read_rows(folder / "metrics.jsonl")] == [1, 2]
@@ -147,12 +172,27 @@ def main(mode: str, place: Path) -> None:
         shutil.copytree(base, folder)
         code = in_child(worker, folder, k, 1 if mode == "kill" else 2)
         # what is left to do at the end of a save, removals, needs no room
-        assert code == wanted or (mode == "full" and code == 0 and k > total - counts["removals"]), f"operation {k}: exit code {code}"
+        assert code == wanted or (
+            mode == "full" and code == 0 and k > total - counts["removals"]
+        ), f"operation {k}: exit code {code}"
         if mode == "full" and code != 0:
-            assert digest(folder, 1) == whole[1], "the last good checkpoint was touched before the disk was known to be full"
-            assert not list((folder / "checkpoints").glob("*.partial-*")), "a failed save left something behind"
+            assert digest(folder, 1) == whole[1], (
+                "the last good checkpoint was touched before the disk was known to be full"
+            )
+            assert not list((folder / "checkpoints").glob("*.partial-*")), (
+                "a failed save left something behind"
+            )
         from_step[resume(worker, folder, whole)] += 1
-    print(json.dumps({"operations": total, **counts, "from_step_1": from_step[1], "from_step_2": from_step[2]}))
+    print(
+        json.dumps(
+            {
+                "operations": total,
+                **counts,
+                "from_step_1": from_step[1],
+                "from_step_2": from_step[2],
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -10,10 +10,20 @@ EOS = "eos"
 
 
 class Scripted:
-    """`say(prompt text, turn, group's problem, member)` is an answer's text, ended by the tokenizer's EOS (or `end`, a token), unless the
-    text ends in "..." (cut off). Tokens of an answer may be any that decode to it: `encode` makes them."""
+    """`say(prompt text, turn, group's problem, member)` is an answer's text, ended by the
+    tokenizer's EOS (or `end`, a token), unless the text ends in "..." (cut off). Tokens of an
+    answer may be any that decode to it: `encode` makes them.
+    """
 
-    def __init__(self, tokenizer, say: Callable[..., str], *, end: int | None = None, encode=None, max_context: int | None = 4096):
+    def __init__(
+        self,
+        tokenizer,
+        say: Callable[..., str],
+        *,
+        end: int | None = None,
+        encode=None,
+        max_context: int | None = 4096,
+    ):
         self.tokenizer, self.say, self.info = tokenizer, say, {"max_context": max_context}
         self.end = tokenizer.eos_token_id if end is None else end
         self.encode = encode or (lambda text: tokenizer.encode(text, add_special_tokens=False))
@@ -26,10 +36,21 @@ class Scripted:
             sequences = []
             for i in range(request.num_samples):
                 self.asked.append(list(request.prompt))
-                text = self.say(self.tokenizer.decode(request.prompt), self.turn, request.problem, request.first_index + i)
+                text = self.say(
+                    self.tokenizer.decode(request.prompt),
+                    self.turn,
+                    request.problem,
+                    request.first_index + i,
+                )
                 cut = text.endswith("...")
                 tokens = self.encode(text.removesuffix("...")) + ([] if cut else [self.end])
-                sequences.append(SampledSequence(tokens, [-0.5 - 0.001 * k for k in range(len(tokens))], "length" if cut else "stop"))
+                sequences.append(
+                    SampledSequence(
+                        tokens,
+                        [-0.5 - 0.001 * k for k in range(len(tokens))],
+                        "length" if cut else "stop",
+                    )
+                )
             responses.append(SampleResponse(sequences=sequences))
         self.turn += 1
         counters = {"emitted_tokens": sum(len(s.tokens) for r in responses for s in r.sequences)}

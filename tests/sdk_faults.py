@@ -1,4 +1,6 @@
-"""What the real SDK makes of a server that fails now and then, and of one that trains another meanwhile, as JSON (see sdk_client.py)."""
+"""What the real SDK makes of a server that fails now and then, and of one that trains another
+meanwhile, as JSON (see sdk_client.py).
+"""
 
 import asyncio
 import json
@@ -17,7 +19,11 @@ def refusal(ask):
     try:
         return ["nothing", str(ask())[:80], ""]
     except Exception as error:
-        return [type(error).__name__, str(error), str(getattr(error, "category", "")).rsplit(".")[-1].lower()]
+        return [
+            type(error).__name__,
+            str(error),
+            str(getattr(error, "category", "")).rsplit(".")[-1].lower(),
+        ]
 
 
 def through_faults(service):
@@ -25,19 +31,30 @@ def through_faults(service):
     found = {}
     client = service.create_lora_training_client(BASE, rank=4, seed=7).result()
     for step in range(2):
-        learnt, stepped = client.forward_backward(texts(5, step), "cross_entropy"), client.optim_step(ADAM)
-        found[f"learnt {step}"], found[f"stepped {step}"] = outputs(learnt.result()), stepped.result().metrics
+        learnt, stepped = (
+            client.forward_backward(texts(5, step), "cross_entropy"),
+            client.optim_step(ADAM),
+        )
+        found[f"learnt {step}"], found[f"stepped {step}"] = (
+            outputs(learnt.result()),
+            stepped.result().metrics,
+        )
     sampler = client.save_weights_and_get_sampling_client().result()
     found["sampled"] = [sampled(sampler, [5, 9, 30 + i], 2, 11 + i) for i in range(2)]
-    wrong = types.Datum(model_input=types.ModelInput.from_ints([4, 5]), loss_fn_inputs={"target_tokens": [5, 500]})
-    found["server's"] = refusal(lambda: client.forward(texts(2, 0), "cross_entropy").result())  # the first breaks in the server
+    wrong = types.Datum(
+        model_input=types.ModelInput.from_ints([4, 5]), loss_fn_inputs={"target_tokens": [5, 500]}
+    )
+    # the first breaks in the server
+    found["server's"] = refusal(lambda: client.forward(texts(2, 0), "cross_entropy").result())
     found["goes on"] = outputs(client.forward(texts(2, 0), "cross_entropy").result())
     found["user's"] = refusal(lambda: client.forward(([wrong]), "cross_entropy").result())
     return found
 
 
 def beside_another(training, sampling):
-    """One key trains in one long call; the other samples, one by one and in a wave, until the call has ended or as often as it is told."""
+    """One key trains in one long call; the other samples, one by one and in a wave, until the call
+    has ended or as often as it is told.
+    """
     client = training.create_lora_training_client(BASE, rank=6, seed=3).result()
     other = sampling.create_lora_training_client(BASE, rank=4, seed=9).result()
     learnt, stepped = other.forward_backward(texts(6, 5), "cross_entropy"), other.optim_step(ADAM)
@@ -59,7 +76,9 @@ def beside_another(training, sampling):
 
     async def wave():
         params = types.SamplingParams(max_tokens=6, seed=5)
-        asked = (sampler.sample(types.ModelInput.from_ints([4, 5 + i]), 1, params) for i in range(8))
+        asked = (
+            sampler.sample(types.ModelInput.from_ints([4, 5 + i]), 1, params) for i in range(8)
+        )
         return [one.sequences[0].tokens for one in await asyncio.gather(*asked)]
 
     found["wave"] = asyncio.run(wave())

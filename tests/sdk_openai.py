@@ -1,4 +1,6 @@
-"""Run by the Python of WHETSTONE_TEST_SDK, with an endpoint's address: what OpenAI's client and OpenEnv's checker see, as JSON."""
+"""Run by the Python of WHETSTONE_TEST_SDK, with an endpoint's address: what OpenAI's client and
+OpenEnv's checker see, as JSON.
+"""
 
 import asyncio
 import json
@@ -12,13 +14,20 @@ ASK = [{"role": "user", "content": "Hello?"}]
 IDS = {"return_token_ids": True}
 seen: dict = {}
 
-whole = client.chat.completions.create(model=model, messages=ASK, max_tokens=6, seed=4, n=2, logprobs=True, extra_body=IDS)
-seen["whole"] = [[choice.message.content, choice.token_ids, [one.logprob for one in choice.logprobs.content]] for choice in whole.choices]
+whole = client.chat.completions.create(
+    model=model, messages=ASK, max_tokens=6, seed=4, n=2, logprobs=True, extra_body=IDS
+)
+seen["whole"] = [
+    [choice.message.content, choice.token_ids, [one.logprob for one in choice.logprobs.content]]
+    for choice in whole.choices
+]
 seen["usage"] = whole.usage.total_tokens
 
 parts: dict[int, str] = {}
 options = {"include_usage": True}
-for chunk in client.chat.completions.create(model=model, messages=ASK, max_tokens=6, seed=4, n=2, stream=True, stream_options=options):
+for chunk in client.chat.completions.create(
+    model=model, messages=ASK, max_tokens=6, seed=4, n=2, stream=True, stream_options=options
+):
     for choice in chunk.choices:
         parts[choice.index] = parts.get(choice.index, "") + (choice.delta.content or "")
     seen["stream_usage"] = chunk.usage.total_tokens if chunk.usage else None
@@ -27,9 +36,12 @@ seen["stream_final"] = None
 with client.chat.completions.stream(model=model, messages=ASK, max_tokens=6, seed=4) as stream:
     for _ in stream:
         pass
-    seen["stream_final"] = stream.current_completion_snapshot.choices[0].message.content  # (of a cut answer the final one raises)
+    # (of a cut answer the final one raises)
+    seen["stream_final"] = stream.current_completion_snapshot.choices[0].message.content
 
-done = client.completions.create(model=model, prompt=[[5, 6, 7]], max_tokens=0, echo=True, logprobs=1)
+done = client.completions.create(
+    model=model, prompt=[[5, 6, 7]], max_tokens=0, echo=True, logprobs=1
+)
 seen["scored"] = done.choices[0].logprobs.token_logprobs
 seen["models"] = [one.id for one in client.models.list()]
 
@@ -42,25 +54,47 @@ for name, wish in {"refused": {"frequency_penalty": 1.0}, "unknown": {"model": "
 
 async def wave() -> list[str]:
     async with openai.AsyncOpenAI(base_url=f"{url}/session/wave/v1", api_key="none") as many:
-        asks = [many.chat.completions.create(model=model, messages=ASK, max_tokens=3) for _ in range(16)]
+        asks = [
+            many.chat.completions.create(model=model, messages=ASK, max_tokens=3) for _ in range(16)
+        ]
         return [one.choices[0].message.content for one in await asyncio.gather(*asks)]
 
 
 seen["wave"] = len(asyncio.run(wave()))
 
-tools = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}}]
+tools = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds.",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    }
+]
 if len(sys.argv) > 3:  # a second endpoint, whose model calls a tool
     called = openai.OpenAI(base_url=f"{sys.argv[3]}/session/tools/v1", api_key="none")
     first = called.chat.completions.create(model="scripted", messages=ASK, tools=tools)
     (call,) = first.choices[0].message.tool_calls
-    messages = [*ASK, first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+    messages = [
+        *ASK,
+        first.choices[0].message,
+        {"role": "tool", "tool_call_id": call.id, "content": "3"},
+    ]
     second = called.chat.completions.create(model="scripted", messages=messages, tools=tools)
     calls: dict[str, str] = {"name": "", "arguments": ""}
-    for chunk in called.chat.completions.create(model="scripted", messages=ASK, tools=tools, stream=True):
+    for chunk in called.chat.completions.create(
+        model="scripted", messages=ASK, tools=tools, stream=True
+    ):
         for delta in (chunk.choices[0].delta.tool_calls or []) if chunk.choices else []:
             calls["name"] += delta.function.name or ""
             calls["arguments"] += delta.function.arguments or ""
-    seen["tools"] = [call.function.name, call.function.arguments, second.choices[0].message.content, calls]
+    seen["tools"] = [
+        call.function.name,
+        call.function.arguments,
+        second.choices[0].message.content,
+        calls,
+    ]
 
 try:
     from openenv.core.harness.capture.validate import check_turn, check_upstream_response
@@ -71,17 +105,37 @@ else:
     import urllib.request
 
     def post(path: str, body: dict) -> dict:
-        request = urllib.request.Request(url + path, json.dumps(body).encode(), {"content-type": "application/json"})
+        request = urllib.request.Request(
+            url + path, json.dumps(body).encode(), {"content-type": "application/json"}
+        )
         return json.load(urllib.request.urlopen(request, timeout=60))
 
-    reply = post("/v1/chat/completions", {"model": model, "messages": ASK, "max_tokens": 8, "logprobs": True, "return_token_ids": True})
+    reply = post(
+        "/v1/chat/completions",
+        {
+            "model": model,
+            "messages": ASK,
+            "max_tokens": 8,
+            "logprobs": True,
+            "return_token_ids": True,
+        },
+    )
     choice = reply["choices"][0]
     drawn = [one["logprob"] for one in choice["logprobs"]["content"]]
-    turn = check_turn(reply["prompt_token_ids"], choice["token_ids"], drawn, finish_reason=choice["finish_reason"])
-    ids = post("/inference/v1/generate", {"token_ids": [5, 6], "sampling_params": {"max_tokens": 4, "logprobs": 1}})
+    turn = check_turn(
+        reply["prompt_token_ids"], choice["token_ids"], drawn, finish_reason=choice["finish_reason"]
+    )
+    ids = post(
+        "/inference/v1/generate",
+        {"token_ids": [5, 6], "sampling_params": {"max_tokens": 4, "logprobs": 1}},
+    )
     own = ids["choices"][0]
     spelt = [one["token"] for one in own["logprobs"]["content"]]
-    second = check_turn(ids["prompt_token_ids"], own["token_ids"], [one["logprob"] for one in own["logprobs"]["content"]])
+    second = check_turn(
+        ids["prompt_token_ids"],
+        own["token_ids"],
+        [one["logprob"] for one in own["logprobs"]["content"]],
+    )
     report = validate_llm(url, model)
     seen["openenv"] = {
         "response": [str(one) for one in check_upstream_response(reply).findings],

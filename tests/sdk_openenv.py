@@ -1,6 +1,8 @@
-"""Run by the Python of WHETSTONE_TEST_SDK: all that OpenEnv checks of an endpoint, and of rollouts through it, as JSON.
+"""Run by the Python of WHETSTONE_TEST_SDK: all that OpenEnv checks of an endpoint, and of rollouts
+through it, as JSON.
 
-Arguments: the server's address, a key, a base model, a trained one whose next tokens are unlike, an endpoint whose model calls tools.
+Arguments: the server's address, a key, a base model, a trained one whose next tokens are unlike, an
+endpoint whose model calls tools.
 """
 
 import dataclasses
@@ -14,7 +16,12 @@ from openenv.core.harness.capture.contract import to_training_trace, to_turn_rec
 from openenv.core.harness.capture.export import export_session
 from openenv.core.harness.capture.graph import RolloutGraph, TurnNode
 from openenv.core.harness.capture.runner import CaptureServer
-from openenv.core.harness.capture.validate import check_rollout, check_sequence, check_turn, validate_training_turn
+from openenv.core.harness.capture.validate import (
+    check_rollout,
+    check_sequence,
+    check_turn,
+    validate_training_turn,
+)
 from openenv.core.harness.capture.validate_llm import require_llm, validate_llm
 
 url, key, base, trained, scripted = sys.argv[1:]
@@ -33,7 +40,11 @@ def report(found) -> dict:
 
 def post(path: str, body: dict) -> dict:
     headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
-    return json.load(urllib.request.urlopen(urllib.request.Request(url + path, json.dumps(body).encode(), headers), timeout=60))
+    return json.load(
+        urllib.request.urlopen(
+            urllib.request.Request(url + path, json.dumps(body).encode(), headers), timeout=60
+        )
+    )
 
 
 # 1. What it is, asked in each of the ways that the checker knows, on the routes under /v1.
@@ -52,11 +63,20 @@ seen["refused"]["model"] = report(validate_llm(url, "gpt-9", api_key=key))
 capture = CaptureServer(llm_url=url, model=trained, port=port(), api_key=key)
 capture.start()
 session = capture.registry.create(purpose="train", sampling={"temperature": 1.0})
-agent = openai.OpenAI(base_url=f"http://127.0.0.1:{capture.port}/v1", api_key=session.session_id, max_retries=0)
+agent = openai.OpenAI(
+    base_url=f"http://127.0.0.1:{capture.port}/v1", api_key=session.session_id, max_retries=0
+)
 messages: list = [{"role": "user", "content": "Hello?"}]
 for turn in range(3):
-    said = agent.chat.completions.create(model=trained, messages=messages, max_tokens=5).choices[0].message
-    messages += [{"role": "assistant", "content": said.content or ""}, {"role": "user", "content": f"And {turn}?"}]
+    said = (
+        agent.chat.completions.create(model=trained, messages=messages, max_tokens=5)
+        .choices[0]
+        .message
+    )
+    messages += [
+        {"role": "assistant", "content": said.content or ""},
+        {"role": "user", "content": f"And {turn}?"},
+    ]
 document = export_session(session)
 seen["rollout"] = {
     "validation": document["validation"], "trainable": document["trainable"], "turns": len(document["turns"]),
@@ -65,18 +85,36 @@ seen["rollout"] = {
 }  # fmt: skip
 capture.stop()
 
-# 3. The same checks of turns that came by ids (/inference/v1/generate), each continuing the one before it.
+# 3. The same checks of turns that came by ids (/inference/v1/generate), each continuing the one
+# before it.
 graph, prompt, fatal = RolloutGraph(), [5, 6, 7], []
 for turn in range(3):
-    asked = {"model": trained, "token_ids": prompt, "sampling_params": {"max_tokens": 4, "logprobs": 1, "temperature": 0.7}}
+    asked = {
+        "model": trained,
+        "token_ids": prompt,
+        "sampling_params": {"max_tokens": 4, "logprobs": 1, "temperature": 0.7},
+    }
     reply = post("/inference/v1/generate", asked)
     (choice,) = reply["choices"]
     drawn = [one["logprob"] for one in choice["logprobs"]["content"]]
     named = [int(one["token"].removeprefix("token_id:")) for one in choice["logprobs"]["content"]]
-    fatal += [str(one) for one in check_turn(reply["prompt_token_ids"], choice["token_ids"], drawn, index=turn).fatal]
-    fatal += [] if named == choice["token_ids"] and reply["prompt_token_ids"] == prompt else ["ids that differ"]
+    fatal += [
+        str(one)
+        for one in check_turn(
+            reply["prompt_token_ids"], choice["token_ids"], drawn, index=turn
+        ).fatal
+    ]
+    fatal += (
+        []
+        if named == choice["token_ids"] and reply["prompt_token_ids"] == prompt
+        else ["ids that differ"]
+    )
     validate_training_turn(prompt, choice["token_ids"], drawn, [0] * len(prompt) + [1] * len(drawn))
-    graph.add_turn(TurnNode(f"n{turn}", prompt, choice["token_ids"], drawn, finish_reason=choice["finish_reason"]))
+    graph.add_turn(
+        TurnNode(
+            f"n{turn}", prompt, choice["token_ids"], drawn, finish_reason=choice["finish_reason"]
+        )
+    )
     prompt = [*prompt, *choice["token_ids"], 9, 10]
 (sequence,) = graph.sequences()
 checks = (check_sequence(sequence), check_rollout(graph, expect_single_root=True))

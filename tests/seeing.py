@@ -16,7 +16,9 @@ LETTERS = "\n " + "".join(chr(c) for c in range(33, 127))
 
 def picture(seed, width=32, height=32):
     """A PIL image of coloured blocks."""
-    blocks = np.random.default_rng(seed).integers(0, 255, (height // 8, width // 8, 3), dtype=np.uint8)
+    blocks = np.random.default_rng(seed).integers(
+        0, 255, (height // 8, width // 8, 3), dtype=np.uint8
+    )
     return Image.fromarray(blocks.repeat(8, 0).repeat(8, 1))
 
 
@@ -33,24 +35,41 @@ def chunk(seed, width=32, height=32):
 def permuted(given, seed=0):
     """The same image with its pixels in another order."""
     pixels = np.asarray(Image.open(io.BytesIO(given.data)).convert("RGB"))
-    flat = pixels.reshape(-1, 3)[np.random.default_rng(seed).permutation(pixels.shape[0] * pixels.shape[1])]
+    flat = pixels.reshape(-1, 3)[
+        np.random.default_rng(seed).permutation(pixels.shape[0] * pixels.shape[1])
+    ]
     return as_chunk(Image.fromarray(flat.reshape(pixels.shape)))
 
 
 def spelt(tokenizer, *parts):
     """Text and images as an input, the way Tinker spells one: `expected_tokens` unsaid."""
-    return ModelInput([EncodedTextChunk(tokenizer.encode(p, add_special_tokens=False)) if isinstance(p, str) else p for p in parts])
+    return ModelInput(
+        [
+            EncodedTextChunk(tokenizer.encode(p, add_special_tokens=False))
+            if isinstance(p, str)
+            else p
+            for p in parts
+        ]
+    )
 
 
 def alone(model, reader, given):
-    """Logits [T, V] of one sequence by the transformers model itself, its images through one call of its own image processor."""
+    """Logits [T, V] of one sequence by the transformers model itself, its images through one call
+    of its own image processor.
+    """
     ids = torch.tensor([given.flat()])
     images = [Image.open(io.BytesIO(image.data)).convert("RGB") for _, image in given.placed()]
     inputs = {}
     if images:
         tiles = reader.family.types_as == ""
-        inputs = dict(reader.family.image_processor(images=[images] if tiles else images, return_tensors="pt"))
-        inputs = {name: value for name, value in inputs.items() if name in ("pixel_values", "image_grid_thw", "pixel_attention_mask")}
+        inputs = dict(
+            reader.family.image_processor(images=[images] if tiles else images, return_tensors="pt")
+        )
+        inputs = {
+            name: value
+            for name, value in inputs.items()
+            if name in ("pixel_values", "image_grid_thw", "pixel_attention_mask")
+        }
         if not tiles:
             inputs[reader.family.types_as] = (ids == reader.image_token_id).long()
     with torch.no_grad():
@@ -63,21 +82,49 @@ def _marks(*words):
 
 
 def _text(tokenizer, **more):
-    sizes = dict(vocab_size=len(tokenizer), hidden_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-    ends = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
+    sizes = dict(
+        vocab_size=len(tokenizer),
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    ends = dict(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
+    )
     return sizes | dict(intermediate_size=96, max_position_embeddings=1024) | ends | more
 
 
 def _qwen(config_class, model_class, vision, **more):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    tokenizer, ids = _marks("<|im_end|>", "<|im_start|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+    tokenizer, ids = _marks(
+        "<|im_end|>",
+        "<|im_start|>",
+        "<|vision_start|>",
+        "<|image_pad|>",
+        "<|vision_end|>",
+        "<|video_pad|>",
+    )
     rope = {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 1e4}
-    special = {"image_token_id": ids["<|image_pad|>"], "vision_start_token_id": ids["<|vision_start|>"]}
-    special |= {"vision_end_token_id": ids["<|vision_end|>"], "video_token_id": ids["<|video_pad|>"]}
+    special = {
+        "image_token_id": ids["<|image_pad|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+    }
+    special |= {
+        "vision_end_token_id": ids["<|vision_end|>"],
+        "video_token_id": ids["<|video_pad|>"],
+    }
     text = _text(tokenizer, rope_parameters=rope, head_dim=12, tie_word_embeddings=True, **more)
-    config = config_class(text_config=text, vision_config=vision, tie_word_embeddings=True, **special)
-    processor = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=1, size=dict(shortest_edge=64, longest_edge=4096))
+    config = config_class(
+        text_config=text, vision_config=vision, tie_word_embeddings=True, **special
+    )
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=4,
+        merge_size=2,
+        temporal_patch_size=1,
+        size=dict(shortest_edge=64, longest_edge=4096),
+    )
     tokenizer.chat_template = (
         "{%- for m in messages -%}<|im_start|>{{ m.role }}\n{%- if m.content is string -%}{{ m.content }}{%- else -%}"
         "{%- for p in m.content -%}{%- if p.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>{%- else -%}{{ p.text }}"
@@ -90,14 +137,32 @@ def _qwen(config_class, model_class, vision, **more):
 def _qwen2_vl():
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-    vision = dict(depth=2, embed_dim=32, hidden_size=48, num_heads=2, mlp_ratio=2, patch_size=4, temporal_patch_size=1)
-    return _qwen(Qwen2VLConfig, Qwen2VLForConditionalGeneration, vision | dict(spatial_merge_size=2))
+    vision = dict(
+        depth=2,
+        embed_dim=32,
+        hidden_size=48,
+        num_heads=2,
+        mlp_ratio=2,
+        patch_size=4,
+        temporal_patch_size=1,
+    )
+    return _qwen(
+        Qwen2VLConfig, Qwen2VLForConditionalGeneration, vision | dict(spatial_merge_size=2)
+    )
 
 
 def _qwen2_5_vl():
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    vision = dict(depth=2, hidden_size=32, num_heads=2, intermediate_size=64, patch_size=4, temporal_patch_size=1, spatial_merge_size=2)
+    vision = dict(
+        depth=2,
+        hidden_size=32,
+        num_heads=2,
+        intermediate_size=64,
+        patch_size=4,
+        temporal_patch_size=1,
+        spatial_merge_size=2,
+    )
     vision |= dict(out_hidden_size=48, window_size=16, fullatt_block_indexes=[1])
     return _qwen(Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, vision)
 
@@ -105,7 +170,15 @@ def _qwen2_5_vl():
 def _qwen3_vl():
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    vision = dict(depth=2, hidden_size=32, num_heads=2, intermediate_size=64, patch_size=4, temporal_patch_size=1, spatial_merge_size=2)
+    vision = dict(
+        depth=2,
+        hidden_size=32,
+        num_heads=2,
+        intermediate_size=64,
+        patch_size=4,
+        temporal_patch_size=1,
+        spatial_merge_size=2,
+    )
     vision |= dict(out_hidden_size=48, deepstack_visual_indexes=[0], num_position_embeddings=64)
     return _qwen(Qwen3VLConfig, Qwen3VLForConditionalGeneration, vision)
 
@@ -113,7 +186,15 @@ def _qwen3_vl():
 def _qwen3_vl_moe():
     from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
-    vision = dict(depth=2, hidden_size=32, num_heads=2, intermediate_size=64, patch_size=4, temporal_patch_size=1, spatial_merge_size=2)
+    vision = dict(
+        depth=2,
+        hidden_size=32,
+        num_heads=2,
+        intermediate_size=64,
+        patch_size=4,
+        temporal_patch_size=1,
+        spatial_merge_size=2,
+    )
     vision |= dict(out_hidden_size=48, deepstack_visual_indexes=[0], num_position_embeddings=64)
     experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
     return _qwen(Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration, vision, **experts)
@@ -123,11 +204,32 @@ def _gemma3():
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
-    tokenizer, ids = _marks("<end_of_turn>", "<start_of_turn>", "<start_of_image>", "<image_soft_token>", "<end_of_image>")
-    text = _text(tokenizer, head_dim=12, sliding_window=8, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=12)
-    vision = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32, patch_size=8)
+    tokenizer, ids = _marks(
+        "<end_of_turn>",
+        "<start_of_turn>",
+        "<start_of_image>",
+        "<image_soft_token>",
+        "<end_of_image>",
+    )
+    text = _text(
+        tokenizer,
+        head_dim=12,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        query_pre_attn_scalar=12,
+    )
+    vision = dict(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        image_size=32,
+        patch_size=8,
+    )
     special = dict(boi_token_index=ids["<start_of_image>"], eoi_token_index=ids["<end_of_image>"])
-    special |= dict(image_token_id=ids["<image_soft_token>"], image_token_index=ids["<image_soft_token>"])
+    special |= dict(
+        image_token_id=ids["<image_soft_token>"], image_token_index=ids["<image_soft_token>"]
+    )
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **special)
     tokenizer.chat_template = (
         "{%- for m in messages -%}<start_of_turn>{{ m.role }}\n{%- if m.content is string -%}{{ m.content }}{%- else -%}"
@@ -155,11 +257,28 @@ def _idefics3():
 
 def _tiles(config_class, model_class, processor_class):
     tiles = [f"<row_{r}_col_{c}>" for r in (1, 2, 3, 4) for c in (1, 2, 3, 4)]
-    tokenizer, ids = _marks("<end_of_utterance>", "<image>", "<fake_token_around_image>", "<global-img>", *tiles)
+    tokenizer, ids = _marks(
+        "<end_of_utterance>", "<image>", "<fake_token_around_image>", "<global-img>", *tiles
+    )
     text = _text(tokenizer, model_type="llama", head_dim=12)
-    vision = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32, patch_size=8)
-    config = config_class(text_config=text, vision_config=vision, image_token_id=ids["<image>"], scale_factor=2, tie_word_embeddings=False)
-    processor = processor_class(size={"longest_edge": 64}, max_image_size={"longest_edge": 32}, do_image_splitting=True)
+    vision = dict(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        image_size=32,
+        patch_size=8,
+    )
+    config = config_class(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids["<image>"],
+        scale_factor=2,
+        tie_word_embeddings=False,
+    )
+    processor = processor_class(
+        size={"longest_edge": 64}, max_image_size={"longest_edge": 32}, do_image_splitting=True
+    )
     tokenizer.chat_template = (
         "{%- for m in messages -%}{{ m.role }}{%- for p in m.content -%}{%- if p.type == 'image' -%}<image>"
         "{%- elif p.type == 'text' -%}{{ p.text }}{%- endif -%}{%- endfor -%}<end_of_utterance>\n{%- endfor -%}"
@@ -181,7 +300,8 @@ def tiny(family, seed=0):
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.mul_(4.0)
-                if not parameter.any():  # Gemma 3's projection is all zeros: a fresh one sees nothing
+                # Gemma 3's projection is all zeros: a fresh one sees nothing
+                if not parameter.any():
                     parameter.normal_(std=0.1)
     reader = ImageReader(config, tokenizer, processor)
     note_reader(model, reader)

@@ -1,6 +1,8 @@
-"""Run by test_serve_durable.py under LD_PRELOAD of faulty_disk.c: a durable server whose disk goes wrong at operation k of an update.
+"""Run by test_serve_durable.py under LD_PRELOAD of faulty_disk.c: a durable server whose disk goes
+wrong at operation k of an update.
 
-Usage: serve_faults.py full FOLDER STRIDE: the disk is full from k on, for every STRIDE-th k, in one server.
+Usage: serve_faults.py full FOLDER STRIDE: the disk is full from k on, for every STRIDE-th k, in one
+server.
        serve_faults.py kill FOLDER STRIDE: the process ends at k, and another one goes on, for every STRIDE-th k.
 Prints what was seen as JSON; a broken promise is an AssertionError.
 """
@@ -28,7 +30,11 @@ DISK = ctypes.CDLL(None)
 
 def score(wires: Wire, model: str, seq: int) -> list[float]:
     """Logprobs of some texts, which tell one version of the weights from another."""
-    return [float(x) for row in wires.output(wires.ask(model, seq, texts(3, 99), forward_only=True))[0] for x in row]
+    return [
+        float(x)
+        for row in wires.output(wires.ask(model, seq, texts(3, 99), forward_only=True))[0]
+        for x in row
+    ]
 
 
 def opened(one: Served, session: str | None = None) -> tuple[Wire, str]:
@@ -50,7 +56,9 @@ def plain_scores(folder: Path, updates: int) -> list[list[float]]:
 
 
 def full(folder: Path, stride: int) -> dict[str, int]:
-    """An update that fails has not happened, and done once more it has happened once; what is on the disk is what the server has."""
+    """An update that fails has not happened, and done once more it has happened once; what is on
+    the disk is what the server has.
+    """
     seq, counts = iter(range(1, 10**6)), {"undone": 0, "done": 0}
     with server(folder / "durable", durable=True) as one:
         wires, model = opened(one)
@@ -63,7 +71,9 @@ def full(folder: Path, stride: int) -> dict[str, int]:
             DISK.disarm()
             if "error" in answer:
                 assert answer["category"] == "server" and "undone" in answer["error"], (k, answer)
-                assert score(wires, model, next(seq)) == scores[-1], f"operation {k}: the weights changed, though the update failed"
+                assert score(wires, model, next(seq)) == scores[-1], (
+                    f"operation {k}: the weights changed, though the update failed"
+                )
                 bare = wires.wait(wires.step(model, next(seq)))
                 assert "repeat the forward_backward" in bare["error"], (k, bare)
                 wires.output(wires.ask(model, next(seq), texts(4, update)))
@@ -72,7 +82,10 @@ def full(folder: Path, stride: int) -> dict[str, int]:
             assert not left or "error" not in answer, f"operation {k}: {left} was left behind"
             counts["undone" if "error" in answer else "done"] += 1
             scores.append(score(wires, model, next(seq)))
-            assert one.book.live_state(one.book.models[model])["last"]["seq"] == one.book.models[model].last["seq"]
+            assert (
+                one.book.live_state(one.book.models[model])["last"]["seq"]
+                == one.book.models[model].last["seq"]
+            )
             k += stride
     assert plain_scores(folder / "plain", len(scores) - 1) == scores
     return counts
@@ -92,7 +105,9 @@ def in_child(work: Callable[[], None]) -> int:
 
 
 def kill(folder: Path, stride: int) -> dict[str, int]:
-    """An update that a server was killed in has happened, and is answered as it was, or has not, and is to be repeated."""
+    """An update that a server was killed in has happened, and is answered as it was, or has not,
+    and is to be repeated.
+    """
     base, place, seen = folder / "base", folder / "place", folder / "seen"
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -127,11 +142,24 @@ def kill(folder: Path, stride: int) -> dict[str, int]:
             found = [score(wires, model, 5)]
             wires.output(wires.ask(model, 6, texts(4, 2)))
             wires.wait(wires.step(model, 7))
-            seen.write_text(json.dumps({"happened": happened, "scores": [*found, score(wires, model, 8)]}))
+            seen.write_text(
+                json.dumps({"happened": happened, "scores": [*found, score(wires, model, 8)]})
+            )
 
-    load_model(BASE)  # so that no child has to import what this one imports, which starts no threads
-    assert in_child(begin) == 0 and in_child(lambda: (folder / "plain").write_text(json.dumps(plain_scores(folder / "p", 3)))) == 0
-    expected, k, counts = json.loads((folder / "plain").read_text())[2:], 1, {"happened": 0, "not": 0}
+    # so that no child has to import what this one imports, which starts no threads
+    load_model(BASE)
+    assert (
+        in_child(begin) == 0
+        and in_child(
+            lambda: (folder / "plain").write_text(json.dumps(plain_scores(folder / "p", 3)))
+        )
+        == 0
+    )
+    expected, k, counts = (
+        json.loads((folder / "plain").read_text())[2:],
+        1,
+        {"happened": 0, "not": 0},
+    )
     while True:
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(base, place)
@@ -148,4 +176,6 @@ def kill(folder: Path, stride: int) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"full": full, "kill": kill}[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))))
+    print(
+        json.dumps({"full": full, "kill": kill}[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3])))
+    )

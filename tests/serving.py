@@ -1,4 +1,6 @@
-"""What tests of the server share: one in this process, spoken to by its wire, with our own schema and no SDK."""
+"""What tests of the server share: one in this process, spoken to by its wire, with our own schema
+and no SDK.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-TestClient = pytest.importorskip("starlette.testclient", reason="pip install -r requirements-serve.txt").TestClient
+TestClient = pytest.importorskip(
+    "starlette.testclient", reason="pip install -r requirements-serve.txt"
+).TestClient
 pytest.importorskip("google.protobuf", reason="pip install -r requirements-serve.txt")
 
 from rl.clients import WorkerSettings  # noqa: E402
@@ -26,7 +30,9 @@ PROTOBUF = "application/x-protobuf"
 
 @contextmanager
 def held(served: Served) -> Iterator[None]:
-    """What is asked for within waits, however busy the machine is, and is there together when the desk's thread goes on."""
+    """What is asked for within waits, however busy the machine is, and is there together when the
+    desk's thread goes on.
+    """
     begun, gate = threading.Event(), threading.Event()
 
     def hold() -> Iterator[None]:
@@ -48,7 +54,17 @@ def server(folder: Path, *, keys: Sequence[str] = (), token_budget: int = 16384,
     worker = WorkerSettings(learner=LearnerSettings(token_budget=token_budget))
     bounds = Limits(**{"poll_seconds": 5.0, **limits})
     bases = (ServedBase(base, base),)
-    served = Served.of(ServeSettings(bases, folder, keys=tuple(keys), resume=resume, durable=durable, limits=bounds, worker=worker))
+    served = Served.of(
+        ServeSettings(
+            bases,
+            folder,
+            keys=tuple(keys),
+            resume=resume,
+            durable=durable,
+            limits=bounds,
+            worker=worker,
+        )
+    )
     served.desk.start()
     try:
         yield served
@@ -60,12 +76,19 @@ def datum_message(datum: Datum) -> Any:
     message = wire.MESSAGES["Datum"]()
     for chunk in datum.model_input.chunks:
         if chunk.type == "image":
-            message.model_input.add().image.MergeFrom(wire.MESSAGES["ImageChunk"](data=chunk.data, format=chunk.format))
+            message.model_input.add().image.MergeFrom(
+                wire.MESSAGES["ImageChunk"](data=chunk.data, format=chunk.format)
+            )
         else:
-            message.model_input.add().encoded_text.tokens = np.asarray(chunk.tokens, "<i4").tobytes()
+            message.model_input.add().encoded_text.tokens = np.asarray(
+                chunk.tokens, "<i4"
+            ).tobytes()
     for name, data in datum.loss_fn_inputs.items():
         tensor = message.loss_fn_inputs[name]
-        tensor.dense, tensor.dtype = data.array.tobytes(), wire.FLOAT32 if data.dtype == "float32" else wire.INT64
+        tensor.dense, tensor.dtype = (
+            data.array.tobytes(),
+            wire.FLOAT32 if data.dtype == "float32" else wire.INT64,
+        )
         tensor.shape.extend(data.array.shape)
     return message
 
@@ -74,7 +97,9 @@ class Wire:
     """One client of a server: a session, and what the SDK would send."""
 
     def __init__(self, served: Served, key: str = "tml-nobody"):
-        self.http: Any = TestClient(served.app, headers={"x-api-key": key}, raise_server_exceptions=False)
+        self.http: Any = TestClient(
+            served.app, headers={"x-api-key": key}, raise_server_exceptions=False
+        )
 
     @classmethod
     def over(cls, http: Any) -> Wire:
@@ -89,38 +114,57 @@ class Wire:
         return answer.json() if answer.content else {}
 
     def open(self) -> str:
-        self.session = self.post("create_session", type="create_session", tags=[], sdk_version="0.38.0")["session_id"]
+        self.session = self.post(
+            "create_session", type="create_session", tags=[], sdk_version="0.38.0"
+        )["session_id"]
         return self.session
 
     def model(self, seq: int = 0, rank: int = 4, seed: int = 7, base: str = BASE) -> str:
-        body = {"session_id": self.session, "model_seq_id": seq, "base_model": base, "lora_config": {"rank": rank, "seed": seed}}
+        body = {
+            "session_id": self.session,
+            "model_seq_id": seq,
+            "base_model": base,
+            "lora_config": {"rank": rank, "seed": seed},
+        }
         return self.wait(self.post("create_model", **body))["model_id"]
 
     def ask(self, model: str, seq: int, data: Sequence[Datum], loss: str = "cross_entropy", config: Mapping[str, float] | None = None,
             *, forward_only: bool = False, status: int = 200) -> dict[str, Any]:  # fmt: skip
-        message = wire.MESSAGES["ForwardBackwardRequest"](model_id=model, seq_id=seq, loss_fn=loss, forward_only=forward_only)
+        message = wire.MESSAGES["ForwardBackwardRequest"](
+            model_id=model, seq_id=seq, loss_fn=loss, forward_only=forward_only
+        )
         message.data.extend(datum_message(one) for one in data)
         for name, value in (config or {}).items():
             message.loss_fn_config_v2[name].number = value
         return self.send(message.SerializeToString(), status)
 
     def send(self, body: bytes, status: int = 200) -> dict[str, Any]:
-        answer = self.http.post("/api/v1/forward_backward", content=body, headers={"content-type": PROTOBUF})
+        answer = self.http.post(
+            "/api/v1/forward_backward", content=body, headers={"content-type": PROTOBUF}
+        )
         assert answer.status_code == status, (answer.status_code, answer.text)
         return answer.json()
 
     def step(self, model: str, seq: int, **params: float) -> dict[str, Any]:
-        return self.post("optim_step", model_id=model, seq_id=seq, adam_params={"learning_rate": 1e-2, **params})
+        return self.post(
+            "optim_step", model_id=model, seq_id=seq, adam_params={"learning_rate": 1e-2, **params}
+        )
 
     def wait(self, asked: Mapping[str, Any], kind: str | None = None) -> Any:
         """The answer: a message of that kind, or JSON."""
         headers, end = {"accept": PROTOBUF} if kind else {}, time.monotonic() + 240
         while True:
-            answer = self.http.post("/api/v1/retrieve_future", json={"request_id": asked["request_id"]}, headers=headers)
+            answer = self.http.post(
+                "/api/v1/retrieve_future", json={"request_id": asked["request_id"]}, headers=headers
+            )
             if answer.status_code != 408 or time.monotonic() > end:
                 break
         assert answer.status_code == 200, (answer.status_code, answer.text)
-        return wire.parse(kind, answer.content) if kind and PROTOBUF in answer.headers["content-type"] else answer.json()
+        return (
+            wire.parse(kind, answer.content)
+            if kind and PROTOBUF in answer.headers["content-type"]
+            else answer.json()
+        )
 
     def output(self, asked: Mapping[str, Any]) -> tuple[list[np.ndarray], dict[str, float]]:
         """Logprobs by datum, and metrics."""
@@ -129,18 +173,38 @@ class Wire:
         rows = []
         for record in message.loss_fn_outputs:
             field = record.fields["logprobs"]
-            offsets, data = np.frombuffer(field.offsets, "<i8") // 4, np.frombuffer(field.data, "<f4")
+            offsets, data = (
+                np.frombuffer(field.offsets, "<i8") // 4,
+                np.frombuffer(field.data, "<f4"),
+            )
             rows += [data[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
         return rows, dict(message.metrics)
 
     def sampler(self, model: str, seq: int, number: int = 0) -> str:
-        asked = self.post("save_weights_for_sampler", model_id=model, seq_id=seq, sampling_session_seq_id=number)
+        asked = self.post(
+            "save_weights_for_sampler", model_id=model, seq_id=seq, sampling_session_seq_id=number
+        )
         return self.wait(asked)["sampling_session_id"]
 
-    def ask_sample(self, sampler: str, seq: int, prompt: Sequence[Any], count: int = 1, **fields: Any) -> dict[str, Any]:
-        params = {name: fields.pop(name) for name in ("max_tokens", "seed", "temperature", "stop", "top_k", "top_p") if name in fields}
-        chunks = prompt if isinstance(prompt[0], dict) else [{"type": "encoded_text", "tokens": list(prompt)}]
-        body = {"sampling_session_id": sampler, "seq_id": seq, "num_samples": count, "prompt": {"chunks": chunks}}
+    def ask_sample(
+        self, sampler: str, seq: int, prompt: Sequence[Any], count: int = 1, **fields: Any
+    ) -> dict[str, Any]:
+        params = {
+            name: fields.pop(name)
+            for name in ("max_tokens", "seed", "temperature", "stop", "top_k", "top_p")
+            if name in fields
+        }
+        chunks = (
+            prompt
+            if isinstance(prompt[0], dict)
+            else [{"type": "encoded_text", "tokens": list(prompt)}]
+        )
+        body = {
+            "sampling_session_id": sampler,
+            "seq_id": seq,
+            "num_samples": count,
+            "prompt": {"chunks": chunks},
+        }
         return self.post("asample", **body, sampling_params={"max_tokens": 8, **params}, **fields)
 
     def sample(self, *arguments: Any, **fields: Any) -> Any:

@@ -1,11 +1,12 @@
-"""What a rank holds of a model as it is made, and what it computes; test_sharded_loading.py compares it. Not a test by itself.
+"""What a rank holds of a model as it is made, and what it computes; test_sharded_loading.py
+compares it. Not a test by itself.
 
     accelerate launch --config_file ... tests/sharded_loading_case.py MODEL OUT KIND
 
 KIND: lora or full; made: lora, and nothing but the model is made.
 
-OUT/rank-N.json: bytes that the process had at most while the model was made, above what it had before; on
-rank 0 the step's gradient norm, and logprobs after it and after a resume.
+OUT/rank-N.json: bytes that the process had at most while the model was made, above what it had
+before; on rank 0 the step's gradient norm, and logprobs after it and after a resume.
 """
 
 import json
@@ -41,7 +42,9 @@ class Measured(Worker):
         before = status("VmRSS")
         info = super().create_model(*arguments)
         rank, out = os.environ.get("RANK", "0"), Path(sys.argv[2])
-        (out / f"rank-{rank}.json").write_text(json.dumps({"peak": status("VmHWM") - before, "after": status("VmRSS") - before}))
+        (out / f"rank-{rank}.json").write_text(
+            json.dumps({"peak": status("VmHWM") - before, "after": status("VmRSS") - before})
+        )
         return info
 
 
@@ -50,24 +53,39 @@ def main() -> None:
     crew.Worker = Measured
     base, out, kind = sys.argv[1:4]
     service = ServiceClient(output_dir=out, settings=WorkerSettings(timeout_seconds=120))
-    client = service.create_lora_training_client(base, rank=3, seed=5) if kind != "full" else service.create_full_training_client(base)
+    client = (
+        service.create_lora_training_client(base, rank=3, seed=5)
+        if kind != "full"
+        else service.create_full_training_client(base)
+    )
     wrapped = client.info["wrapped"]  # waits until the model is made
-    measured = json.loads((Path(out) / "rank-0.json").read_text())  # of this model: the resumed one below is measured as well
+    # of this model: the resumed one below is measured as well
+    measured = json.loads((Path(out) / "rank-0.json").read_text())
     if kind == "made":
         (Path(out) / "found.json").write_text(json.dumps(measured))
         return
 
     def logprobs(of) -> list[list[float]]:
-        found = of.forward(random_datums(4, seed=9, vocabulary=60), "importance_sampling", {}).result()
+        found = of.forward(
+            random_datums(4, seed=9, vocabulary=60), "importance_sampling", {}
+        ).result()
         return [one["logprobs"].array.tolist() for one in found.loss_fn_outputs]
 
     first = logprobs(client)
-    client.forward_backward(random_datums(6, vocabulary=60), "importance_sampling", {}, divisor=6.0).result()
+    client.forward_backward(
+        random_datums(6, vocabulary=60), "importance_sampling", {}, divisor=6.0
+    ).result()
     norm = client.optim_step(UPDATE).result().metrics["grad_norm"]
     then = logprobs(client)
     path = client.save_state("one").result().path
     resumed = service.create_training_client_from_state_with_optimizer(path)
-    found = {"first": first, "norm": norm, "then": then, "resumed": logprobs(resumed), "wrapped": wrapped}
+    found = {
+        "first": first,
+        "norm": norm,
+        "then": then,
+        "resumed": logprobs(resumed),
+        "wrapped": wrapped,
+    }
     (Path(out) / "found.json").write_text(json.dumps({**found, **measured}))
 
 

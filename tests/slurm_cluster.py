@@ -1,4 +1,6 @@
-"""A real Slurm on this machine: munged, a controller and two node daemons in a folder of their own. For test_slurm.py."""
+"""A real Slurm on this machine: munged, a controller and two node daemons in a folder of their own.
+For test_slurm.py.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ from pathlib import Path
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
-# Nodes as the scripts expect them: eight GPUs (of which nothing but the count exists). proctrack/linuxproc signals and kills every
-# descendant of a step, as the usual cgroups do. A requeued job waits cred_expire seconds.
+# Nodes as the scripts expect them: eight GPUs (of which nothing but the count exists).
+# proctrack/linuxproc signals and kills every descendant of a step, as the usual cgroups do. A
+# requeued job waits cred_expire seconds.
 CONFIG = """
 ClusterName=whetstone
 SlurmctldHost={host}(127.0.0.1)
@@ -57,7 +60,14 @@ class Cluster:
         self.environment = {**os.environ, "PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf")}
 
     def call(self, *words: str, cwd: Path | None = None, **environment: str) -> str:
-        done = subprocess.run(words, cwd=cwd, env={**self.environment, **environment}, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            words,
+            cwd=cwd,
+            env={**self.environment, **environment},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}{done.stdout}"
         return done.stdout
 
@@ -70,18 +80,26 @@ class Cluster:
         """The job when it has ended; what it is at when time.monotonic() reaches `deadline`."""
         while True:
             job = self.job(job_id)
-            if job["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED") or time.monotonic() > deadline:
+            if (
+                job["JobState"]
+                not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
+                or time.monotonic() > deadline
+            ):
                 return job
             time.sleep(0.3)
 
     def logs(self) -> str:
-        return "\n".join(f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted(self.folder.glob("slurm*.log")))
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text()[-1500:]}"
+            for path in sorted(self.folder.glob("slurm*.log"))
+        )
 
 
 @contextmanager
 def cluster() -> Iterator[Cluster]:
     """Starts it, yields it with both nodes idle, and kills all of it, jobs first."""
-    folder = Path(tempfile.mkdtemp(prefix="whetstone-slurm-"))  # short: sockets have paths of at most 107 characters
+    # short: sockets have paths of at most 107 characters
+    folder = Path(tempfile.mkdtemp(prefix="whetstone-slurm-"))
     folder.chmod(0o755)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -89,7 +107,14 @@ def cluster() -> Iterator[Cluster]:
         host = socket.gethostname().partition(".")[0]
         ports = _free_ports(3)
         (folder / "slurm.conf").write_text(
-            CONFIG.format(host=host, user=getpass.getuser(), folder=folder, controller_port=ports[0], port_1=ports[1], port_2=ports[2])
+            CONFIG.format(
+                host=host,
+                user=getpass.getuser(),
+                folder=folder,
+                controller_port=ports[0],
+                port_1=ports[1],
+                port_2=ports[2],
+            )
         )
         (folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu File={folder}/gpu[0-7]\n")
         for number in range(8):
@@ -98,7 +123,13 @@ def cluster() -> Iterator[Cluster]:
         (folder / "munge.key").chmod(0o600)
         for name in ("state", "spool-n1", "spool-n2"):
             (folder / name).mkdir()
-        munge = {"socket": "munge.socket", "key-file": "munge.key", "pid-file": "munge.pid", "log-file": "munge.log", "seed-file": "seed"}
+        munge = {
+            "socket": "munge.socket",
+            "key-file": "munge.key",
+            "pid-file": "munge.pid",
+            "log-file": "munge.log",
+            "seed-file": "seed",
+        }
         words = [f"--{option}={folder / name}" for option, name in munge.items()]
         _start(stack, found, "munged", "--foreground", "--force", *words)
         _until(lambda: (folder / "munge.socket").exists(), "munged made no socket", found)
@@ -122,8 +153,12 @@ def _free_ports(count: int) -> list[int]:
 
 def _start(stack: ExitStack, found: Cluster, *words: str) -> None:
     """A daemon in the foreground, which ends with the stack."""
-    log = stack.enter_context((found.folder / f"{words[0]}-{words[-1].rpartition('/')[2]}.out").open("w"))
-    process = subprocess.Popen(words, env=found.environment, stdout=log, stderr=log, start_new_session=True)
+    log = stack.enter_context(
+        (found.folder / f"{words[0]}-{words[-1].rpartition('/')[2]}.out").open("w")
+    )
+    process = subprocess.Popen(
+        words, env=found.environment, stdout=log, stderr=log, start_new_session=True
+    )
 
     def end() -> None:
         process.terminate()
@@ -144,13 +179,24 @@ def _until(holds, what: str, found: Cluster, seconds: float = 30.0) -> None:
 
 
 def _idle(found: Cluster) -> int:
-    done = subprocess.run(["sinfo", "-hN", "-o", "%T"], env=found.environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["sinfo", "-hN", "-o", "%T"],
+        env=found.environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     return done.stdout.split().count("idle")
 
 
 def _cancel_all(found: Cluster) -> None:
     """Ends every job and waits until their processes are gone."""
-    subprocess.run(["scancel", f"--user={getpass.getuser()}"], env=found.environment, timeout=60, capture_output=True)
+    subprocess.run(
+        ["scancel", f"--user={getpass.getuser()}"],
+        env=found.environment,
+        timeout=60,
+        capture_output=True,
+    )
     deadline = time.monotonic() + 15
     while _idle(found) < 2 and time.monotonic() < deadline:
         time.sleep(0.3)

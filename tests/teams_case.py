@@ -1,9 +1,11 @@
-"""What two processes draw, learn and hand over where they hold the sampler together, beside two that hold all of it each.
+"""What two processes draw, learn and hand over where they hold the sampler together, beside two
+that hold all of it each.
 
     accelerate launch --config_file ... tests/teams_case.py MODELS OUT
 
-One model after the other in the same processes, with the same seeds: what the first learns the second learns as well. MODELS: folders
-to begin from. OUT/found.json: by "alone" and "together", and "a sum left out".
+One model after the other in the same processes, with the same seeds: what the first learns the
+second learns as well. MODELS: folders to begin from. OUT/found.json: by "alone" and "together", and
+"a sum left out".
 """
 
 import json
@@ -56,19 +58,27 @@ def streamed(client) -> list:
         found: dict = {}
         tickets = []
         for i, prompt in enumerate(PROMPTS):
-            tickets.append(stream.add(Request(prompt=prompt, num_samples=2, params=params, seed=4, problem=i)))
+            tickets.append(
+                stream.add(Request(prompt=prompt, num_samples=2, params=params, seed=4, problem=i))
+            )
             found |= stream.slice(2, shows=True).finished
         left = stream.unfinished()
         assert set(left) == set(tickets) - set(found)
         while stream.busy:
             found |= stream.slice().finished
-        return [[s.tokens, s.logprobs, s.version] for ticket in tickets for s in found[ticket].sequences]
+        return [
+            [s.tokens, s.logprobs, s.version] for ticket in tickets for s in found[ticket].sequences
+        ]
 
 
 def flow(service: ServiceClient, folder: Path, lora: int) -> dict:
     """Two steps from that model, and every way in which weights come to a sampler."""
     found: dict = {}
-    made = service.create_lora_training_client(str(folder), rank=lora, seed=2) if lora else service.create_full_training_client(str(folder))
+    made = (
+        service.create_lora_training_client(str(folder), rank=lora, seed=2)
+        if lora
+        else service.create_full_training_client(str(folder))
+    )
     first = sampler = made.save_weights_and_get_sampling_client()
     for step in range(2):
         found[f"drawn {step}"] = drawn(sampler, step)
@@ -78,16 +88,25 @@ def flow(service: ServiceClient, folder: Path, lora: int) -> dict:
     found["by the last weights"] = drawn(sampler, 9)
     found["by the first weights"] = drawn(first, 9)
     found["of a stream"] = streamed(sampler)
-    found["of the folder"] = drawn(service.create_sampling_client(made.save_weights_for_sampler("saved").result().path), 9)
+    found["of the folder"] = drawn(
+        service.create_sampling_client(made.save_weights_for_sampler("saved").result().path), 9
+    )
     if lora:
         whole = made.save_weights_for_sampler("whole", merged=True).result().path
         found["of the merged folder"] = drawn(service.create_sampling_client(whole), 9)
         found["of the base"] = drawn(made.get_base_sampling_client(), 9)
-    found["scores"] = sampler.compute_logprobs_many([ModelInput.from_ints(p) for p in PROMPTS]).result()
+    found["scores"] = sampler.compute_logprobs_many(
+        [ModelInput.from_ints(p) for p in PROMPTS]
+    ).result()
     seen = prove(made, sampler, datums(found["by the last weights"])[:4], 1.0)
     pairs = [(seen.learner, seen.sampler), (seen.learner_moved, seen.sampler_moved)]
-    found["off"] = [max(float(abs(learner[i] - sampler[i]).max()) for i in learner) for learner, sampler in pairs]
-    found["moved"] = max(float(abs(seen.sampler[i] - seen.sampler_moved[i]).max()) for i in seen.sampler)
+    found["off"] = [
+        max(float(abs(learner[i] - sampler[i]).max()) for i in learner)
+        for learner, sampler in pairs
+    ]
+    found["moved"] = max(
+        float(abs(seen.sampler[i] - seen.sampler_moved[i]).max()) for i in seen.sampler
+    )
     found["held"] = service._driver.submit("held", made.model_id).result()
     found["parameters"] = made.info["parameters"]
     return found

@@ -11,22 +11,27 @@ from rl.episodes import Admission
 
 
 def simulate(seed: int, apart: bool):
-    """Groups that take random times, an update too; (admission, batches: [(version, [(number, began)])], resumed from JSON on the way).
+    """Groups that take random times, an update too; (admission, batches: [(version, [(number,
+    began)])], resumed from JSON on the way).
 
-    `apart`: an update's weights take a time of their own to who draws, while the learner goes on; one update's after the other's.
+    `apart`: an update's weights take a time of their own to who draws, while the learner goes on;
+    one update's after the other's.
     """
     chance = random.Random(seed)
     size, bound, steps = chance.randint(1, 5), chance.randint(0, 4), chance.randint(1, 12)
     admission = Admission(size, bound, size * steps, redraw=chance.random() < 0.5)
     spread = chance.choice([0.0, 1.0, 3.0])  # all alike, to a few that take a hundred times as long
     now, events, attempt, batches, learning = 0.0, [], {}, [], False
-    arriving, ended = False, False  # weights are on their way; an update waits for those before its own to be there
+    # weights are on their way; an update waits for those before its own to be there
+    arriving, ended = False, False
     began: dict[int, int] = {}
 
     def start(number):
         attempt[number] = attempt.get(number, 0) + 1
         began[number] = admission.version
-        heapq.heappush(events, (now + chance.lognormvariate(0, spread), "ended", number, attempt[number]))
+        heapq.heappush(
+            events, (now + chance.lognormvariate(0, spread), "ended", number, attempt[number])
+        )
 
     for _ in range(100_000):
         for number in admission.begin():
@@ -38,10 +43,13 @@ def simulate(seed: int, apart: bool):
             if batch:
                 batches.append((len(batches), [(number, began[number]) for number in batch]))
                 learning = True
-                heapq.heappush(events, (now + chance.lognormvariate(0, spread / 2), "learned", -1, 0))
+                heapq.heappush(
+                    events, (now + chance.lognormvariate(0, spread / 2), "learned", -1, 0)
+                )
         if len(batches) == steps and not (learning or arriving):
             break
-        now, kind, number, which = heapq.heappop(events)  # IndexError: everybody waits for everybody
+        # IndexError: everybody waits for everybody
+        now, kind, number, which = heapq.heappop(events)
         if kind == "landed":
             admission.updated()
             arriving = False
@@ -74,7 +82,9 @@ def test_no_token_is_ever_older_than_the_bound_and_every_group_is_trained_once(f
         admission, batches, size, bound, steps = simulate(seed, apart)
         assert [version for version, _ in batches] == list(range(steps))
         assert all(len(batch) == size for _, batch in batches)
-        assert sorted(number for _, batch in batches for number, _ in batch) == list(range(size * steps))
+        assert sorted(number for _, batch in batches for number, _ in batch) == list(
+            range(size * steps)
+        )
         for version, batch in batches:
             for _, began in batch:
                 assert 0 <= version - began <= bound
@@ -97,7 +107,8 @@ def test_a_batch_is_of_those_that_are_there_until_one_may_wait_no_longer():
     assert admission.begin() == [4, 5]
     for number in (4, 5):
         admission.end(number)
-    assert admission.take() == ([], []) and admission.awaited == 2  # trained after this update they would be two versions old
+    # trained after this update they would be two versions old
+    assert admission.take() == ([], []) and admission.awaited == 2
     admission.end(0)
     admission.end(3)
     assert admission.take() == ([0, 3], []) and admission.awaited == 2

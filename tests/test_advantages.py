@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from rl.credit.advantages import RunningMean, centred, centred_by_std, has_signal, leave_one_out, without_baseline
+from rl.credit.advantages import (
+    RunningMean,
+    centred,
+    centred_by_std,
+    has_signal,
+    leave_one_out,
+    without_baseline,
+)
 
 
 def test_centred_by_hand():
@@ -38,7 +45,9 @@ def test_std_normalised_has_unit_std():
 
 def test_running_mean_by_hand():
     baseline = RunningMean(decay=0.5)
-    assert [a.tolist() for a in baseline([[1.0, 0.0], [1.0, 0.0]])] == [[0.5, -0.5], [0.5, -0.5]]  # its own mean at first
+    # its own mean at first
+    assert [a.tolist() for a in baseline([[1.0, 0.0], [1.0, 0.0]])] == [[0.5, -0.5], [0.5, -0.5]]
     assert baseline.value == 0.5
-    assert [a.tolist() for a in baseline([[1.0], [1.0]])] == [[0.5], [0.5]]  # against the mean of before
+    # against the mean of before
+    assert [a.tolist() for a in baseline([[1.0], [1.0]])] == [[0.5], [0.5]]
     assert baseline.value == 0.75

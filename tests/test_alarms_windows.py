@@ -20,14 +20,21 @@ REMEDIES = {alarm.name: alarm.remedy for alarm in ALARMS}
 
 
 def series(seed: int, steps: int) -> list[dict[str, Any]]:
-    """Rows of a run that drifts, jumps, leaves metrics out, writes null and NaN, and solves or spoils its task at times."""
+    """Rows of a run that drifts, jumps, leaves metrics out, writes null and NaN, and solves or
+    spoils its task at times.
+    """
     draw = random.Random(seed)
-    spread = {name: 10 ** draw.uniform(-4, 2) for name in sorted({name for names in NEEDS.values() for name in names})}
+    spread = {
+        name: 10 ** draw.uniform(-4, 2)
+        for name in sorted({name for names in NEEDS.values() for name in names})
+    }
     level = {name: draw.choice([0.0, 0.2, 1.0, 5.0]) for name in spread}
     rows = []
     for step in range(steps):
         if draw.random() < 0.05:  # the run changes its ways
-            level = {name: value * draw.choice([0.05, 0.5, 1.0, 3.0]) for name, value in level.items()}
+            level = {
+                name: value * draw.choice([0.05, 0.5, 1.0, 3.0]) for name, value in level.items()
+            }
         row: dict[str, Any] = {"step": step}
         for name, middle in level.items():
             value: Any = abs(middle + spread[name] * draw.gauss(0, 0.05))
@@ -36,8 +43,16 @@ def series(seed: int, steps: int) -> list[dict[str, Any]]:
                 continue
             row[name] = None if odd < 0.02 else math.nan if odd < 0.03 else value
         low, high = sorted(draw.choice([0.0, 0.5, 1.0]) for _ in range(2))
-        row |= {"env/all/reward/min": low, "env/all/reward/max": high, "env/all/reward/total": draw.uniform(low, high)}
-        row |= {"env/all/total_groups": 4, "env/all/total_episodes": draw.choice([4, 32]), "optim/frac_credited": draw.choice([0.0, 0.7])}
+        row |= {
+            "env/all/reward/min": low,
+            "env/all/reward/max": high,
+            "env/all/reward/total": draw.uniform(low, high),
+        }
+        row |= {
+            "env/all/total_groups": 4,
+            "env/all/total_episodes": draw.choice([4, 32]),
+            "optim/frac_credited": draw.choice([0.0, 0.7]),
+        }
         row["env/all/by_group/frac_mixed"] = draw.choice([0.0, 0.0, 0.4])
         row["sampler/temperature"] = draw.choice([0.3, 0.8])
         row["env/all/reward/std"] = 0.4
@@ -51,11 +66,23 @@ def series(seed: int, steps: int) -> list[dict[str, Any]]:
     return rows
 
 
-def told(alarms: Alarms, rows: list[dict[str, Any]]) -> Iterator[tuple[Mapping[str, float], list[str]]]:
+def told(
+    alarms: Alarms, rows: list[dict[str, Any]]
+) -> Iterator[tuple[Mapping[str, float], list[str]]]:
     """What `alarms` says, without its remedies."""
     for row in rows:
         metrics, said = alarms(row)
-        yield metrics, [next(text.removesuffix(f". {r}") for r in REMEDIES.values() if text.endswith(f". {r}")) for text in said]
+        yield (
+            metrics,
+            [
+                next(
+                    text.removesuffix(f". {r}")
+                    for r in REMEDIES.values()
+                    if text.endswith(f". {r}")
+                )
+                for text in said
+            ],
+        )
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -63,7 +90,10 @@ def test_bounded_windows_say_what_the_formulas_over_all_rows_say(seed: int) -> N
     rows = series(seed, 90)
     expected = brute_force(rows, NEEDS)
     assert list(told(Alarms(), rows)) == expected
-    written = [json.loads(json.dumps({**row, **metrics})) for row, (metrics, _) in zip(rows, expected, strict=True)]
+    written = [
+        json.loads(json.dumps({**row, **metrics}))
+        for row, (metrics, _) in zip(rows, expected, strict=True)
+    ]
     cut = 5 + 7 * seed
     assert list(told(Alarms(written[:cut]), rows[cut:])) == expected[cut:], "and so after a resume"
 
@@ -85,7 +115,13 @@ def _size(thing: Any, seen: set[int]) -> int:
     seen.add(id(thing))
     if isinstance(thing, (str, float, int, type(None))):
         return sys.getsizeof(thing)
-    inner = [*thing.keys(), *thing.values()] if isinstance(thing, Mapping) else list(thing) if hasattr(thing, "__iter__") else []
+    inner = (
+        [*thing.keys(), *thing.values()]
+        if isinstance(thing, Mapping)
+        else list(thing)
+        if hasattr(thing, "__iter__")
+        else []
+    )
     own = vars(thing).values() if hasattr(thing, "__dict__") else ()
     return sys.getsizeof(thing) + sum(_size(item, seen) for item in [*inner, *own])
 
@@ -100,4 +136,6 @@ def test_what_is_kept_and_a_rows_time_do_not_grow_with_the_rows() -> None:
         seconds.append(time.process_time() - start)
         sizes.append(_size(alarms, set()))
     assert max(sizes[1:]) < 1.1 * min(sizes[1:]) and max(sizes) < 100_000
-    assert min(seconds[-3:]) < 3 * min(seconds[:3]), "200 rows after 1,800 take as long as the first 200"
+    assert min(seconds[-3:]) < 3 * min(seconds[:3]), (
+        "200 rows after 1,800 take as long as the first 200"
+    )

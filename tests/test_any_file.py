@@ -26,7 +26,7 @@ def sums(count, start=10):
     return [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(start, start + count)]
 
 
-# ------------------------------------------------------------------------------------------------------- shapes of rows
+# ----------------------------------------------------------------------------------- shapes of rows
 
 USER, SAID = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}
 SHAPES = {
@@ -34,9 +34,16 @@ SHAPES = {
     "completion as messages": ({"prompt": [USER], "completion": [SAID]}, [USER], "b"),
     "text": ({"text": "a? b"}, [], "a? b"),
     "messages": ({"messages": [USER, SAID]}, [USER], "b"),
-    "sharegpt": ({"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]}, [USER], "b"),
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]},
+        [USER],
+        "b",
+    ),
     "sharegpt with system": (
-        {"system": "s", "conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]},
+        {
+            "system": "s",
+            "conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}],
+        },
         [{"role": "system", "content": "s"}, USER],
         "b",
     ),
@@ -53,8 +60,15 @@ def test_each_usual_shape_is_known_by_its_columns(tmp_path, shape):
 
 
 def test_instances_of_one_instruction_are_problems_of_their_own(tmp_path, shared_data):
-    row = {"instruction": "Add.", "instances": [{"input": "1+1", "output": "2"}, {"input": "", "output": "?"}], "id": "seed"}
-    problems = load_problems(write(tmp_path / "seed.jsonl", [row, {**row, "instances": [{"input": "x"}]}]), on_bad_row="skip")
+    row = {
+        "instruction": "Add.",
+        "instances": [{"input": "1+1", "output": "2"}, {"input": "", "output": "?"}],
+        "id": "seed",
+    }
+    problems = load_problems(
+        write(tmp_path / "seed.jsonl", [row, {**row, "instances": [{"input": "x"}]}]),
+        on_bad_row="skip",
+    )
     assert [(p.messages[0]["content"], p.response, p.place, p.index) for p in problems] == [
         ("Add.\n\n1+1", "2", "seed.jsonl line 1, instance 1", 0),
         ("Add.", "?", "seed.jsonl line 1, instance 2", 1),
@@ -67,14 +81,19 @@ def test_instances_of_one_instruction_are_problems_of_their_own(tmp_path, shared
 
 
 def test_a_label_says_whether_an_answer_is_good(tmp_path):
-    rows = [{"prompt": "a?", "completion": "b", "label": label} for label in (True, 0, "false", "1")]
+    rows = [
+        {"prompt": "a?", "completion": "b", "label": label} for label in (True, 0, "false", "1")
+    ]
     found = load_problems(write(tmp_path / "rows.jsonl", rows), format="unpaired")
     assert [problem.meta["label"] for problem in found] == [True, False, False, True]
     with pytest.raises(UserError, match="'label' is true or false"):
-        load_problems(write(tmp_path / "rows.jsonl", [{"prompt": "a?", "completion": "b", "label": "good"}]), format="unpaired")
+        load_problems(
+            write(tmp_path / "rows.jsonl", [{"prompt": "a?", "completion": "b", "label": "good"}]),
+            format="unpaired",
+        )
 
 
-# ----------------------------------------------------------------------------------------------------- files and folders
+# -------------------------------------------------------------------------------- files and folders
 
 
 def tables(folder):
@@ -92,7 +111,10 @@ def tables(folder):
             writer.writeheader()
             writer.writerows(rows)
     pq.write_table(pa.Table.from_pylist(rows), folder / "e.parquet", row_group_size=3)
-    with pa.OSFile(str(folder / "f.arrow"), "wb") as sink, pa.ipc.new_stream(sink, pa.Table.from_pylist(rows).schema) as writer:
+    with (
+        pa.OSFile(str(folder / "f.arrow"), "wb") as sink,
+        pa.ipc.new_stream(sink, pa.Table.from_pylist(rows).schema) as writer,
+    ):
         writer.write_table(pa.Table.from_pylist(rows))
     return sorted(folder.iterdir())
 
@@ -110,7 +132,9 @@ def test_every_kind_of_file_has_the_same_rows(tmp_path):
 def test_a_table_names_its_bad_rows_and_what_is_no_table(tmp_path):
     path = tmp_path / "x.csv"
     path.write_text('prompt,answer\n"1+1=",2\n"2+2="\n"3+3\n=",6\n')
-    with pytest.raises(UserError, match="x.csv line 3: it has 1 cells, the first line names 2 columns"):
+    with pytest.raises(
+        UserError, match="x.csv line 3: it has 1 cells, the first line names 2 columns"
+    ):
         load_problems(path)
     assert contents(load_problems(path, on_bad_row="skip")) == ["1+1=", "3+3\n="]
     path.write_text("prompt,prompt\na,b\n")
@@ -131,17 +155,23 @@ def test_what_datasets_saved_and_a_downloaded_repository(tmp_path, monkeypatch):
 
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     train_rows, test_rows = sums(5), sums(3, 50)
-    both = datasets.DatasetDict(train=datasets.Dataset.from_list(train_rows), test=datasets.Dataset.from_list(test_rows))
+    both = datasets.DatasetDict(
+        train=datasets.Dataset.from_list(train_rows), test=datasets.Dataset.from_list(test_rows)
+    )
     both.save_to_disk(str(tmp_path / "saved"))
     both["train"].save_to_disk(str(tmp_path / "one"))
-    assert contents(load_problems(tmp_path / "saved", split="test")) == [row["prompt"] for row in test_rows]
+    assert contents(load_problems(tmp_path / "saved", split="test")) == [
+        row["prompt"] for row in test_rows
+    ]
     assert len(load_problems(tmp_path / "saved")) == len(load_problems(tmp_path / "one")) == 5
     with pytest.raises(NoSplit):
         load_problems(tmp_path / "one", split="test")
     repo = tmp_path / "repo"
     (repo / "data").mkdir(parents=True)
     both["train"].select(range(2)).to_parquet(str(repo / "data" / "train-00000-of-00002.parquet"))
-    both["train"].select(range(2, 5)).to_parquet(str(repo / "data" / "train-00001-of-00002.parquet"))
+    both["train"].select(range(2, 5)).to_parquet(
+        str(repo / "data" / "train-00001-of-00002.parquet")
+    )
     both["test"].to_parquet(str(repo / "data" / "validation-00000-of-00001.parquet"))
     (repo / "README.md").write_text("# no front matter\n")
     assert contents(load_problems(repo)) == [row["prompt"] for row in train_rows]
@@ -151,8 +181,13 @@ def test_what_datasets_saved_and_a_downloaded_repository(tmp_path, monkeypatch):
         "---\nconfigs:\n- config_name: easy\n  data_files:\n  - split: train\n    path: data/train-*\n"
         "- config_name: hard\n  data_files: hard/*.jsonl\n---\n# words\n"
     )
-    assert len(load_problems(repo, config="easy")) == 5 and len(load_problems(repo, config="hard")) == 1
-    with pytest.raises(UserError, match="configurations easy, hard: choose one with --dataset-config"):
+    assert (
+        len(load_problems(repo, config="easy")) == 5
+        and len(load_problems(repo, config="hard")) == 1
+    )
+    with pytest.raises(
+        UserError, match="configurations easy, hard: choose one with --dataset-config"
+    ):
         load_problems(repo)
     with pytest.raises(UserError, match="no configuration 'hrd'"):
         load_problems(repo, config="hrd")
@@ -164,18 +199,26 @@ def test_what_datasets_saved_and_a_downloaded_repository(tmp_path, monkeypatch):
     assert len(load_problems(cache)) == 2
 
 
-# --------------------------------------------------------------------------------------------------- mixtures and streams
+# ----------------------------------------------------------------------------- mixtures and streams
 
 
 def test_a_mixture_gives_each_set_its_share_and_all_its_rows(tmp_path):
-    sets = [load_problems(write(tmp_path / f"{name}.jsonl", sums(n))) for name, n in (("a", 7), ("b", 40), ("c", 13))]
+    sets = [
+        load_problems(write(tmp_path / f"{name}.jsonl", sums(n)))
+        for name, n in (("a", 7), ("b", 40), ("c", 13))
+    ]
     mixed = Mixture(sets, [3, 1, 1])
     asked = [p for step in range(125) for p in mixed.batch(step, 16, seed=4)]  # 2000 rows
     assert Counter(p.tag for p in asked) == {"a": 1200, "b": 400, "c": 400}
-    assert [p.index for p in asked[32:64]] == [p.index for p in mixed.batch(1, 32, seed=4)], "a function of the position alone"
+    assert [p.index for p in asked[32:64]] == [p.index for p in mixed.batch(1, 32, seed=4)], (
+        "a function of the position alone"
+    )
     for tag, part in zip("abc", sets, strict=True):  # each set in epochs of its own, every row once
         own = [p.messages[0]["content"] for p in asked if p.tag == tag]
-        assert all(sorted(own[i : i + len(part)]) == sorted(contents(part)) for i in range(0, len(own) - len(part), len(part)))
+        assert all(
+            sorted(own[i : i + len(part)]) == sorted(contents(part))
+            for i in range(0, len(own) - len(part), len(part))
+        )
     assert mixed.batch(0, 16, seed=5) != mixed.batch(0, 16, seed=4)
     left = mixed.subset(range(7, 60))
     assert Counter(p.tag for p in left.batch(0, 1000, seed=0)) == {"b": 500, "c": 500}
@@ -186,7 +229,11 @@ def test_changed_rows_stay_changed_in_joined_sets_and_mixtures(tmp_path):
     for whole in (joined(sets), Mixture(sets, [1, 1])):
         other = whole[4].__class__(({"role": "user", "content": "new"},), tag="b", index=4)
         found = whole.with_rows({4: other})
-        assert contents(found)[4] == "new" and found[4].index == 4 and [p.index for p in found] == list(range(6))
+        assert (
+            contents(found)[4] == "new"
+            and found[4].index == 4
+            and [p.index for p in found] == list(range(6))
+        )
         assert "new" in contents(found.batch(0, 100, seed=0))
 
 
@@ -194,9 +241,15 @@ def test_changed_rows_stay_changed_in_joined_sets_and_mixtures(tmp_path):
 def test_a_stream_asks_what_a_set_in_memory_asks(tmp_path, kind):
     (path,) = [p for p in tables(tmp_path / "t") if p.name == kind]
     held, stream = load_problems(path), load_problems(path, stream=True)
-    assert stream.is_lazy and contents(stream) == contents(held) and [p.index for p in stream] == [p.index for p in held]
+    assert (
+        stream.is_lazy
+        and contents(stream) == contents(held)
+        and [p.index for p in stream] == [p.index for p in held]
+    )
     epoch = [p for step in range(2) for p in stream.batch(step, 2, seed=1)]
-    assert sorted(contents(epoch)) == sorted(contents(held)) and contents(stream.batch(1, 2, seed=1)) == contents(epoch[2:])
+    assert sorted(contents(epoch)) == sorted(contents(held)) and contents(
+        stream.batch(1, 2, seed=1)
+    ) == contents(epoch[2:])
     if kind != "e.parquet":  # of which the row groups are shuffled
         assert contents(epoch) == contents(held.batch(0, 4, seed=1))
 
@@ -209,16 +262,30 @@ def test_bad_rows_of_a_stream_are_named_when_met_and_the_next_stands_in(tmp_path
         list(load_problems(path, stream=True))
     skipping = load_problems(path, stream=True, on_bad_row="skip")
     with caplog.at_level(logging.WARNING):
-        assert contents(skipping)[2:4] == ["13+13=", "13+13="] and "rows.jsonl line 3" in caplog.text
+        assert (
+            contents(skipping)[2:4] == ["13+13=", "13+13="] and "rows.jsonl line 3" in caplog.text
+        )
     with pytest.raises(UserError, match="leave out stream"):
         load_problems(write(tmp_path / "x.json", []), stream=True)
 
 
-# ------------------------------------------------------------------------------------------------------ prompts
+# ------------------------------------------------------------------------------------------ prompts
 
 
 def test_a_template_and_a_suffix_stand_around_the_prompt_and_give_no_answer_away(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"prompt": "1+1=", "answer": "2", "unit": "apples"}])
-    found = load_problems(path, prompt_template=r"In {unit}: {prompt} Put \boxed{answer}. {none}", prompt_suffix=" !", system_prompt="s")
-    assert [m["content"] for m in found[0].messages] == ["s", r"In apples: 1+1= Put \boxed{answer}. {none} !"]
-    assert load_problems("addition", limit=2, prompt_suffix="?")[1].messages[-1]["content"].endswith("=?")
+    found = load_problems(
+        path,
+        prompt_template=r"In {unit}: {prompt} Put \boxed{answer}. {none}",
+        prompt_suffix=" !",
+        system_prompt="s",
+    )
+    assert [m["content"] for m in found[0].messages] == [
+        "s",
+        r"In apples: 1+1= Put \boxed{answer}. {none} !",
+    ]
+    assert (
+        load_problems("addition", limit=2, prompt_suffix="?")[1]
+        .messages[-1]["content"]
+        .endswith("=?")
+    )

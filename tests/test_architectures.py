@@ -1,4 +1,6 @@
-"""Through the learner, on tiny models of many kinds: every layout gives what the model gives one sequence alone, or is refused by name."""
+"""Through the learner, on tiny models of many kinds: every layout gives what the model gives one
+sequence alone, or is refused by name.
+"""
 
 import contextlib
 import copy
@@ -21,14 +23,16 @@ from rl.models import add_lora, load
 from rl.types import Datum, LoraConfig, ModelInput, SamplingParams
 
 LAYOUTS = ("auto", "padded", "packed", "shared")
-# What each takes, from what its layers are: (config changes, layouts). Windows are 40 tokens, longer than the probe reaches.
+# What each takes, from what its layers are: (config changes, layouts). Windows are 40 tokens,
+# longer than the probe reaches.
 ALL, NO_MASK, ROWS = {"padded", "packed", "shared"}, {"padded", "packed"}, {"padded"}
 KINDS: dict[str, tuple[dict, set[str]]] = {
     "gpt2": ({}, ALL),
     "llama": ({}, ALL),
     "qwen2": ({}, ALL),
     "mixtral": ({"sliding_window": None}, ALL),
-    "mistral": ({}, NO_MASK),  # a window: transformers takes a mask as it is given, and with it the window would go
+    # a window: transformers takes a mask as it is given, and with it the window would go
+    "mistral": ({}, NO_MASK),
     "gemma2": ({}, NO_MASK),
     "llama4_text": ({}, NO_MASK),  # chunks
     "lfm2": ({}, ROWS),  # convolutions
@@ -39,7 +43,19 @@ KINDS: dict[str, tuple[dict, set[str]]] = {
     "falcon_h1": ({}, ROWS),
     "mpt": ({}, ROWS),  # its config says d_model
 }
-EAGER = {"gpt2", "llama", "qwen2", "mixtral", "mistral", "gemma2", "gptj", "codegen", "lfm2", "qwen3_next", "llama4_text"}
+EAGER = {
+    "gpt2",
+    "llama",
+    "qwen2",
+    "mixtral",
+    "mistral",
+    "gemma2",
+    "gptj",
+    "codegen",
+    "lfm2",
+    "qwen3_next",
+    "llama4_text",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +67,14 @@ def one_thread():
 
 
 def accelerator(bf16: bool = False):
-    """As much of accelerate's as one process's learner asks for; its own can be had in one precision a process."""
+    """As much of accelerate's as one process's learner asks for; its own can be had in one
+    precision a process.
+    """
     kind = types.SimpleNamespace(value="NO")
     autocast = (lambda: torch.autocast("cpu", torch.bfloat16)) if bf16 else contextlib.nullcontext
-    return types.SimpleNamespace(device=torch.device("cpu"), distributed_type=kind, autocast=autocast)
+    return types.SimpleNamespace(
+        device=torch.device("cpu"), distributed_type=kind, autocast=autocast
+    )
 
 
 def make_learner(model, *, bf16: bool = False, **settings) -> Learner:
@@ -69,31 +89,52 @@ def datums(groups=((24, (20, 8, 46)), (6, (6, 48)), (50, (1,))), seed: int = 5) 
         prompt = rng.integers(3, VOCAB, length).tolist()
         for n in answers:
             tokens = prompt + rng.integers(3, VOCAB, n).tolist()
-            weights = np.concatenate([np.zeros(length - 1), rng.uniform(0.2, 1.0, n)]).astype(np.float32)
-            found.append(Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "weights": weights}))
+            weights = np.concatenate([np.zeros(length - 1), rng.uniform(0.2, 1.0, n)]).astype(
+                np.float32
+            )
+            found.append(
+                Datum(
+                    ModelInput.from_ints(tokens[:-1]),
+                    {"target_tokens": tokens[1:], "weights": weights},
+                )
+            )
     return found
 
 
 def alone(model, data):
-    """The plain model, one sequence a forward, no padding and no mask: logprobs, and the gradient of the weighted sum."""
+    """The plain model, one sequence a forward, no padding and no mask: logprobs, and the gradient
+    of the weighted sum.
+    """
     model.zero_grad()
     logprobs = []
     for datum in data:
-        logits = model(input_ids=torch.tensor([datum.model_input.to_ints()]), use_cache=False).logits[0].double()
-        logp = logits.log_softmax(-1).gather(-1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None])[:, 0]
+        logits = (
+            model(input_ids=torch.tensor([datum.model_input.to_ints()]), use_cache=False)
+            .logits[0]
+            .double()
+        )
+        logp = logits.log_softmax(-1).gather(
+            -1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None]
+        )[:, 0]
         (-(logp * torch.from_numpy(datum.loss_fn_inputs["weights"].array)).sum()).backward()
         logprobs.append(logp.detach().numpy())
-    return np.concatenate(logprobs), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return np.concatenate(logprobs), {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def learnt(learner, data):
     learner.drop_gradients()
-    outputs, _ = learner.run(data, get_loss("cross_entropy"), {}, temperature=1.0, divisor=1.0, backward=True)
+    outputs, _ = learner.run(
+        data, get_loss("cross_entropy"), {}, temperature=1.0, divisor=1.0, backward=True
+    )
     return np.concatenate([outputs[i]["logprobs"] for i in range(len(data))])
 
 
 def gradient_error(learner, gradient) -> float:
-    found = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in learner.trainable.items()}
+    found = {
+        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in learner.trainable.items()
+    }
     off = sum(float((found[n] - g).double().square().sum()) for n, g in gradient.items())
     return (off / sum(float(g.double().square().sum()) for g in gradient.values())) ** 0.5
 
@@ -118,25 +159,39 @@ def check_every_layout(model, takes: set[str]) -> None:
         assert gradient_error(learner, gradient) < 1e-4, layout
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "mistral", "lfm2", "gpt_neo", "llama4_text", "mpt"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mixtral", "mistral", "lfm2", "gpt_neo", "llama4_text", "mpt"]
+)
 def test_a_layout_is_exact_or_refused(name):
     check_every_layout(model_of(name), KINDS[name][1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(KINDS.keys() - {"llama", "mixtral", "mistral", "lfm2", "gpt_neo", "llama4_text", "mpt"}))
+@pytest.mark.parametrize(
+    "name",
+    sorted(KINDS.keys() - {"llama", "mixtral", "mistral", "lfm2", "gpt_neo", "llama4_text", "mpt"}),
+)
 def test_a_layout_is_exact_or_refused_elsewhere(name):
     check_every_layout(model_of(name), KINDS[name][1])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mpt", "xglm", "bart", "opt", "xlm", "falcon_mamba", "dbrx", "whisper", "bloom"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "mpt", "xglm", "bart", "opt", "xlm", "falcon_mamba", "dbrx", "whisper", "bloom"],
+)
 def test_width_and_length_are_read_by_whatever_name_a_config_has_for_them(name):
     """Beside the embeddings themselves; a number that stands for "no limit" is none."""
     model = model_of(name)
     assert width(model) == model.get_input_embeddings().weight.shape[-1]
     limit = config_number(model, "max_position_embeddings", "n_positions", "max_target_positions")
-    places = [module for place, module in model.named_modules() if place.endswith(("wpe", "embed_positions", "position_embeddings"))]
-    assert limit is None or all(limit <= module.weight.shape[0] for module in places if hasattr(module, "weight"))
+    places = [
+        module
+        for place, module in model.named_modules()
+        if place.endswith(("wpe", "embed_positions", "position_embeddings"))
+    ]
+    assert limit is None or all(
+        limit <= module.weight.shape[0] for module in places if hasattr(module, "weight")
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gptj"])
@@ -151,9 +206,13 @@ def test_a_layout_is_exact_or_refused_with_eager_attention(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "gemma2", "lfm2", "qwen3_next", "gpt_neo", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "mistral", "gemma2", "lfm2", "qwen3_next", "gpt_neo", "mixtral"]
+)
 def test_a_layout_under_bf16_is_no_further_off_than_the_model_alone(name):
-    """Root mean squares: an expert that changes places over a rounding moves a single token by as much as a leak would."""
+    """Root mean squares: an expert that changes places over a rounding moves a single token by as
+    much as a leak would.
+    """
     model, data = model_of(name), datums()
     exact, _ = alone(model, data)
     with torch.autocast("cpu", torch.bfloat16):
@@ -174,7 +233,7 @@ def test_dpo_like_pairs_have_the_gradient_of_sequences_alone():
     assert gradient_error(learner, gradient) < 1e-4
 
 
-# ---------------------------------------------------------------------------------------------------------- what is random
+# ----------------------------------------------------------------------------------- what is random
 
 RANDOM = {
     "starcoder2": {"residual_dropout": 0.5, "embedding_dropout": 0.5, "attention_dropout": 0.5},
@@ -199,18 +258,25 @@ def test_nothing_is_random_under_gradient_checkpointing(name):
 
 @pytest.mark.parametrize("noise", [0.01, 0.3])
 def test_phi_moe_is_not_changed_by_turning_noise_off_and_its_training_mode_is_refused(noise):
-    """Its `router_jitter_noise` is a threshold in evaluation too, and in training mode its experts are drawn."""
+    """Its `router_jitter_noise` is a threshold in evaluation too, and in training mode its experts
+    are drawn.
+    """
     model = tiny_model("phimoe", router_jitter_noise=noise, sliding_window=None)
     data = datums(((9, (7, 5)), (4, (3, 12))))
     logprobs, _ = alone(copy.deepcopy(model), data)
-    np.testing.assert_allclose(learnt(make_learner(model, layout="padded"), data), logprobs, atol=1e-4)
+    np.testing.assert_allclose(
+        learnt(make_learner(model, layout="padded"), data), logprobs, atol=1e-4
+    )
     with pytest.raises(UserError, match="PhimoeForCausalLM.*training mode"):
         make_learner(model, gradient_checkpointing=True)
 
 
 def test_a_model_without_gradient_checkpointing_is_refused():
     model = model_of("llama")
-    type(model).supports_gradient_checkpointing, before = False, type(model).supports_gradient_checkpointing
+    type(model).supports_gradient_checkpointing, before = (
+        False,
+        type(model).supports_gradient_checkpointing,
+    )
     try:
         with pytest.raises(UserError, match="has no gradient checkpointing"):
             make_learner(model, gradient_checkpointing=True)
@@ -218,7 +284,7 @@ def test_a_model_without_gradient_checkpointing_is_refused():
         type(model).supports_gradient_checkpointing = before
 
 
-# ------------------------------------------------------------------------------------------------ what is done to the logits
+# ----------------------------------------------------------------------- what is done to the logits
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -228,26 +294,42 @@ def test_a_softcap_that_bends_the_logits_is_the_models_own(fused):
     model.config.final_logit_softcapping = 0.05
     logprobs, gradient = alone(model, data)
     learner = make_learner(model, fused=fused)
-    assert learner.head.fused == fused  # it is tried out, and left alone where it is not the model's
+    # it is tried out, and left alone where it is not the model's
+    assert learner.head.fused == fused
     np.testing.assert_allclose(learnt(learner, data), logprobs, atol=1e-5)
     assert gradient_error(learner, gradient) < 1e-4
     model.config.final_logit_softcapping = None
     assert np.abs(alone(model, data)[0] - logprobs).max() > 1e-2
 
 
-# -------------------------------------------------------------------------------------------- frequencies and a row's length
+# ------------------------------------------------------------------- frequencies and a row's length
 
 
 def longrope(name: str = "phi3"):
     rng = np.random.default_rng(0)
-    factors = {"short_factor": rng.uniform(1, 2, 4).tolist(), "long_factor": rng.uniform(3, 9, 4).tolist()}
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32, **factors}
-    return load._prepared(tiny_model(name, rope_parameters=rope, sliding_window=None, original_max_position_embeddings=32))
+    factors = {
+        "short_factor": rng.uniform(1, 2, 4).tolist(),
+        "long_factor": rng.uniform(3, 9, 4).tolist(),
+    }
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        **factors,
+    }
+    return load._prepared(
+        tiny_model(
+            name, rope_parameters=rope, sliding_window=None, original_max_position_embeddings=32
+        )
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_longest_row_does_not_choose_the_frequencies_of_others(layout):
-    """Rows of 31, 32 (the original length), 33 and more in one call, and one prompt with answers on both sides of it."""
+    """Rows of 31, 32 (the original length), 33 and more in one call, and one prompt with answers on
+    both sides of it.
+    """
     model, data = longrope(), datums(((20, (8, 12, 13, 14, 40)), (3, (5,)), (31, (2, 1, 3))))
     assert {32, 33} <= {d.model_input.length for d in data}
     logprobs, gradient = alone(model, data)
@@ -257,45 +339,70 @@ def test_the_longest_row_does_not_choose_the_frequencies_of_others(layout):
 
 
 def pair_of(prompt: int, chosen: int, rejected: int, seed: int) -> list[Datum]:
-    """A preference pair, the better answer first: random tokens of these lengths, and what a reference says of them."""
+    """A preference pair, the better answer first: random tokens of these lengths, and what a
+    reference says of them.
+    """
     found = []
     for datum in datums(((prompt, (chosen, rejected)),), seed):
         mask = (datum.loss_fn_inputs["weights"].array != 0).astype(np.float32)
-        reference = mask * np.random.default_rng(seed).uniform(-3.5, -2.5, len(mask)).astype(np.float32)
-        fields = {"target_tokens": datum.loss_fn_inputs["target_tokens"], "mask": mask, "ref_logprobs": reference}
+        reference = mask * np.random.default_rng(seed).uniform(-3.5, -2.5, len(mask)).astype(
+            np.float32
+        )
+        fields = {
+            "target_tokens": datum.loss_fn_inputs["target_tokens"],
+            "mask": mask,
+            "ref_logprobs": reference,
+        }
         found.append(Datum(datum.model_input, fields))
     return found
 
 
-# lengths of prompt, chosen and rejected: on one side of 32 tokens, on both sides either way round, just at it, and beyond it
+# lengths of prompt, chosen and rejected: on one side of 32 tokens, on both sides either way round,
+# just at it, and beyond it
 PAIRS = [(20, 8, 40), (20, 40, 8), (12, 5, 9), (30, 3, 4), (6, 27, 48), (40, 9, 3)]
 
 
 def dpo_alone(model, pairs, beta: float = 0.1):
-    """DPO's loss in float64, one sequence a forward: its sum over pairs, the logprobs of each datum, and the gradient."""
+    """DPO's loss in float64, one sequence a forward: its sum over pairs, the logprobs of each
+    datum, and the gradient.
+    """
     model.zero_grad()
     total, logprobs = torch.zeros((), dtype=torch.float64), []
     for pair in pairs:
         sums = []
         for datum in pair:
-            fields = {name: torch.from_numpy(data.array) for name, data in datum.loss_fn_inputs.items()}
-            logits = model(input_ids=torch.tensor([datum.model_input.to_ints()]), use_cache=False).logits[0].double()
+            fields = {
+                name: torch.from_numpy(data.array) for name, data in datum.loss_fn_inputs.items()
+            }
+            logits = (
+                model(input_ids=torch.tensor([datum.model_input.to_ints()]), use_cache=False)
+                .logits[0]
+                .double()
+            )
             logp = logits.log_softmax(-1).gather(-1, fields["target_tokens"][:, None])[:, 0]
             sums.append(((logp - fields["ref_logprobs"]) * fields["mask"]).sum())
             logprobs.append(logp.detach().numpy())
         total = total - torch.nn.functional.logsigmoid(beta * (sums[0] - sums[1]))
     total.backward()
-    return float(total.detach()), logprobs, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return (
+        float(total.detach()),
+        logprobs,
+        {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
+    )
 
 
 @pytest.mark.parametrize("settings", [{}, {"layout": "shared"}, {"fused": False}, {"token_budget": 30}, {"gradient_checkpointing": True}],
                          ids=lambda settings: "-".join(map(str, settings.items())) or "auto")  # fmt: skip
-def test_a_pair_on_both_sides_of_the_original_length_is_learnt_by_the_frequencies_of_each_answer(settings):
+def test_a_pair_on_both_sides_of_the_original_length_is_learnt_by_the_frequencies_of_each_answer(
+    settings,
+):
     model, pairs = longrope(), [pair_of(*lengths, seed) for seed, lengths in enumerate(PAIRS)]
     loss, logprobs, gradient = dpo_alone(model, pairs)
     learner = make_learner(model, **settings)
     flat = [datum for pair in pairs for datum in pair]
-    outputs, sums = learner.run(flat, get_loss("dpo"), {"beta": 0.1}, temperature=1.0, divisor=1.0, backward=True)
+    outputs, sums = learner.run(
+        flat, get_loss("dpo"), {"beta": 0.1}, temperature=1.0, divisor=1.0, backward=True
+    )
     assert sums["loss:sum"] == pytest.approx(loss, abs=1e-4) and sums["pairs:sum"] == len(PAIRS)
     for i, expected in enumerate(logprobs):
         np.testing.assert_allclose(outputs[i]["logprobs"], expected, atol=1e-4, err_msg=str(i))
@@ -313,7 +420,9 @@ def test_the_parts_of_such_a_call_are_the_whole():
         number, total, found = number + 1, total + metrics["loss:sum"], found | rows
     assert number > 1 and total == sums["loss:sum"] and found.keys() == outputs.keys()
     assert all(np.array_equal(found[i]["logprobs"], outputs[i]["logprobs"]) for i in outputs)
-    assert all(torch.equal(p.grad, parts.trainable[name].grad) for name, p in whole.trainable.items())
+    assert all(
+        torch.equal(p.grad, parts.trainable[name].grad) for name, p in whole.trainable.items()
+    )
 
 
 def test_rewards_of_such_a_pair_are_those_of_each_answer_alone():
@@ -323,19 +432,37 @@ def test_rewards_of_such_a_pair_are_those_of_each_answer_alone():
     learner = Learner(loaded, accelerator(False), LearnerSettings(token_budget=300))
     with torch.no_grad():
         for name in learner.values:
-            learner.trainable[name].add_(torch.randn(learner.trainable[name].shape, generator=torch.Generator().manual_seed(1)))
-    bare = [[Datum(d.model_input, {k: d.loss_fn_inputs[k] for k in ("target_tokens", "mask")}) for d in pair] for pair in pairs]
+            learner.trainable[name].add_(
+                torch.randn(
+                    learner.trainable[name].shape, generator=torch.Generator().manual_seed(1)
+                )
+            )
+    bare = [
+        [
+            Datum(d.model_input, {k: d.loss_fn_inputs[k] for k in ("target_tokens", "mask")})
+            for d in pair
+        ]
+        for pair in pairs
+    ]
     how = {"temperature": 1.0, "divisor": 1.0, "backward": False}
-    alone = [[learner.run([d], VALUES, {}, **how)[0][0]["values"][-1] for d in pair] for pair in bare]
-    outputs, sums = learner.run([d for pair in bare for d in pair], get_loss("bradley_terry"), {}, **how)
-    expected = sum(np.log1p(np.exp(-(float(chosen) - float(rejected)))) for chosen, rejected in alone)
+    alone = [
+        [learner.run([d], VALUES, {}, **how)[0][0]["values"][-1] for d in pair] for pair in bare
+    ]
+    outputs, sums = learner.run(
+        [d for pair in bare for d in pair], get_loss("bradley_terry"), {}, **how
+    )
+    expected = sum(
+        np.log1p(np.exp(-(float(chosen) - float(rejected)))) for chosen, rejected in alone
+    )
     assert sums["loss:sum"] == pytest.approx(expected, rel=1e-5)
     for i, score in enumerate(score for pair in alone for score in pair):
         assert outputs[i]["values"][-1] == pytest.approx(score, abs=1e-5)
 
 
 def test_an_episode_that_grows_past_the_original_length_is_scored_as_it_was_drawn(tmp_path):
-    """Turns of 20 and 29 tokens before it, of 35 and 44 beyond it: two datums, each by the frequencies that drew its answers."""
+    """Turns of 20 and 29 tokens before it, of 35 and 44 beyond it: two datums, each by the
+    frequencies that drew its answers.
+    """
     longrope().save_pretrained(tmp_path / "model")
     rng, read, turns = np.random.default_rng(4), [], []
     with ServiceClient(output_dir=tmp_path / "out") as service:
@@ -343,17 +470,33 @@ def test_an_episode_that_grows_past_the_original_length_is_scored_as_it_was_draw
         sampler = client.save_weights_and_get_sampling_client()
         for new in (20, 6, 6, 6):
             read = read + rng.integers(3, 40, new).tolist()
-            (drawn,) = sampler.sample(ModelInput.from_ints(read), 1, SamplingParams(max_tokens=3, stop=[0])).result().sequences
+            (drawn,) = (
+                sampler.sample(
+                    ModelInput.from_ints(read), 1, SamplingParams(max_tokens=3, stop=[0])
+                )
+                .result()
+                .sequences
+            )
             turns.append(Transition(ModelInput.from_ints(read), drawn, 0.0, False))
             read = read + drawn.tokens
         found = trajectory_to_datums(Trajectory(turns, advantage=1.0))
-        assert [d.model_input.length for d in found] == [len(turns[1].ob.to_ints()) + 2, len(read) - 1]
+        assert [d.model_input.length for d in found] == [
+            len(turns[1].ob.to_ints()) + 2,
+            len(read) - 1,
+        ]
         outputs = client.forward(found, "importance_sampling").result().loss_fn_outputs
     for datum, output in zip(found, outputs, strict=True):
         acted = datum.loss_fn_inputs["mask"].array != 0
-        np.testing.assert_allclose(output["logprobs"].array[acted], datum.loss_fn_inputs["logprobs"].array[acted], atol=1e-3)
-    (one,) = trajectory_to_datums(Trajectory([replace(t, ac=replace(t.ac, beyond=False)) for t in turns], advantage=1.0))
-    assert one.model_input.length == len(read) - 1  # in one piece, the first answers would be scored by the other frequencies
+        np.testing.assert_allclose(
+            output["logprobs"].array[acted],
+            datum.loss_fn_inputs["logprobs"].array[acted],
+            atol=1e-3,
+        )
+    (one,) = trajectory_to_datums(
+        Trajectory([replace(t, ac=replace(t.ac, beyond=False)) for t in turns], advantage=1.0)
+    )
+    # in one piece, the first answers would be scored by the other frequencies
+    assert one.model_input.length == len(read) - 1
 
 
 def test_rows_beyond_the_length_of_dynamic_frequencies_are_an_error():
@@ -364,13 +507,15 @@ def test_rows_beyond_the_length_of_dynamic_frequencies_are_an_error():
         learnt(learner, datums(((20, (8, 14)),)))
 
 
-# ------------------------------------------------------------------------------------------------------------ LoRA's share
+# ------------------------------------------------------------------------------------- LoRA's share
 
 
 def test_lora_says_which_share_it_leaves_out():
     loaded = load.LoadedModel(tiny_model("qwen3_moe"), None, "tiny", ())
     names = dict(loaded.model.named_parameters())
-    experts = sum(p.numel() for n, p in names.items() if ".experts." in n or n.endswith("mlp.gate.weight"))
+    experts = sum(
+        p.numel() for n, p in names.items() if ".experts." in n or n.endswith("mlp.gate.weight")
+    )
     share = experts / sum(p.numel() for p in names.values())
     with pytest.warns(UserWarning, match=f"{share:.0%} of the weights of tiny"):
         assert add_lora(loaded, LoraConfig(rank=2)).unadapted == pytest.approx(share)
@@ -379,7 +524,12 @@ def test_lora_says_which_share_it_leaves_out():
 
 def test_lora_on_a_dense_model_leaves_nothing_out():
     for name in ("gpt2", "llama"):
-        assert add_lora(load.LoadedModel(tiny_model(name), None, "tiny", ()), LoraConfig(rank=2)).unadapted == 0
+        assert (
+            add_lora(
+                load.LoadedModel(tiny_model(name), None, "tiny", ()), LoraConfig(rank=2)
+            ).unadapted
+            == 0
+        )
 
 
 def test_lora_on_experts_alone_is_an_error():

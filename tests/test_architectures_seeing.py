@@ -60,7 +60,9 @@ def test_an_image_that_stands_for_another_turns_a_row_red(monkeypatch):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_in_bf16_rows_with_images_are_no_further_off_than_the_model_alone(name):
-    """Learner and sampler over a batch of mixed rows, against float32, root mean squares; the measure: the model alone under autocast."""
+    """Learner and sampler over a batch of mixed rows, against float32, root mean squares; the
+    measure: the model alone under autocast.
+    """
     loaded, _ = tiny(name)
     reader = reader_of(loaded.model)
     prompts = rows(loaded.tokenizer, reader, get_renderer("chat_template", loaded.tokenizer))
@@ -73,8 +75,18 @@ def test_in_bf16_rows_with_images_are_no_further_off_than_the_model_alone(name):
         rounded = by_itself()
     spread = float(np.sqrt(np.mean((rounded - exact) ** 2)))
     assert spread > 1e-3
-    read = score(make_decoder(loaded.model, dtype=torch.bfloat16), [one.flat() for one in prompts], 1.0, [one.placed() for one in prompts])
+    read = score(
+        make_decoder(loaded.model, dtype=torch.bfloat16),
+        [one.flat() for one in prompts],
+        1.0,
+        [one.placed() for one in prompts],
+    )
     sampler = np.concatenate([np.array(one[1:]) for one in read])
-    learner = np.concatenate(learnt(Learner(loaded, accelerator(bf16=True), LearnerSettings()), [datum(one) for one in prompts]))
+    learner = np.concatenate(
+        learnt(
+            Learner(loaded, accelerator(bf16=True), LearnerSettings()),
+            [datum(one) for one in prompts],
+        )
+    )
     for found in (learner, sampler):
         assert float(np.sqrt(np.mean((found - exact) ** 2))) < 2 * spread

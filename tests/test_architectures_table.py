@@ -1,4 +1,6 @@
-"""bench/architectures.py over a dozen architectures (all kinds of attention, experts, states), and what it says of planted faults."""
+"""bench/architectures.py over a dozen architectures (all kinds of attention, experts, states), and
+what it says of planted faults.
+"""
 
 import copy
 
@@ -16,26 +18,49 @@ from rl.ranks.launch import make_accelerator
 from rl.sampler.cache_slots import SlotState
 from rl.types import LoraConfig
 
-# Full, sliding, chunked, ALiBi and learned positions; experts; linear attention, state space, convolutions.
-DOZEN = ("llama", "gpt2", "mistral", "gemma2", "llama4_text", "bloom", "qwen3_moe", "gpt_oss", "qwen3_next", "falcon_h1", "lfm2", "mamba")
+# Full, sliding, chunked, ALiBi and learned positions; experts; linear attention, state space,
+# convolutions.
+DOZEN = (
+    "llama",
+    "gpt2",
+    "mistral",
+    "gemma2",
+    "llama4_text",
+    "bloom",
+    "qwen3_moe",
+    "gpt_oss",
+    "qwen3_next",
+    "falcon_h1",
+    "lfm2",
+    "mamba",
+)
 CELLS = ("padded", "packed", "shared", "checkpointing", "sampler", *table.SAVED)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("gpt2", "qwen3_next") else pytest.mark.slow) for n in DOZEN])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in ("gpt2", "qwen3_next") else pytest.mark.slow) for n in DOZEN],
+)
 def test_a_row_is_exact_or_refused(name):
     found = table.row(name)
-    assert not [found[cell] for cell in CELLS if not found[cell].startswith(("exact", "refused: UserError", "refused: layout"))], found
+    assert not [
+        found[cell]
+        for cell in CELLS
+        if not found[cell].startswith(("exact", "refused: UserError", "refused: layout"))
+    ], found
     assert found["padded"] == found["sampler"] == found["resume"] == found["reload"] == "exact"
 
 
-# ------------------------------------------------------------------------------------------------------ planted faults
+# ----------------------------------------------------------------------------------- planted faults
 
 
 def judged(name, layout):
     model, datums = tiny_model(name), table.sequences()
     plain = load._prepared(copy.deepcopy(model))
     settings = table.LearnerSettings(token_budget=400, layout=layout)
-    return table.judged(model, name, datums, table.alone(plain, datums), make_accelerator(bf16=False), settings)
+    return table.judged(
+        model, name, datums, table.alone(plain, datums), make_accelerator(bf16=False), settings
+    )
 
 
 @pytest.fixture
@@ -72,7 +97,10 @@ def test_a_state_of_another_row_turns_a_row_red(monkeypatch):
     def faulty(self, prompt_of_row):
         enter(self, prompt_of_row)
         for layer in self.cache.layers:
-            for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
+            for states in (
+                getattr(layer, "conv_states", {}),
+                getattr(layer, "recurrent_states", {}),
+            ):
                 states |= {i: state.roll(1, 0) for i, state in states.items() if state is not None}
 
     def tried(one):
@@ -86,7 +114,11 @@ def test_a_state_of_another_row_turns_a_row_red(monkeypatch):
 
 def test_an_optimizer_that_is_not_read_turns_a_row_red(monkeypatch):
     load_state = saving.load_state
-    monkeypatch.setattr(saved.saving, "load_state", lambda learner, path, with_optimizer, rank: load_state(learner, path, False, rank))
+    monkeypatch.setattr(
+        saved.saving,
+        "load_state",
+        lambda learner, path, with_optimizer, rank: load_state(learner, path, False, rank),
+    )
     found = table.saved(tiny_model("llama"))
     assert found["resume"].startswith("WRONG") and found["reload"] == found["adapter"] == "exact"
 
@@ -104,15 +136,27 @@ def test_a_weight_that_is_written_otherwise_turns_a_row_red(monkeypatch):
 
     monkeypatch.setattr(saved.saving, "write_model", faulty)
     found = table.saved(tiny_model("llama"))
-    assert found["resume"] == "exact" and found["reload"].startswith("WRONG") and found["adapter"].startswith("WRONG")
+    assert (
+        found["resume"] == "exact"
+        and found["reload"].startswith("WRONG")
+        and found["adapter"].startswith("WRONG")
+    )
 
 
 @pytest.mark.parametrize("name", ["laguna", pytest.param("deepseek_v4", marks=pytest.mark.slow)])
 def test_layers_whose_adapters_would_not_come_back_get_none(name):
-    """Laguna's shared experts, which transformers renames as it reads them, and DeepSeek V4's grouped layers: counted as left out."""
+    """Laguna's shared experts, which transformers renames as it reads them, and DeepSeek V4's
+    grouped layers: counted as left out.
+    """
     model = tiny_model(name)
-    none = {key for key in lora_targets.left_out(model, LoraConfig()) if "shared_experts" in key or "o_a_proj" in key}
-    assert none and not {key.removesuffix(".weight") for key in none} & set(lora_targets.targets(model, LoraConfig()))
+    none = {
+        key
+        for key in lora_targets.left_out(model, LoraConfig())
+        if "shared_experts" in key or "o_a_proj" in key
+    }
+    assert none and not {key.removesuffix(".weight") for key in none} & set(
+        lora_targets.targets(model, LoraConfig())
+    )
     assert table.saved(model)["adapter"] == "exact"
 
 
@@ -129,4 +173,7 @@ def test_a_padding_row_is_read_as_it_was_written():
     found = table.saved(tiny_model("youtu"))
     assert found["resume"] == "exact"
     for column in ("reload", "adapter"):
-        assert found[column] == "refused: transformers does not read what the file says of model.embed_tokens.weight"
+        assert (
+            found[column]
+            == "refused: transformers does not read what the file says of model.embed_tokens.weight"
+        )

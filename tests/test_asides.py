@@ -1,4 +1,6 @@
-"""What stands beside a run never ends it, and others' words never steer a terminal: trackers, pages, pictures, boxes, recipes."""
+"""What stands beside a run never ends it, and others' words never steer a terminal: trackers,
+pages, pictures, boxes, recipes.
+"""
 
 from __future__ import annotations
 
@@ -33,20 +35,27 @@ class Ear:
         self.heard.append(text)
 
 
-# ------------------------------------------------------------------------------------------------------ beside a run
+# ------------------------------------------------------------------------------------- beside a run
 
 
-def test_a_page_that_cannot_be_written_costs_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_cannot_be_written_costs_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ear = Ear()
     monkeypatch.setattr(html, "page", lambda *_, **__: 1 / 0)
     with Logbook(tmp_path / "run", console=ear) as logbook:
         logbook.rollouts(1, [{"prompt": "a", "response": "b", "reward": 1.0}])
         logbook.rollouts(2, [{"prompt": "a", "response": "b", "reward": 1.0}])
-    assert [path.name for path in sorted((tmp_path / "run" / "rollouts").iterdir())] == ["step_000001.jsonl", "step_000002.jsonl"]
+    assert [path.name for path in sorted((tmp_path / "run" / "rollouts").iterdir())] == [
+        "step_000001.jsonl",
+        "step_000002.jsonl",
+    ]
     assert len(ear.heard) == 1 and "page of rollouts" in ear.heard[0]
 
 
-def test_a_broken_plot_backend_never_fails_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_plot_backend_never_fails_a_finished_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ear = Ear()
 
     def broken(*_: Any) -> None:
@@ -64,7 +73,9 @@ def test_a_folders_name_with_dollars_is_drawn_as_it_stands(tmp_path: Path, name:
     with Logbook(tmp_path / name, console=ear) as logbook:
         for stage in ("sft", "$x_$"):
             for step in range(3):
-                logbook.log(step + 10 * (stage != "sft"), {"stage": stage, "optim/loss": 1.0 / (1 + step)})
+                logbook.log(
+                    step + 10 * (stage != "sft"), {"stage": stage, "optim/loss": 1.0 / (1 + step)}
+                )
     assert not ear.heard and (tmp_path / name / "curves.png").stat().st_size > 1000
     plots.draw([tmp_path / name, tmp_path / name], tmp_path / "both.png")
 
@@ -73,11 +84,13 @@ def test_a_metrics_name_that_cannot_be_encoded_is_written_all_the_same(tmp_path:
     with Logbook(tmp_path / "run") as logbook:
         logbook.log(1, {"stage": "sft", "env/\ud800/reward": 1.0, "optim/loss": 2.0})
         logbook.rollouts(1, [{"prompt": "\ud800", "response": "\udfff", "reward": 1.0}])
-    (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (row,) = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert row["optim/loss"] == 2.0
 
 
-# ------------------------------------------------------------------------------------------------------ others' words
+# ------------------------------------------------------------------------------------ others' words
 
 
 @pytest.mark.parametrize(
@@ -107,9 +120,17 @@ def test_printable_bounds_and_encodes() -> None:
 
 def test_a_box_shows_no_control_sequences_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        fail(["\x1b[2Jspoilt \ud800" + "y" * 100_000, *(f"problem {i}" for i in range(500))], see="\x1b[5mhelp")
+        fail(
+            ["\x1b[2Jspoilt \ud800" + "y" * 100_000, *(f"problem {i}" for i in range(500))],
+            see="\x1b[5mhelp",
+        )
     said = capsys.readouterr().err
-    assert "\x1b[2J" not in said and "\x1b[5m" not in said and len(said) < 30_000 and "and 461 more" in said
+    assert (
+        "\x1b[2J" not in said
+        and "\x1b[5m" not in said
+        and len(said) < 30_000
+        and "and 461 more" in said
+    )
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -130,12 +151,14 @@ def test_the_kl_to_a_reference_is_on_the_console_when_there_is_one() -> None:
     with Console(stream=stream, terminal=False, every=1) as console:
         console.stage("grpo", 2)
         console.update(1, {"reward/total": 0.5, "optim/kl_sample_train_v1": 1e-5})
-        console.update(2, {"reward/total": 0.5, "optim/kl_sample_train_v1": 1e-5, "optim/kl_ref_k3": 0.0123})
+        console.update(
+            2, {"reward/total": 0.5, "optim/kl_sample_train_v1": 1e-5, "optim/kl_ref_k3": 0.0123}
+        )
     first, second = stream.getvalue().splitlines()
     assert "KL to reference" not in first and "KL to reference 1.2e-02" in second
 
 
-# ------------------------------------------------------------------------------------------------------------ recipes
+# ------------------------------------------------------------------------------------------ recipes
 
 
 def bomb() -> str:
@@ -196,7 +219,10 @@ def test_a_recipe_with_a_byte_order_mark_and_aliases_is_one(tmp_path: Path) -> N
 def test_a_recipe_may_escape_what_lies_beyond_16_bits_as_json_does(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text('method: grpo\nanswer_column: "\\ud83e\\udd8a"\n')
-    assert read([str(path)], METHODS, RECIPE, RunSettings).stages[0].settings.data.answer_column == "🦊"
+    assert (
+        read([str(path)], METHODS, RECIPE, RunSettings).stages[0].settings.data.answer_column
+        == "🦊"
+    )
 
 
 def test_a_recipe_that_is_no_file_keeps_nobody_waiting(tmp_path: Path) -> None:
@@ -211,5 +237,7 @@ def test_a_recipe_that_is_no_file_keeps_nobody_waiting(tmp_path: Path) -> None:
         "from pathlib import Path; from rl.settings.cli import parse; from rl.methods import METHODS; from rl.settings import RunSettings; "
         f"parse(['--help'], METHODS, Path({str(recipes / 'addition.yaml')!r}), options=RunSettings)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, cwd=RECIPE.parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, timeout=120, cwd=RECIPE.parent.parent
+    )
     assert done.returncode == 0 and b"pipe.yaml" not in done.stdout

@@ -1,4 +1,6 @@
-"""Whole runs in which sampling does not wait for learning: parts of a batch, bounded age, replays, going on after a kill."""
+"""Whole runs in which sampling does not wait for learning: parts of a batch, bounded age, replays,
+going on after a kill.
+"""
 
 from __future__ import annotations
 
@@ -54,11 +56,20 @@ def trained(tmp_path_factory):
     """Trains with the words of a line; the run's folder."""
     home = tmp_path_factory.mktemp("runs")
     (home / "uneven.py").write_text(ENVIRONMENT)
-    played = f"--environment {home}/uneven.py:Uneven --environment-isolation thread --renderer plain"
+    played = (
+        f"--environment {home}/uneven.py:Uneven --environment-isolation thread --renderer plain"
+    )
     common = f"{LINE} {played} --learning-rate 1e-3 --no-self-test"
 
     def go(name: str, words: str = "") -> Path:
-        execute(parse(f"{common} --output-dir {home / name} {words}".split(), METHODS, RECIPE, options=RunSettings))
+        execute(
+            parse(
+                f"{common} --output-dir {home / name} {words}".split(),
+                METHODS,
+                RECIPE,
+                options=RunSettings,
+            )
+        )
         return home / name
 
     return go
@@ -86,7 +97,9 @@ def drawn(folder: Path) -> list:
         for line in path.read_text().splitlines():
             row = json.loads(line)
             said = [turn["token_ids"] for turn in row.get("turns", ()) if turn["sampled"]]
-            found.append((path.stem, row["problem"], row["index"], said or [row["response_tokens"]]))
+            found.append(
+                (path.stem, row["problem"], row["index"], said or [row["response_tokens"]])
+            )
     return found
 
 
@@ -95,14 +108,25 @@ LATE = "--max-steps-off-policy 2 --slice-steps 2"
 
 @pytest.mark.slow
 def test_a_batch_in_parts_is_the_update_of_the_whole_batch(trained):
-    whole = trained("whole", "--steps 2 --adam-eps 1e-3")  # a smaller one makes steps of what is rounding in a gradient near 0
-    for name, words in (("continuous", "--episodes continuous"), ("parts", "--stream-minibatches 4"), ("halves", "--stream-minibatches 2")):
+    # a smaller one makes steps of what is rounding in a gradient near 0
+    whole = trained("whole", "--steps 2 --adam-eps 1e-3")
+    for name, words in (
+        ("continuous", "--episodes continuous"),
+        ("parts", "--stream-minibatches 4"),
+        ("halves", "--stream-minibatches 2"),
+    ):
         found = trained(name, f"--steps 2 --adam-eps 1e-3 {words}")
         assert drawn(found) == drawn(whole)
         for key, value in weights(whole).items():
             np.testing.assert_allclose(weights(found)[key], value, atol=1e-6)
         for got, wanted in zip(metrics(found), metrics(whole), strict=True):
-            for key in ("optim/policy_loss", "optim/grad_norm", "reward/total", "optim/tokens", "optim/kl_sample_train_v1"):
+            for key in (
+                "optim/policy_loss",
+                "optim/grad_norm",
+                "reward/total",
+                "optim/tokens",
+                "optim/kl_sample_train_v1",
+            ):
                 assert got[key] == pytest.approx(wanted[key], abs=1e-5), key
 
 
@@ -117,7 +141,9 @@ METHODS_THAT_SAMPLE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS_THAT_SAMPLE)
 def test_episodes_that_go_on_by_themselves_train_every_method_alike(method, tmp_path):
-    """The same tokens, the same update: settings that PPO, online DPO, best-of-n and distillation have, too. A replay is bit for bit."""
+    """The same tokens, the same update: settings that PPO, online DPO, best-of-n and distillation
+    have, too. A replay is bit for bit.
+    """
     (tmp_path / "uneven.py").write_text(ENVIRONMENT)
     played = f"--environment {tmp_path}/uneven.py:Uneven --environment-isolation thread"
     common = (
@@ -127,7 +153,14 @@ def test_episodes_that_go_on_by_themselves_train_every_method_alike(method, tmp_
     )
 
     def go(name: str, words: str = "") -> Path:
-        execute(parse(f"{common} --output-dir {tmp_path / name} {words}".split(), METHODS, RECIPE, options=RunSettings))
+        execute(
+            parse(
+                f"{common} --output-dir {tmp_path / name} {words}".split(),
+                METHODS,
+                RECIPE,
+                options=RunSettings,
+            )
+        )
         return tmp_path / name
 
     def trained(folder: Path) -> dict[str, np.ndarray]:
@@ -152,18 +185,25 @@ def test_asynchronous_runs_hold_their_bound_train_each_group_once_and_repeat_bit
         assert sum(row[f"async/age/{age}"] for age in range(3)) == pytest.approx(1.0)
     problems = [(problem, index) for _, problem, index, _ in drawn(first)]
     assert len(problems) == len(set(problems)) == 4 * 4 * 2
-    assert any("versions" in turn for path in (first / "rollouts").glob("*.jsonl") for turn in _turns(path))
+    assert any(
+        "versions" in turn for path in (first / "rollouts").glob("*.jsonl") for turn in _turns(path)
+    )
     again = trained("again", f"{LATE} --replay {first}")
     assert same(first, again) and metrics(again) == metrics(first)
     assert (again / "decisions.jsonl").read_text() == (first / "decisions.jsonl").read_text()
-    # killed after its second step, and gone on with: as the undisturbed run, none lost, none drawn twice
+    # killed after its second step, and gone on with: as the undisturbed run, none lost, none drawn
+    # twice
     cut = first.parent / "cut"
     shutil.copytree(first, cut)
     for path in (cut / "checkpoints").iterdir():
         if path.name != "grpo-000002":
             shutil.rmtree(path)
     gone_on = trained("cut", f"{LATE} --resume --replay {first}")
-    assert same(first, gone_on) and metrics(gone_on) == metrics(first) and drawn(gone_on) == drawn(first)
+    assert (
+        same(first, gone_on)
+        and metrics(gone_on) == metrics(first)
+        and drawn(gone_on) == drawn(first)
+    )
 
 
 def _turns(path: Path):
@@ -174,25 +214,40 @@ def _turns(path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("words", ["--over-age redraw", "--recompute-cache"])
 def test_settings_of_age_and_cache(trained, words):
-    folder = trained(words.split()[0].strip("-"), f"--max-steps-off-policy 1 --slice-steps 2 {words}")
+    folder = trained(
+        words.split()[0].strip("-"), f"--max-steps-off-policy 1 --slice-steps 2 {words}"
+    )
     rows = metrics(folder)
     assert len(rows) == 4 and max(row["async/age/max"] for row in rows) <= 1
 
 
 @pytest.mark.slow
 def test_with_a_cache_that_is_read_again_every_logprob_is_that_of_the_weights_it_names(trained):
-    """Computed again under the checkpoint of its version, prompt and answer in one plain forward; many answers are of two versions."""
+    """Computed again under the checkpoint of its version, prompt and answer in one plain forward;
+    many answers are of two versions.
+    """
     with updates_end_while_answers_are_drawn():
-        folder = trained("exact", "--max-steps-off-policy 2 --slice-steps 2 --recompute-cache --save-every 1 --learning-rate 1e-2")
-    names = {version: folder / "checkpoints" / f"grpo-{version:06d}" / "model" for version in (1, 2)}  # the beginning is no checkpoint
-    models = {version: AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32) for version, name in names.items()}
+        folder = trained(
+            "exact",
+            "--max-steps-off-policy 2 --slice-steps 2 --recompute-cache --save-every 1 --learning-rate 1e-2",
+        )
+    # the beginning is no checkpoint
+    names = {
+        version: folder / "checkpoints" / f"grpo-{version:06d}" / "model" for version in (1, 2)
+    }
+    models = {
+        version: AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        for version, name in names.items()
+    }
     compared, of_several, apart = 0, 0, 0.0
     for path in sorted((folder / "rollouts").glob("*.jsonl")):
         for row in map(json.loads, path.read_text().splitlines()):
             drew = np.array(row.get("versions") or [row["version"]] * len(row["response_tokens"]))
             of_several += len(set(drew.tolist())) > 1
             for version, model in models.items():
-                found = reference_logprobs(model, row["prompt_tokens"], row["response_tokens"], row["temperature"]).numpy()
+                found = reference_logprobs(
+                    model, row["prompt_tokens"], row["response_tokens"], row["temperature"]
+                ).numpy()
                 gaps = np.abs(found - np.array(row["logprobs"]))
                 assert gaps[drew == version].max(initial=0) < 1e-4, (path.name, row["problem"])
                 compared += int((drew == version).sum())
@@ -206,9 +261,21 @@ def test_a_token_older_than_the_bound_or_of_a_version_yet_to_come_ends_the_run()
     samples = Samples(given, None)
 
     def rollouts(*versions):
-        actions = [SampledSequence([1, 2], [-1.0, -1.0], version=min(v), versions=list(v)) for v in versions]
-        episodes = [Trajectory([Transition(ModelInput.from_ints([1]), action, 1.0, True)]) for action in actions]
-        return Rollouts([TrajectoryGroup(episodes, [0.0] * len(episodes), [{}] * len(episodes))], [], {}, 0.0, 0.0)
+        actions = [
+            SampledSequence([1, 2], [-1.0, -1.0], version=min(v), versions=list(v))
+            for v in versions
+        ]
+        episodes = [
+            Trajectory([Transition(ModelInput.from_ints([1]), action, 1.0, True)])
+            for action in actions
+        ]
+        return Rollouts(
+            [TrajectoryGroup(episodes, [0.0] * len(episodes), [{}] * len(episodes))],
+            [],
+            {},
+            0.0,
+            0.0,
+        )
 
     samples.check(rollouts((5, 5), (4, 5), (3, 4)), 5, 2)
     for wrong, oldest in (((3, 4), 1), ((2, 5), 2), ((5, 6), 2), ((4, 4), 0)):
@@ -219,7 +286,10 @@ def test_a_token_older_than_the_bound_or_of_a_version_yet_to_come_ends_the_run()
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"stream_minibatches": 2, "advantage": "batch", "group_size": 1}, "advantage batch .* whole batch"),
+        (
+            {"stream_minibatches": 2, "advantage": "batch", "group_size": 1},
+            "advantage batch .* whole batch",
+        ),
         ({"stream_minibatches": 2, "num_substeps": 2}, "num_substeps"),
         ({"stream_minibatches": 64}, "more parts"),
         ({"max_steps_off_policy": 1, "dynamic_sampling": 2}, "dynamic_sampling"),
@@ -234,8 +304,12 @@ def test_what_does_not_go_together_is_refused_by_name(given, says):
 
 
 @pytest.mark.slow
-def test_an_update_begins_while_the_weights_of_the_one_before_are_on_their_way(trained, monkeypatch):
-    """As with ranks that sample: nothing arrives before the next update has begun, and a replay where all is there at once repeats it."""
+def test_an_update_begins_while_the_weights_of_the_one_before_are_on_their_way(
+    trained, monkeypatch
+):
+    """As with ranks that sample: nothing arrives before the next update has begun, and a replay
+    where all is there at once repeats it.
+    """
     there, calls, begun, credit = set(), {}, [], asynchronous._learn
 
     def arrive(client):
@@ -253,9 +327,14 @@ def test_an_update_begins_while_the_weights_of_the_one_before_are_on_their_way(t
     with monkeypatch.context() as patched:
         patched.setattr(asynchronous, "_learn", learn)
         patched.setattr(SamplingClient, "there", property(lambda client: client in there))
-        patched.setattr(SamplingClient, "when_there", lambda client, call: calls.setdefault(client, []).append(call))
+        patched.setattr(
+            SamplingClient,
+            "when_there",
+            lambda client, call: calls.setdefault(client, []).append(call),
+        )
         first = trained("far", f"{LATE} --steps 6 --save-every 3")
-    assert begun == [(0, False), (1, True), (2, True), (3, False), (4, True), (5, True)]  # the save after batch 2 waits
+    # the save after batch 2 waits
+    assert begun == [(0, False), (1, True), (2, True), (3, False), (4, True), (5, True)]
     rows = [json.loads(line) for line in (first / "decisions.jsonl").read_text().splitlines()]
     assert [row["batch"] for row in rows if row.get("weights") == "under way"] == [0, 1, 3, 4]
     assert sum(row.get("landed", False) for row in rows) == 4
@@ -271,7 +350,9 @@ def test_an_update_begins_while_the_weights_of_the_one_before_are_on_their_way(t
 
 
 @pytest.mark.slow
-def test_a_checkpoint_where_weights_were_on_their_way_is_said_to_go_on_otherwise(trained, monkeypatch, capsys):
+def test_a_checkpoint_where_weights_were_on_their_way_is_said_to_go_on_otherwise(
+    trained, monkeypatch, capsys
+):
     def learn(stage, batch, rollouts, datums, before):
         found = credit(stage, batch, rollouts, datums, before)
         return *found[:2], stage.models.policy.save_weights_and_get_sampling_client()
@@ -288,7 +369,8 @@ def test_a_checkpoint_where_weights_were_on_their_way_is_said_to_go_on_otherwise
     assert drawn(again)[:8] == drawn(first)[:8]
     trained("as-before", f"{LATE} --save-every 0 --keep-last 3 --replay {first}")
     assert "bit for bit" not in capsys.readouterr().out
-    for path in (again / "checkpoints").iterdir():  # where nothing is on its way, the log says that it lands
+    # where nothing is on its way, the log says that it lands
+    for path in (again / "checkpoints").iterdir():
         if path.name != "grpo-000002":
             shutil.rmtree(path)
     try:

@@ -1,7 +1,9 @@
-"""The parts of several ranks that one process can see: what is summed, scaled and averaged, whose generator is restored.
+"""The parts of several ranks that one process can see: what is summed, scaled and averaged, whose
+generator is restored.
 
-Other ranks are stood in for by what their message would hold. That the parts fit together, under every launch, is shown by the slow
-tests of real processes (test_distributed.py, test_two_processes.py).
+Other ranks are stood in for by what their message would hold. That the parts fit together, under
+every launch, is shown by the slow tests of real processes (test_distributed.py,
+test_two_processes.py).
 """
 
 from contextlib import contextmanager, nullcontext
@@ -22,17 +24,28 @@ from rl.losses.losses import get_loss
 from rl.ranks import distributed
 from rl.types import AdamParams
 
-PARAMS = AdamParams(learning_rate=0.01, beta1=0.5, beta2=0.6, eps=1e-6, weight_decay=0.1, grad_clip_norm=0.5)
+PARAMS = AdamParams(
+    learning_rate=0.01, beta1=0.5, beta2=0.6, eps=1e-6, weight_decay=0.1, grad_clip_norm=0.5
+)
 
 
 def adamw(weight, gradients, params=PARAMS):
-    """AdamW with clipping written out (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2), in float64."""
+    """AdamW with clipping written out (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2), in
+    float64.
+    """
     w = weight.double()
     m = v = torch.zeros_like(w)
     for t, gradient in enumerate(gradients, start=1):
         g = gradient.double()
-        g = g * min(1.0, params.grad_clip_norm / float(g.norm())) if params.grad_clip_norm > 0 else g
-        m, v = params.beta1 * m + (1 - params.beta1) * g, params.beta2 * v + (1 - params.beta2) * g * g
+        g = (
+            g * min(1.0, params.grad_clip_norm / float(g.norm()))
+            if params.grad_clip_norm > 0
+            else g
+        )
+        m, v = (
+            params.beta1 * m + (1 - params.beta1) * g,
+            params.beta2 * v + (1 - params.beta2) * g * g,
+        )
         update = (m / (1 - params.beta1**t)) / ((v / (1 - params.beta2**t)).sqrt() + params.eps)
         w = w * (1 - params.learning_rate * params.weight_decay) - params.learning_rate * update
     return w
@@ -54,11 +67,17 @@ def test_three_updates_are_adamws_with_the_betas_asked_for():
         norm, applied = backend.step(PARAMS)
         assert applied and norm == pytest.approx(float(gradient.norm()), rel=1e-6)
     assert relative_difference(model.weight.detach(), adamw(start, gradients)) < 1e-5
-    for other in ({"beta1": 0.9}, {"beta2": 0.95}, {"weight_decay": 0.0}, {"grad_clip_norm": 0.0}):  # each of them can be seen
-        assert relative_difference(model.weight.detach(), adamw(start, gradients, replace(PARAMS, **other))) > 1e-4
+    # each of them can be seen
+    for other in ({"beta1": 0.9}, {"beta2": 0.95}, {"weight_decay": 0.0}, {"grad_clip_norm": 0.0}):
+        assert (
+            relative_difference(
+                model.weight.detach(), adamw(start, gradients, replace(PARAMS, **other))
+            )
+            > 1e-4
+        )
 
 
-# --------------------------------------------------------------------------------------------------------------- several ranks
+# ------------------------------------------------------------------------------------ several ranks
 
 
 @pytest.fixture
@@ -75,16 +94,27 @@ def two_ranks(monkeypatch):
 
 
 def test_a_message_is_the_sum_of_the_ranks_in_each_dtype(two_ranks):
-    tensors = [torch.tensor([[1.0, 2.0]]), torch.tensor([3], dtype=torch.int64), torch.tensor([4.0])]
-    two_ranks += [torch.tensor([10.0, 20.0, 40.0]), torch.tensor([30])]  # by dtype: float32, then int64
+    tensors = [
+        torch.tensor([[1.0, 2.0]]),
+        torch.tensor([3], dtype=torch.int64),
+        torch.tensor([4.0]),
+    ]
+    # by dtype: float32, then int64
+    two_ranks += [torch.tensor([10.0, 20.0, 40.0]), torch.tensor([30])]
     distributed.all_sum_(tensors)
     assert [t.tolist() for t in tensors] == [[[11.0, 22.0]], [33], [44.0]] and not two_ranks
 
 
 def test_ddp_steps_on_the_sum_of_the_ranks_gradients(monkeypatch, two_ranks):
-    """Not on their mean, not on this rank's own; a parameter that had no gradient here has the other's."""
+    """Not on their mean, not on this rank's own; a parameter that had no gradient here has the
+    other's.
+    """
     model, trainable = linear()
-    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", lambda module, **_: SimpleNamespace(module=module))
+    monkeypatch.setattr(
+        torch.nn.parallel,
+        "DistributedDataParallel",
+        lambda module, **_: SimpleNamespace(module=module),
+    )
     backend = ReplicatedBackend(model, trainable, SimpleNamespace(device=torch.device("cpu")))
     start, mine, other = model.weight.detach().clone(), torch.randn(3, 5), torch.randn(3, 5)
     for own in (mine, None):
@@ -100,7 +130,9 @@ def test_ddp_steps_on_the_sum_of_the_ranks_gradients(monkeypatch, two_ranks):
 
 
 def test_ddp_reduces_nothing_while_micro_batches_run(monkeypatch, two_ranks):
-    """DDP's own reduction would average, and once a backward: gradients stay where they are until the step."""
+    """DDP's own reduction would average, and once a backward: gradients stay where they are until
+    the step.
+    """
     inside = []
 
     class Wrapped:
@@ -115,7 +147,9 @@ def test_ddp_reduces_nothing_while_micro_batches_run(monkeypatch, two_ranks):
 
     monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", Wrapped)
     model, trainable = linear()
-    accelerator = SimpleNamespace(device=torch.device("cpu"), autocast=lambda: torch.autocast("cpu", enabled=False))
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"), autocast=lambda: torch.autocast("cpu", enabled=False)
+    )
     with ReplicatedBackend(model, trainable, accelerator).micro_batch():
         assert inside == [True]
     assert not inside
@@ -133,11 +167,18 @@ def test_deepspeed_is_given_its_mean_times_the_ranks(monkeypatch, world):
 
 
 def test_deepspeed_stage_0_steps_on_the_sum_that_it_then_averages(monkeypatch, two_ranks):
-    """Two ranks, losses times 2: the gradients' sum over ranks, halved, is the sum of the losses' own gradients."""
+    """Two ranks, losses times 2: the gradients' sum over ranks, halved, is the sum of the losses'
+    own gradients.
+    """
     model, trainable = linear()
     engine = DeepSpeedBackend.__new__(DeepSpeedBackend)
     stepped = []
-    engine.stage, engine.trainable, engine.adam, engine.bf16_stage1 = 0, trainable, new_adamw(trainable), True
+    engine.stage, engine.trainable, engine.adam, engine.bf16_stage1 = (
+        0,
+        trainable,
+        new_adamw(trainable),
+        True,
+    )
     engine.wrapped = SimpleNamespace(step=lambda: stepped.append(model.weight.grad.clone()), zero_grad=lambda: None,
                                      _config=SimpleNamespace(gradient_clipping=None))  # fmt: skip
     engine.optimizer = SimpleNamespace(zero_grad=lambda: None)
@@ -148,7 +189,12 @@ def test_deepspeed_stage_0_steps_on_the_sum_that_it_then_averages(monkeypatch, t
     assert applied and relative_difference(stepped[0], mine + other) < 1e-6
     assert norm == pytest.approx(float((mine + other).norm()), rel=1e-6)
     group = engine.adam.param_groups[0]
-    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.01, (0.5, 0.6), 1e-6, 0.1)
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (
+        0.01,
+        (0.5, 0.6),
+        1e-6,
+        0.1,
+    )
     assert engine.wrapped._config.gradient_clipping == 0.5
 
 
@@ -159,7 +205,9 @@ def worker():
 
 
 def test_the_sum_of_the_ranks_decides_whether_a_loss_is_finite(worker, two_ranks, monkeypatch):
-    """A rank whose own part is fine learns of another's NaN: all drop the gradients, none goes on and waits."""
+    """A rank whose own part is fine learns of another's NaN: all drop the gradients, none goes on
+    and waits.
+    """
     learner, settings = worker.learners[0], {"temperature": 1.0, "divisor": 1.0, "backward": True}
     monkeypatch.setattr(learner.backend, "micro_batch", nullcontext)
     two_ranks += [torch.tensor([1.0]), torch.tensor([float("nan")])]
@@ -171,7 +219,9 @@ def test_the_sum_of_the_ranks_decides_whether_a_loss_is_finite(worker, two_ranks
 
 
 def test_ranks_deal_micro_batches_out_among_themselves(monkeypatch):
-    """Every datum on exactly one rank, as many micro-batches on each, those that fill up weigh nothing."""
+    """Every datum on exactly one rank, as many micro-batches on each, those that fill up weigh
+    nothing.
+    """
     worker, datums = make_worker(token_budget=12), random_datums(9)
     monkeypatch.setattr(distributed, "world", lambda: 3)
     shares = []
@@ -179,7 +229,9 @@ def test_ranks_deal_micro_batches_out_among_themselves(monkeypatch):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
         shares.append(worker.learners[0]._my_batches(datums))
     assert len({len(share) for share in shares}) == 1
-    assert sorted(i for share in shares for batch in share if batch.scale for i in batch.datum_index) == list(range(9))
+    assert sorted(
+        i for share in shares for batch in share if batch.scale for i in batch.datum_index
+    ) == list(range(9))
     assert sum(batch.scale for share in shares for batch in share) >= 3
 
 
@@ -194,11 +246,13 @@ def test_ranks_deal_samples_out_among_themselves(monkeypatch):
     assert max(loads) - min(loads) <= 3
 
 
-# ----------------------------------------------------------------------------------------------------------------- what goes on
+# ------------------------------------------------------------------------------------- what goes on
 
 
 def test_each_rank_goes_on_with_its_own_generator(monkeypatch, tmp_path):
-    """Three ranks' generators in one checkpoint; rank 2 of a resumed run has its own again, and a rank that was not there none."""
+    """Three ranks' generators in one checkpoint; rank 2 of a resumed run has its own again, and a
+    rank that was not there none.
+    """
     worker, states = make_worker(), []
     for seed in range(3):
         torch.manual_seed(seed)
@@ -206,7 +260,9 @@ def test_each_rank_goes_on_with_its_own_generator(monkeypatch, tmp_path):
     monkeypatch.setattr(worker.objects, "gather", lambda own: states)
     worker.save_state(0, str(tmp_path / "all"), {}, None)
     saved = load_file(str(tmp_path / "all" / "rng.safetensors"))
-    assert sorted(saved) == ["rank0", "rank1", "rank2"] and all(torch.equal(saved[f"rank{r}"], states[r]) for r in range(3))
+    assert sorted(saved) == ["rank0", "rank1", "rank2"] and all(
+        torch.equal(saved[f"rank{r}"], states[r]) for r in range(3)
+    )
     for rank in (2, 0, 1):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
         torch.manual_seed(99)
@@ -238,7 +294,11 @@ def test_an_optimizers_state_goes_on_to_the_bit():
     resumed, own = linear(seed=1)
     resumed.load_state_dict(whole.state_dict())
     other = new_adamw(own)
-    load_adam_state(other, own, {name: tensor.clone() for name, tensor in adam_state(optimizer, trainable).items()})
+    load_adam_state(
+        other,
+        own,
+        {name: tensor.clone() for name, tensor in adam_state(optimizer, trainable).items()},
+    )
     assert sorted(adam_state(other, own)) == ["weight/exp_avg", "weight/exp_avg_sq", "weight/step"]
     for gradient in gradients[2:]:
         step(whole, optimizer, gradient), step(resumed, other, gradient)
@@ -246,7 +306,9 @@ def test_an_optimizers_state_goes_on_to_the_bit():
 
 
 def test_a_sampler_that_is_in_use_keeps_its_weights():
-    """A new snapshot forks while somebody samples from the old one; the one that nobody holds is written over."""
+    """A new snapshot forks while somebody samples from the old one; the one that nobody holds is
+    written over.
+    """
     worker = make_worker()
     worker.snapshot(0, 1)
     first = worker.versions[1].decoder

@@ -1,4 +1,6 @@
-"""A frozen base in bf16 or 4 bit: the same logprobs and gradients as the numbers it holds, at full precision, would give."""
+"""A frozen base in bf16 or 4 bit: the same logprobs and gradients as the numbers it holds, at full
+precision, would give.
+"""
 
 import copy
 
@@ -18,7 +20,8 @@ TIED = dict(tie_word_embeddings=True)
 UNTIED = dict(tie_word_embeddings=False)
 KINDS = [("qwen3", TIED), ("llama", UNTIED), ("gpt2", TIED), ("gemma3_text", TIED), ("qwen3_moe", UNTIED), ("mixtral", TIED),
          ("gpt_neox", UNTIED), ("opt", TIED)]  # fmt: skip
-EXPERTS = ("qwen3_moe", "mixtral")  # held in fp32 their products are fp32 too on a CPU, whatever autocast says
+# held in fp32 their products are fp32 too on a CPU, whatever autocast says
+EXPERTS = ("qwen3_moe", "mixtral")
 LORA = LoraConfig(rank=3, seed=5)
 
 
@@ -41,10 +44,22 @@ def rounded_folder(kind: str, changes: dict, folder) -> str:
     return str(folder)
 
 
-def learner_of(base: str, held_in: str, *, dtype: str = "bf16", lora: LoraConfig | None = LORA, value_head: bool = False) -> Worker:
+def learner_of(
+    base: str,
+    held_in: str,
+    *,
+    dtype: str = "bf16",
+    lora: LoraConfig | None = LORA,
+    value_head: bool = False,
+) -> Worker:
     AcceleratorState._reset_state()
     worker = Worker(WorkerSettings(dtype=dtype))
-    worker.create_model(0, ModelSpec(base, lora=lora, seed=1, value_head=value_head, base_dtype=held_in), None, False)
+    worker.create_model(
+        0,
+        ModelSpec(base, lora=lora, seed=1, value_head=value_head, base_dtype=held_in),
+        None,
+        False,
+    )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in worker.learners[0].trainable.values():
@@ -54,7 +69,16 @@ def learner_of(base: str, held_in: str, *, dtype: str = "bf16", lora: LoraConfig
 
 def look(worker: Worker, vocabulary: int = VOCAB) -> tuple[torch.Tensor, torch.Tensor]:
     """(logprobs, all gradients of the adapters) of the sum of some logprobs."""
-    outputs, _ = call(worker, "forward_backward", 0, random_datums(4, vocabulary=vocabulary), "importance_sampling", {}, 1.0, True)
+    outputs, _ = call(
+        worker,
+        "forward_backward",
+        0,
+        random_datums(4, vocabulary=vocabulary),
+        "importance_sampling",
+        {},
+        1.0,
+        True,
+    )
     logprobs = torch.cat([torch.from_numpy(found["logprobs"]) for found in outputs])
     return logprobs, torch.cat([p.grad.reshape(-1) for p in worker.learners[0].trainable.values()])
 
@@ -67,30 +91,57 @@ def reference(worker: Worker, vocabulary: int = VOCAB) -> tuple[torch.Tensor, to
     for module in model.modules():
         vars(module).pop("forward", None)  # embeddings that give float32
     model.config._attn_implementation = "eager"
-    inner_model(model).set_experts_implementation("eager")  # the other ones have no products in float64
+    # the other ones have no products in float64
+    inner_model(model).set_experts_implementation("eager")
     total, logprobs = torch.zeros((), dtype=torch.float64), []
     for datum in random_datums(4, vocabulary=vocabulary):
         fields = {name: data.to_torch() for name, data in datum.loss_fn_inputs.items()}
-        logits = model(input_ids=torch.tensor([datum.model_input.to_ints()]), use_cache=False).logits[0].double()
+        logits = (
+            model(input_ids=torch.tensor([datum.model_input.to_ints()]), use_cache=False)
+            .logits[0]
+            .double()
+        )
         logp = logits.log_softmax(-1).gather(1, fields["target_tokens"].long()[:, None])[:, 0]
         logprobs.append(logp.detach())
-        total = total - ((logp - fields["logprobs"].double()).exp() * fields["advantages"].double() * fields["mask"].double()).sum()
+        total = (
+            total
+            - (
+                (logp - fields["logprobs"].double()).exp()
+                * fields["advantages"].double()
+                * fields["mask"].double()
+            ).sum()
+        )
     names = dict(model.named_parameters())
     grads = torch.autograd.grad(total, [names[name] for name in learner.trainable])
     return torch.cat(logprobs), torch.cat([grad.reshape(-1) for grad in grads])
 
 
-@pytest.mark.parametrize(("kind", "changes"), KINDS, ids=[f"{kind} {'tied' if c is TIED else 'untied'}" for kind, c in KINDS])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    KINDS,
+    ids=[f"{kind} {'tied' if c is TIED else 'untied'}" for kind, c in KINDS],
+)
 def test_a_base_in_bf16_is_one_in_fp32_of_its_numbers(kind, changes, tmp_path):
     base = rounded_folder(kind, changes, tmp_path / "base")
     low, high = learner_of(base, "bf16"), learner_of(base, "fp32")
     assert [n for n in low.learners[0].trainable] == [n for n in high.learners[0].trainable]
-    matrices = {n: p for n, p in low.learners[0].model.named_parameters() if not p.requires_grad and p.dim() >= 2}
+    matrices = {
+        n: p
+        for n, p in low.learners[0].model.named_parameters()
+        if not p.requires_grad and p.dim() >= 2
+    }
     kept = {n: p for n, p in low.learners[0].model.named_parameters() if n not in matrices}
-    assert matrices and {p.dtype for n, p in matrices.items() if "norm" not in n} <= {torch.bfloat16, torch.float32}
-    share = sum(p.numel() for p in matrices.values() if p.dtype == torch.bfloat16) / sum(p.numel() for p in matrices.values())
+    assert matrices and {p.dtype for n, p in matrices.items() if "norm" not in n} <= {
+        torch.bfloat16,
+        torch.float32,
+    }
+    share = sum(p.numel() for p in matrices.values() if p.dtype == torch.bfloat16) / sum(
+        p.numel() for p in matrices.values()
+    )
     assert share > 0.95 and {p.dtype for p in kept.values()} == {torch.float32}
-    assert {b.dtype for b in low.learners[0].model.buffers() if b.is_floating_point()} <= {torch.float32}
+    assert {b.dtype for b in low.learners[0].model.buffers() if b.is_floating_point()} <= {
+        torch.float32
+    }
     (logp, grad), (expected_logp, expected_grad) = look(low), look(high)
     if kind not in EXPERTS:
         assert torch.equal(logp, expected_logp)
@@ -102,7 +153,11 @@ def test_a_base_in_bf16_is_one_in_fp32_of_its_numbers(kind, changes, tmp_path):
 
 def test_what_auto_is():
     assert chosen("auto", lora=True, bf16=True, deepspeed=False) == "bf16"
-    assert chosen("auto", lora=True, bf16=False, deepspeed=False) == chosen("auto", lora=False, bf16=True, deepspeed=False) == "fp32"
+    assert (
+        chosen("auto", lora=True, bf16=False, deepspeed=False)
+        == chosen("auto", lora=False, bf16=True, deepspeed=False)
+        == "fp32"
+    )
     for asked, where, words in [
         ("bf16", dict(lora=True, bf16=False, deepspeed=False), "set precision to bf16"),
         ("bf16", dict(lora=False, bf16=True, deepspeed=False), "all weights are trained"),

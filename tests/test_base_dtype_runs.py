@@ -1,4 +1,6 @@
-"""Runs whose frozen base is in bf16 or 4 bit: learnt by pairs and by samples, resumed, exported, on two ranks, past the self-test."""
+"""Runs whose frozen base is in bf16 or 4 bit: learnt by pairs and by samples, resumed, exported, on
+two ranks, past the self-test.
+"""
 
 import json
 from pathlib import Path
@@ -18,7 +20,11 @@ from rl.run.export import export
 LOW = ["bf16", "4bit"]
 PAIRS = "dpo --precision bf16 --lora-rank 4 --learning-rate 1e-2 --batch-size 8 --eval-every 2 --eval-limit 16"
 SAMPLES = "grpo --precision bf16 --lora-rank 4 --learning-rate 1e-2 --batch-size 4 --group-size 2 --max-tokens 4 --eval-every 0 --kl-coef 1"
-FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +49,9 @@ def needed(held_in: str) -> None:
 
 @pytest.mark.parametrize("held_in", LOW)
 def test_dpo_resumes_to_the_bit_and_leaves_as_its_own_weights(held_in, base, tmp_path):
-    """A LoRA of 4 bit merges into the base as it was published, as everybody's adapters do (docs/memory.md)."""
+    """A LoRA of 4 bit merges into the base as it was published, as everybody's adapters do
+    (docs/memory.md).
+    """
     needed(held_in)
     rows = two_and_two(f"{PAIRS} --base-dtype {held_in} --base-model {base}", tmp_path)
     assert rows[-1]["rewards/margins"] != 0
@@ -53,11 +61,21 @@ def test_dpo_resumes_to_the_bit_and_leaves_as_its_own_weights(held_in, base, tmp
     expected = own(run / "checkpoints" / "dpo-final")
     assert (expected - logits(load_model(str(base)).model)).abs().max() > 1e-2
     export(str(run), tmp_path / "merged", merged=True)
-    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")),
+        expected,
+        rtol=0,
+        atol=1e-5,
+    )
     export(str(run), tmp_path / "adapter")
     from peft import AutoPeftModelForCausalLM
 
-    torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        logits(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")),
+        expected,
+        rtol=0,
+        atol=1e-5,
+    )
 
 
 @pytest.mark.slow
@@ -66,7 +84,11 @@ def test_what_is_sampled_is_what_is_trained_and_the_run_proves_it(held_in, base,
     """The self-test at start is on; the KL is to the base with the adapter off."""
     needed(held_in)
     rows = two_and_two(f"{SAMPLES} --base-dtype {held_in} --base-model {base}", tmp_path)
-    assert all(row["optim/max_logprob_difference"] < 0.1 for row in rows if "optim/max_logprob_difference" in row)
+    assert all(
+        row["optim/max_logprob_difference"] < 0.1
+        for row in rows
+        if "optim/max_logprob_difference" in row
+    )
     assert any(row.get("optim/kl_ref_k3", 0) > 0 for row in rows)
 
 
@@ -78,20 +100,43 @@ def ranks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("held_in", "launch"), [("bf16", "ddp"), ("bf16", "fsdp2"), ("4bit", "ddp")])
+@pytest.mark.parametrize(
+    ("held_in", "launch"), [("bf16", "ddp"), ("bf16", "fsdp2"), ("4bit", "ddp")]
+)
 def test_two_ranks_learn_what_one_does(held_in, launch, base, ranks, tmp_path):
-    """Loss, margins and weights of three steps, to bf16's rounding (sums in another order); the two ranks resume after the second."""
+    """Loss, margins and weights of three steps, to bf16's rounding (sums in another order); the two
+    ranks resume after the second.
+    """
     needed(held_in)
     rows, weights = {}, {}
     for world in (1, 2):
         folder = tmp_path / str(world)
         folder.mkdir()
-        words = [*PAIRS.split(), "--schedule", "constant", "--base-dtype", held_in, "--base-model", base, "--quiet"]
+        words = [
+            *PAIRS.split(),
+            "--schedule",
+            "constant",
+            "--base-dtype",
+            held_in,
+            "--base-model",
+            base,
+            "--quiet",
+        ]
         words += ["--output-dir", folder / "run", "--save-every", "2"]
-        for more in [["--steps", "3"]] if world == 1 else [["--steps", "2"], ["--steps", "3", "--resume"]]:
-            started = ranks.start(*words, *more, cwd=folder, world=world, **(FSDP if launch == "fsdp2" and world == 2 else {}))
+        for more in (
+            [["--steps", "3"]] if world == 1 else [["--steps", "2"], ["--steps", "3", "--resume"]]
+        ):
+            started = ranks.start(
+                *words,
+                *more,
+                cwd=folder,
+                world=world,
+                **(FSDP if launch == "fsdp2" and world == 2 else {}),
+            )
             assert started.wait(120) == [0] * world, started.output()
-        rows[world] = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        rows[world] = [
+            json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+        ]
         weights[world] = own(folder / "run" / "checkpoints" / "dpo-final")
     for one, two in zip(rows[1], rows[2], strict=True):
         for name in ("optim/loss", "rewards/margins", "test/loss"):

@@ -1,4 +1,6 @@
-"""What was written before the rooms were built is still read: a checkpoint resumed, stored answers loaded."""
+"""What was written before the rooms were built is still read: a checkpoint resumed, stored answers
+loaded.
+"""
 
 import json
 import shutil
@@ -19,10 +21,12 @@ WORDS = (
 
 
 def test_a_checkpoint_of_then_goes_on_as_it_did_then(tmp_path, monkeypatch):
-    """The same samples; figures and weights but for the rounding of another processor (the run was two steps of 16 short answers).
+    """The same samples; figures and weights but for the rounding of another processor (the run was
+    two steps of 16 short answers).
 
-    Two steps of Adam at 1e-2 turn a relative error of 1e-6 in a gradient into at most 2e-8 in a weight where the gradient is
-    not itself rounding; 1e-3 leaves out only those. A resume that lost the optimizer's moments is off by 1e-2.
+    Two steps of Adam at 1e-2 turn a relative error of 1e-6 in a gradient into at most 2e-8 in a
+    weight where the gradient is not itself rounding; 1e-3 leaves out only those. A resume that lost
+    the optimizer's moments is off by 1e-2.
     """
     monkeypatch.chdir(BEFORE.parent.parent)  # the reward is named from the repository's root
     folder = tmp_path / "run"
@@ -45,13 +49,19 @@ def test_a_setting_of_the_stage_at_hand_may_not_change(tmp_path, monkeypatch):
     monkeypatch.chdir(BEFORE.parent.parent)
     shutil.copytree(BEFORE / "run", tmp_path / "run")
     with pytest.raises(RunFolderError, match="group_size 4 -> 8"):
-        train(f"{WORDS} --reward tests/before_rooms/reward.py:even_digits --resume --group-size 8", tmp_path / "run")
+        train(
+            f"{WORDS} --reward tests/before_rooms/reward.py:even_digits --resume --group-size 8",
+            tmp_path / "run",
+        )
 
 
 def test_rollouts_of_then_are_stored_answers():
     from rl.data.rollouts import load_rollouts
 
-    lines = [json.loads(line) for line in (BEFORE / "run/rollouts/step_000001.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (BEFORE / "run/rollouts/step_000001.jsonl").read_text().splitlines()
+    ]
     problems = load_rollouts(BEFORE / "run" / "rollouts")
     answers = [answer for problem in problems for answer in problem.answers]
     assert len(answers) == 2 * len(lines)

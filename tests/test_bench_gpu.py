@@ -30,12 +30,19 @@ def test_what_fails_is_a_row_and_the_rest_is_there(tmp_path):
     assert table.attempt("second", "ours", lambda: 7) == 7
     table.row("third", "ours", "time", 2.0)
     first, failed, third = rows_of(table.path)
-    assert (first["value"], failed["metric"], failed["value"], failed["note"]) == ("1.5", "failed", "MemoryError", "no room")
+    assert (first["value"], failed["metric"], failed["value"], failed["note"]) == (
+        "1.5",
+        "failed",
+        "MemoryError",
+        "no room",
+    )
     assert third["case"] == "third"
 
 
 def failed(found: list[dict[str, str]]) -> list[tuple[str, str, str]]:
-    return [(row["case"], row["provider"], row["value"]) for row in found if row["metric"] == "failed"]
+    return [
+        (row["case"], row["provider"], row["value"]) for row in found if row["metric"] == "failed"
+    ]
 
 
 def test_what_this_machine_has_not_is_left_out_and_did_not_fail(tmp_path):
@@ -45,7 +52,9 @@ def test_what_this_machine_has_not_is_left_out_and_did_not_fail(tmp_path):
         import a_peer_that_nobody_has  # noqa: F401
 
     table.attempt("case", "peer", absent)
-    assert [(row["metric"], row["value"]) for row in rows_of(table.path)] == [("left out", "ModuleNotFoundError")]
+    assert [(row["metric"], row["value"]) for row in rows_of(table.path)] == [
+        ("left out", "ModuleNotFoundError")
+    ]
 
 
 def test_every_part_has_its_seconds_and_what_is_left_over_goes_to_the_next_ones():
@@ -58,20 +67,29 @@ def test_every_part_has_its_seconds_and_what_is_left_over_goes_to_the_next_ones(
         assert gpu.PARTS[part][0] <= mine <= 2 * gpu.PARTS[part][0]
         left -= mine
     assert left >= 0
-    assert gpu.seconds_for("decode", names[names.index("decode") + 1 :], float(gpu.LIMIT)) == 2 * gpu.PARTS["decode"][0]
+    assert (
+        gpu.seconds_for("decode", names[names.index("decode") + 1 :], float(gpu.LIMIT))
+        == 2 * gpu.PARTS["decode"][0]
+    )
     assert gpu.seconds_for("decode", names, 7.0) == 7.0  # of a shorter limit
 
 
-# --------------------------------------------------------------------------------------------------------------- decoding
+# ----------------------------------------------------------------------------------------- decoding
 
 
 def test_every_row_is_some_prompts():
     for rows, prompts in ((1, 1), (4, 1), (7, 3), (1024, 128)):
-        assert len(gpu_models.shares(rows, prompts)) == prompts and sum(gpu_models.shares(rows, prompts)) == rows
+        assert (
+            len(gpu_models.shares(rows, prompts)) == prompts
+            and sum(gpu_models.shares(rows, prompts)) == rows
+        )
 
 
 def test_the_engine_that_the_product_takes_is_timed():
-    assert gpu_models.caches(False) == {"ours": "auto", "plain": "plain"} and gpu_models.caches(True)["ours"] == "paged"
+    assert (
+        gpu_models.caches(False) == {"ours": "auto", "plain": "plain"}
+        and gpu_models.caches(True)["ours"] == "paged"
+    )
 
 
 def test_a_model_that_cannot_be_made_costs_its_own_rows(tmp_path, monkeypatch):
@@ -87,18 +105,29 @@ def test_a_model_that_cannot_be_made_costs_its_own_rows(tmp_path, monkeypatch):
     for module in (gpu_decode, gpu_peers):
         monkeypatch.setattr(module, "make_model", make_model)
     monkeypatch.setattr(gpu_decode, "device_of", lambda dry: "cpu")
-    monkeypatch.setattr(gpu_models, "SIZES", dict.fromkeys(("tiny", "0.5B", "1.7B", "8B"), gpu_models.SIZES["tiny"]))
+    monkeypatch.setattr(
+        gpu_models, "SIZES", dict.fromkeys(("tiny", "0.5B", "1.7B", "8B"), gpu_models.SIZES["tiny"])
+    )
     for name in ("speed", "peer_speed"):
-        monkeypatch.setattr(gpu_decode, name, lambda table, case, name, *given: table.row(case, name, "done", 1))
+        monkeypatch.setattr(
+            gpu_decode, name, lambda table, case, name, *given: table.row(case, name, "done", 1)
+        )
     monkeypatch.delitem(gpu_peers.PEERS, "vllm")
     table = gpu.Table("decode", tmp_path / "decode.csv")
     gpu_decode.part_decode(table, False)
     found = rows_of(table.path)
     providers = ("paged", "plain", "generate", "continuous batching")
     assert made == ["0.5B", "1.7B", "8B"] * 3
-    assert failed(found) == [("1.7B", name, "MemoryError") for name in ("ours", "generate", "continuous batching")]
+    assert failed(found) == [
+        ("1.7B", name, "MemoryError") for name in ("ours", "generate", "continuous batching")
+    ]
     done = {(row["case"], row["provider"]) for row in found if row["metric"] == "done"}
-    assert done == {(f"{size}, {rows} rows", name) for size in ("0.5B", "8B") for rows in (1, 64, 256, 1024) for name in providers}
+    assert done == {
+        (f"{size}, {rows} rows", name)
+        for size in ("0.5B", "8B")
+        for rows in (1, 64, 256, 1024)
+        for name in providers
+    }
     assert [row["value"] for row in found if row["provider"] == "trial"] == ["the same samples"] * 2
 
 
@@ -135,17 +164,26 @@ def test_a_peer_is_timed_without_its_prompts_and_has_to_give_every_token(tmp_pat
         asked.append((len(prompts), new))
         return len(prompts) * new
 
-    monkeypatch.setattr(gpu_decode, "seconds_of", lambda run, device: (5.0 + 0.25 * asked[-1][1], given) if (given := run()) else None)
+    monkeypatch.setattr(
+        gpu_decode,
+        "seconds_of",
+        lambda run, device: (5.0 + 0.25 * asked[-1][1], given) if (given := run()) else None,
+    )
     table = gpu.Table("decode", tmp_path / "decode.csv")
     gpu_decode.peer_speed(table, "tiny, 20 rows", "peer", peer, 20, 600, True)
     speeds = {row["metric"]: float(row["value"]) for row in rows_of(table.path)}
     assert asked == [(20, 34), (20, 2), (20, 34)]
-    assert speeds == {"tokens_per_s": 20 / 0.25, "tokens_per_s_with_prompts": pytest.approx(20 * 34 / (5 + 0.25 * 34), rel=1e-5)}
+    assert speeds == {
+        "tokens_per_s": 20 / 0.25,
+        "tokens_per_s_with_prompts": pytest.approx(20 * 34 / (5 + 0.25 * 34), rel=1e-5),
+    }
     with pytest.raises(RuntimeError, match="67 tokens, not 20 x 2"):
-        gpu_decode.peer_speed(table, "tiny, 20 rows", "peer", lambda prompts, new: 67, 20, 600, True)
+        gpu_decode.peer_speed(
+            table, "tiny, 20 rows", "peer", lambda prompts, new: 67, 20, 600, True
+        )
 
 
-# ------------------------------------------------------------------------------------------------------ kernels, set-up
+# ---------------------------------------------------------------------------------- kernels, set-up
 
 
 def test_a_kernel_that_fails_costs_one_row(tmp_path, monkeypatch):
@@ -168,11 +206,17 @@ def test_a_kernel_that_fails_costs_one_row(tmp_path, monkeypatch):
     gpu_branches.part_branches(table, True)
     found = rows_of(table.path)
     assert failed(found) == [("tiny, forward and entropy", "warp-specialised", "RuntimeError")]
-    done = {(row["case"], row["provider"]) for row in found if row["metric"] == "TFLOP/s" and row["provider"] != "cuBLAS"}
+    done = {
+        (row["case"], row["provider"])
+        for row in found
+        if row["metric"] == "TFLOP/s" and row["provider"] != "cuBLAS"
+    }
     whats = ("forward", "forward and entropy", "forward that keeps [T, V]", "dlogits of a slab")
     every = {(f"tiny, {what}", name) for what in whats for name in ("older", "warp-specialised")}
     assert done == every - {("tiny, forward and entropy", "warp-specialised")}
-    chosen = {(row["case"], row["provider"]): row["value"] for row in found if row["metric"] == "chosen"}
+    chosen = {
+        (row["case"], row["provider"]): row["value"] for row in found if row["metric"] == "chosen"
+    }
     assert {case for case, _ in chosen} == {"bfloat16", "float16", "float32"} and len(chosen) == 6
 
 
@@ -185,7 +229,10 @@ def test_providers_that_fail_are_rows_and_so_are_calls(tmp_path, monkeypatch):
     def broken(*given):
         raise RuntimeError("no kernel image")
 
-    providers = tuple(kernel_providers.Provider(run.__name__, "flat", 8, run) for run in (absent, broken, kernel_providers._torch))
+    providers = tuple(
+        kernel_providers.Provider(run.__name__, "flat", 8, run)
+        for run in (absent, broken, kernel_providers._torch)
+    )
     for module in (kernel_providers, kernels):
         monkeypatch.setattr(module, "PROVIDERS", providers)
     for name in ("bench_logits", "bench_tokens"):
@@ -193,9 +240,19 @@ def test_providers_that_fail_are_rows_and_so_are_calls(tmp_path, monkeypatch):
     table = gpu.Table("kernels", tmp_path / "kernels.csv")
     gpu_kernels.part_kernels(table, True)
     found = rows_of(table.path)
-    assert [(row["provider"], row["note"]) for row in found if row["metric"] == "left out"] == [("absent", "not installed")]
-    assert [case for case, *_ in failed(found)] == ["tiny 64 tokens", "tiny 64 tokens, token_logprob", "policy_loss"]
-    assert {row["metric"] for row in found if row["provider"] == "_torch"} == {"forward", "backward", "both"}
+    assert [(row["provider"], row["note"]) for row in found if row["metric"] == "left out"] == [
+        ("absent", "not installed")
+    ]
+    assert [case for case, *_ in failed(found)] == [
+        "tiny 64 tokens",
+        "tiny 64 tokens, token_logprob",
+        "policy_loss",
+    ]
+    assert {row["metric"] for row in found if row["provider"] == "_torch"} == {
+        "forward",
+        "backward",
+        "both",
+    }
 
 
 @pytest.mark.parametrize("part", ["group", "agreement", "learner", "trace"])
@@ -224,12 +281,24 @@ def test_the_plan_beside_the_learner_is_of_the_step_that_it_makes(tmp_path):
 @pytest.mark.slow
 @pytest.mark.campaign
 def test_parts_run_dry(tmp_path):
-    """As the command that a GPU gets, on a CPU with the smallest sizes: these parts end, and table and plot are there."""
+    """As the command that a GPU gets, on a CPU with the smallest sizes: these parts end, and table
+    and plot are there.
+    """
     parts = ["draw", "group", "decode", "trace"]
-    words = [sys.executable, str(REPO / "bench" / "gpu.py"), "--dry", "--output", str(tmp_path), "--part", *parts]
+    words = [
+        sys.executable,
+        str(REPO / "bench" / "gpu.py"),
+        "--dry",
+        "--output",
+        str(tmp_path),
+        "--part",
+        *parts,
+    ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     found = rows_of(tmp_path / "gpu.csv")
-    assert {row["part"] for row in found} == set(parts) and (tmp_path / "gpu.png").stat().st_size > 1000
+    assert {row["part"] for row in found} == set(parts) and (
+        tmp_path / "gpu.png"
+    ).stat().st_size > 1000
     assert [row["value"] for row in found if row["metric"] == "status"] == ["done"] * 4
     assert not [row for row in found if row["metric"] == "failed"]

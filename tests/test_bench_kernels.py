@@ -1,4 +1,6 @@
-"""bench/kernels.py keeps what it has measured, whatever one of the implementations does; nothing it shows is flattered."""
+"""bench/kernels.py keeps what it has measured, whatever one of the implementations does; nothing it
+shows is flattered.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def failing(error: Exception, calls: int = 0):
     def logprobs(p: Problem) -> torch.Tensor:
         left[0] -= 1
         if left[0] < 0:
-            raise type(error)(*error.args)  # a new one: an error that is kept holds the frames it went through
+            # a new one: an error that is kept holds the frames it went through
+            raise type(error)(*error.args)
         return plain(p)
 
     return logprobs
@@ -57,7 +60,11 @@ def test_what_one_provider_raises_costs_no_other_a_row(monkeypatch, capsys, erro
     monkeypatch.setattr(kernels, "PROVIDERS", providers(plain, failing(error, calls), plain))
     rows = list(kernels.bench_head(SMALL, TOKENS, "cpu", torch.float32, ["p0", "p1", "p2"], 2))
     for name in ("p0", "p2"):
-        assert [row["phase"] for row in rows if row["provider"] == name] == ["forward", "backward", "both"]
+        assert [row["phase"] for row in rows if row["provider"] == name] == [
+            "forward",
+            "backward",
+            "both",
+        ]
     assert "p1: left out" in capsys.readouterr().out
 
 
@@ -72,17 +79,33 @@ def test_a_row_is_on_disk_before_the_next_is_measured(monkeypatch, tmp_path):
         return plain(p)
 
     monkeypatch.setattr(kernels, "PROVIDERS", providers(plain, looks))
-    words = ["kernels.py", "--device", "cpu", "--models", SMALL.model, "--tokens", str(TOKENS), "--repeats", "2", "--csv", str(path)]
+    words = [
+        "kernels.py",
+        "--device",
+        "cpu",
+        "--models",
+        SMALL.model,
+        "--tokens",
+        str(TOKENS),
+        "--repeats",
+        "2",
+        "--csv",
+        str(path),
+    ]
     monkeypatch.setattr(sys, "argv", [*words, "--providers", "p0", "p1"])
     given = (SMALL, TOKENS, "cpu", torch.float32, ["p0", "p1"], 2)
     monkeypatch.setattr(kernels, "every_row", lambda *asked: kernels.bench_head(*given))
     with pytest.raises(KeyboardInterrupt):
         kernels.main()
-    assert seen[0] == 3 and [row["provider"] for row in csv.DictReader(path.open())][:3] == ["p0"] * 3
+    assert (
+        seen[0] == 3 and [row["provider"] for row in csv.DictReader(path.open())][:3] == ["p0"] * 3
+    )
 
 
 def test_one_problem_is_alive_at_a_time(monkeypatch):
-    """Eleven with their gradients took 24 GB of a large head's GPU, and what fitted in a trial did not when it was timed."""
+    """Eleven with their gradients took 24 GB of a large head's GPU, and what fitted in a trial did
+    not when it was timed.
+    """
     made, before = [], []
     make = Problem.make
 
@@ -94,13 +117,17 @@ def test_one_problem_is_alive_at_a_time(monkeypatch):
         return problem
 
     monkeypatch.setattr(Problem, "make", staticmethod(counted))
-    monkeypatch.setattr(kernels, "PROVIDERS", providers(plain, failing(OutOfResources(), 2), plain, plain))
+    monkeypatch.setattr(
+        kernels, "PROVIDERS", providers(plain, failing(OutOfResources(), 2), plain, plain)
+    )
     list(kernels.bench_head(SMALL, TOKENS, "cpu", torch.float32, ["p0", "p1", "p2", "p3"], 2))
     assert before == [0, 0, 0, 0]
 
 
 def test_each_provider_begins_with_nothing_compiled(monkeypatch):
-    """After eight shapes torch.compile runs a function as it is: the ninth was timed eager under its name."""
+    """After eight shapes torch.compile runs a function as it is: the ninth was timed eager under
+    its name.
+    """
     resets = []
     monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(len(resets)))
     monkeypatch.setattr(kernels, "PROVIDERS", providers(plain, plain))
@@ -110,14 +137,20 @@ def test_each_provider_begins_with_nothing_compiled(monkeypatch):
 
 
 def test_the_floor_of_those_that_recompute_counts_their_products():
-    """Both make the logits twice where a loss for each token is asked for: 2 products forward, 6 backward."""
+    """Both make the logits twice where a loss for each token is asked for: 2 products forward, 6
+    backward.
+    """
     products = {provider.name: provider.products for provider in PROVIDERS}
-    assert products["liger_triton"] == products["torch_linear_cross_entropy"] == products["ours"] == 8
+    assert (
+        products["liger_triton"] == products["torch_linear_cross_entropy"] == products["ours"] == 8
+    )
     assert products["torch"] == products["ours_saved"] == 6 and products["ours_frozen"] == 4
 
 
 def test_the_peak_counts_the_gradients_of_the_weights(monkeypatch):
-    """They are let go before memory is read; else the next call frees them inside, and as many bytes of its peak are not seen."""
+    """They are let go before memory is read; else the next call frees them inside, and as many
+    bytes of its peak are not seen.
+    """
     held, peak, order = [0], [0], []
 
     class Cuda:
@@ -137,14 +170,17 @@ def test_the_peak_counts_the_gradients_of_the_weights(monkeypatch):
         order.append("clear")
 
     def run(_):
-        held[0] = 0  # as `grad = None` inside a step, with what the last one left still there before
+        # as `grad = None` inside a step, with what the last one left still there before
+        held[0] = 0
         held[0] += 100
         peak[0] = max(peak[0], held[0])
         order.append("run")
 
     real_empty = torch.empty
     monkeypatch.setattr(kernel_harness.torch, "cuda", Cuda)
-    monkeypatch.setattr(kernel_harness.torch, "empty", lambda *size, device=None, **how: real_empty(1))
+    monkeypatch.setattr(
+        kernel_harness.torch, "empty", lambda *size, device=None, **how: real_empty(1)
+    )
     monkeypatch.setattr(kernel_harness, "once", lambda step, device, flush: 1.0)
     found = kernel_harness.measure({"both": Step(run, clear=clear)}, "cuda", 1)
     assert found["both"] == Timing(1.0, 1.0, 1.0, 100) and order == ["run", "clear", "run"]
@@ -169,5 +205,7 @@ def test_the_peers_and_the_sampler_can_be_timed_on_a_gpu():
     """What Liger's Hopper kernel needs is named; the sampler's bench knows a device."""
     root = Path(kernels.__file__).resolve().parent.parent
     wanted = (root / "requirements-bench-gpu.txt").read_text()
-    assert all(name in wanted for name in ("cut-cross-entropy", "nvidia-cutlass-dsl", "apache-tvm-ffi"))
+    assert all(
+        name in wanted for name in ("cut-cross-entropy", "nvidia-cutlass-dsl", "apache-tvm-ffi")
+    )
     assert '"--device"' in (root / "bench" / "sampler.py").read_text()

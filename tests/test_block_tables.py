@@ -1,7 +1,9 @@
-"""Block tables under random operations, with contents: whatever is shared, copied, kept, extended or given back, each row and each
-prompt reads what was written for it, and every page is counted by who holds it.
+"""Block tables under random operations, with contents: whatever is shared, copied, kept, extended
+or given back, each row and each prompt reads what was written for it, and every page is counted by
+who holds it.
 
-The model beside them is a list of written numbers for each row and prompt; a page's contents are what was last written to its places.
+The model beside them is a list of written numbers for each row and prompt; a page's contents are
+what was last written to its places.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ class Memory:
     def draw(self) -> bool:
         """Every row goes on, by one token or by several."""
         tables = self.tables
-        counts = self.rng.integers(1, 2 if self.rng.random() < 0.5 else 2 * self.size + 2, len(tables.rows)).tolist()
+        counts = self.rng.integers(
+            1, 2 if self.rng.random() < 0.5 else 2 * self.size + 2, len(tables.rows)
+        ).tolist()
         if not counts or tables.needed(counts) > tables.pool.free:
             return False
         before, copies = tables.pool.free, self.copies
@@ -95,7 +99,12 @@ class Memory:
             new = self.numbers(count)
             self.write(row.pages, first, new)
             values += new
-        assert before - tables.pool.free == taken, (before, tables.pool.free, taken, self.copies - copies)
+        assert before - tables.pool.free == taken, (
+            before,
+            tables.pool.free,
+            taken,
+            self.copies - copies,
+        )
         return True
 
     def end_row(self) -> bool:
@@ -115,7 +124,9 @@ class Memory:
         return True
 
     def keep(self) -> bool:
-        """A conversation: what a row has read and drawn becomes a prompt, all of it or but for the end."""
+        """A conversation: what a row has read and drawn becomes a prompt, all of it or but for the
+        end.
+        """
         index = self.pick([i for i, row in enumerate(self.tables.rows) if row.length])
         if index is None:
             return False
@@ -128,7 +139,13 @@ class Memory:
         """The next turn of a conversation is read behind what is there."""
         tables, count = self.tables, int(self.rng.integers(1, 2 * self.size + 2))
         slot = self.pick([i for i, p in enumerate(tables.prompts) if p.rows == 0 and p.pages])
-        if slot is None or tables.pages_for(tables.prompts[slot].length + count) - len(tables.prompts[slot].pages) + 1 > tables.pool.free:
+        if (
+            slot is None
+            or tables.pages_for(tables.prompts[slot].length + count)
+            - len(tables.prompts[slot].pages)
+            + 1
+            > tables.pool.free
+        ):
             return False
         prompt, new = tables.prompts[slot], self.numbers(count)
         first = prompt.length
@@ -142,13 +159,19 @@ class Memory:
 
     def check(self) -> None:
         tables = self.tables
-        held = Counter(itertools.chain(*(row.pages for row in tables.rows), *(prompt.pages for prompt in tables.prompts)))
+        held = Counter(
+            itertools.chain(
+                *(row.pages for row in tables.rows), *(prompt.pages for prompt in tables.prompts)
+            )
+        )
         assert [held[page] for page in range(len(tables.pool.held))] == tables.pool.held
         assert tables.pool.free == tables.pool.held.count(0)
         for row, values in zip(tables.rows, self.rows, strict=True):
             assert row.length == len(values) and self.reads(row) == values
         for prompt, values in zip(tables.prompts, self.prompts, strict=True):
-            assert prompt.length == len(values) and prompt.rows == sum(row.prompt is prompt for row in tables.rows)
+            assert prompt.length == len(values) and prompt.rows == sum(
+                row.prompt is prompt for row in tables.rows
+            )
             if prompt.rows == 0 and prompt.pages:
                 assert self.reads(prompt) == values
         together: Counter[int] = Counter()
@@ -161,7 +184,16 @@ class Memory:
         assert max(together.values(), default=1) == 1, "a row is read with one group alone"
 
 
-OPERATIONS = {"add_prompt": 3, "add_row": 5, "come_back": 1, "draw": 6, "end_row": 3, "end_prompt": 1, "keep": 2, "extend": 2}
+OPERATIONS = {
+    "add_prompt": 3,
+    "add_row": 5,
+    "come_back": 1,
+    "draw": 6,
+    "end_row": 3,
+    "end_prompt": 1,
+    "keep": 2,
+    "extend": 2,
+}
 
 
 def population(seeds: range, steps: int = 60) -> Counter:

@@ -1,4 +1,6 @@
-"""Calls of tools as GLM, Llama 3, Gemma 4 and LFM2 write them: written here from the published forms, read by the renderers' readers."""
+"""Calls of tools as GLM, Llama 3, Gemma 4 and LFM2 write them: written here from the published
+forms, read by the renderers' readers.
+"""
 
 import json
 import random
@@ -8,7 +10,15 @@ import pytest
 from rl.renderers.call_forms import form_of
 
 TYPES = {"a": "integer", "text": "string", "list": "array", "b": "boolean", "o": "object"}
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {k: {"type": v} for k, v in TYPES.items()}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {"properties": {k: {"type": v} for k, v in TYPES.items()}},
+        },
+    }
+]
 FORM = {
     "glm": form_of("<tool_call>{function-name}<arg_key>"),
     "gemma": form_of("{{- '<|tool_call>call:' + function['name'] }}"),
@@ -28,7 +38,10 @@ def of(one):
 def glm(calls):
     pairs = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
     spell = lambda v: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)  # noqa: E731
-    return "".join(f"\n<tool_call>{n}\n{''.join(pairs.format(k, spell(v)) for k, v in a.items())}</tool_call>" for n, a in map(of, calls))
+    return "".join(
+        f"\n<tool_call>{n}\n{''.join(pairs.format(k, spell(v)) for k, v in a.items())}</tool_call>"
+        for n, a in map(of, calls)
+    )
 
 
 def gemma(calls):
@@ -39,9 +52,16 @@ def gemma(calls):
             return "{" + ",".join(f"{key}:{spell(value[key])}" for key in sorted(value)) + "}"
         if isinstance(value, list):
             return "[" + ",".join(map(spell, value)) + "]"
-        return {None: "null", True: "true", False: "false"}.get(value, str(value)) if not isinstance(value, float) else str(value)
+        return (
+            {None: "null", True: "true", False: "false"}.get(value, str(value))
+            if not isinstance(value, float)
+            else str(value)
+        )
 
-    return "".join(f"<|tool_call>call:{name}{spell(arguments)}<tool_call|>" for name, arguments in map(of, calls))
+    return "".join(
+        f"<|tool_call>call:{name}{spell(arguments)}<tool_call|>"
+        for name, arguments in map(of, calls)
+    )
 
 
 def lfm(calls):
@@ -50,9 +70,13 @@ def lfm(calls):
             for plain, escaped in (("\\", "\\\\"), ("'", "\\'"), ("\n", "\\n"), ("\r", "\\r")):
                 value = value.replace(plain, escaped)
             return f"'{value}'"
-        return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else str(value)
+        return (
+            json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else str(value)
+        )
 
-    said = ", ".join(f"{n}({', '.join(f'{k}={spell(v)}' for k, v in a.items())})" for n, a in map(of, calls))
+    said = ", ".join(
+        f"{n}({', '.join(f'{k}={spell(v)}' for k, v in a.items())})" for n, a in map(of, calls)
+    )
     return f"<|tool_call_start|>[{said}]<|tool_call_end|>"
 
 
@@ -62,7 +86,22 @@ def llama(calls):
 
 
 WRITE = {"glm": glm, "gemma": gemma, "lfm": lfm, "llama": llama}
-TEXTS = ("é 数 🙂", "a b", "", "it's", "7", "true", "[1]", "x=1, y", "a\nb", "\\n", "{}", "<b>", "call:f{", "-")
+TEXTS = (
+    "é 数 🙂",
+    "a b",
+    "",
+    "it's",
+    "7",
+    "true",
+    "[1]",
+    "x=1, y",
+    "a\nb",
+    "\\n",
+    "{}",
+    "<b>",
+    "call:f{",
+    "-",
+)
 
 
 def random_call(rng):
@@ -71,7 +110,9 @@ def random_call(rng):
         "list": [rng.choice([1, -2.5, None, True, "q w"]) for _ in range(rng.randrange(3))],
         "o": {"k": rng.choice(TEXTS[:3]), "n": rng.randrange(3)},
     }  # fmt: skip
-    return call(**{key: known[key] for key in rng.sample(sorted(known), rng.randrange(len(known) + 1))})
+    return call(
+        **{key: known[key] for key in rng.sample(sorted(known), rng.randrange(len(known) + 1))}
+    )
 
 
 @pytest.mark.parametrize("name", FORM)
@@ -86,14 +127,20 @@ def test_what_is_written_is_read_back(name):
 
 @pytest.mark.parametrize("name", FORM)
 def test_what_is_cut_off_or_damaged_is_named_and_stays_as_text(name):
-    """Every beginning of a call, and calls with a letter taken out: no error, and no call that was not written."""
+    """Every beginning of a call, and calls with a letter taken out: no error, and no call that was
+    not written.
+    """
     written = WRITE[name]([call(a=7, text="q w")])
     begun = FORM[name].begin if name != "llama" else '{"name":'
     for upto in range(len(written)):
         content, calls, unparsed = FORM[name].take(written[:upto], TOOLS)
         assert content == written[:upto] and calls == []
         if begun in written[:upto]:
-            assert len(unparsed) == 1 and unparsed[0]["error"] and unparsed[0]["raw_text"] in written[:upto]
+            assert (
+                len(unparsed) == 1
+                and unparsed[0]["error"]
+                and unparsed[0]["raw_text"] in written[:upto]
+            )
     counted = 0
     for at in range(len(written)):
         damaged = written[:at] + written[at + 1 :]
@@ -108,7 +155,11 @@ def test_what_is_cut_off_or_damaged_is_named_and_stays_as_text(name):
     [
         ("lfm", "<|tool_call_start|>[f(1)]<|tool_call_end|>", "NAME(KEY=VALUE"),
         ("lfm", "<|tool_call_start|>[f(**{'a': 1})]<|tool_call_end|>", "NAME(KEY=VALUE"),
-        ("lfm", "<|tool_call_start|>[f(a=__import__('os').system('ls'))]<|tool_call_end|>", "an argument is"),
+        (
+            "lfm",
+            "<|tool_call_start|>[f(a=__import__('os').system('ls'))]<|tool_call_end|>",
+            "an argument is",
+        ),
         ("lfm", "<|tool_call_start|>f(a=1)<|tool_call_end|>", "calls are a list"),
         ("lfm", f"<|tool_call_start|>[f(a={'(' * 5000})]<|tool_call_end|>", ""),
         ("gemma", '<|tool_call>call:f{a:<|"|>x}<tool_call|>', "not finished"),
@@ -128,11 +179,17 @@ def test_what_is_no_call_says_why(name, text, why):
 
 def test_a_whole_answer_of_llama_is_a_call_only_where_there_are_tools():
     take = FORM["llama"].take
-    assert take('{"name": "add", "parameters": {"a": 1}}', []) == ('{"name": "add", "parameters": {"a": 1}}', [], [])
+    assert take('{"name": "add", "parameters": {"a": 1}}', []) == (
+        '{"name": "add", "parameters": {"a": 1}}',
+        [],
+        [],
+    )
     assert take('{"result": 7}', TOOLS) == ('{"result": 7}', [], [])  # an answer in JSON
     assert take("The sum is 7.", TOOLS) == ("The sum is 7.", [], [])
     assert take('<|python_tag|>{"name": "add", "parameters": {"a": 1}}', TOOLS)[1] == [call(a=1)]
-    assert take('<|python_tag|>brave_search.call(query="what, \'then\'?")', TOOLS)[1] == [call("brave_search", query="what, 'then'?")]
+    assert take("<|python_tag|>brave_search.call(query=\"what, 'then'?\")", TOOLS)[1] == [
+        call("brave_search", query="what, 'then'?")
+    ]
 
 
 def test_an_end_mark_within_a_text_ends_nothing():
@@ -143,4 +200,7 @@ def test_an_end_mark_within_a_text_ends_nothing():
 
 
 def test_other_templates_have_none_of_these_forms():
-    assert form_of("<tool_call>\n{{ tool_call | tojson }}\n</tool_call>") is None and form_of("") is None
+    assert (
+        form_of("<tool_call>\n{{ tool_call | tojson }}\n</tool_call>") is None
+        and form_of("") is None
+    )

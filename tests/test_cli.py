@@ -1,4 +1,5 @@
-"""The command line, on settings classes of its own: what words and recipes become, and how mistakes are told.
+"""The command line, on settings classes of its own: what words and recipes become, and how mistakes
+are told.
 
 tyro.cli, reading a whole line at once, is the independent judge of what a value means.
 """
@@ -140,7 +141,7 @@ def recipe(text: str, name: str = "r.yaml") -> str:
     return f"recipes/{name}"
 
 
-# ------------------------------------------------------------------------------------------------- what values mean
+# --------------------------------------------------------------------------------- what values mean
 
 LINES = [
     [],
@@ -167,7 +168,8 @@ def test_every_setting_is_known_by_its_flat_name() -> None:
         *("max_tokens", "stop", "shuffle", "parts", "base_model"),
         "group_size",
     ]
-    assert fields_of(Grpo)["learning_rate"].default == 3e-4  # the method's own default, not the section's 1e-4
+    # the method's own default, not the section's 1e-4
+    assert fields_of(Grpo)["learning_rate"].default == 3e-4
 
 
 def test_names_that_occur_twice_are_refused() -> None:
@@ -182,7 +184,7 @@ def test_names_that_occur_twice_are_refused() -> None:
         fields_of(Twice)
 
 
-# ----------------------------------------------------------------------------------------------------------- recipes
+# ------------------------------------------------------------------------------------------ recipes
 
 
 def test_recipe_scalars_are_read_by_the_type_of_the_setting() -> None:
@@ -191,7 +193,8 @@ def test_recipe_scalars_are_read_by_the_type_of_the_setting() -> None:
         "parts: {length: 0.5, format: 1}\nbase_model: on\n"
     )
     settings = read(path).stages[0].settings
-    assert settings.optim == Optim(learning_rate=0.0003, betas=(0.5, 0.1))  # PyYAML alone makes "3e-4" a string
+    # PyYAML alone makes "3e-4" a string
+    assert settings.optim == Optim(learning_rate=0.0003, betas=(0.5, 0.1))
     assert settings.sampling.stop == ("no", "x: y", "1.0")  # and "no" a False
     assert settings.sampling == Sampling(stop=("no", "x: y", "1.0"), shuffle=False, parts=(("length", 0.5), ("format", 1.0)),
                                          base_model="on")  # fmt: skip
@@ -205,7 +208,8 @@ def test_order_of_precedence_default_shared_stage_flag() -> None:
     run = read(path, "--schedule", "cosine", "--group-size", "3")
     assert [stage.name for stage in run.stages] == ["sft-1", "polish", "sft-2"]
     assert [stage.settings.optim.learning_rate for stage in run.stages] == [0.2, 0.1, 0.1]
-    assert [stage.settings.optim.schedule for stage in run.stages] == ["cosine"] * 3  # a flag reaches each stage that has it
+    # a flag reaches each stage that has it
+    assert [stage.settings.optim.schedule for stage in run.stages] == ["cosine"] * 3
     assert run.stages[1].settings.group_size == 3
     assert (run.name, run.options.seed, run.recipe) == ("r", 5, path)
 
@@ -227,53 +231,85 @@ def test_method_and_recipe_must_agree() -> None:
     assert "runs 2 stages (sft, grpo); leave out 'grpo'" in problems("grpo", two)[0]
 
 
-# ---------------------------------------------------------------------------------------------------------- mistakes
+# ----------------------------------------------------------------------------------------- mistakes
 
 MISTAKES = [
-    (["grpo", "--learning-rat", "1"], "--learning-rat: no such setting; did you mean --learning-rate?"),
+    (
+        ["grpo", "--learning-rat", "1"],
+        "--learning-rat: no such setting; did you mean --learning-rate?",
+    ),
     (["grpo", "--noise", "1"], "--noise: no such setting of this run (it is one of sft)"),
-    (["grpo", "--learning-rate", "fast"], "--learning-rate: fast is not FLOAT (a number, like 0.5 or 3e-4)"),
+    (
+        ["grpo", "--learning-rate", "fast"],
+        "--learning-rate: fast is not FLOAT (a number, like 0.5 or 3e-4)",
+    ),
     (["grpo", "--group-size", "1.5"], "--group-size: 1.5 is not INT (a whole number, like 8)"),
     (["grpo", "--group-size"], "--group-size: takes 1 value (INT), got none"),
     (["grpo", "--betas", "0.9"], "--betas: takes 2 values (FLOAT FLOAT), got 1: 0.9"),
     (["grpo", "--schedule", "linaer"], "did you mean linear?"),
     (["grpo", "--no-shuffle", "x"], "--no-shuffle: takes no value, got x"),
-    (["grpo", "--shuffle", "recipes/addition.yaml"], "--shuffle: recipes/addition.yaml is not one of True, False"),
+    (
+        ["grpo", "--shuffle", "recipes/addition.yaml"],
+        "--shuffle: recipes/addition.yaml is not one of True, False",
+    ),
     (["grpo", "-s", "1"], "-s: flags begin with two dashes, like --s"),
     (["grpo", "--learning-rate", "-1"], "--learning-rate is positive, got -1.0"),
     (["grpo", "--group-size", "1"], "--group-size is at least 2, got 1"),
     (["distill"], "teacher is required: give it as --teacher STR"),
     (["grop"], "unknown method 'grop'; did you mean grpo?"),
     (["adition"], "unknown method 'adition'; did you mean recipes/addition.yaml?"),
-    (["recipes/adition.yaml"], "no recipe file 'recipes/adition.yaml'; did you mean recipes/addition.yaml?"),
+    (
+        ["recipes/adition.yaml"],
+        "no recipe file 'recipes/adition.yaml'; did you mean recipes/addition.yaml?",
+    ),
     (["grpo", "sft"], "'sft' is one word too many"),
 ]
 
 
-@pytest.mark.parametrize(("line", "expected"), MISTAKES, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
-def test_a_mistake_on_the_line_is_one_problem_that_says_the_remedy(line: list[str], expected: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    MISTAKES,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_on_the_line_is_one_problem_that_says_the_remedy(
+    line: list[str], expected: str
+) -> None:
     found = problems(*line)
     assert len(found) == 1 and expected in found[0], found
 
 
 RECIPE_MISTAKES = [
-    ("method: grpo\nlearning_rat: 1\n", "line 2, learning_rat: no setting of grpo; did you mean learning_rate?"),
-    ("method: grpo\ngroup_size: 4\ngroup-size: 5\n", "line 3: group_size is given twice (first in line 2)"),
+    (
+        "method: grpo\nlearning_rat: 1\n",
+        "line 2, learning_rat: no setting of grpo; did you mean learning_rate?",
+    ),
+    (
+        "method: grpo\ngroup_size: 4\ngroup-size: 5\n",
+        "line 3: group_size is given twice (first in line 2)",
+    ),
     ("method: grpo\ngroup_size: [1, 2]\n", "line 2, group_size: takes 1 value (INT), got 2"),
     ("method: grpo\ngroup_size: null\n", "line 2, group_size: null is not INT"),
     ("method: grpo\ngroup_size: true\n", "line 2, group_size: true is not INT"),
     ("method: grpo\n  group_size: 4\n", "line 2: not YAML"),
     ("method: grop\n", "line 1: unknown method 'grop'; did you mean grpo?"),
     ("stages: []\n", "line 1: `stages:` is a list"),
-    ("method: grpo\nstages:\n- method: sft\n", "line 1: `method:` and `stages:` exclude each other"),
+    (
+        "method: grpo\nstages:\n- method: sft\n",
+        "line 1: `method:` and `stages:` exclude each other",
+    ),
     ("stages:\n- learning_rate: 1\n", "line 2: this stage says no `method:`"),
-    ("stages:\n- method: sft\n  seed: 1\n", "line 3, seed: holds for the whole run; move it to the recipe's top level"),
+    (
+        "stages:\n- method: sft\n  seed: 1\n",
+        "line 3, seed: holds for the whole run; move it to the recipe's top level",
+    ),
     ("- a\n- b\n", "a recipe is a mapping of settings"),
     ("", "a recipe is a mapping of settings"),
 ]
 
 
-@pytest.mark.parametrize(("text", "expected"), RECIPE_MISTAKES, ids=[expected[:30] for _, expected in RECIPE_MISTAKES])
+@pytest.mark.parametrize(
+    ("text", "expected"), RECIPE_MISTAKES, ids=[expected[:30] for _, expected in RECIPE_MISTAKES]
+)
 def test_a_mistake_in_a_recipe_is_named_with_its_line(text: str, expected: str) -> None:
     found = problems(recipe(text))
     assert len(found) == 1 and found[0].startswith("recipes/r.yaml") and expected in found[0], found
@@ -283,28 +319,53 @@ def test_settings_of_a_recipe_are_named_as_it_writes_them_and_flags_as_they_are_
     path = recipe("method: grpo\ngroup_size: 1\n")
     assert problems(path) == ["group_size is at least 2, got 1"]
     assert problems(path, "--group-size", "0") == ["--group-size is at least 2, got 0"]
-    assert problems(path, "--learning-rate", "-1") == ["--learning-rate is positive, got -1.0"]  # group_size is looked at after it
-    named = as_flags("batch_size 7 (not --batch-size, my_batch_size, 'batch_size' or batch_sizes)", ["batch_size", "size"])
+    # group_size is looked at after it
+    assert problems(path, "--learning-rate", "-1") == ["--learning-rate is positive, got -1.0"]
+    named = as_flags(
+        "batch_size 7 (not --batch-size, my_batch_size, 'batch_size' or batch_sizes)",
+        ["batch_size", "size"],
+    )
     assert named == "--batch-size 7 (not --batch-size, my_batch_size, 'batch_size' or batch_sizes)"
     paths = "no folder runs/train_limit, train_limit/x or train_limit.yaml; train.py train_limit; stage train_limit: lower train_limit."
-    assert as_flags(paths, ["train_limit"]) == paths.replace("lower train_limit.", "lower --train-limit.")
+    assert as_flags(paths, ["train_limit"]) == paths.replace(
+        "lower train_limit.", "lower --train-limit."
+    )
 
 
 def test_all_problems_are_shown_at_once_in_one_box(capsys: pytest.CaptureFixture[str]) -> None:
-    path = recipe("learning_rate: fast\ngroupsize: 3\nstages:\n- method: sft\n  noise: loud\n- method: grpo\n")
+    path = recipe(
+        "learning_rate: fast\ngroupsize: 3\nstages:\n- method: sft\n  noise: loud\n- method: grpo\n"
+    )
     with pytest.raises(SystemExit) as caught:
-        cli.parse([path, "--sed", "1", "--betas", "1"], METHODS, Path("recipes/addition.yaml"), options=RunSettings)
+        cli.parse(
+            [path, "--sed", "1", "--betas", "1"],
+            METHODS,
+            Path("recipes/addition.yaml"),
+            options=RunSettings,
+        )
     out, err = capsys.readouterr()
     assert caught.value.code == 2 and out == ""
-    assert err.count("╭") == 1 and "5 problems: nothing was started" in err and "Traceback" not in err
-    for expected in ("line 1, learning_rate", "groupsize", "line 5, noise", "did you mean --seed?", "--betas"):
+    assert (
+        err.count("╭") == 1 and "5 problems: nothing was started" in err and "Traceback" not in err
+    )
+    for expected in (
+        "line 1, learning_rate",
+        "groupsize",
+        "line 5, noise",
+        "did you mean --seed?",
+        "--betas",
+    ):
         assert expected in err
     assert err.count("learning_rate: fast") == 1  # wrong in both stages, told once
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_the_box_says_whether_anything_began(begun: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`execute` fails before or after it says that it begins; names of settings are flags where no recipe was named."""
+def test_the_box_says_whether_anything_began(
+    begun: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`execute` fails before or after it says that it begins; names of settings are flags where no
+    recipe was named.
+    """
     from rl.errors import UserError
     from rl.methods import METHODS as real
     from rl.run import entry
@@ -320,11 +381,16 @@ def test_the_box_says_whether_anything_began(begun: bool, capsys: pytest.Capture
     with pytest.raises(SystemExit) as caught:
         entry.main(cli.read(["grpo"], real, Path("recipes/addition.yaml"), RealSettings))
     err = capsys.readouterr().err
-    assert caught.value.code == 2 and f"1 problem: {'the run stopped' if begun else 'nothing was started'}" in err
+    assert (
+        caught.value.code == 2
+        and f"1 problem: {'the run stopped' if begun else 'nothing was started'}" in err
+    )
     assert "--max-tokens 900 is too long" in err
 
 
-def test_only_rank_0_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_0_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):
         fail(["x"])
@@ -335,7 +401,7 @@ def test_only_rank_0_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert "[bold]not markup[/]" in capsys.readouterr().err
 
 
-# -------------------------------------------------------------------------------------------------------------- help
+# --------------------------------------------------------------------------------------------- help
 
 
 def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -349,11 +415,16 @@ def test_help_is_the_index(capsys: pytest.CaptureFixture[str]) -> None:
     page = shown(capsys, "--help")
     for name, spec in METHODS.items():
         assert re.search(rf"{name} +{spec.summary}", page)
-    assert re.search(r"recipes/addition.yaml +Two-digit addition, taught badly and then improved \(the default\)", page)
+    assert re.search(
+        r"recipes/addition.yaml +Two-digit addition, taught badly and then improved \(the default\)",
+        page,
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_help_of_a_method_has_every_setting_with_help_and_default(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_method_has_every_setting_with_help_and_default(
+    method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = shown(capsys, method, "--help")
     for cls in (METHODS[method].settings, RunSettings):
         for name in fields_of(cls):
@@ -364,7 +435,9 @@ def test_help_of_a_method_has_every_setting_with_help_and_default(method: str, c
 
 
 def test_help_of_a_recipe_shows_its_values(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "Samples of each problem. (default: 4)" in shown(capsys, "recipes/addition.yaml", "--help")
+    assert "Samples of each problem. (default: 4)" in shown(
+        capsys, "recipes/addition.yaml", "--help"
+    )
     page = shown(capsys, recipe("stages:\n- method: sft\n  noise: 0.7\n- method: grpo\n"), "--help")
     assert "train.py sft" in page and "train.py grpo" in page and "spoilt. (default: 0.7)" in page
 
@@ -375,7 +448,12 @@ def test_help_whose_reader_has_left_ends_quietly(words: list[str]) -> None:
     train = Path(__file__).parent.parent / "train.py"
     reads, writes = os.pipe()
     os.close(reads)
-    done = subprocess.run([sys.executable, str(train), *words, "--help"], stdout=writes, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, str(train), *words, "--help"],
+        stdout=writes,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     os.close(writes)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -386,16 +464,25 @@ def test_help_imports_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
 
 
-# ------------------------------------------------------------------------------------------------------- config.json
+# -------------------------------------------------------------------------------------- config.json
 
 
 def test_resolved_settings_survive_json() -> None:
-    path = recipe("stages:\n- method: sft\n  learning_rate: 0.1234567890123456789\n- method: grpo\n  stop: ['None', 'a b']\n")
-    run = read(path, "--parts", "a", "inf", "--output-dir", "somewhere/else", "--max-tokens", "None")
+    path = recipe(
+        "stages:\n- method: sft\n  learning_rate: 0.1234567890123456789\n- method: grpo\n  stop: ['None', 'a b']\n"
+    )
+    run = read(
+        path, "--parts", "a", "inf", "--output-dir", "somewhere/else", "--max-tokens", "None"
+    )
     config = json.loads(json.dumps(run_plan.resolved(run), allow_nan=False))
     assert run_plan.from_resolved(config, METHODS, options=RunSettings) == run
     assert config["stages"][1]["settings"]["max_tokens"] is None
-    assert config["options"] == {"name": None, "output_dir": "somewhere/else", "seed": 0, "resume": False}
+    assert config["options"] == {
+        "name": None,
+        "output_dir": "somewhere/else",
+        "seed": 0,
+        "resume": False,
+    }
 
 
 def test_a_saved_config_that_no_longer_fits_says_where() -> None:
@@ -404,7 +491,10 @@ def test_a_saved_config_that_no_longer_fits_says_where() -> None:
     with pytest.raises(SettingsError) as caught:
         run_plan.from_resolved(config, METHODS, options=RunSettings)
     assert len(caught.value.problems) == 2
-    assert "config.json stage sft: unknown setting 'noize'; did you mean 'noise'?" in caught.value.problems[0]
+    assert (
+        "config.json stage sft: unknown setting 'noize'; did you mean 'noise'?"
+        in caught.value.problems[0]
+    )
     with pytest.raises(SettingsError, match="is it the config.json of a run"):
         run_plan.from_resolved({"model_type": "qwen3"}, METHODS, options=RunSettings)
 
@@ -412,27 +502,43 @@ def test_a_saved_config_that_no_longer_fits_says_where() -> None:
 def test_difference_names_each_changed_setting() -> None:
     two = recipe("stages:\n- method: sft\n- method: grpo\n")
     saved = run_plan.resolved(read(two))
-    assert run_plan.difference(saved, run_plan.resolved(read(two, "--resume"))) == []  # to resume is no change of settings
-    asked = run_plan.resolved(read(two, "--learning-rate", "0.5", "--seed", "1", "--stop", "a", "b"))
+    # to resume is no change of settings
+    assert run_plan.difference(saved, run_plan.resolved(read(two, "--resume"))) == []
+    asked = run_plan.resolved(
+        read(two, "--learning-rate", "0.5", "--seed", "1", "--stop", "a", "b")
+    )
     assert run_plan.difference(saved, asked) == [
         "seed 0 -> 1",
         "stage sft: learning_rate 0.0001 -> 0.5",
         "stage grpo: learning_rate 0.0003 -> 0.5",
         "stage grpo: stop (none) -> a b",
     ]
-    assert run_plan.difference(saved, run_plan.resolved(read("sft"))) == ["stages sft (sft), grpo (grpo) -> sft (sft)"]
+    assert run_plan.difference(saved, run_plan.resolved(read("sft"))) == [
+        "stages sft (sft), grpo (grpo) -> sft (sft)"
+    ]
 
 
 def test_a_setting_that_an_older_config_lacks_had_its_default() -> None:
-    """One at a time, every setting: asked for as it is by default it is no change, asked for otherwise it is."""
+    """One at a time, every setting: asked for as it is by default it is no change, asked for
+    otherwise it is.
+    """
     asked = run_plan.resolved(read("sft"))
     table = {"methods": METHODS, "options": RunSettings}
-    for part, name in [("options", "seed"), *(("stages", name) for name in asked["stages"][0]["settings"])]:
+    for part, name in [
+        ("options", "seed"),
+        *(("stages", name) for name in asked["stages"][0]["settings"]),
+    ]:
         saved = json.loads(json.dumps(asked))
         held = saved["options"] if part == "options" else saved["stages"][0]["settings"]
         default = held.pop(name)
         assert run_plan.difference(saved, asked, **table) == []
         other = json.loads(json.dumps(asked))
-        (other["options"] if part == "options" else other["stages"][0]["settings"])[name] = "another"
-        assert run_plan.difference(saved, other, **table) == [f"{name} {run_plan.show(default)} -> another"]
-        assert run_plan.difference(asked, saved, **table) == [f"{name} {run_plan.show(default)} -> (not set)"]
+        (other["options"] if part == "options" else other["stages"][0]["settings"])[name] = (
+            "another"
+        )
+        assert run_plan.difference(saved, other, **table) == [
+            f"{name} {run_plan.show(default)} -> another"
+        ]
+        assert run_plan.difference(asked, saved, **table) == [
+            f"{name} {run_plan.show(default)} -> (not set)"
+        ]

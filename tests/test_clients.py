@@ -1,4 +1,6 @@
-"""Tinker's verbs in process: futures, agreement of sampler and learner, saving, and what must be refused."""
+"""Tinker's verbs in process: futures, agreement of sampler and learner, saving, and what must be
+refused.
+"""
 
 import asyncio
 import json
@@ -59,11 +61,18 @@ def keep_worker(monkeypatch):
 
 
 def weights(model_id=0) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1).clone() for p in _workers[None].learners[model_id].trainable.values()])
+    return torch.cat(
+        [
+            p.detach().reshape(-1).clone()
+            for p in _workers[None].learners[model_id].trainable.values()
+        ]
+    )
 
 
 def gradient(model_id=0) -> torch.Tensor:
-    return torch.cat([p.grad.reshape(-1).clone() for p in _workers[None].learners[model_id].trainable.values()])
+    return torch.cat(
+        [p.grad.reshape(-1).clone() for p in _workers[None].learners[model_id].trainable.values()]
+    )
 
 
 def train(client, steps=3):
@@ -72,7 +81,7 @@ def train(client, steps=3):
         client.optim_step(ADAM).result()
 
 
-# ------------------------------------------------------------------------------------------------------------- learning
+# ----------------------------------------------------------------------------------------- learning
 
 
 def test_verbs_run_in_order_and_futures_are_both_waited_for_and_awaited(client):
@@ -82,7 +91,9 @@ def test_verbs_run_in_order_and_futures_are_both_waited_for_and_awaited(client):
     third = client.forward(datums, "ppo")
     assert second.result().metrics["grad_norm"] > 0
     before, after = first.result(), third.result()
-    assert not np.allclose(before.loss_fn_outputs[0]["logprobs"].array, after.loss_fn_outputs[0]["logprobs"].array)
+    assert not np.allclose(
+        before.loss_fn_outputs[0]["logprobs"].array, after.loss_fn_outputs[0]["logprobs"].array
+    )
     assert set(before.metrics) >= {"loss:sum", "clipped_low:sum"}
 
     async def script():
@@ -97,7 +108,11 @@ def test_verbs_run_in_order_and_futures_are_both_waited_for_and_awaited(client):
 
 def test_clients_are_futures_of_themselves(service):
     client = service.create_lora_training_client("tiny:addition", rank=2).result()
-    assert client.get_info().is_lora and client.get_info().lora_rank == 2 and client.get_info().model_name == "tiny:addition"
+    assert (
+        client.get_info().is_lora
+        and client.get_info().lora_rank == 2
+        and client.get_info().model_name == "tiny:addition"
+    )
 
     async def script():
         other = await service.create_lora_training_client_async("tiny:addition", rank=3)
@@ -107,30 +122,41 @@ def test_clients_are_futures_of_themselves(service):
         return other.get_info().lora_rank, response, values
 
     rank, response, values = asyncio.run(script())
-    assert rank == 3 and len(response.sequences) == 2 and values[0] is None and len(values) == PROMPT.length
+    assert (
+        rank == 3
+        and len(response.sequences) == 2
+        and values[0] is None
+        and len(values) == PROMPT.length
+    )
 
 
 def test_custom_loss_gives_the_gradient_of_the_built_in_one(client):
     datums = random_datums(5)
     client.forward_backward(datums, "ppo").result()
     built_in = gradient()
-    client.optim_step(AdamParams(learning_rate=0.0)).result()  # clears the gradient, changes nothing
+    # clears the gradient, changes nothing
+    client.optim_step(AdamParams(learning_rate=0.0)).result()
 
     def loss(data, logprobs):
         total = 0.0
         for datum, logp in zip(data, logprobs, strict=True):
             inputs = {n: v.to_torch() for n, v in datum.loss_fn_inputs.items()}
-            total = total + get_loss("ppo").fn(logp, logp, inputs, torch.tensor([0, len(logp)]), {})[0]
+            total = (
+                total + get_loss("ppo").fn(logp, logp, inputs, torch.tensor([0, len(logp)]), {})[0]
+            )
         return total, {"mine": 2.0}
 
     output = client.forward_backward_custom(datums, loss).result()
     assert relative_difference(gradient(), built_in) < 1e-5
-    assert output.metrics["mine"] == 2.0 and "mine:mean" not in output.metrics  # as the user named it
+    # as the user named it
+    assert output.metrics["mine"] == 2.0 and "mine:mean" not in output.metrics
 
 
 def test_a_custom_loss_that_ignores_the_logprobs_is_told_so(client):
     with pytest.raises(ValueError, match="scalar tensor that depends on the logprobs"):
-        client.forward_backward_custom(random_datums(1), lambda data, logprobs: (torch.tensor(1.0), {}))
+        client.forward_backward_custom(
+            random_datums(1), lambda data, logprobs: (torch.tensor(1.0), {})
+        )
 
 
 def test_forward_backward_of_nothing_is_a_no_op(client):
@@ -151,7 +177,9 @@ def test_an_update_after_a_failed_forward_backward_is_refused(client):
     before = weights()
     with pytest.raises(FloatingPointError):
         failed.result()
-    with pytest.raises(RuntimeError, match="optim_step was not run, because a forward_backward before it failed"):
+    with pytest.raises(
+        RuntimeError, match="optim_step was not run, because a forward_backward before it failed"
+    ):
         update.result()
     assert torch.equal(weights(), before)
     client.forward_backward(random_datums(3), "importance_sampling")
@@ -174,7 +202,9 @@ def test_nothing_is_left_of_a_backward_that_failed_halfway(service, monkeypatch,
     with monkeypatch.context() as patch:
         patch.setattr(learner.backend, "backward", fails)
         if custom:
-            failed = client.forward_backward_custom(data, lambda data, logprobs: (sum(lp.sum() for lp in logprobs), {}))
+            failed = client.forward_backward_custom(
+                data, lambda data, logprobs: (sum(lp.sum() for lp in logprobs), {})
+            )
         else:
             failed = client.forward_backward(data, "importance_sampling")
         update = client.optim_step(ADAM)
@@ -183,15 +213,23 @@ def test_nothing_is_left_of_a_backward_that_failed_halfway(service, monkeypatch,
         with pytest.raises(RuntimeError, match="optim_step was not run"):
             update.result()
     client.forward_backward(data, "importance_sampling")
-    assert client.optim_step(keep).result().metrics["grad_norm"] == pytest.approx(expected, rel=1e-6)
+    assert client.optim_step(keep).result().metrics["grad_norm"] == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 def test_malformed_calls_are_refused_where_they_are_made(client):
-    datum = Datum(ModelInput.from_ints([3, 4, 5, 6]), {"target_tokens": [4, 5, 6, 7], "logprobs": [-1.0], "advantages": [1.0]})
+    datum = Datum(
+        ModelInput.from_ints([3, 4, 5, 6]),
+        {"target_tokens": [4, 5, 6, 7], "logprobs": [-1.0], "advantages": [1.0]},
+    )
     with pytest.raises(ValueError, match=r"\[0\.0\] \* 3 \+ logprobs"):
         client.forward_backward([datum], "ppo")
     good = random_datums(1)
-    with pytest.raises(ValueError, match="'clip_hi'; ppo takes clip_low_threshold, clip_high_threshold, temperature"):
+    with pytest.raises(
+        ValueError,
+        match="'clip_hi'; ppo takes clip_low_threshold, clip_high_threshold, temperature",
+    ):
         client.forward_backward(good, "ppo", {"clip_hi": 1.3})
     with pytest.raises(ValueError, match="importance_sampling"):
         client.forward_backward(good, "stable_reinforce")
@@ -209,10 +247,15 @@ def test_a_wait_that_is_given_up_does_not_stop_the_verbs(client):
     sampler = client.save_weights_and_get_sampling_client()
 
     async def script():
-        slow = client.forward_backward([d for i in range(60) for d in random_datums(50, seed=i)], "ppo")
+        slow = client.forward_backward(
+            [d for i in range(60) for d in random_datums(50, seed=i)], "ppo"
+        )
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(slow, 0.001)
-        samples = [asyncio.ensure_future(sampler.sample_async(PROMPT, 1, SamplingParams(max_tokens=2))) for _ in range(3)]
+        samples = [
+            asyncio.ensure_future(sampler.sample_async(PROMPT, 1, SamplingParams(max_tokens=2)))
+            for _ in range(3)
+        ]
         await asyncio.sleep(0)
         samples[1].cancel()
         return await samples[0], await samples[2]
@@ -239,12 +282,14 @@ def test_one_bad_request_does_not_fail_those_beside_it(client):
     good = sampler.sample(PROMPT, 1, SamplingParams(max_tokens=2))
     with pytest.raises(ValueError, match="max_tokens=5000 exceed the model's context of 512"):
         sampler.sample(PROMPT, 1, SamplingParams(max_tokens=5000))
-    with pytest.raises(ValueError, match="the sequence to score holds the id 14; the model's ids are 0 to 13"):
+    with pytest.raises(
+        ValueError, match="the sequence to score holds the id 14; the model's ids are 0 to 13"
+    ):
         sampler.compute_logprobs(ModelInput.from_ints([3, 14]))
     assert len(good.result().sequences) == 1
 
 
-# ------------------------------------------------------------------------------------------- the sampler and the learner
+# ---------------------------------------------------------------------- the sampler and the learner
 
 
 def sampled_datums(client, temperature, count=8, max_tokens=12):
@@ -267,7 +312,10 @@ def largest_difference(output, datums) -> float:
     worst = 0.0
     for out, datum in zip(output.loss_fn_outputs, datums, strict=True):
         actions = datum.loss_fn_inputs["advantages"].array != 0
-        worst = max(worst, np.abs(out["logprobs"].array - datum.loss_fn_inputs["logprobs"].array)[actions].max())
+        worst = max(
+            worst,
+            np.abs(out["logprobs"].array - datum.loss_fn_inputs["logprobs"].array)[actions].max(),
+        )
     return worst
 
 
@@ -291,7 +339,10 @@ def test_a_second_update_on_the_same_samples_is_scored_as_they_were_drawn(client
         assert output.metrics["temperature:mean"] == 0.7
         client.optim_step(AdamParams(learning_rate=1e-9)).result()
     seen = []
-    client.forward_backward_custom(datums, lambda data, logprobs: (seen.extend(logprobs) or sum(lp.sum() for lp in logprobs), {})).result()
+    client.forward_backward_custom(
+        datums,
+        lambda data, logprobs: (seen.extend(logprobs) or sum(lp.sum() for lp in logprobs), {}),
+    ).result()
     expected = client.forward(datums, "ppo", {"temperature": 0.7}).result().loss_fn_outputs
     np.testing.assert_allclose(seen[0].detach(), expected[0]["logprobs"].array, atol=1e-5)
 
@@ -302,7 +353,12 @@ def test_weights_sampled_at_two_temperatures_ask_which(client):
         sampler.sample(PROMPT, 1, SamplingParams(max_tokens=2, temperature=temperature)).result()
     with pytest.raises(ValueError, match=r"temperatures \[1.0, 0.3\].*loss_fn_config"):
         client.forward(random_datums(1), "ppo").result()
-    assert client.forward(random_datums(1), "ppo", {"temperature": 0.3}).result().metrics["temperature:mean"] == 0.3
+    assert (
+        client.forward(random_datums(1), "ppo", {"temperature": 0.3})
+        .result()
+        .metrics["temperature:mean"]
+        == 0.3
+    )
 
 
 def test_the_wrong_temperature_would_be_seen(client):
@@ -317,7 +373,8 @@ def test_truncated_samples_are_not_trained_on(client):
     with pytest.raises(ValueError, match="top_k=-1 and top_p=1"):
         client.forward_backward(random_datums(2), "ppo").result()
     client.forward_backward([], "ppo").result()
-    sampler.sample(PROMPT, 2, SamplingParams(max_tokens=2)).result()  # an evaluation beside it may be truncated
+    # an evaluation beside it may be truncated
+    sampler.sample(PROMPT, 2, SamplingParams(max_tokens=2)).result()
     client.forward_backward(random_datums(2), "ppo").result()
 
 
@@ -355,7 +412,12 @@ def test_seeds_repeat_and_members_of_a_group_differ(client):
     sampler = client.save_weights_and_get_sampling_client()
 
     def draw(**settings):
-        return [tuple(s.tokens) for s in sampler.sample(PROMPT, 6, SamplingParams(max_tokens=10, stop=[], **settings)).result().sequences]
+        return [
+            tuple(s.tokens)
+            for s in sampler.sample(PROMPT, 6, SamplingParams(max_tokens=10, stop=[], **settings))
+            .result()
+            .sequences
+        ]
 
     assert draw(seed=1) == draw(seed=1) and draw(seed=1) != draw(seed=2)
     assert len(set(draw(seed=1))) == 6
@@ -369,7 +431,9 @@ def test_samples_asked_for_one_by_one_run_as_one_batch_and_are_the_same(client):
     alone = [sampler.sample(p, 2, params).result().sequences for p in prompts]
     verbs = []
     worker_sample = type(_workers[None]).sample
-    _workers[None].sample = lambda *a: (verbs.append(len(a[1])), worker_sample(_workers[None], *a))[1]
+    _workers[None].sample = lambda *a: (verbs.append(len(a[1])), worker_sample(_workers[None], *a))[
+        1
+    ]
     futures = [sampler.sample(p, 2, params) for p in prompts]
     together = [f.result().sequences for f in futures]
 
@@ -390,7 +454,7 @@ def test_bad_prompts_are_refused(client):
         sampler.sample(ModelInput.empty(), 1, SamplingParams(max_tokens=1))
 
 
-# --------------------------------------------------------------------------------------------------------------- saving
+# ------------------------------------------------------------------------------------------- saving
 
 
 def test_state_with_optimizer_goes_on_bit_for_bit(service, client):
@@ -401,7 +465,9 @@ def test_state_with_optimizer_goes_on_bit_for_bit(service, client):
     resumed = service.create_training_client_from_state_with_optimizer(path)
     train(resumed, 3)
     assert torch.equal(weights(resumed.model_id), undisturbed)
-    assert json.loads(open(os.path.join(path, "state.json")).read())["metadata"] == {"note": "half way"}
+    assert json.loads(open(os.path.join(path, "state.json")).read())["metadata"] == {
+        "note": "half way"
+    }
     fresh = service.create_training_client_from_state(path)  # weights alone: Adam starts anew
     train(fresh, 3)
     assert not torch.equal(weights(fresh.model_id), undisturbed)
@@ -446,7 +512,9 @@ def test_an_adapter_on_an_earlier_checkpoint_survives_a_move(service, tmp_path):
     path = str(tmp_path / "moved" / "checkpoints" / "adapted")
     assert service.create_sampling_client(path).compute_logprobs(PROMPT).result() == expected
     resumed = service.create_training_client_from_state_with_optimizer(path)
-    assert resumed.save_weights_and_get_sampling_client().compute_logprobs(PROMPT).result() == expected
+    assert (
+        resumed.save_weights_and_get_sampling_client().compute_logprobs(PROMPT).result() == expected
+    )
 
 
 def logits_of(model) -> torch.Tensor:
@@ -467,7 +535,9 @@ def test_what_is_saved_for_the_sampler_loads_in_transformers_and_peft(client):
         base = load_model("tiny:addition", seed=0).model
         loaded = PeftModel.from_pretrained(base, path)
         merged = client.save_weights_for_sampler("merged", merged=True).result().path
-        torch.testing.assert_close(logits_of(AutoModelForCausalLM.from_pretrained(merged)), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            logits_of(AutoModelForCausalLM.from_pretrained(merged)), expected, rtol=1e-4, atol=1e-4
+        )
     else:
         loaded = AutoModelForCausalLM.from_pretrained(path)
         assert AutoTokenizer.from_pretrained(path).encode("1+2=") == [3, 12, 4, 13]
@@ -487,7 +557,9 @@ def test_a_name_stays_and_must_be_one(client):
 
 
 def test_a_sampling_client_writes_nothing_and_its_name_may_be_used_again(client):
-    client.save_weights_and_get_sampling_client().sample(PROMPT, 1, SamplingParams(max_tokens=2)).result()
+    client.save_weights_and_get_sampling_client().sample(
+        PROMPT, 1, SamplingParams(max_tokens=2)
+    ).result()
     first = client.save_weights_and_get_sampling_client("once")
     client.forward_backward(random_datums(2), "ppo")
     client.optim_step(AdamParams(learning_rate=1e-2)).result()
@@ -564,32 +636,43 @@ def test_a_folder_without_tokenizer_works_with_ids(service, tmp_path):
         client.get_tokenizer()
 
 
-# ------------------------------------------------------------------------------------------------- a script of Tinker's
+# ----------------------------------------------------------------------------- a script of Tinker's
 
 
 def test_a_script_in_the_manner_of_tinkers_guide_runs_unchanged(tmp_path, monkeypatch):
-    """Groups, centred advantages, torch tensors in TensorData, weights saved and loaded by path every batch, futures."""
+    """Groups, centred advantages, torch tensors in TensorData, weights saved and loaded by path
+    every batch, futures.
+    """
     monkeypatch.setenv("WHETSTONE_OUTPUT_DIR", str(tmp_path / "mine"))
     service_client = ServiceClient()
-    training_client = service_client.create_lora_training_client(base_model="tiny:addition", rank=32)
+    training_client = service_client.create_lora_training_client(
+        base_model="tiny:addition", rank=32
+    )
     tokenizer = training_client.get_tokenizer()
-    renderer = renderers.get_renderer(model_info.get_recommended_renderer_name("tiny:addition"), tokenizer)
+    renderer = renderers.get_renderer(
+        model_info.get_recommended_renderer_name("tiny:addition"), tokenizer
+    )
     sampling_params = types.SamplingParams(max_tokens=3, stop=renderer.get_stop_sequences())
     adam_params = types.AdamParams(learning_rate=4e-3)
     rng, history = random.Random(0), []
     for batch_idx in range(6):
-        sampling_path = training_client.save_weights_for_sampler(name=f"{batch_idx:06d}").result().path
+        sampling_path = (
+            training_client.save_weights_for_sampler(name=f"{batch_idx:06d}").result().path
+        )
         sampling_client = service_client.create_sampling_client(model_path=sampling_path)
         datums, all_rewards = [], []
         for _ in range(8):
             convo = [{"role": "user", "content": f"{rng.randint(10, 99)}+{rng.randint(10, 99)}="}]
             model_input = renderer.build_generation_prompt(convo)
             prompt_tokens = model_input.to_ints()
-            result = sampling_client.sample(prompt=model_input, num_samples=8, sampling_params=sampling_params).result()
+            result = sampling_client.sample(
+                prompt=model_input, num_samples=8, sampling_params=sampling_params
+            ).result()
             rewards = []
             for seq in result.sequences:
                 parsed, _ = renderer.parse_response(seq.tokens)
-                rewards.append(float(parsed["content"].startswith("1")))  # an easy wish: answers that begin with 1
+                # an easy wish: answers that begin with 1
+                rewards.append(float(parsed["content"].startswith("1")))
             all_rewards += rewards
             advantages = [r - sum(rewards) / len(rewards) for r in rewards]
             if all(a == 0 for a in advantages):
@@ -601,8 +684,12 @@ def test_a_script_in_the_manner_of_tinkers_guide_runs_unchanged(tmp_path, monkey
                         model_input=types.ModelInput.from_ints(tokens=tokens[:-1]),
                         loss_fn_inputs={
                             "target_tokens": TensorData.from_torch(torch.tensor(tokens[1:])),
-                            "logprobs": TensorData.from_torch(torch.tensor([0.0] * ob_len + list(seq.logprobs))),
-                            "advantages": TensorData.from_torch(torch.tensor([0.0] * ob_len + [advantage] * len(seq.tokens))),
+                            "logprobs": TensorData.from_torch(
+                                torch.tensor([0.0] * ob_len + list(seq.logprobs))
+                            ),
+                            "advantages": TensorData.from_torch(
+                                torch.tensor([0.0] * ob_len + [advantage] * len(seq.tokens))
+                            ),
                         },
                     )
                 )

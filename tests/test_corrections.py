@@ -1,8 +1,10 @@
-"""Corrections for tokens that other weights drew: against verl's closed forms, against sums over every answer, and in whole runs.
+"""Corrections for tokens that other weights drew: against verl's closed forms, against sums over
+every answer, and in whole runs.
 
-verl 0.9.1, trainer/ppo/rollout_corr_helper and its test test_rollout_corr: tensors [B, T] with a response mask, log ratio =
-learner - sampler; token and sequence weights, upper bound (TIS) or both (IcePop); rejection by k1 = -log ratio, token, sequence sum and
-sequence mean (its bounds are of sampler / learner: the reciprocals of ours).
+verl 0.9.1, trainer/ppo/rollout_corr_helper and its test test_rollout_corr: tensors [B, T] with a
+response mask, log ratio = learner - sampler; token and sequence weights, upper bound (TIS) or both
+(IcePop); rejection by k1 = -log ratio, token, sequence sum and sequence mean (its bounds are of
+sampler / learner: the reciprocals of ours).
 """
 
 import itertools
@@ -21,14 +23,20 @@ from rl.settings import RunSettings, SettingsError
 from rl.settings.cli import read
 from rl.types import Datum, ForwardBackwardOutput, ModelInput
 
-VALID = [c for c in itertools.product(KINDS, LEVELS) if not (c[0] in ("truncate", "icepop") and c[1] == "geometric")]
+VALID = [
+    c
+    for c in itertools.product(KINDS, LEVELS)
+    if not (c[0] in ("truncate", "icepop") and c[1] == "geometric")
+]
 
 
 def verl(log_ratio, mask, kind, level, low, high):
     """Weights and response mask of its helper, written with torch over a rectangle."""
     log_ratio, mask = torch.tensor(log_ratio), torch.tensor(mask)
     sums = (log_ratio * mask).sum(-1, keepdim=True)
-    stat = {"token": log_ratio, "sequence": sums, "geometric": sums / mask.sum(-1, keepdim=True)}[level].expand_as(log_ratio)
+    stat = {"token": log_ratio, "sequence": sums, "geometric": sums / mask.sum(-1, keepdim=True)}[
+        level
+    ].expand_as(log_ratio)
     weights = stat.clamp(-20, 20).exp() * mask
     if kind == "truncate":
         return weights.clamp(max=high), mask
@@ -45,23 +53,34 @@ def test_verl_closed_forms(kind, level, seed):
     rng = np.random.default_rng(seed)
     mask = (rng.random((6, 9)) < 0.7).astype(float)
     mask[:, 0] = 1
-    gap = rng.normal(0, 0.5, (6, 9)) + rng.normal(0, 0.3 if level == "sequence" else 0.6, (6, 1)) / (4 if level == "sequence" else 1)
+    gap = rng.normal(0, 0.5, (6, 9)) + rng.normal(
+        0, 0.3 if level == "sequence" else 0.6, (6, 1)
+    ) / (4 if level == "sequence" else 1)
     low, high = (0.0, 1.6) if kind == "truncate" else (0.6, 1.6)
     expected_weights, expected_mask = verl(gap, mask, kind, level, low, high)
-    weights, kept, metrics = corrected(list(gap), list(mask != 0), list(range(6)), Correction(kind, level, low, high))
+    weights, kept, metrics = corrected(
+        list(gap), list(mask != 0), list(range(6)), Correction(kind, level, low, high)
+    )
     found = np.stack(weights) * mask
     np.testing.assert_allclose(found, expected_weights.numpy(), rtol=1e-12)
     np.testing.assert_array_equal(np.stack(kept), expected_mask.numpy() != 0)
     applied = (found * np.stack(kept))[mask != 0]
     assert metrics["optim/correction_weight"] == pytest.approx(applied.mean())
     squares = (applied**2).sum()
-    assert metrics["optim/correction_ess"] == pytest.approx(applied.sum() ** 2 / squares / len(applied) if squares else 0.0)
+    assert metrics["optim/correction_ess"] == pytest.approx(
+        applied.sum() ** 2 / squares / len(applied) if squares else 0.0
+    )
     ratio = np.stack(ratios(list(gap), list(mask != 0), list(range(6)), level))[mask != 0]
-    assert metrics["optim/correction_high"] == (ratio > high).mean() and metrics["optim/correction_low"] == (ratio < low).mean()
+    assert (
+        metrics["optim/correction_high"] == (ratio > high).mean()
+        and metrics["optim/correction_low"] == (ratio < low).mean()
+    )
 
 
 def test_verl_mask_case():
-    """Its literals: ratios of 0.368 everywhere in one answer and 1.649 in the other; bounds 0.5 to 2 leave out the first, half of all."""
+    """Its literals: ratios of 0.368 everywhere in one answer and 1.649 in the other; bounds 0.5 to
+    2 leave out the first, half of all.
+    """
     gaps, masks = [np.full(5, -1.0), np.full(5, 0.5)], [np.ones(5, bool)] * 2
     for level in LEVELS[:1] + LEVELS[2:]:
         weights, kept, metrics = corrected(gaps, masks, [0, 1], Correction("mask", level, 0.5, 2.0))
@@ -79,16 +98,22 @@ def test_a_catastrophic_token_overflows_nothing():
     (w,), _, _ = corrected(gaps, masks, [0], Correction("icepop", "token", 0.5, 2.0))
     assert w.tolist() == [1.0, 0.0, 0.0]
     _, (kept,), metrics = corrected(gaps, masks, [0], Correction("mask", "sequence", 0.5, 2.0))
-    assert not kept.any() and metrics["optim/correction_ess"] == 0.0 and np.isfinite(list(metrics.values())).all()
+    assert (
+        not kept.any()
+        and metrics["optim/correction_ess"] == 0.0
+        and np.isfinite(list(metrics.values())).all()
+    )
 
 
 def test_sequence_weights_are_unbiased():
-    """Over every answer of three tokens of three: the sampler's mean of weight x grad log p is the learner's own gradient, exactly.
+    """Over every answer of three tokens of three: the sampler's mean of weight x grad log p is the
+    learner's own gradient, exactly.
 
     The token's ratio alone is not: it leaves out how the prefix was drawn.
     """
     rng = np.random.default_rng(0)
-    p, q = (rng.dirichlet(np.ones(3) * 4, size=3) for _ in range(2))  # independent positions, for the learner and for what drew
+    # independent positions, for the learner and for what drew
+    p, q = (rng.dirichlet(np.ones(3) * 4, size=3) for _ in range(2))
     reward = rng.normal(size=(3, 3, 3))
     answers = list(itertools.product(range(3), repeat=3))
     mu = {a: np.prod([q[t, x] for t, x in enumerate(a)]) for a in answers}
@@ -100,7 +125,9 @@ def test_sequence_weights_are_unbiased():
             expected[t, x] += pi[a] * reward[a]
 
     def estimate(level):
-        weights, _, _ = corrected(gaps, [np.ones(3, bool)] * 27, list(range(27)), Correction("truncate", level, 0.0, 1e5))
+        weights, _, _ = corrected(
+            gaps, [np.ones(3, bool)] * 27, list(range(27)), Correction("truncate", level, 0.0, 1e5)
+        )
         found = np.zeros((3, 3))
         for a, weight in zip(answers, weights, strict=True):
             for t, x in enumerate(a):
@@ -117,7 +144,12 @@ def datums_of(rng, shares):
         n = int(rng.integers(2, 7))
         mask = (rng.random(n) < 0.8).astype(np.float32)
         mask[-1] = 1.0
-        fields = {"target_tokens": [1] * n, "advantages": mask * 1.5, "logprobs": -rng.random(n) * mask, "mask": mask}
+        fields = {
+            "target_tokens": [1] * n,
+            "advantages": mask * 1.5,
+            "logprobs": -rng.random(n) * mask,
+            "mask": mask,
+        }
         made.append(Datum(ModelInput.from_ints([1] * n), fields, episode_share=share))
     return made
 
@@ -125,7 +157,17 @@ def datums_of(rng, shares):
 def test_an_episode_of_several_datums_is_one_sequence():
     """The same episodes in one datum each, and cut up: the same weights, the same tokens kept."""
     rng = np.random.default_rng(3)
-    assert episodes(datums_of(rng, [1.0, 0.25, 0.5, 0.25, 1.0, 1 / 3, 1 / 3, 1 / 3, 1.0])) == [0, 1, 1, 1, 2, 3, 3, 3, 4]
+    assert episodes(datums_of(rng, [1.0, 0.25, 0.5, 0.25, 1.0, 1 / 3, 1 / 3, 1 / 3, 1.0])) == [
+        0,
+        1,
+        1,
+        1,
+        2,
+        3,
+        3,
+        3,
+        4,
+    ]
     whole = [(rng.normal(0, 0.4, n), rng.random(n) < 0.8) for n in (12, 7, 9)]
     cut, masks, owners = [], [], []
     for episode, (gap, mask) in enumerate(whole):
@@ -150,52 +192,92 @@ class Scores:
         return self
 
     def result(self):
-        return ForwardBackwardOutput([{"logprobs": Datum(ModelInput.empty(), {"x": lp}).loss_fn_inputs["x"]} for lp in self.lp_D], {})
+        return ForwardBackwardOutput(
+            [
+                {"logprobs": Datum(ModelInput.empty(), {"x": lp}).loss_fn_inputs["x"]}
+                for lp in self.lp_D
+            ],
+            {},
+        )
 
 
 @pytest.mark.parametrize("against_learner", [False, True])
 @pytest.mark.parametrize(("kind", "level"), VALID)
 def test_datums_carry_the_correction(kind, level, against_learner):
-    """Weights in the advantages, what is left out in neither mask nor advantages, ratios against whichever is asked for."""
+    """Weights in the advantages, what is left out in neither mask nor advantages, ratios against
+    whichever is asked for.
+    """
     rng = np.random.default_rng(7)
     datums = datums_of(rng, [1.0, 0.5, 0.5, 1.0])
-    learner = [d.loss_fn_inputs["logprobs"].array + rng.normal(0, 0.5, len(d.loss_fn_inputs["mask"])).astype(np.float32) for d in datums]
+    learner = [
+        d.loss_fn_inputs["logprobs"].array
+        + rng.normal(0, 0.5, len(d.loss_fn_inputs["mask"])).astype(np.float32)
+        for d in datums
+    ]
     how = Correction(kind, level, 0.0 if kind == "truncate" else 0.7, 1.3)
-    found, metrics = corrected_datums(Scores(learner), datums, how, against_learner=against_learner, temperature=1.0)
+    found, metrics = corrected_datums(
+        Scores(learner), datums, how, against_learner=against_learner, temperature=1.0
+    )
     masks = [d.loss_fn_inputs["mask"].array != 0 for d in datums]
-    gaps = [lp.astype(np.float64) - d.loss_fn_inputs["logprobs"].array for lp, d in zip(learner, datums, strict=True)]
+    gaps = [
+        lp.astype(np.float64) - d.loss_fn_inputs["logprobs"].array
+        for lp, d in zip(learner, datums, strict=True)
+    ]
     weights, kept, _ = corrected(gaps, masks, [0, 1, 1, 2], how)
-    for datum, new, lp, mask, weight, stays in zip(datums, found, learner, masks, weights, kept, strict=True):
+    for datum, new, lp, mask, weight, stays in zip(
+        datums, found, learner, masks, weights, kept, strict=True
+    ):
         inputs = new.loss_fn_inputs
-        np.testing.assert_allclose(inputs["advantages"].array, np.where(mask, 1.5 * weight * stays, 0.0), rtol=1e-6)
+        np.testing.assert_allclose(
+            inputs["advantages"].array, np.where(mask, 1.5 * weight * stays, 0.0), rtol=1e-6
+        )
         np.testing.assert_array_equal(inputs["mask"].array, stays)
         q = datum.loss_fn_inputs["logprobs"].array
-        np.testing.assert_allclose(inputs["logprobs"].array, np.where(mask, lp, 0.0) if against_learner else q, rtol=1e-6)
+        np.testing.assert_allclose(
+            inputs["logprobs"].array, np.where(mask, lp, 0.0) if against_learner else q, rtol=1e-6
+        )
         assert ("drawn_logprobs" in inputs) == against_learner
     removed = kind == "mask"
     tokens = [int(stays.sum()) for stays in kept]
     ends = [tokens[0], tokens[1] + tokens[2], tokens[1] + tokens[2], tokens[3]]
     lost = [int(mask.sum()) - n for mask, n in zip(masks, tokens, strict=True)]
     lost[1] = lost[2] = lost[1] + lost[2]
-    shares = [n / max(1, end) if removed and gone else d.episode_share for n, end, gone, d in zip(tokens, ends, lost, datums, strict=True)]
+    shares = [
+        n / max(1, end) if removed and gone else d.episode_share
+        for n, end, gone, d in zip(tokens, ends, lost, datums, strict=True)
+    ]
     assert [new.episode_share for new in found] == pytest.approx(shares)
-    assert ("optim/correction_weight" in metrics) == (kind != "none") and "optim/kl_sample_train_v1" in metrics
+    assert ("optim/correction_weight" in metrics) == (
+        kind != "none"
+    ) and "optim/kl_sample_train_v1" in metrics
 
 
 @pytest.mark.parametrize("loss", ["ppo", "cispo", "importance_sampling", "gspo"])
 def test_an_interpolated_proximal_policy(loss):
-    """AReaL's log-linear approximation, in float64: of a token of age d the proximal policy lies d / (d + 1) of the way to the learner."""
+    """AReaL's log-linear approximation, in float64: of a token of age d the proximal policy lies d
+    / (d + 1) of the way to the learner.
+    """
     rng = np.random.default_rng(3)
     ages = np.array([0, 0, 1, 2, 5, 0, 3])
     mask = np.array([0.0, 1, 1, 1, 1, 0, 1])
     q, lp, advantages = (rng.normal(size=7) * scale for scale in (0.5, 0.5, 1.0))
     versions = np.where(mask != 0, 10 - ages, -1)
-    fields = {"target_tokens": np.arange(7), "logprobs": q, "advantages": advantages * mask, "mask": mask}
-    several = Datum(ModelInput.from_ints(range(7)), {**fields, "versions": versions.astype(np.float32)})
+    fields = {
+        "target_tokens": np.arange(7),
+        "logprobs": q,
+        "advantages": advantages * mask,
+        "mask": mask,
+    }
+    several = Datum(
+        ModelInput.from_ints(range(7)), {**fields, "versions": versions.astype(np.float32)}
+    )
     new = with_proximal_share([several], 10)[0].loss_fn_inputs
     share = np.where(mask != 0, ages / (ages + 1), 0)
     np.testing.assert_allclose(new["proximal_share"].array, share, rtol=1e-6)
-    inputs = {name: torch.from_numpy(np.asarray(data.array, dtype=np.float64)) for name, data in new.items()}
+    inputs = {
+        name: torch.from_numpy(np.asarray(data.array, dtype=np.float64))
+        for name, data in new.items()
+    }
     exact = {"logprobs": q, "advantages": advantages * mask, "proximal_share": share}
     inputs |= {name: torch.from_numpy(values) for name, values in exact.items()}
     live, whole = torch.from_numpy(lp).requires_grad_(), torch.tensor([0, 7])
@@ -204,7 +286,9 @@ def test_an_interpolated_proximal_policy(loss):
     proximal = q + ages / (ages + 1) * (lp - q)
     other = torch.from_numpy(lp).requires_grad_()
     plain = {name: value for name, value in inputs.items() if name != "proximal_share"}
-    expected, _ = get_loss(loss).compute(other, torch.zeros(7), {**plain, "logprobs": torch.from_numpy(proximal)}, whole, {})
+    expected, _ = get_loss(loss).compute(
+        other, torch.zeros(7), {**plain, "logprobs": torch.from_numpy(proximal)}, whole, {}
+    )
     expected.backward()
     assert total.item() == pytest.approx(expected.item(), rel=1e-12)
     np.testing.assert_allclose(live.grad.numpy(), other.grad.numpy(), rtol=1e-12, atol=1e-12)
@@ -213,10 +297,23 @@ def test_an_interpolated_proximal_policy(loss):
         by_hand = np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages)
         assert total.item() == pytest.approx(-(by_hand * mask).sum(), rel=1e-12)
     with_kl = {**inputs, "ref_logprobs": torch.from_numpy(q - 0.3)}
-    added = get_loss(loss).compute(torch.from_numpy(lp), torch.zeros(7), with_kl, whole, {"kl_coef": 0.5})[0] - total.detach()
-    drawn = {**plain, "ref_logprobs": torch.from_numpy(q - 0.3), "drawn_logprobs": torch.from_numpy(q)}
-    alone = get_loss(loss).compute(torch.from_numpy(lp), torch.zeros(7), drawn, whole, {"kl_coef": 0.5})[1]["kl_ref:sum"]
-    assert float(added) == pytest.approx(0.5 * float(alone), rel=1e-12), "a KL is weighted by what drew the tokens"
+    added = (
+        get_loss(loss).compute(
+            torch.from_numpy(lp), torch.zeros(7), with_kl, whole, {"kl_coef": 0.5}
+        )[0]
+        - total.detach()
+    )
+    drawn = {
+        **plain,
+        "ref_logprobs": torch.from_numpy(q - 0.3),
+        "drawn_logprobs": torch.from_numpy(q),
+    }
+    alone = get_loss(loss).compute(
+        torch.from_numpy(lp), torch.zeros(7), drawn, whole, {"kl_coef": 0.5}
+    )[1]["kl_ref:sum"]
+    assert float(added) == pytest.approx(0.5 * float(alone), rel=1e-12), (
+        "a KL is weighted by what drew the tokens"
+    )
 
 
 @pytest.mark.parametrize(
@@ -232,9 +329,19 @@ def test_it_is_the_default_for_the_loss_that_was_measured(words, so):
 
 
 def test_what_one_version_drew_is_of_one_age():
-    fields = {"target_tokens": np.arange(3), "logprobs": np.zeros(3), "advantages": np.ones(3), "mask": np.array([0.0, 1, 1])}
-    datums = [Datum(ModelInput.from_ints(range(3)), fields, version=version) for version in (4, 3, 1)]
-    shares = [one.loss_fn_inputs["proximal_share"].array.tolist() for one in with_proximal_share(datums, 4)]
+    fields = {
+        "target_tokens": np.arange(3),
+        "logprobs": np.zeros(3),
+        "advantages": np.ones(3),
+        "mask": np.array([0.0, 1, 1]),
+    }
+    datums = [
+        Datum(ModelInput.from_ints(range(3)), fields, version=version) for version in (4, 3, 1)
+    ]
+    shares = [
+        one.loss_fn_inputs["proximal_share"].array.tolist()
+        for one in with_proximal_share(datums, 4)
+    ]
     assert shares == [[0, 0, 0], [0, 0.5, 0.5], [0, 0.75, 0.75]]
     assert datums[2].with_inputs(fields).version == 1
 
@@ -256,10 +363,15 @@ REFUSED = [
 def test_settings_that_mean_nothing_are_refused(method, words, message):
     with pytest.raises(SettingsError) as error:
         read([method, *words.split()], METHODS, RECIPE, RunSettings)
-    assert message in " ".join(error.value.problems).replace("-", "_").replace("correction_is", "correction is")
+    assert message in " ".join(error.value.problems).replace("-", "_").replace(
+        "correction_is", "correction is"
+    )
 
 
-@pytest.mark.parametrize("other", ["--correction mask", "--proximal learner", "--max-steps-off-policy 1 --proximal interpolated"])
+@pytest.mark.parametrize(
+    "other",
+    ["--correction mask", "--proximal learner", "--max-steps-off-policy 1 --proximal interpolated"],
+)
 def test_truncated_is_and_a_correction_are_one_thing(other):
     with pytest.raises(SettingsError) as error:
         read(f"grpo --truncated-is 2 {other}".split(), METHODS, RECIPE, RunSettings)
@@ -268,7 +380,12 @@ def test_truncated_is_and_a_correction_are_one_thing(other):
 
 @pytest.mark.parametrize(
     "values",
-    [("truncate", "geometric", 0.0, 2.0), ("icepop", "token", 2.0, 1.0), ("tis", "token", 0.0, 2.0), ("mask", "word", 0.0, 2.0)],
+    [
+        ("truncate", "geometric", 0.0, 2.0),
+        ("icepop", "token", 2.0, 1.0),
+        ("tis", "token", 0.0, 2.0),
+        ("mask", "word", 0.0, 2.0),
+    ],
 )
 def test_a_correction_that_is_none(values):
     with pytest.raises(ValueError):
@@ -283,13 +400,22 @@ WORDS = (
 
 @pytest.mark.slow
 def test_whole_runs(tmp_path):
-    """Sampler and learner agree to 1e-4 here, so that a correction weighs by 1, leaves out nothing, and trains the same."""
+    """Sampler and learner agree to 1e-4 here, so that a correction weighs by 1, leaves out nothing,
+    and trains the same.
+    """
     plain = train(f"grpo {WORDS}", tmp_path / "plain")
-    rows = train(f"grpo {WORDS} --correction icepop --correction-level sequence --correction-low 0.9", tmp_path / "icepop")
+    rows = train(
+        f"grpo {WORDS} --correction icepop --correction-level sequence --correction-low 0.9",
+        tmp_path / "icepop",
+    )
     trained = [row for row in rows if "optim/policy_loss" in row]
-    assert trained and all(row["optim/correction_weight"] == pytest.approx(1, abs=1e-3) for row in trained)
+    assert trained and all(
+        row["optim/correction_weight"] == pytest.approx(1, abs=1e-3) for row in trained
+    )
     assert all(row["optim/correction_low"] == row["optim/correction_high"] == 0 for row in trained)
-    assert [row.get("optim/grad_norm") for row in rows] == pytest.approx([row.get("optim/grad_norm") for row in plain], rel=1e-3)
+    assert [row.get("optim/grad_norm") for row in rows] == pytest.approx(
+        [row.get("optim/grad_norm") for row in plain], rel=1e-3
+    )
     words = "--correction mask --correction-level geometric --correction-low 0.99 --correction-high 1.01"
     rows = train(f"ppo {WORDS} {words}", tmp_path / "ppo")
     assert {row["optim/correction_weight"] for row in rows if "optim/policy_loss" in row} == {1.0}

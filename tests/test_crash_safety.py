@@ -1,4 +1,6 @@
-"""Whatever is killed, hangs, fills up or is damaged: an error that names the culprit, no hang, no orphan, no lost checkpoint."""
+"""Whatever is killed, hangs, fills up or is damaged: an error that names the culprit, no hang, no
+orphan, no lost checkpoint.
+"""
 
 import json
 import os
@@ -19,7 +21,9 @@ from test_run import assert_same, command, environment, rows, write
 from rl.ranks import checkpoint
 from rl.run.keeper import Keeper
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc, preloads a library")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="looks into /proc, preloads a library"
+)
 SEEDS = range(3)  # bench/kill_campaign.py has twenty
 QUICK = ("--eval-every", "0", "--rollouts-every", "0", "--no-eval-greedy")
 
@@ -31,7 +35,7 @@ def ranks():
     server.close()
 
 
-# ----------------------------------------------------------------------------------------------------------- a save goes wrong
+# -------------------------------------------------------------------------------- a save goes wrong
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +45,9 @@ def faulty_disk(tmp_path_factory) -> Path:
         pytest.skip("no C compiler to build the faulty disk with")
     library = tmp_path_factory.mktemp("disk") / "faulty_disk.so"
     source = REPO / "tests" / "faulty_disk.c"
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True
+    )
     return library
 
 
@@ -49,10 +55,17 @@ def faulty_disk(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("fault", ["kill", "full"])
 def test_a_save_that_goes_wrong_at_any_disk_operation_loses_nothing(faulty_disk, tmp_path, fault):
     words = [sys.executable, str(REPO / "tests" / "save_faults.py"), fault, str(tmp_path)]
-    done = subprocess.run(words, env=environment(LD_PRELOAD=str(faulty_disk)), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        words,
+        env=environment(LD_PRELOAD=str(faulty_disk)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    # every file of a checkpoint is written, and synced with its folders; the checkpoint, its row, the metrics and the old one are renamed
+    # every file of a checkpoint is written, and synced with its folders; the checkpoint, its row,
+    # the metrics and the old one are renamed
     assert found["writes"] >= 10 and found["fsyncs"] >= 12 and found["renames"] >= 4, found
     assert found["from_step_1"] > 20 and found["from_step_2"] > 5, found
 
@@ -66,7 +79,13 @@ class Heard:
 
 
 def state_of(value: float) -> dict:
-    return {"value": value, "spec": {"base_model": "tiny:addition"}, "version": 1, "temperatures": [], "metadata": {}}
+    return {
+        "value": value,
+        "spec": {"base_model": "tiny:addition"},
+        "version": 1,
+        "temperatures": [],
+        "metadata": {},
+    }
 
 
 def write_checkpoint(folder: Path, value: float) -> None:
@@ -83,7 +102,9 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_used(tmp_path, name):
     named = [{"name": f"s-{step}", "state_path": "noted elsewhere"} for step in (1, 2)]
     file = tmp_path / "checkpoints" / "s-2" / name
     whole, rng = file.read_bytes(), random.Random(0)
-    damages = [whole[:size] for size in (0, 1, len(whole) // 2, len(whole) - 1)] + [whole + b"x"] * (name != "manifest.json")
+    damages = [whole[:size] for size in (0, 1, len(whole) // 2, len(whole) - 1)] + [
+        whole + b"x"
+    ] * (name != "manifest.json")
     for _ in range(60):
         bit = rng.randrange(8 * len(whole))
         flipped = bytearray(whole)
@@ -97,18 +118,30 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_used(tmp_path, name):
         assert found is not None
         if console.said:
             refused += 1
-            assert found[0]["name"] == "s-1" and found[1] == state_of(1.0) and "s-2 cannot be used" in console.said[0]
+            assert (
+                found[0]["name"] == "s-1"
+                and found[1] == state_of(1.0)
+                and "s-2 cannot be used" in console.said[0]
+            )
         else:  # a bit of the manifest that says nothing, such as a space made a tab: all else is as it was
-            assert name == "manifest.json" and found[0]["name"] == "s-2" and found[1] == state_of(2.0)
+            assert (
+                name == "manifest.json" and found[0]["name"] == "s-2" and found[1] == state_of(2.0)
+            )
     assert refused == len(damages) if name != "manifest.json" else refused > 0.8 * len(damages)
     file.write_bytes(whole)
     assert Keeper.newest_whole(tmp_path, named, Heard())[0]["name"] == "s-2"
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
-@pytest.mark.parametrize("dies_before", ["the first rename", "the second rename", "what was is removed"])
-def test_a_replaced_checkpoint_is_there_under_its_name_whenever_its_writer_dies(tmp_path, monkeypatch, dies_before, exchanges):
-    """Old or new, and whole; also where two folders cannot be exchanged in one step. A later save under the name goes well."""
+@pytest.mark.parametrize(
+    "dies_before", ["the first rename", "the second rename", "what was is removed"]
+)
+def test_a_replaced_checkpoint_is_there_under_its_name_whenever_its_writer_dies(
+    tmp_path, monkeypatch, dies_before, exchanges
+):
+    """Old or new, and whole; also where two folders cannot be exchanged in one step. A later save
+    under the name goes well.
+    """
     folder, left = tmp_path / "mine", []
 
     def save(text):
@@ -131,12 +164,15 @@ def test_a_replaced_checkpoint_is_there_under_its_name_whenever_its_writer_dies(
             checkpoint._exchanged = lambda one, other: os._exit(9)
         elif calls is None:
             removed = shutil.rmtree
-            shutil.rmtree = lambda path, **how: os._exit(9) if Path(path).exists() and exchange else removed(path, **how)
+            shutil.rmtree = lambda path, **how: (
+                os._exit(9) if Path(path).exists() and exchange else removed(path, **how)
+            )
         os.rename = dying
         save('{"is": "new"}')
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code == (0 if exchanges and dies_before == "the second rename" else 9)  # in one step, there is no second
+    # in one step, there is no second
+    assert code == (0 if exchanges and dies_before == "the second rename" else 9)
     new = dies_before == "what was is removed" or code == 0
     assert checkpoint.read_state(folder) == {"is": "new" if new else "old"}
     save('{"is": "newer"}')
@@ -144,12 +180,16 @@ def test_a_replaced_checkpoint_is_there_under_its_name_whenever_its_writer_dies(
 
 
 def test_an_unchanged_checkpoint_is_read_once(tmp_path, monkeypatch):
-    """However often it is looked at; a file that was written to, or put in the place of another, is read anew."""
+    """However often it is looked at; a file that was written to, or put in the place of another, is
+    read anew.
+    """
     with checkpoint.writing(tmp_path / "c") as aside:
         (aside / "state.json").write_text("{}")
     path, read = tmp_path / "c" / "state.json", []
     checksum = checkpoint._read_checksum
-    monkeypatch.setattr(checkpoint, "_read_checksum", lambda file: (read.append(file), checksum(file))[1])
+    monkeypatch.setattr(
+        checkpoint, "_read_checksum", lambda file: (read.append(file), checksum(file))[1]
+    )
     checkpoint.verify(tmp_path / "c")
     checkpoint.verify(tmp_path / "c")
     assert len(read) == 2  # just written: not trusted to stay as it is
@@ -173,7 +213,7 @@ def test_no_room_is_known_before_anything_is_written(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["first"]
 
 
-# ------------------------------------------------------------------------------------------------------------------- signals
+# ------------------------------------------------------------------------------------------ signals
 
 LISTEN = """
 import os, sys, time
@@ -193,12 +233,19 @@ with StopRequest(float(sys.argv[1])) as request:
 
 def listening(*words: str) -> subprocess.Popen:
     code = LISTEN.format(repo=str(REPO))
-    process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout.readline() == "listening\n"
     return process
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
+)
 def test_one_request_may_come_several_times(number, code):
     process = listening("30", "0.3")
     for _ in range(3):  # from the launcher, from the scheduler, ...
@@ -228,7 +275,7 @@ def test_an_exceeded_grace_time_ends_at_once():
     assert time.monotonic() - begin < 10
 
 
-# ------------------------------------------------------------------------------------------------- two processes, one is lost
+# ----------------------------------------------------------------------- two processes, one is lost
 
 
 def wait_for(launch: Launch, folder: Path, ready, seconds: float = 120) -> None:
@@ -241,7 +288,9 @@ def wait_for(launch: Launch, folder: Path, ready, seconds: float = 120) -> None:
 
 
 def at_step(stage: str, batch: int):
-    return lambda seen: any(row["stage"] == stage and row.get("progress/batch", -1) >= batch for row in seen)
+    return lambda seen: any(
+        row["stage"] == stage and row.get("progress/batch", -1) >= batch for row in seen
+    )
 
 
 def flat(text: str) -> str:
@@ -270,7 +319,9 @@ def test_kill_9_of_a_random_rank_at_a_random_point(ranks, undisturbed, tmp_path,
 
 
 def killed_and_resumed(ranks: Ranks, undisturbed: tuple[Path, float], cwd: Path, seed: int) -> str:
-    """Returns what happened, in words. AssertionError where the resumed run does not end with the undisturbed bits."""
+    """Returns what happened, in words. AssertionError where the resumed run does not end with the
+    undisturbed bits.
+    """
     rng, (whole, seconds) = random.Random(seed), undisturbed
     victim, moment = rng.randrange(2), rng.uniform(0.02, 0.95) * seconds
     recipe = write(cwd)
@@ -278,14 +329,18 @@ def killed_and_resumed(ranks: Ranks, undisturbed: tuple[Path, float], cwd: Path,
     time.sleep(moment)
     launch.kill(victim)
     training = (cwd / "out" / "metrics.jsonl").exists()
-    if not training:  # the ranks may still be looking for each other: a launcher ends the one that is left
+    # the ranks may still be looking for each other: a launcher ends the one that is left
+    if not training:
         time.sleep(2.0)
         launch.kill(1 - victim, signal.SIGTERM)
     codes = list(launch.wait(60))  # the other one ends by itself
-    over = (cwd / "out" / "checkpoints" / "grpo-final").exists()  # killed while the processes took leave of each other
+    # killed while the processes took leave of each other
+    over = (cwd / "out" / "checkpoints" / "grpo-final").exists()
     if training and not over and codes[victim] == -signal.SIGKILL:
         assert codes[1 - victim] == 1, launch.output()
-        assert f"rank {victim} (process {launch.pids[victim]} on " in flat(launch.output(1 - victim)), launch.output()
+        assert f"rank {victim} (process {launch.pids[victim]} on " in flat(
+            launch.output(1 - victim)
+        ), launch.output()
     seen = len(rows(cwd / "out")) if (cwd / "out" / "metrics.jsonl").exists() else 0
     resumed = ranks.start(recipe, "--output-dir", "out", "--auto-resume", *QUICK, cwd=cwd, world=2)
     assert resumed.wait(240) == [0, 0], resumed.output()
@@ -295,7 +350,9 @@ def killed_and_resumed(ranks: Ranks, undisturbed: tuple[Path, float], cwd: Path,
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_within_the_bound(ranks, tmp_path):
-    launch = ranks.start(write(tmp_path), "--output-dir", "out", "--timeout", "3", *QUICK, cwd=tmp_path, world=2)
+    launch = ranks.start(
+        write(tmp_path), "--output-dir", "out", "--timeout", "3", *QUICK, cwd=tmp_path, world=2
+    )
     wait_for(launch, tmp_path / "out", at_step("sft", 1))
     launch.kill(1, signal.SIGSTOP)
     begin = time.monotonic()
@@ -305,14 +362,18 @@ def test_a_rank_that_hangs_is_named_within_the_bound(ranks, tmp_path):
     seconds = time.monotonic() - begin
     launch.kill(1)  # what a launcher does once one of its processes has failed
     assert launch.wait(20) == [1, -signal.SIGKILL], launch.output()
-    assert f"rank 1 (process {launch.pids[1]} on" in flat(launch.output(0)) and "did not answer within 3 s" in flat(launch.output(0))
+    assert f"rank 1 (process {launch.pids[1]} on" in flat(
+        launch.output(0)
+    ) and "did not answer within 3 s" in flat(launch.output(0))
     assert 2.5 < seconds < 30 and "Traceback" not in launch.output(0), launch.output(0)
     assert ranks.nothing_left() == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_told_to_stop_two_processes_save_and_ask_to_be_requeued(ranks, undisturbed, tmp_path, number):
+def test_told_to_stop_two_processes_save_and_ask_to_be_requeued(
+    ranks, undisturbed, tmp_path, number
+):
     recipe = write(tmp_path)
     launch = ranks.start(recipe, "--output-dir", "out", *QUICK, cwd=tmp_path, world=2)
     wait_for(launch, tmp_path / "out", at_step("grpo", 1))
@@ -330,7 +391,9 @@ def test_told_to_stop_two_processes_save_and_ask_to_be_requeued(ranks, undisturb
 
 @pytest.mark.slow
 def test_a_step_that_does_not_fit_into_the_grace_time_is_left_out(ranks, undisturbed, tmp_path):
-    """Each update is made to take two seconds of a grace time of one and a half: the state before it is saved, in time."""
+    """Each update is made to take two seconds of a grace time of one and a half: the state before
+    it is saved, in time.
+    """
     recipe = write(tmp_path)
     script = tmp_path / "slow.py"
     script.write_text(f"""
@@ -345,15 +408,31 @@ def slow(self, models, datums, progress):
 grpo.PolicyGradient.learn = slow
 runpy.run_path({str(REPO / "train.py")!r}, run_name="__main__")
 """)
-    launch = ranks.start(recipe, "--output-dir", "out", "--stop-grace", "1.5", *QUICK, cwd=tmp_path, script=str(script))
+    launch = ranks.start(
+        recipe,
+        "--output-dir",
+        "out",
+        "--stop-grace",
+        "1.5",
+        *QUICK,
+        cwd=tmp_path,
+        script=str(script),
+    )
     wait_for(launch, tmp_path / "out", at_step("grpo", 1))
-    batches = lambda: sum(row["stage"] == "grpo" and "progress/batch" in row for row in rows(tmp_path / "out"))  # noqa: E731
+
+    def batches():
+        return sum(
+            row["stage"] == "grpo" and "progress/batch" in row for row in rows(tmp_path / "out")
+        )
+
     before = batches()
     launch.kill(0, signal.SIGTERM)
     assert launch.wait(60) == [75], launch.output()
     assert "ended at once" not in launch.output() and before == batches()
     resumed = ranks.start(recipe, "--output-dir", "out", "--resume", *QUICK, cwd=tmp_path)
-    assert resumed.wait(240) == [0] and f"{before} steps done" in flat(resumed.output(0)), resumed.output()
+    assert resumed.wait(240) == [0] and f"{before} steps done" in flat(resumed.output(0)), (
+        resumed.output()
+    )
     alone = ranks.start(recipe, "--output-dir", "alone", *QUICK, cwd=tmp_path)
     assert alone.wait(240) == [0]
     assert rows(tmp_path / "out") == rows(tmp_path / "alone")
@@ -365,11 +444,23 @@ def test_a_reward_that_hangs_ends_the_run_and_is_named(ranks, tmp_path):
     (tmp_path / "tests_rewards.py").write_text(
         "import subprocess, time\ndef digits(prompt, response, meta):\n    subprocess.run(['sleep', '600'])\n"
     )
-    flags = ("--output-dir", "out", "--reward-timeout", "0.4", "--batch-size", "1", "--reward-workers", "2", *QUICK)
+    flags = (
+        "--output-dir",
+        "out",
+        "--reward-timeout",
+        "0.4",
+        "--batch-size",
+        "1",
+        "--reward-workers",
+        "2",
+        *QUICK,
+    )
     launch = ranks.start(recipe, *flags, cwd=tmp_path, world=2)
     assert launch.wait(120) == [2, 0], launch.output()
     said = flat(launch.output(0))
-    assert "digits" in said and "did not end within 0.4 s" in said and "failed on every sample" in said
+    assert (
+        "digits" in said and "did not end within 0.4 s" in said and "failed on every sample" in said
+    )
     assert ranks.nothing_left() == []  # neither the workers nor what the reward started
 
 
@@ -398,7 +489,11 @@ print("went on")
     launch = ranks.start(cwd=tmp_path, world=2, script=str(script))
     assert launch.wait(60) == [0, 0], launch.output()
     said = flat(launch.output(0))
-    assert "said: no model folder at not-here" in said and "(on rank 1 (process" in said and "went on" in said
+    assert (
+        "said: no model folder at not-here" in said
+        and "(on rank 1 (process" in said
+        and "went on" in said
+    )
 
 
 @pytest.mark.slow
@@ -415,15 +510,35 @@ raise LookupError("of the script itself")
 """)
     launch = ranks.start(cwd=tmp_path, world=2, script=str(script))
     assert launch.wait(60) == [1, 0], launch.output()
-    assert "LookupError: of the script itself" in launch.output(0) and launch.output(1).strip() == "[1]"
+    assert (
+        "LookupError: of the script itself" in launch.output(0)
+        and launch.output(1).strip() == "[1]"
+    )
 
 
 @pytest.mark.slow
 def test_under_the_launcher_a_killed_rank_ends_all_of_them(tmp_path):
-    """accelerate's own launcher: it ends with the others, says so in its exit code, and leaves no process of its session."""
-    words = ["--config_file", str(REPO / "accelerate_configs/ddp.yaml"), "--num_processes", "2", *command()[1:]]
+    """accelerate's own launcher: it ends with the others, says so in its exit code, and leaves no
+    process of its session.
+    """
+    words = [
+        "--config_file",
+        str(REPO / "accelerate_configs/ddp.yaml"),
+        "--num_processes",
+        "2",
+        *command()[1:],
+    ]
     process = subprocess.Popen(
-        [sys.executable, "-m", "accelerate.commands.launch", *words, str(write(tmp_path)), "--output-dir", "out", *QUICK],
+        [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            *words,
+            str(write(tmp_path)),
+            "--output-dir",
+            "out",
+            *QUICK,
+        ],
         cwd=tmp_path,
         env=environment(**{TAG: str(tmp_path)}),
         stdout=(tmp_path / "log").open("w"),
@@ -431,8 +546,12 @@ def test_under_the_launcher_a_killed_rank_ends_all_of_them(tmp_path):
         start_new_session=True,
     )
     deadline = time.monotonic() + 240
-    while not (tmp_path / "out" / "metrics.jsonl").exists() or not at_step("sft", 1)(rows(tmp_path / "out")):
-        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+    while not (tmp_path / "out" / "metrics.jsonl").exists() or not at_step("sft", 1)(
+        rows(tmp_path / "out")
+    ):
+        assert process.poll() is None and time.monotonic() < deadline, (
+            tmp_path / "log"
+        ).read_text()
         time.sleep(0.01)
     victims = [pid for pid in tagged(str(tmp_path)) if b"RANK=1" in environ_of(pid)]
     assert len(victims) == 1
@@ -464,7 +583,7 @@ def os_kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-# --------------------------------------------------------------------------------------- another world size, another ZeRO stage
+# ----------------------------------------------------------- another world size, another ZeRO stage
 
 LAUNCHES = {
     "one": (1, None, ["NO", "Qwen3ForCausalLM", 1]),
@@ -474,7 +593,8 @@ LAUNCHES = {
     "zero2": (2, 2, ["DEEPSPEED", "DeepSpeedEngine", 2]),
     "zero3-one": (1, 3, ["DEEPSPEED", "DeepSpeedEngine", 1]),
 }
-# each loads what the one before saved after two more updates, so that every kind of launch is written by and read by another
+# each loads what the one before saved after two more updates, so that every kind of launch is
+# written by and read by another
 CHAIN = ["one", "ddp", "zero3", "zero1", "zero2", "zero3-one", "ddp", "one"]
 
 
@@ -485,9 +605,14 @@ def test_weights_and_optimizer_are_exact_under_another_world_size_and_stage(rank
         world, stage, launch = LAUNCHES[name]
         env = {}
         if stage is not None:
-            config = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+            config = {
+                "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}
+            }
             (tmp_path / f"{name}.json").write_text(json.dumps(config))
-            env = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / f"{name}.json")}
+            env = {
+                "ACCELERATE_USE_DEEPSPEED": "true",
+                "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / f"{name}.json"),
+            }
         out = tmp_path / f"{i}-{name}"
         out.mkdir()
         words = [str(out)] if state is None else [str(out), str(state)]
@@ -499,11 +624,20 @@ def test_weights_and_optimizer_are_exact_under_another_world_size_and_stage(rank
         held[name] = result["pieces"]
         if state is not None:
             for file in ("model/model.safetensors", "optimizer.safetensors"):
-                saved, again = load_file(str(state / file)), load_file(str(out / "checkpoints" / "again" / file))
+                saved, again = (
+                    load_file(str(state / file)),
+                    load_file(str(out / "checkpoints" / "again" / file)),
+                )
                 assert saved.keys() == again.keys() and len(saved) > 10
-                assert [key for key in saved if not torch.equal(saved[key], again[key])] == [], (CHAIN[i - 1], name, file)
+                assert [key for key in saved if not torch.equal(saved[key], again[key])] == [], (
+                    CHAIN[i - 1],
+                    name,
+                    file,
+                )
             moved = load_file(str(out / "checkpoints" / "end" / "optimizer.safetensors"))
-            assert not torch.equal(moved[key := next(k for k in moved if k.endswith("/exp_avg"))], saved[key])
+            assert not torch.equal(
+                moved[key := next(k for k in moved if k.endswith("/exp_avg"))], saved[key]
+            )
         state = out / "checkpoints" / "end"
     # the way to the sampler under ZeRO-3: no more than one whole parameter in memory at a time
     assert all(size == elements > 0 for size, elements in held["zero3"]) and len(held["zero3"]) > 10

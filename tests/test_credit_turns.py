@@ -1,4 +1,6 @@
-"""Credit over episodes of 1 to 12 turns, some forgetting what came before: against sums that are written out, token by token."""
+"""Credit over episodes of 1 to 12 turns, some forgetting what came before: against sums that are
+written out, token by token.
+"""
 
 import math
 from types import SimpleNamespace
@@ -24,7 +26,14 @@ def random_episode(rng, *, forgets: bool) -> Trajectory:
     for _ in range(rng.integers(1, 13)):
         tokens = rng.integers(1, 50, rng.integers(1, 5)).tolist()
         logprobs = (-rng.random(len(tokens))).tolist()
-        turns.append(Transition(ModelInput.from_ints(read), SampledSequence(tokens, logprobs), float(rng.normal()), False))
+        turns.append(
+            Transition(
+                ModelInput.from_ints(read),
+                SampledSequence(tokens, logprobs),
+                float(rng.normal()),
+                False,
+            )
+        )
         hole = rng.integers(1, 50, rng.integers(0, 4)).tolist()
         anew = forgets and rng.random() < 0.3
         read = [60, *hole] if anew else [*read, *tokens, *hole]
@@ -38,7 +47,9 @@ def random_groups(seed: int, count: int, size: int):
     groups = []
     for p in range(count):
         episodes = [random_episode(rng, forgets=p % 2 == 1) for _ in range(size)]
-        groups.append(TrajectoryGroup(episodes, rng.normal(size=size).tolist(), [{}] * size, "t", p))
+        groups.append(
+            TrajectoryGroup(episodes, rng.normal(size=size).tolist(), [{}] * size, "t", p)
+        )
     return groups
 
 
@@ -47,7 +58,9 @@ def trained(datums) -> np.ndarray:
     for datum in datums:
         mask = datum.loss_fn_inputs["mask"].array != 0
         assert not datum.loss_fn_inputs["advantages"].array[~mask].any()
-    return np.concatenate([d.loss_fn_inputs["advantages"].array[d.loss_fn_inputs["mask"].array != 0] for d in datums])
+    return np.concatenate(
+        [d.loss_fn_inputs["advantages"].array[d.loss_fn_inputs["mask"].array != 0] for d in datums]
+    )
 
 
 def deviation(r):
@@ -57,7 +70,9 @@ def deviation(r):
 COMPARED = {
     "mean": lambda r, i: r[i] - math.fsum(r) / len(r),
     "mean_std": lambda r, i: (r[i] - math.fsum(r) / len(r)) / (deviation(r) + 1e-6),
-    "leave_one_out": lambda r, i: r[i] - math.fsum(x for k, x in enumerate(r) if k != i) / (len(r) - 1),
+    "leave_one_out": lambda r, i: (
+        r[i] - math.fsum(x for k, x in enumerate(r) if k != i) / (len(r) - 1)
+    ),
     "none": lambda r, i: r[i],
 }
 
@@ -65,20 +80,36 @@ COMPARED = {
 @pytest.mark.parametrize("advantage", COMPARED)
 @pytest.mark.parametrize(
     ("step_rewards", "discount"),
-    [("sum", 1.0), *((kind, discount) for kind in ("to_go", "process_supervision") for discount in (1.0, 0.7, 0.0))],
+    [
+        ("sum", 1.0),
+        *(
+            (kind, discount)
+            for kind in ("to_go", "process_supervision")
+            for discount in (1.0, 0.7, 0.0)
+        ),
+    ],
 )
 def test_groups_are_compared_and_turns_discounted(advantage, step_rewards, discount):
     groups = random_groups(3, 8, 4)
-    pg = PolicyGradientSettings(advantage=advantage, step_rewards=step_rewards, reward_discount=discount, group_size=4)
-    found = trained(PolicyGradient(GrpoSettings(policy_gradient=pg)).credit(groups, Models(SimpleNamespace())))
+    pg = PolicyGradientSettings(
+        advantage=advantage, step_rewards=step_rewards, reward_discount=discount, group_size=4
+    )
+    found = trained(
+        PolicyGradient(GrpoSettings(policy_gradient=pg)).credit(groups, Models(SimpleNamespace()))
+    )
     wanted: list[float] = []
     for group in groups:
         rewards_G_N = [[t.reward for t in e.transitions] for e in group.trajectories_G]
         for steps, final in zip(rewards_G_N, group.final_rewards_G, strict=True):
             steps[-1] += final
-        # each total is compared with those of the group; each turn's rest with the others' rest at that turn, where they have one; or
-        # each single reward with all of the group's, and turns then add up what follows
-        pool = [math.fsum(steps) for steps in rewards_G_N] if step_rewards == "sum" else [r for steps in rewards_G_N for r in steps]
+        # each total is compared with those of the group; each turn's rest with the others' rest at
+        # that turn, where they have one; or each single reward with all of the group's, and turns
+        # then add up what follows
+        pool = (
+            [math.fsum(steps) for steps in rewards_G_N]
+            if step_rewards == "sum"
+            else [r for steps in rewards_G_N for r in steps]
+        )
         assert has_signal(pool)
         compared = [COMPARED[advantage](pool, i) for i in range(len(pool))]
         at = 0
@@ -89,11 +120,19 @@ def test_groups_are_compared_and_turns_discounted(advantage, step_rewards, disco
                     value = compared[g]
                 elif step_rewards == "to_go":
                     alive = [i for i, steps in enumerate(rewards_G_N) if len(steps) > t]
-                    rest = [math.fsum(discount ** (k - t) * rewards_G_N[i][k] for k in range(t, len(rewards_G_N[i]))) for i in alive]
+                    rest = [
+                        math.fsum(
+                            discount ** (k - t) * rewards_G_N[i][k]
+                            for k in range(t, len(rewards_G_N[i]))
+                        )
+                        for i in alive
+                    ]
                     alone = len(alive) == 1 and advantage != "none"
                     value = 0.0 if alone else COMPARED[advantage](rest, alive.index(g))
                 else:
-                    value = math.fsum(discount ** (k - t) * compared[at + k] for k in range(t, count))
+                    value = math.fsum(
+                        discount ** (k - t) * compared[at + k] for k in range(t, count)
+                    )
                 wanted += [value] * len(turn.ac.tokens)
             at += count
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
@@ -103,15 +142,22 @@ class Values:
     """A value for each prefix, of its tokens alone."""
 
     def compute_values(self, inputs):
-        found = [np.cumsum(np.sin(np.asarray(one.to_ints(), dtype=np.float64))).astype(np.float32) for one in inputs]
+        found = [
+            np.cumsum(np.sin(np.asarray(one.to_ints(), dtype=np.float64))).astype(np.float32)
+            for one in inputs
+        ]
         return SimpleNamespace(result=lambda: found)
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.7), (1.0, 1.0), (0.95, 0.0)])
 def test_generalised_advantages_run_over_actions_across_what_was_observed(gamma, lam):
     groups = random_groups(5, 6, 3)
-    options = PpoOptions(normalise_advantages=False, gamma=gamma, gae_lambda=lam, truncated="bootstrap")
-    found = trained(Ppo(PpoSettings(ppo=options, kl=KlSettings(kl_coef=0.0))).credit(groups, Models(Values())))
+    options = PpoOptions(
+        normalise_advantages=False, gamma=gamma, gae_lambda=lam, truncated="bootstrap"
+    )
+    found = trained(
+        Ppo(PpoSettings(ppo=options, kl=KlSettings(kl_coef=0.0))).credit(groups, Models(Values()))
+    )
     wanted: list[float] = []
     for group in groups:
         for episode, final in zip(group.trajectories_G, group.final_rewards_G, strict=True):
@@ -124,7 +170,15 @@ def test_generalised_advantages_run_over_actions_across_what_was_observed(gamma,
                     read = [*read, token]
                 rewards[-1] += turn.reward
             rewards[-1] += final
-            ahead = [*values[1:], math.fsum(math.sin(t) for t in read) if episode.transitions[-1].truncated else 0.0]
-            delta = [r + gamma * after - v for r, after, v in zip(rewards, ahead, values, strict=True)]
-            wanted += [math.fsum((gamma * lam) ** (k - t) * delta[k] for k in range(t, len(delta))) for t in range(len(delta))]
+            ahead = [
+                *values[1:],
+                math.fsum(math.sin(t) for t in read) if episode.transitions[-1].truncated else 0.0,
+            ]
+            delta = [
+                r + gamma * after - v for r, after, v in zip(rewards, ahead, values, strict=True)
+            ]
+            wanted += [
+                math.fsum((gamma * lam) ** (k - t) * delta[k] for k in range(t, len(delta)))
+                for t in range(len(delta))
+            ]
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)

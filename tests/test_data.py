@@ -18,7 +18,9 @@ from rl.types import Problem
 
 
 def numbered(count: int) -> ProblemSet:
-    return ProblemSet([Problem(({"role": "user", "content": str(i)},), index=i) for i in range(count)])
+    return ProblemSet(
+        [Problem(({"role": "user", "content": str(i)},), index=i) for i in range(count)]
+    )
 
 
 def indices(problems) -> list[int]:
@@ -27,12 +29,14 @@ def indices(problems) -> list[int]:
 
 def test_every_epoch_holds_each_problem_once_and_no_tail_is_dropped():
     problems = numbered(10)
-    stream = [i for step in range(10) for i in indices(problems.batch(step, 3, seed=0))]  # 30 positions, 3 epochs
+    # 30 positions, 3 epochs
+    stream = [i for step in range(10) for i in indices(problems.batch(step, 3, seed=0))]
     epochs = [stream[0:10], stream[10:20], stream[20:30]]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
     assert problems.epoch(10, 3) == 3.0
-    assert Counter(indices(numbered(3).batch(0, 9, seed=1))) == {0: 3, 1: 3, 2: 3}  # a batch beyond the set goes round
+    # a batch beyond the set goes round
+    assert Counter(indices(numbered(3).batch(0, 9, seed=1))) == {0: 3, 1: 3, 2: 3}
 
 
 def test_the_order_is_a_function_of_seed_and_step_alone():
@@ -41,13 +45,19 @@ def test_the_order_is_a_function_of_seed_and_step_alone():
     backwards = [indices(other.batch(step, 8, seed=3)) for step in reversed(range(40))]
     assert forwards == backwards[::-1]
     # the same positions cut otherwise
-    assert [i for batch in forwards for i in batch] == [i for step in range(80) for i in indices(other.batch(step, 4, seed=3))]
+    assert [i for batch in forwards for i in batch] == [
+        i for step in range(80) for i in indices(other.batch(step, 4, seed=3))
+    ]
     assert indices(one.batch(0, 50, seed=3)) != indices(one.batch(0, 50, seed=4))
 
 
 def test_a_problem_set_is_a_sequence():
     problems = numbered(5)
-    assert len(problems) == 5 and indices(problems) == [0, 1, 2, 3, 4] and indices(problems[1:3]) == [1, 2]
+    assert (
+        len(problems) == 5
+        and indices(problems) == [0, 1, 2, 3, 4]
+        and indices(problems[1:3]) == [1, 2]
+    )
     assert problems[-1].index == 4 and indices(problems.first(2)) == [0, 1]
     with pytest.raises(IndexError, match="has 5 problems, no number 5"):
         problems[5]
@@ -69,7 +79,8 @@ def test_addition_is_right_complete_and_split_without_overlap():
             assert pairs.setdefault((a, b), split) == split
     assert set(pairs) == {(a, b) for a in range(10, 100) for b in range(10, 100)}
     assert len(train) + len(test) == 8100 and 0.08 < len(test) / 8100 < 0.12
-    assert all(pairs[a, b] == pairs[b, a] for a, b in pairs)  # no answer leaks through the commuted sum
+    # no answer leaks through the commuted sum
+    assert all(pairs[a, b] == pairs[b, a] for a, b in pairs)
     assert load_problems("addition")[17] == train[17]
 
 
@@ -104,8 +115,13 @@ def test_gsm8k_parses_whole_and_its_own_responses_earn_the_full_reward(shared_da
     reward = resolve_reward("gsm8k")
     raw = [json.loads(line) for line in (shared_data / "gsm8k" / f"{split}.jsonl").open()]
     for problem, row in zip(problems, raw, strict=True):
-        assert float(problem.meta["answer"]) == float(row["answer"].split("####")[1].replace(",", ""))
-        assert problem.messages[0]["content"].startswith(row["question"]) and "\\boxed" in problem.messages[0]["content"]
+        assert float(problem.meta["answer"]) == float(
+            row["answer"].split("####")[1].replace(",", "")
+        )
+        assert (
+            problem.messages[0]["content"].startswith(row["question"])
+            and "\\boxed" in problem.messages[0]["content"]
+        )
         assert "<<" not in problem.response and "####" not in problem.response
         assert reward("", problem.response, problem.meta) == 1.0
     assert problems[0].tag == "gsm8k"
@@ -114,37 +130,61 @@ def test_gsm8k_parses_whole_and_its_own_responses_earn_the_full_reward(shared_da
 def test_other_real_files(shared_data):
     alpaca = load_problems(shared_data / "sft/rasbt_instruction/instruction-data.json")
     raw = json.loads((shared_data / "sft/rasbt_instruction/instruction-data.json").read_text())
-    assert [problem.response for problem in alpaca] == [row["output"] for row in raw] and len(alpaca) == 1100
+    assert [problem.response for problem in alpaca] == [row["output"] for row in raw] and len(
+        alpaca
+    ) == 1100
     assert alpaca[0].messages[0]["content"] == f"{raw[0]['instruction']}\n\n{raw[0]['input']}"
     assert alpaca[2].messages[0]["content"] == raw[2]["instruction"]  # its input is empty
 
     math = shared_data / "math/MATH_train.jsonl"
-    with pytest.raises(ValueError, match="(?s)2 bad rows beside 7498 good.*line 7037: 'answer' is empty"):
+    with pytest.raises(
+        ValueError, match="(?s)2 bad rows beside 7498 good.*line 7037: 'answer' is empty"
+    ):
         load_problems(math, prompt_column="problem")
     skipped = load_problems(math, prompt_column="problem", on_bad_row="skip")
-    assert len(skipped) == 7498 and skipped[0].meta["level"] == "Level 2" and skipped[-1].index == 7497
+    assert (
+        len(skipped) == 7498 and skipped[0].meta["level"] == "Level 2" and skipped[-1].index == 7497
+    )
 
-    held_out = load_problems(shared_data / "math/math500_test.json", prompt_column="problem", response_column="solution")
+    held_out = load_problems(
+        shared_data / "math/math500_test.json", prompt_column="problem", response_column="solution"
+    )
     assert len(held_out) == 500 and held_out[0].meta["answer"] == r"\left( 3, \frac{\pi}{2} \right)"
     code = load_problems(shared_data / "humaneval/HumanEval.jsonl.gz")
-    assert len(code) == 164 and "def has_close_elements" in code[0].messages[0]["content"] and "test" in code[0].meta
+    assert (
+        len(code) == 164
+        and "def has_close_elements" in code[0].messages[0]["content"]
+        and "test" in code[0].meta
+    )
 
 
 def write(path, rows):
-    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    path.write_text(
+        "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+    )
     return path
 
 
 def test_columns_chats_and_system_prompts(tmp_path):
     asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]
-    path = write(tmp_path / "mine.jsonl", [{"q": "1+1?", "a": 2, "hint": "h"}, {"q": asked, "a": "y"}])
+    path = write(
+        tmp_path / "mine.jsonl", [{"q": "1+1?", "a": 2, "hint": "h"}, {"q": asked, "a": "y"}]
+    )
     problems = load_problems(path, prompt_column="q", answer_column="a", system_prompt="Be brief.")
     assert [message["content"] for message in problems[0].messages] == ["Be brief.", "1+1?"]
     assert problems[0].meta == {"a": 2, "answer": 2, "hint": "h"} and problems[0].tag == "mine"
-    assert [message["content"] for message in problems[1].messages] == ["s", "x"]  # its own system message stays
+    # its own system message stays
+    assert [message["content"] for message in problems[1].messages] == ["s", "x"]
 
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    rows = [{"messages": chat, "answer": "d"}, {"messages": [*chat, {"role": "assistant", "content": "d"}], "answer": "d"}]
+    chat = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    rows = [
+        {"messages": chat, "answer": "d"},
+        {"messages": [*chat, {"role": "assistant", "content": "d"}], "answer": "d"},
+    ]
     problems = load_problems(write(tmp_path / "chat.jsonl", rows), tag="talk")
     assert list(problems[0].messages) == list(problems[1].messages) == chat
     assert [problem.response for problem in problems] == [None, "d"] and problems[0].tag == "talk"
@@ -152,7 +192,9 @@ def test_columns_chats_and_system_prompts(tmp_path):
 
 
 def test_a_folder_gzip_and_a_byte_order_mark(tmp_path):
-    (tmp_path / "train.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "p"}\n\n{"prompt": "\xc3\xa9"}\n')
+    (tmp_path / "train.jsonl").write_bytes(
+        b"\xef\xbb\xbf" + b'{"prompt": "p"}\n\n{"prompt": "\xc3\xa9"}\n'
+    )
     with gzip.open(tmp_path / "test.jsonl.gz", "wt") as stream:
         stream.write('{"prompt": "t"}\n')
     assert [problem.messages[0]["content"] for problem in load_problems(tmp_path)] == ["p", "é"]
@@ -179,7 +221,9 @@ def test_a_bad_row_is_named_by_file_and_line_and_may_be_skipped(tmp_path, caplog
     path = write(tmp_path / "rows.jsonl", [good, line, good])
     with pytest.raises(ValueError) as error:
         load_problems(path)
-    assert f"rows.jsonl {BAD_LINES[line]}" in str(error.value) and "1 bad rows beside 2 good" in str(error.value)
+    assert f"rows.jsonl {BAD_LINES[line]}" in str(
+        error.value
+    ) and "1 bad rows beside 2 good" in str(error.value)
     assert "leave them out with on_bad_row skip" in str(error.value)
     with caplog.at_level(logging.WARNING):
         assert indices(load_problems(path, on_bad_row="skip")) == [0, 1]
@@ -250,7 +294,9 @@ def test_files_in_the_hubs_cache_are_read_offline_by_name(tmp_path):
     code = "from rl.data import load_problems; print([p.meta['answer'] for p in load_problems('acme/sums', split='test', config='small')])"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parent.parent)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parent.parent
+    )
     assert done.stdout.strip() == "['4', '5']", done.stderr
 
 
@@ -259,7 +305,11 @@ def test_without_the_hub_the_error_says_what_to_do(tmp_path):
     code = "from rl.data import load_problems; load_problems('someone/nothing')"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=Path(__file__).parent.parent
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).parent.parent,
     )
     last = out.stderr.strip().splitlines()[-1]
     assert last.startswith("rl.errors.UserError: hub data set 'someone/nothing'")
@@ -291,27 +341,48 @@ def test_a_column_that_no_row_has_is_one_error_that_names_the_nearest(tmp_path):
     rows = [{"prompt": str(i), "solution": "x", "answer": "1"} for i in range(7)]
     path = write(tmp_path / "rows.jsonl", rows)
     cases = [
-        ({"prompt_column": "promt"}, "no column 'promt' (prompt_column) in any of 7 rows", "did you mean 'prompt'?"),
+        (
+            {"prompt_column": "promt"},
+            "no column 'promt' (prompt_column) in any of 7 rows",
+            "did you mean 'prompt'?",
+        ),
         ({"answer_column": "answr"}, "no column 'answr' (answer_column)", "did you mean 'answer'?"),
-        ({"response_column": "gold"}, "no column 'gold' (response_column)", "which have 'prompt', 'solution', 'answer'"),
+        (
+            {"response_column": "gold"},
+            "no column 'gold' (response_column)",
+            "which have 'prompt', 'solution', 'answer'",
+        ),
         ({"format": "alpaca"}, "no column 'instruction' in any of 7 rows", "which have"),
     ]
     for settings, *says in cases:
         for on_bad_row in ("error", "skip"):
             with pytest.raises(ValueError) as error:
                 load_problems(path, on_bad_row=on_bad_row, **settings)
-            assert all(text in str(error.value) for text in says) and "bad rows" not in str(error.value), error.value
-    one = write(tmp_path / "one.jsonl", [{"prompt": "x", "answer": "1"}, *rows])  # a row that has it, and seven that lack it
+            assert all(text in str(error.value) for text in says) and "bad rows" not in str(
+                error.value
+            ), error.value
+    # a row that has it, and seven that lack it
+    one = write(tmp_path / "one.jsonl", [{"prompt": "x", "answer": "1"}, *rows])
     with pytest.raises(ValueError, match="1 bad rows beside 7 good"):
         load_problems(one, response_column="solution")
     asked = write(tmp_path / "asked.jsonl", [{"level": 1, "query": "1+1", "answer": "2"}] * 3)
-    with pytest.raises(ValueError, match=r"no column 'prompt' \(prompt_column\) in any of 3.*; if it is 'query', say prompt_column query"):
+    with pytest.raises(
+        ValueError,
+        match=r"no column 'prompt' \(prompt_column\) in any of 3.*; if it is 'query', say prompt_column query",
+    ):
         load_problems(asked)
-    asked.write_text(asked.read_text() + '{"query": ')  # and a line that is no JSON is not the first thing to say
-    with pytest.raises(ValueError, match=r"no column 'prompt' .* say prompt_column query.*1 more is bad for other reasons"):
+    # and a line that is no JSON is not the first thing to say
+    asked.write_text(asked.read_text() + '{"query": ')
+    with pytest.raises(
+        ValueError,
+        match=r"no column 'prompt' .* say prompt_column query.*1 more is bad for other reasons",
+    ):
         load_problems(asked)
     stored = write(tmp_path / "stored.jsonl", [{"prompt": "x", "response": "y", "reward": 1}] * 3)
-    with pytest.raises(ValueError, match=r"no column 'rewrd' \(reward_column\) in any of 3 rows.*did you mean 'reward'"):
+    with pytest.raises(
+        ValueError,
+        match=r"no column 'rewrd' \(reward_column\) in any of 3 rows.*did you mean 'reward'",
+    ):
         load_rollouts(stored, reward_column="rewrd")
 
 
@@ -320,7 +391,9 @@ def test_noise_may_begin_with_a_later_epoch():
     for epoch in range(4):
         responses = [late.at(i, epoch).response for i in range(200)]
         right = [late[i].meta["answer"] for i in range(200)]
-        assert responses == (right if epoch < 2 else [plain.at(i, epoch).response for i in range(200)])
+        assert responses == (
+            right if epoch < 2 else [plain.at(i, epoch).response for i in range(200)]
+        )
     assert [plain.at(i, 2).response for i in range(200)] != right
     with pytest.raises(ValueError, match="from=EPOCH"):
         load_problems("addition:noise=0.5,from=-1")

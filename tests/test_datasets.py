@@ -1,4 +1,6 @@
-"""Published data sets by their own files and rows of their shapes: what is read, which split, what scores it, and what splits share."""
+"""Published data sets by their own files and rows of their shapes: what is read, which split, what
+scores it, and what splits share.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from typing import Any
 
 import pytest
 
-from rl.data import CATALOGUE, ProblemSet, countdown, load_problems, oneliners, overlap, scored_by, tells_splits
+from rl.data import (
+    CATALOGUE,
+    ProblemSet,
+    countdown,
+    load_problems,
+    oneliners,
+    overlap,
+    scored_by,
+    tells_splits,
+)
 from rl.data import rows as rows_module
 from rl.errors import UserError
 from rl.rewards import resolve_reward
@@ -26,7 +37,12 @@ def write(folder: Path, name: str, *rows: dict[str, Any]) -> str:
     return str(folder / name)
 
 
-MBPP = {"task_id": 601, "text": "Double it.", "code": "def f(x):\r\n  return 2*x", "test_list": ["assert f(1) == 2", "assert f(4) == 8"]}
+MBPP = {
+    "task_id": 601,
+    "text": "Double it.",
+    "code": "def f(x):\r\n  return 2*x",
+    "test_list": ["assert f(1) == 2", "assert f(4) == 8"],
+}
 HUMANEVAL = {
     "task_id": "HumanEval/0", "prompt": "from math import pi\n\ndef g(x):\n    '''Its negative.'''\n",
     "canonical_solution": "    return -x\n", "test": "def check(candidate):\n    assert candidate(2) == -2\n", "entry_point": "g",
@@ -34,7 +50,11 @@ HUMANEVAL = {
 DIALOGUES = {"inputs": ["1 2\n", ["3", "4"]], "outputs": ["3\n", ["7"]]}
 APPS_STDIN = {"question": "Add them.", "input_output": json.dumps(DIALOGUES), "solutions": '["x"]'}
 CALLS = {"fn_name": "best", "inputs": [[[1, 2], 3]], "outputs": [[12]]}
-APPS_CALL = {"question": "Best.", "input_output": json.dumps(CALLS), "starter_code": "def best(a, b):"}
+APPS_CALL = {
+    "question": "Best.",
+    "input_output": json.dumps(CALLS),
+    "starter_code": "def best(a, b):",
+}
 ECHO = [{"input": "a", "output": "a", "testtype": "stdin"}]
 LCB_STDIN = {"question_content": "Echo.", "public_test_cases": json.dumps(ECHO), "starter_code": ""}
 LCB_CALL = {
@@ -50,29 +70,52 @@ def one(folder: Path, row: dict[str, Any], **settings: Any) -> Problem:
 
 def test_what_is_read_of_each_shape(tmp_path: Path):
     mbpp = one(tmp_path, MBPP)
-    assert mbpp.meta["tests"] == {"style": "asserts", "setup": "", "asserts": MBPP["test_list"], "entry_point": None}
+    assert mbpp.meta["tests"] == {
+        "style": "asserts",
+        "setup": "",
+        "asserts": MBPP["test_list"],
+        "entry_point": None,
+    }
     assert mbpp.response == "```python\ndef f(x):\n  return 2*x\n```"
     said = mbpp.messages[-1]["content"]
-    assert "Double it." in said and "assert f(1) == 2" in said and "assert f(4)" not in said  # the other asserts are not shown
+    # the other asserts are not shown
+    assert "Double it." in said and "assert f(1) == 2" in said and "assert f(4)" not in said
     sanitized = {**MBPP, "prompt": MBPP["text"], "test_imports": ["import math"]}
     del sanitized["text"]
     assert one(tmp_path, sanitized).meta["tests"]["setup"] == "import math"
 
     human = one(tmp_path, HUMANEVAL, split="test")
     assert human.meta["head"] == HUMANEVAL["prompt"] and human.meta["tests"]["entry_point"] == "g"
-    assert human.response == "```python\n" + HUMANEVAL["prompt"] + "    return -x\n```" and "candidate" not in human.messages[-1]["content"]
+    assert (
+        human.response == "```python\n" + HUMANEVAL["prompt"] + "    return -x\n```"
+        and "candidate" not in human.messages[-1]["content"]
+    )
 
-    assert one(tmp_path, APPS_STDIN).meta["tests"] == {"style": "dialogues", "cases": [["1 2\n", "3\n"], ["3\n4", "7"]]}
+    assert one(tmp_path, APPS_STDIN).meta["tests"] == {
+        "style": "dialogues",
+        "cases": [["1 2\n", "3\n"], ["3\n4", "7"]],
+    }
     call = one(tmp_path, APPS_CALL)
-    assert call.meta["tests"] == {"style": "calls", "function": "best", "cases": [[[[1, 2], 3], 12]], "compare": "floats"}
+    assert call.meta["tests"] == {
+        "style": "calls",
+        "function": "best",
+        "cases": [[[[1, 2], 3], 12]],
+        "compare": "floats",
+    }
     assert "def best(a, b):" in call.messages[-1]["content"]
     assert one(tmp_path, LCB_STDIN).meta["tests"] == {"style": "dialogues", "cases": [["a", "a"]]}
     assert one(tmp_path, LCB_CALL).meta["tests"]["cases"] == [[[[1, 2], 3], 6]]
 
     math = one(tmp_path, MATH)
-    assert math.meta == {"answer": r"\frac{1}{\sqrt{2}}", "level": "Level 2"} and math.response == MATH["solution"]
+    assert (
+        math.meta == {"answer": r"\frac{1}{\sqrt{2}}", "level": "Level 2"}
+        and math.response == MATH["solution"]
+    )
     assert one(tmp_path, {"problem": "2+2?", "answer": "4"}).meta == {"answer": "4"}
-    assert one(tmp_path, {"problem": "2+2?", "solution": "It is 4.", "answer": "4"}).response == "It is 4.\nThe answer is \\boxed{4}."
+    assert (
+        one(tmp_path, {"problem": "2+2?", "solution": "It is 4.", "answer": "4"}).response
+        == "It is 4.\nThe answer is \\boxed{4}."
+    )
 
 
 def packed(value: Any) -> str:
@@ -92,8 +135,14 @@ class Runs:
 def test_packed_private_tests_are_read_and_run_nothing(tmp_path: Path):
     private = json.dumps([{"input": "b", "output": "b", "testtype": "stdin"}])
     for form in (private, packed(private)):
-        assert one(tmp_path, {**LCB_STDIN, "private_test_cases": form}).meta["tests"]["cases"] == [["a", "a"], ["b", "b"]]
-    with pytest.raises(UserError, match=r"rows.jsonl line 1: 'private_test_cases' is neither JSON nor packed .*mkdir"):
+        assert one(tmp_path, {**LCB_STDIN, "private_test_cases": form}).meta["tests"]["cases"] == [
+            ["a", "a"],
+            ["b", "b"],
+        ]
+    with pytest.raises(
+        UserError,
+        match=r"rows.jsonl line 1: 'private_test_cases' is neither JSON nor packed .*mkdir",
+    ):
         one(tmp_path, {**LCB_STDIN, "private_test_cases": packed(Runs(str(tmp_path / "made")))})
     assert not (tmp_path / "made").exists()
 
@@ -109,18 +158,36 @@ def test_packed_private_tests_are_read_and_run_nothing(tmp_path: Path):
         (HUMANEVAL, {"test": "assert g(2) == -2"}, "no Python that defines check"),
         (APPS_STDIN, {"input_output": "{"}, "'input_output' is no JSON"),
         (APPS_STDIN, {"input_output": ""}, "'input_output' is no JSON"),
-        (APPS_STDIN, {"input_output": '{"inputs": ["1"], "outputs": []}'}, "no inputs with as many outputs"),
-        (APPS_CALL, {"input_output": '{"fn_name": "a b", "inputs": [[1]], "outputs": [1]}'}, "calls 'a b'"),
+        (
+            APPS_STDIN,
+            {"input_output": '{"inputs": ["1"], "outputs": []}'},
+            "no inputs with as many outputs",
+        ),
+        (
+            APPS_CALL,
+            {"input_output": '{"fn_name": "a b", "inputs": [[1]], "outputs": [1]}'},
+            "calls 'a b'",
+        ),
         (LCB_STDIN, {"public_test_cases": "[1]"}, "a list of {input, output, testtype}"),
-        (LCB_STDIN, {"public_test_cases": '[{"input": "", "output": "", "testtype": "http"}]'}, "stdin or functional"),
+        (
+            LCB_STDIN,
+            {"public_test_cases": '[{"input": "", "output": "", "testtype": "http"}]'},
+            "stdin or functional",
+        ),
         (LCB_STDIN, {"private_test_cases": "bm90aGluZw=="}, "neither JSON nor packed"),
         (LCB_CALL, {"metadata": "{}"}, "no func_name"),
-        (LCB_CALL, {"public_test_cases": '[{"input": "[1", "output": "6", "testtype": "functional"}]'}, "is no JSON"),
+        (
+            LCB_CALL,
+            {"public_test_cases": '[{"input": "[1", "output": "6", "testtype": "functional"}]'},
+            "is no JSON",
+        ),
         (MATH, {"solution": "So it is."}, "ends without an answer in"),
         (MATH, {"answer": " "}, "'answer' is empty"),
     ],
 )
-def test_a_malformed_row_is_named(tmp_path: Path, row: dict[str, Any], change: dict[str, Any], said: str):
+def test_a_malformed_row_is_named(
+    tmp_path: Path, row: dict[str, Any], change: dict[str, Any], said: str
+):
     path = write(tmp_path, "rows.jsonl", row, {**row, **change})
     with pytest.raises(UserError, match="rows.jsonl line 2") as error:
         load_problems(path)
@@ -129,15 +196,29 @@ def test_a_malformed_row_is_named(tmp_path: Path, row: dict[str, Any], change: d
 
 
 def test_mbpps_files_have_their_published_splits(shared_data: Path):
-    for name, sizes in (("mbpp.jsonl", (374, 90, 500, 10)), ("sanitized-mbpp.json", (120, 43, 257, 7))):
+    for name, sizes in (
+        ("mbpp.jsonl", (374, 90, 500, 10)),
+        ("sanitized-mbpp.json", (120, 43, 257, 7)),
+    ):
         path, seen = shared_data / "mbpp" / name, set[int]()
-        published = {"train": (601, 974), "validation": (511, 600), "test": (11, 510), "prompt": (1, 10)}
+        published = {
+            "train": (601, 974),
+            "validation": (511, 600),
+            "test": (11, 510),
+            "prompt": (1, 10),
+        }
         for (split, ids), size in zip(published.items(), sizes, strict=True):
             numbers = {problem.meta["task_id"] for problem in load_problems(path, split=split)}
-            assert len(numbers) == size and ids[0] <= min(numbers) <= max(numbers) <= ids[1] and not numbers & seen
+            assert (
+                len(numbers) == size
+                and ids[0] <= min(numbers) <= max(numbers) <= ids[1]
+                and not numbers & seen
+            )
             seen |= numbers
         assert tells_splits(path)
-    assert not tells_splits(shared_data / "humaneval" / "HumanEval.jsonl.gz") and not tells_splits(shared_data / "math")
+    assert not tells_splits(shared_data / "humaneval" / "HumanEval.jsonl.gz") and not tells_splits(
+        shared_data / "math"
+    )
 
 
 def test_whole_data_sets_are_read(shared_data: Path):
@@ -145,7 +226,10 @@ def test_whole_data_sets_are_read(shared_data: Path):
     five_hundred = load_problems(shared_data / "math" / "math500_test.json", split="test")
     rows = json.loads((shared_data / "math" / "math500_test.json").read_text())
     assert [problem.meta["answer"] for problem in five_hundred] == [row["answer"] for row in rows]
-    with pytest.raises(UserError, match=r"2 bad rows beside 7498 good ones:\n  MATH_train.jsonl line 7037: 'answer' is empty"):
+    with pytest.raises(
+        UserError,
+        match=r"2 bad rows beside 7498 good ones:\n  MATH_train.jsonl line 7037: 'answer' is empty",
+    ):
         load_problems(shared_data / "math" / "MATH_train.jsonl")
 
 
@@ -165,15 +249,22 @@ def test_short_names_are_hub_names_with_their_config_and_splits(monkeypatch: pyt
         resolve_reward(found.reward)
     load_problems("openai/gsm8k", config="socratic")
     assert asked.pop() == ("openai/gsm8k", "socratic", "train")
-    with pytest.raises(UserError, match="humaneval has no split 'train', only test: it is there to evaluate with; train on mbpp"):
+    with pytest.raises(
+        UserError,
+        match="humaneval has no split 'train', only test: it is there to evaluate with; train on mbpp",
+    ):
         load_problems("humaneval")
-    with pytest.raises(UserError, match="livecodebench is not read from the hub: download test.jsonl"):
+    with pytest.raises(
+        UserError, match="livecodebench is not read from the hub: download test.jsonl"
+    ):
         load_problems("livecodebench", split="test")
-    with pytest.raises(UserError, match="no data source is named 'humanevall': did you mean 'humaneval'"):
+    with pytest.raises(
+        UserError, match="no data source is named 'humanevall': did you mean 'humaneval'"
+    ):
         load_problems("humanevall")
 
 
-# --------------------------------------------------------------------------------------------------------- generated ones
+# ----------------------------------------------------------------------------------- generated ones
 
 
 @pytest.mark.parametrize("make", [countdown, oneliners])
@@ -185,7 +276,10 @@ def test_generated_splits_share_nothing_and_are_always_the_same(make: Callable[.
     assert len(asked[0]) == len(train) and len(asked[1]) == len(test)
     assert list(make("train", options)) == list(train)
     if make is countdown:  # the same numbers in another order are the same problem
-        keys = [{(tuple(sorted(p.meta["numbers"])), p.meta["target"]) for p in part} for part in (train, test)]
+        keys = [
+            {(tuple(sorted(p.meta["numbers"])), p.meta["target"]) for p in part}
+            for part in (train, test)
+        ]
         assert not keys[0] & keys[1] and len(test) == 40
 
 
@@ -196,7 +290,8 @@ def test_countdowns_solutions_are_right_by_pythons_own_arithmetic():
         expression = said.removeprefix("\\boxed{").removesuffix("}")
         assert eval(expression) == problem.meta["target"]  # of our own making: digits and signs
         assert reward("", said, problem.meta) == 1.0
-        assert reward("", f"\\boxed{{({expression})*1000/1000}}", problem.meta) == 0  # of other numbers
+        # of other numbers
+        assert reward("", f"\\boxed{{({expression})*1000/1000}}", problem.meta) == 0
 
 
 @pytest.mark.parametrize(
@@ -232,7 +327,9 @@ def test_one_liners_do_what_their_tests_say():
     for problem in oneliners("test"):
         scope: dict[str, Any] = {}
         exec(str(problem.response), scope)  # of our own making
-        assert all(scope["f"](*arguments) == wanted for arguments, wanted in problem.meta["tests"]["cases"])
+        assert all(
+            scope["f"](*arguments) == wanted for arguments, wanted in problem.meta["tests"]["cases"]
+        )
     noisy = oneliners("train", {"noise": "1", "from": "2"})
     assert noisy.at(5, 1).response == noisy.at(5).response
     assert sum(noisy.at(i, 2).response != noisy.at(i).response for i in range(400)) > 200
@@ -244,21 +341,34 @@ def test_one_liners_do_what_their_tests_say():
         countdown("train", {"numbers": "1"})
 
 
-# ------------------------------------------------------------------------------------------------ what splits share
+# -------------------------------------------------------------------------------- what splits share
 
 
 def told(*texts: str) -> ProblemSet:
-    return ProblemSet([Problem(({"role": "user", "content": text},), {}, None, "t", i) for i, text in enumerate(texts)])
+    return ProblemSet(
+        [
+            Problem(({"role": "user", "content": text},), {}, None, "t", i)
+            for i, text in enumerate(texts)
+        ]
+    )
 
 
 def by_brute_force(train: ProblemSet, test: ProblemSet) -> set[int]:
-    """Held-out problems with 13 words in a row of a training one, every run compared with every one."""
+    """Held-out problems with 13 words in a row of a training one, every run compared with every
+    one.
+    """
 
     def runs(problem: Problem) -> list[list[str]]:
-        words = "".join(c if c.isalnum() else " " for c in str(problem.messages[-1]["content"]).lower()).split()
+        words = "".join(
+            c if c.isalnum() else " " for c in str(problem.messages[-1]["content"]).lower()
+        ).split()
         return [words[i : i + 13] for i in range(len(words) - 12)]
 
-    return {i for i, held_out in enumerate(test) if any(a == b for a in runs(held_out) for other in train for b in runs(other))}
+    return {
+        i
+        for i, held_out in enumerate(test)
+        if any(a == b for a in runs(held_out) for other in train for b in runs(other))
+    }
 
 
 def test_an_overlap_is_found_by_thirteen_words_and_not_by_twelve():
@@ -267,10 +377,16 @@ def test_an_overlap_is_found_by_thirteen_words_and_not_by_twelve():
     for length, shared in ((13, 1), (12, 0)):
         test = told("begin " + ", ".join(words[5 : 5 + length]).upper() + "! end", "12+35=")
         found = overlap(train, test)
-        assert len(found.shared) == shared == len(by_brute_force(train, test)) and found.held_out == 2 and found.trained == 3
+        assert (
+            len(found.shared) == shared == len(by_brute_force(train, test))
+            and found.held_out == 2
+            and found.trained == 3
+        )
     assert overlap(train, told("1 2+34=")).shared == (("t 0", "t 2"),)  # the whole text
     assert overlap(train, told("12-34=")).shared == ()
-    assert "1 of 1 held-out problems share 13 words in a row" in str(overlap(train, told(" ".join(words))))
+    assert "1 of 1 held-out problems share 13 words in a row" in str(
+        overlap(train, told(" ".join(words)))
+    )
 
 
 def test_a_form_of_words_is_no_overlap():
@@ -283,7 +399,10 @@ def test_a_form_of_words_is_no_overlap():
 @pytest.mark.slow
 def test_the_overlaps_of_published_splits_are_those_of_a_brute_force_search(shared_data: Path):
     train, test = (load_problems(shared_data / "gsm8k", split=split) for split in ("train", "test"))
-    bare = [told(*(str(p.messages[-1]["content"]).split("\n\nReason step")[0] for p in part)) for part in (train, test)]
+    bare = [
+        told(*(str(p.messages[-1]["content"]).split("\n\nReason step")[0] for p in part))
+        for part in (train, test)
+    ]
     assert len(overlap(train, test).shared) == 3
     near = [test[i] for i in (581, 602, 632)]
     found = overlap(train, test)

@@ -9,7 +9,9 @@ from rl.types import Datum, EncodedTextChunk, ModelInput, SampledSequence, Tenso
 
 
 def turn(observation: list[int], action: list[int], logprobs: list[float]) -> Transition:
-    return Transition(ModelInput.from_ints(observation), SampledSequence(action, logprobs, "stop"), 0.0, False)
+    return Transition(
+        ModelInput.from_ints(observation), SampledSequence(action, logprobs, "stop"), 0.0, False
+    )
 
 
 def fields(datum: Datum) -> dict[str, list]:
@@ -17,7 +19,9 @@ def fields(datum: Datum) -> dict[str, list]:
 
 
 def test_one_turn_by_hand():
-    (datum,) = trajectory_to_datums(Trajectory([turn([5, 6, 7], [8, 9], [-0.5, -0.25])], advantage=2.0))
+    (datum,) = trajectory_to_datums(
+        Trajectory([turn([5, 6, 7], [8, 9], [-0.5, -0.25])], advantage=2.0)
+    )
     assert datum.model_input.to_ints() == [5, 6, 7, 8]
     assert fields(datum) == {
         "target_tokens": [6, 7, 8, 9],
@@ -28,7 +32,9 @@ def test_one_turn_by_hand():
 
 
 def test_turns_that_continue_merge_into_one_datum():
-    episode = Trajectory([turn([1, 2], [3], [-1.0]), turn([1, 2, 3, 4], [5, 6], [-2.0, -3.0])], advantage=-1.0)
+    episode = Trajectory(
+        [turn([1, 2], [3], [-1.0]), turn([1, 2, 3, 4], [5, 6], [-2.0, -3.0])], advantage=-1.0
+    )
     (datum,) = trajectory_to_datums(episode)
     assert datum.model_input.to_ints() == [1, 2, 3, 4, 5]
     assert fields(datum)["mask"] == [0.0, 1.0, 0.0, 1.0, 1.0]
@@ -36,26 +42,48 @@ def test_turns_that_continue_merge_into_one_datum():
 
 
 def test_a_turn_that_does_not_continue_starts_a_new_datum():
-    episode = Trajectory([turn([1, 2], [3], [-1.0]), turn([1, 9], [5], [-2.0]), turn([1, 9, 5, 7], [8], [-4.0])], advantage=1.0)
+    episode = Trajectory(
+        [turn([1, 2], [3], [-1.0]), turn([1, 9], [5], [-2.0]), turn([1, 9, 5, 7], [8], [-4.0])],
+        advantage=1.0,
+    )
     first, second = trajectory_to_datums(episode)
     assert first.model_input.to_ints() == [1, 2] and fields(first)["target_tokens"] == [2, 3]
-    assert second.model_input.to_ints() == [1, 9, 5, 7] and fields(second)["mask"] == [0.0, 1.0, 0.0, 1.0]
+    assert second.model_input.to_ints() == [1, 9, 5, 7] and fields(second)["mask"] == [
+        0.0,
+        1.0,
+        0.0,
+        1.0,
+    ]
 
 
 @pytest.mark.parametrize("more", [0, 1, 3])
 @pytest.mark.parametrize("at", range(5))
 def test_one_differing_token_anywhere_starts_a_new_datum(at, more):
-    """In what was read or in what was drawn, the first or the last of it, and however long the next observation is."""
+    """In what was read or in what was drawn, the first or the last of it, and however long the next
+    observation is.
+    """
     so_far = [1, 2, 3, 4, 5]
     changed = [*so_far[:at], 9, *so_far[at + 1 :], *[7] * more]
     first, second = trajectory_to_datums(
-        Trajectory([turn([1, 2, 3], [4, 5], [-1.0, -2.0]), turn(changed, [8], [-3.0])], advantage=1.0)
+        Trajectory(
+            [turn([1, 2, 3], [4, 5], [-1.0, -2.0]), turn(changed, [8], [-3.0])], advantage=1.0
+        )
     )
-    assert first.model_input.to_ints() == [1, 2, 3, 4] and fields(first)["target_tokens"] == [2, 3, 4, 5]
-    assert second.model_input.to_ints() == changed and fields(second)["mask"] == [0.0] * (len(changed) - 1) + [1.0]
+    assert first.model_input.to_ints() == [1, 2, 3, 4] and fields(first)["target_tokens"] == [
+        2,
+        3,
+        4,
+        5,
+    ]
+    assert second.model_input.to_ints() == changed and fields(second)["mask"] == [0.0] * (
+        len(changed) - 1
+    ) + [1.0]
     assert (first.episode_share, second.episode_share) == (2 / 3, 1 / 3)
     (one,) = trajectory_to_datums(
-        Trajectory([turn([1, 2, 3], [4, 5], [-1.0, -2.0]), turn([*so_far, *[7] * more], [8], [-3.0])], advantage=1.0)
+        Trajectory(
+            [turn([1, 2, 3], [4, 5], [-1.0, -2.0]), turn([*so_far, *[7] * more], [8], [-3.0])],
+            advantage=1.0,
+        )
     )
     assert one.model_input.to_ints() == [*so_far, *[7] * more] and one.episode_share == 1.0
 
@@ -63,18 +91,37 @@ def test_one_differing_token_anywhere_starts_a_new_datum(at, more):
 @pytest.mark.parametrize("next_", [[], [1], [1, 2, 3, 4]])
 def test_an_observation_that_is_shorter_than_what_came_before_starts_a_new_datum(next_):
     """Also where it is the beginning of it: an episode that was taken back."""
-    episode = Trajectory([turn([1, 2, 3], [4, 5], [-1.0, -2.0]), turn([*next_, 6], [8, 9], [-3.0, -4.0])], advantage=1.0)
+    episode = Trajectory(
+        [turn([1, 2, 3], [4, 5], [-1.0, -2.0]), turn([*next_, 6], [8, 9], [-3.0, -4.0])],
+        advantage=1.0,
+    )
     first, second = trajectory_to_datums(episode)
-    assert first.model_input.to_ints() == [1, 2, 3, 4] and second.model_input.to_ints() == [*next_, 6, 8]
-    taken_back = Trajectory([turn([1, 2, 3], [4, 5], [-1.0, -2.0]), turn([1, 2, 3, 4], [8], [-3.0])], advantage=1.0)
-    assert [datum.model_input.to_ints() for datum in trajectory_to_datums(taken_back)] == [[1, 2, 3, 4], [1, 2, 3, 4]]
+    assert first.model_input.to_ints() == [1, 2, 3, 4] and second.model_input.to_ints() == [
+        *next_,
+        6,
+        8,
+    ]
+    taken_back = Trajectory(
+        [turn([1, 2, 3], [4, 5], [-1.0, -2.0]), turn([1, 2, 3, 4], [8], [-3.0])], advantage=1.0
+    )
+    assert [datum.model_input.to_ints() for datum in trajectory_to_datums(taken_back)] == [
+        [1, 2, 3, 4],
+        [1, 2, 3, 4],
+    ]
 
 
 def test_inputs_keep_tokens_of_their_own():
     """What a caller does to his list afterwards changes no input, whichever way it was made."""
     tokens, chunks = [1, 2, 3], [EncodedTextChunk([7])]
-    made = [ModelInput.from_ints(tokens), ModelInput((EncodedTextChunk(tokens),)), ModelInput.empty().append(EncodedTextChunk(tokens))]
-    of_chunks, datum = ModelInput(chunks), Datum(ModelInput.from_ints(tokens), {"target_tokens": tokens})
+    made = [
+        ModelInput.from_ints(tokens),
+        ModelInput((EncodedTextChunk(tokens),)),
+        ModelInput.empty().append(EncodedTextChunk(tokens)),
+    ]
+    of_chunks, datum = (
+        ModelInput(chunks),
+        Datum(ModelInput.from_ints(tokens), {"target_tokens": tokens}),
+    )
     tokens.clear()
     chunks.clear()
     assert [one.to_ints() for one in made] == [[1, 2, 3]] * 3 and of_chunks.to_ints() == [7]
@@ -86,7 +133,9 @@ def test_inputs_keep_tokens_of_their_own():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_property_every_action_token_is_trained_once_in_its_place(seed):
-    """Whatever the turns, reading the masked targets of all datums gives the actions in order, with their logprobs."""
+    """Whatever the turns, reading the masked targets of all datums gives the actions in order, with
+    their logprobs.
+    """
     rng = np.random.default_rng(seed)
     turns, context = [], [0]
     for _ in range(int(rng.integers(1, 6))):
@@ -100,12 +149,15 @@ def test_property_every_action_token_is_trained_once_in_its_place(seed):
     tokens, logprobs = [], []
     for datum in datums:
         mask = datum.loss_fn_inputs["mask"].array != 0
-        assert datum.model_input.to_ints()[1:] == fields(datum)["target_tokens"][:-1]  # shifted exactly once
+        # shifted exactly once
+        assert datum.model_input.to_ints()[1:] == fields(datum)["target_tokens"][:-1]
         tokens += datum.loss_fn_inputs["target_tokens"].array[mask].tolist()
         logprobs += datum.loss_fn_inputs["logprobs"].array[mask].tolist()
         assert not datum.loss_fn_inputs["logprobs"].array[~mask].any()
     assert tokens == [t for transition in turns for t in transition.ac.tokens]
-    np.testing.assert_allclose(logprobs, [p for transition in turns for p in transition.ac.logprobs], rtol=1e-6)
+    np.testing.assert_allclose(
+        logprobs, [p for transition in turns for p in transition.ac.logprobs], rtol=1e-6
+    )
     assert action_tokens(datums) == len(tokens)
 
 
@@ -115,7 +167,9 @@ def test_supervised_by_hand():
     assert fields(datum) == {"target_tokens": [2, 3], "weights": [0.0, 1.0]}
 
 
-def check(datum: Datum, required=("target_tokens", "advantages", "logprobs"), known=None, soft=False):
+def check(
+    datum: Datum, required=("target_tokens", "advantages", "logprobs"), known=None, soft=False
+):
     check_datum(3, datum, required=required, known=known, soft_targets=soft, vocab_size=10)
 
 
@@ -125,7 +179,10 @@ def datum_of(n: int = 4, **fields_) -> Datum:
 
 
 def test_the_misaligned_datum_of_the_quick_reference_is_told_how_to_pad():
-    with pytest.raises(ValueError, match=r"datum 3: 'logprobs' has 2 values, the model_input has 4 tokens.*\[0\.0\] \* 2 \+ logprobs"):
+    with pytest.raises(
+        ValueError,
+        match=r"datum 3: 'logprobs' has 2 values, the model_input has 4 tokens.*\[0\.0\] \* 2 \+ logprobs",
+    ):
         check(datum_of(logprobs=[-1.0, -2.0]))
 
 
@@ -137,7 +194,10 @@ def test_one_number_for_all_tokens_is_refused_where_the_datum_is_made():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target_tokens": [1, 2, 3, 10]}, "target_tokens holds the id 10; the model's ids are 0 to 9"),
+        (
+            {"target_tokens": [1, 2, 3, 10]},
+            "target_tokens holds the id 10; the model's ids are 0 to 9",
+        ),
         ({"target_tokens": [1, 2, 3, -100]}, "target_tokens holds the id -100"),
         ({"advantages": [0.0, float("nan"), 0.0, 0.0]}, "NaN"),
         ({"advantages": [[0.0]] * 4}, "shape"),
@@ -156,9 +216,14 @@ def test_missing_and_unknown_fields_are_named():
 
 
 def test_soft_targets_need_weights_of_their_shape():
-    soft = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [[1, 2], [3, 4]], "weights": [[0.5, 0.5], [1.0, 0.0]]})
+    soft = Datum(
+        ModelInput.from_ints([1, 2]),
+        {"target_tokens": [[1, 2], [3, 4]], "weights": [[0.5, 0.5], [1.0, 0.0]]},
+    )
     check(soft, required=("target_tokens",), soft=True)
-    bad = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [[1, 2], [3, 4]], "weights": [1.0, 1.0]})
+    bad = Datum(
+        ModelInput.from_ints([1, 2]), {"target_tokens": [[1, 2], [3, 4]], "weights": [1.0, 1.0]}
+    )
     with pytest.raises(ValueError, match="'weights' of shape"):
         check(bad, required=("target_tokens",), soft=True)
 
@@ -168,8 +233,13 @@ def test_tensor_data_round_trips():
 
     data = TensorData([[1, 2], [3, 4]], "int64")
     assert (data.shape, data.dtype, data.data) == ([2, 2], "int64", [1, 2, 3, 4])
-    assert TensorData(data=[1.0, 2.0, 3.0, 4.0], dtype="float32", shape=[2, 2]).tolist() == [[1.0, 2.0], [3.0, 4.0]]
-    assert torch.equal(TensorData.from_torch(torch.tensor([1.5, 2.5])).to_torch(), torch.tensor([1.5, 2.5]))
+    assert TensorData(data=[1.0, 2.0, 3.0, 4.0], dtype="float32", shape=[2, 2]).tolist() == [
+        [1.0, 2.0],
+        [3.0, 4.0],
+    ]
+    assert torch.equal(
+        TensorData.from_torch(torch.tensor([1.5, 2.5])).to_torch(), torch.tensor([1.5, 2.5])
+    )
     assert TensorData.from_torch(torch.tensor([1, 2], dtype=torch.int32)).dtype == "int64"
     assert TensorData.from_torch(torch.tensor([1.5], dtype=torch.bfloat16)).tolist() == [1.5]
     with pytest.raises(ValueError, match="int64"):

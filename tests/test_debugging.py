@@ -28,11 +28,22 @@ def begun(seed=0, **settings):
 def test_the_right_line_is_enough_and_a_wrong_one_shows_what_fails(level):
     match, turn = begun(3, levels=(level,))
     case, bug = match.bug.cases[0], match.bug
-    assert bug.numbered() in turn.messages and f"{case.call} should be {case.expected!r}, is {bug.got!r}" in turn.messages
+    assert (
+        bug.numbered() in turn.messages
+        and f"{case.call} should be {case.expected!r}, is {bug.got!r}" in turn.messages
+    )
     turn = match.step({"content": f"{bug.line}: {bug.lines[bug.line - 1].strip()}"})  # as it was
-    assert not turn.done and turn.reward == 0 and f"{case.call} should be {case.expected!r}, is {bug.got!r}" in turn.messages
+    assert (
+        not turn.done
+        and turn.reward == 0
+        and f"{case.call} should be {case.expected!r}, is {bug.got!r}" in turn.messages
+    )
     turn = match.step({"content": bugs.fix_of(bug)})
-    assert turn.done and turn.reward == 1 and turn.metrics == {"correct": 1.0, "correct_at_once": 0.0, "malformed": 0.0}
+    assert (
+        turn.done
+        and turn.reward == 1
+        and turn.metrics == {"correct": 1.0, "correct_at_once": 0.0, "malformed": 0.0}
+    )
     match, _ = begun(3, levels=(level,))
     turn = match.step({"content": bug.solution})
     assert turn.done and turn.reward == 1 and turn.metrics["correct_at_once"] == 1.0
@@ -45,7 +56,10 @@ def test_the_right_line_is_enough_and_a_wrong_one_shows_what_fails(level):
         ("2: return a / 0", "error: ZeroDivisionError"),
         ("2: return a +", "load: "),
         ("2: import os; os._exit(0)", "exit: "),
-        ("def f(a, b):\n    class E(int):\n        __eq__ = lambda s, o: True\n    return E(0)", "should be"),
+        (
+            "def f(a, b):\n    class E(int):\n        __eq__ = lambda s, o: True\n    return E(0)",
+            "should be",
+        ),
         ("2: return " + "'x' * 10**6", "should be"),
     ],
 )

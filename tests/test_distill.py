@@ -1,5 +1,7 @@
-"""Distillation: the advantage of on-policy distillation against enumerated gradients of the KL, the off-policy mixture against a
-float64 formula on the model's own logits, teachers by data set, vocabularies that differ, and what is learnt."""
+"""Distillation: the advantage of on-policy distillation against enumerated gradients of the KL, the
+off-policy mixture against a float64 formula on the model's own logits, teachers by data set,
+vocabularies that differ, and what is learnt.
+"""
 
 import itertools
 import json
@@ -31,17 +33,22 @@ def settings(**kwargs) -> DistillSettings:
     return DistillSettings(distillation=DistillationSettings(teacher=("t",), **kwargs))
 
 
-# ---------------------------------------------------------------------------------------------------------- on-policy
+# ---------------------------------------------------------------------------------------- on-policy
 
 
 class TableScorer:
-    """A teacher of sequences [prompt, a, b] whose logprobs are a table: row 0 for a, row 1 + a for b."""
+    """A teacher of sequences [prompt, a, b] whose logprobs are a table: row 0 for a, row 1 + a for
+    b.
+    """
 
     def __init__(self, logp_4_3: torch.Tensor):
         self.logp = logp_4_3
 
     def compute_logprobs_many(self, prompts, temperature=1.0):
-        logp, found = torch.log_softmax(self.logp / temperature, -1) if temperature != 1 else self.logp, []
+        logp, found = (
+            torch.log_softmax(self.logp / temperature, -1) if temperature != 1 else self.logp,
+            [],
+        )
         for _, a, b in (prompt.to_ints() for prompt in prompts):
             found.append([None, float(logp[0, a]), float(logp[1 + a, b])])
         return Ready(found)
@@ -62,8 +69,10 @@ def trajectory(tokens, logprobs) -> Trajectory:
 
 @pytest.mark.parametrize("discount", [0.0, 1.0])
 def test_the_expected_gradient_is_that_of_the_kl_to_the_teacher(discount):
-    """Over every answer of 2 tokens from 3: with later tokens credited, the gradient of KL(student || teacher) of answers; without,
-    that of each token's own KL where the tokens before it are given."""
+    """Over every answer of 2 tokens from 3: with later tokens credited, the gradient of KL(student
+    || teacher) of answers; without, that of each token's own KL where the tokens before it are
+    given.
+    """
     torch.manual_seed(0)
     logits = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     teacher = torch.log_softmax(torch.randn(4, 3, dtype=torch.float64), -1)
@@ -80,11 +89,18 @@ def test_the_expected_gradient_is_that_of_the_kl_to_the_teacher(discount):
 
     method = Distill(settings(kl_discount=discount))
     chosen = [torch.stack([logp[0, a], logp[1 + a, b]]) for a, b in answers]
-    group = TrajectoryGroup([trajectory(x, lp.detach()) for x, lp in zip(answers, chosen, strict=True)], [0.0] * 9, [{}] * 9)
+    group = TrajectoryGroup(
+        [trajectory(x, lp.detach()) for x, lp in zip(answers, chosen, strict=True)],
+        [0.0] * 9,
+        [{}] * 9,
+    )
     datums = method.credit([group], Models(None, {"teachers": {"": TableScorer(teacher)}}))
     total = torch.zeros_like(logits)
     for datum, lp in zip(datums, chosen, strict=True):
-        inputs = {name: torch.from_numpy(data.array).double() for name, data in datum.loss_fn_inputs.items()}
+        inputs = {
+            name: torch.from_numpy(data.array).double()
+            for name, data in datum.loss_fn_inputs.items()
+        }
         loss = get_loss("importance_sampling").fn(lp, lp, inputs, torch.tensor([0, 2]), {})[0]
         total += lp.detach().sum().exp() * torch.autograd.grad(loss, logits, retain_graph=True)[0]
     torch.testing.assert_close(total, truth, rtol=1e-5, atol=1e-6)
@@ -96,35 +112,54 @@ def test_advantages_and_metrics_by_hand():
     method = Distill(settings(kl_discount=0.5))
     (datum,) = method.credit([group], Models(None, {"teachers": {"": TableScorer(teacher)}}))
     ln2 = float(np.log(2))
-    # gaps: log 1/4 - log 1/2 = -ln 2, then log 1/2 - log 1/4 = ln 2; half of the second counts for the first
+    # gaps: log 1/4 - log 1/2 = -ln 2, then log 1/2 - log 1/4 = ln 2; half of the second counts for
+    # the first
     assert datum.loss_fn_inputs["advantages"].array == pytest.approx([0.5 * ln2, -ln2], abs=1e-6)
-    assert method._metrics == pytest.approx({"teacher/kl_per_token": 0.0, "teacher/kl_per_answer": 0.0}, abs=1e-6)
+    assert method._metrics == pytest.approx(
+        {"teacher/kl_per_token": 0.0, "teacher/kl_per_answer": 0.0}, abs=1e-6
+    )
 
 
 def test_each_data_set_has_its_teacher():
-    models = Models(None, {"teachers": {"sums": TableScorer(torch.zeros(4, 3)), "": TableScorer(torch.full((4, 3), -1.0))}})
+    models = Models(
+        None,
+        {
+            "teachers": {
+                "sums": TableScorer(torch.zeros(4, 3)),
+                "": TableScorer(torch.full((4, 3), -1.0)),
+            }
+        },
+    )
     groups = [
-        TrajectoryGroup([trajectory([0, 1], [-3.0, -3.0])], [0.0], [{}], tag=tag) for tag in ("sums", "other", "sums")
+        TrajectoryGroup([trajectory([0, 1], [-3.0, -3.0])], [0.0], [{}], tag=tag)
+        for tag in ("sums", "other", "sums")
     ]
     datums = Distill(settings()).credit(groups, models)
     found = sorted(float(d.loss_fn_inputs["advantages"].array[0]) for d in datums)
     assert found == [2.0, 3.0, 3.0]
     assert [teacher_of(models, tag) for tag in ("sums", "other")] == ["sums", ""]
-    assert named_teachers(DistillSettings(distillation=DistillationSettings(teacher=("a=x/y", "z")))) == {"a": "x/y", "": "z"}
+    assert named_teachers(
+        DistillSettings(distillation=DistillationSettings(teacher=("a=x/y", "z")))
+    ) == {"a": "x/y", "": "z"}
     with pytest.raises(UserError, match="two teachers"):
         named_teachers(DistillSettings(distillation=DistillationSettings(teacher=("x", "y"))))
     with pytest.raises(UserError, match="--teacher"):
         named_teachers(DistillSettings())
 
 
-# --------------------------------------------------------------------------------------------------------- off-policy
+# --------------------------------------------------------------------------------------- off-policy
 
 
 @pytest.fixture(scope="module")
 def clients(tmp_path_factory):
     with ServiceClient(output_dir=tmp_path_factory.mktemp("out")) as service:
         student = service.create_full_training_client("tiny:addition", seed=1)
-        yield student, service.create_full_training_client("tiny:addition", seed=2).save_weights_and_get_sampling_client()
+        yield (
+            student,
+            service.create_full_training_client(
+                "tiny:addition", seed=2
+            ).save_weights_and_get_sampling_client(),
+        )
 
 
 SEQUENCES = [([3, 12, 4, 13], [5, 6, 1]), ([7, 13], [2, 1]), ([9, 9, 12, 3, 13], [4, 4, 4, 1])]
@@ -137,26 +172,45 @@ def supervised(prompt, answer) -> Datum:
 
 
 def logits(seed: int, tokens: list[int]) -> torch.Tensor:
-    return load_model("tiny:addition", seed=seed).model.double()(input_ids=torch.tensor([tokens])).logits[0]
+    return (
+        load_model("tiny:addition", seed=seed)
+        .model.double()(input_ids=torch.tensor([tokens]))
+        .logits[0]
+    )
 
 
 def test_the_base_under_the_students_adapter_can_be_the_teacher(tmp_path):
-    """It answers as the base loaded by itself does, before and after the adapter is trained, and all but adapters is shared."""
+    """It answers as the base loaded by itself does, before and after the adapter is trained, and
+    all but adapters is shared.
+    """
     worker = make_worker(lora=LoraConfig(rank=4))
     worker.snapshot_base(0, 1)
     worker.snapshot(0, 2)
     own, other = (worker.versions[i].decoder.weights.buffers for i in (2, 1))
-    assert {key for key in own if own[key] is not other[key]} == {key for key in own if "lora" in key} != set()
+    assert (
+        {key for key in own if own[key] is not other[key]}
+        == {key for key in own if "lora" in key}
+        != set()
+    )
     load_model("tiny:addition", seed=5).model.save_pretrained(str(tmp_path / "base"))
     load_tokenizer("tiny:addition").save_pretrained(str(tmp_path / "base"))
     with ServiceClient(output_dir=tmp_path / "out") as service:
         loaded = service.create_sampling_client(base_model=str(tmp_path / "base"))
         student = service.create_lora_training_client(str(tmp_path / "base"), rank=4, seed=3)
-        hosts = StageHosts(service, student, ModelSettings(base_model=str(tmp_path / "base"), lora_rank=4), None, {}, 0)
+        hosts = StageHosts(
+            service,
+            student,
+            ModelSettings(base_model=str(tmp_path / "base"), lora_rank=4),
+            None,
+            {},
+            0,
+        )
         prompts = [ModelInput.from_ints([*prompt, *answer]) for prompt, answer in SEQUENCES]
 
         def scores(client):
-            return np.concatenate([one[1:] for one in client.compute_logprobs_many(prompts).result()])
+            return np.concatenate(
+                [one[1:] for one in client.compute_logprobs_many(prompts).result()]
+            )
 
         teachers = [hosts.load(str(tmp_path / "base"))]
         for _ in range(3):
@@ -171,11 +225,17 @@ def test_the_base_under_the_students_adapter_can_be_the_teacher(tmp_path):
             service.create_full_training_client("tiny:addition").get_base_sampling_client()
 
 
-@pytest.mark.parametrize(("alpha", "temperature"), [(0.5, 2.0), (1.0, 3.0), (0.0, 2.0), (0.25, 1.0)])
+@pytest.mark.parametrize(
+    ("alpha", "temperature"), [(0.5, 2.0), (1.0, 3.0), (0.0, 2.0), (0.25, 1.0)]
+)
 def test_the_mixture_is_the_formula_on_whole_logits(clients, alpha, temperature):
-    """alpha T^2 KL(teacher_T || student_T) + (1 - alpha) CE a token: value, parts, and gradient by float64 autograd."""
+    """alpha T^2 KL(teacher_T || student_T) + (1 - alpha) CE a token: value, parts, and gradient by
+    float64 autograd.
+    """
     student, teacher = clients
-    method = Distill(settings(learn_from="data", alpha=alpha, distill_temperature=temperature, teacher_top_k=14))
+    method = Distill(
+        settings(learn_from="data", alpha=alpha, distill_temperature=temperature, teacher_top_k=14)
+    )
     plain = [supervised(*pair) for pair in SEQUENCES]
     datums = soft_targets(teacher, plain, top_k=14, alpha=alpha, temperature=temperature)
     sums = method._mixture(Models(student), datums)
@@ -188,15 +248,23 @@ def test_the_mixture_is_the_formula_on_whole_logits(clients, alpha, temperature)
         z_s, z_t = model(input_ids=torch.tensor([tokens])).logits[0], logits(2, tokens).detach()
         for position in range(len(prompt), len(tokens)):
             s, t = z_s[position - 1], z_t[position - 1]
-            log_p, log_q = torch.log_softmax(t / temperature, -1), torch.log_softmax(s / temperature, -1)
+            log_p, log_q = (
+                torch.log_softmax(t / temperature, -1),
+                torch.log_softmax(s / temperature, -1),
+            )
             kl = kl + (log_p.exp() * (log_p - log_q)).sum()
             ce = ce - torch.log_softmax(s, -1)[tokens[position]]
     loss = alpha * temperature**2 * kl + (1 - alpha) * ce
     (loss / 9).backward()
-    truth = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]))
-    # a KL is a cross-entropy of some 24 nats less an entropy, in float32: its rounding is of their size, not of the KL's
+    truth = torch.linalg.vector_norm(
+        torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None])
+    )
+    # a KL is a cross-entropy of some 24 nats less an entropy, in float32: its rounding is of their
+    # size, not of the KL's
     kl, ce = float(kl.detach()), float(ce.detach())
-    assert sums["tokens"] == 9 and sums["loss"] == pytest.approx(float(loss.detach()), rel=1e-5, abs=1e-6 * alpha * temperature**2 * 24)
+    assert sums["tokens"] == 9 and sums["loss"] == pytest.approx(
+        float(loss.detach()), rel=1e-5, abs=1e-6 * alpha * temperature**2 * 24
+    )
     if alpha > 0:
         assert sums["kl"] == pytest.approx(kl, abs=1e-6 * 24)
     if alpha < 1:
@@ -212,14 +280,22 @@ def _still():
 
 def test_fewer_teacher_tokens_are_renormalised(clients):
     _, teacher = clients
-    (datum,) = soft_targets(teacher, [supervised(*SEQUENCES[1])], top_k=3, alpha=1.0, temperature=2.0)
+    (datum,) = soft_targets(
+        teacher, [supervised(*SEQUENCES[1])], top_k=3, alpha=1.0, temperature=2.0
+    )
     targets, weights = (datum.loss_fn_inputs[name].array for name in ("target_tokens", "weights"))
-    assert targets.shape == weights.shape == (3, 4) and not weights[0].any() and not weights[:, 3].any()
+    assert (
+        targets.shape == weights.shape == (3, 4)
+        and not weights[0].any()
+        and not weights[:, 3].any()
+    )
     truth = (logits(2, [*SEQUENCES[1][0], *SEQUENCES[1][1]]) / 2.0).softmax(-1)
     for row, position in ((1, 1), (2, 2)):
         best = truth[position].topk(3)
         assert targets[row, :3].tolist() == best.indices.tolist()
-        assert weights[row, :3] / 4.0 == pytest.approx((best.values / best.values.sum()).detach().numpy(), rel=1e-5)
+        assert weights[row, :3] / 4.0 == pytest.approx(
+            (best.values / best.values.sum()).detach().numpy(), rel=1e-5
+        )
 
 
 def test_the_teacher_answers_each_prompt_so_many_times(clients):
@@ -238,31 +314,48 @@ def test_the_teacher_answers_each_prompt_so_many_times(clients):
     weights = datums[0].loss_fn_inputs["weights"].array
     assert not weights[: len(prompt) - 1].any() and (weights[len(prompt) - 1 :, -1] == 0.5).all()
     metrics = method.learn(models, datums, Progress(0, 1))
-    assert metrics["optim/kl"] > 0 and metrics["optim/loss"] == pytest.approx(2 * metrics["optim/kl"] + 0.5 * metrics["optim/ce"], rel=1e-5)
+    assert metrics["optim/kl"] > 0 and metrics["optim/loss"] == pytest.approx(
+        2 * metrics["optim/kl"] + 0.5 * metrics["optim/ce"], rel=1e-5
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- vocabularies
+# ------------------------------------------------------------------------------------- vocabularies
 
 
 def test_vocabularies_that_differ_are_told_apart_by_their_tokens():
-    student, teacher = (load_tokenizer(name).get_vocab() for name in ("tiny:addition", "tiny:ascii"))
+    student, teacher = (
+        load_tokenizer(name).get_vocab() for name in ("tiny:addition", "tiny:ascii")
+    )
     assert vocabulary_difference(student, dict(student)) == ""
     said = vocabulary_difference(student, teacher)
-    assert "12 tokens have other ids ('0' is 2 here and 19 there, '1' is 3 here and 20 there" in said
+    assert (
+        "12 tokens have other ids ('0' is 2 here and 19 there, '1' is 3 here and 20 there" in said
+    )
     assert r"84 tokens are the other's alone ('\n', ' ', '!', " in said
-    assert vocabulary_difference({"a": 0, "b": 1}, {"a": 0}) == "1 tokens are the policy's alone ('b')"
+    assert (
+        vocabulary_difference({"a": 0, "b": 1}, {"a": 0}) == "1 tokens are the policy's alone ('b')"
+    )
 
 
-# -------------------------------------------------------------------------------------------------------- whole runs
+# --------------------------------------------------------------------------------------- whole runs
 
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory) -> Path:
-    """A model that tells the largest of three digits, its run's folder, and the rows it learnt from."""
+    """A model that tells the largest of three digits, its run's folder, and the rows it learnt
+    from.
+    """
     folder = tmp_path_factory.mktemp("teacher")
     rng = np.random.default_rng(0)
-    rows = [{"prompt": "".join(map(str, d)) + "=", "answer": str(max(d))} for d in itertools.product(range(10), repeat=3)]
-    (folder / "digits.jsonl").write_text("\n".join(json.dumps({**rows[i], "response": rows[i]["answer"]}) for i in rng.permutation(1000)))
+    rows = [
+        {"prompt": "".join(map(str, d)) + "=", "answer": str(max(d))}
+        for d in itertools.product(range(10), repeat=3)
+    ]
+    (folder / "digits.jsonl").write_text(
+        "\n".join(
+            json.dumps({**rows[i], "response": rows[i]["answer"]}) for i in rng.permutation(1000)
+        )
+    )
     train(
         f"sft --dataset {folder / 'digits.jsonl'} --response-column response --reward exact_match --steps 60 --batch-size 64 "
         "--learning-rate 2e-3 --max-tokens 2 --eval-every 60 --save-every 0 --schedule linear --warmup-steps 10",
@@ -288,18 +381,25 @@ def test_a_small_student_comes_to_its_teachers_accuracy(teacher, learn_from, tmp
         tmp_path,
     )
     name = "test/env/all/correct"
-    taught = [json.loads(line) for line in (teacher / "run" / "metrics.jsonl").read_text().splitlines()][-1][name]
+    taught = [
+        json.loads(line) for line in (teacher / "run" / "metrics.jsonl").read_text().splitlines()
+    ][-1][name]
     assert taught > 0.9 and rows[0][name] < 0.3
-    # Of 100 sampled answers: one standard error is 0.02. Teachers of seeds 0, 1, 2 reach 1.00, 0.99, 0.99, and students of the same
-    # seeds 0.97, 0.98, 0.98 (teacher), 0.99, 0.99, 0.97 (data), 0.97, 0.96, 0.96 (student).
+    # Of 100 sampled answers: one standard error is 0.02. Teachers of seeds 0, 1, 2 reach 1.00,
+    # 0.99, 0.99, and students of the same seeds 0.97, 0.98, 0.98 (teacher), 0.99, 0.99, 0.97
+    # (data), 0.97, 0.96, 0.96 (student).
     assert rows[-1][name] > taught - 0.1
-    kl = [row["teacher/kl_per_token" if learn_from == "student" else "optim/kl"] for row in rows[1:]]
+    kl = [
+        row["teacher/kl_per_token" if learn_from == "student" else "optim/kl"] for row in rows[1:]
+    ]
     assert kl[-1] < 0.2 * kl[0]
 
 
 @pytest.mark.slow
 def test_several_data_sets_with_a_teacher_each(teacher, tmp_path):
-    """Metrics of each data set; a stage of the run as the teacher of one; no reward, and none reported."""
+    """Metrics of each data set; a stage of the run as the teacher of one; no reward, and none
+    reported.
+    """
     recipe = tmp_path / "two.yaml"
     recipe.write_text(f"""
 stages:
@@ -316,19 +416,30 @@ stages:
 """)
     rows = [row for row in train(str(recipe), tmp_path / "run") if row["stage"] == "distill"]
     assert rows[-1]["env/digits/total_episodes"] + rows[-1]["env/addition/total_episodes"] == 256
-    assert rows[-1]["teacher/kl_per_token"] > 0 and not [name for name in rows[-1] if "reward/total" in name or "by_group" in name]
+    assert rows[-1]["teacher/kl_per_token"] > 0 and not [
+        name for name in rows[-1] if "reward/total" in name or "by_group" in name
+    ]
     with pytest.raises(UserError, match="no teacher for the data set addition"):
-        train(f"distill --dataset {teacher / 'digits.jsonl'} --more-datasets addition --teacher digits={teacher / 'run'}", tmp_path / "b")
+        train(
+            f"distill --dataset {teacher / 'digits.jsonl'} --more-datasets addition --teacher digits={teacher / 'run'}",
+            tmp_path / "b",
+        )
     assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.slow
 def test_what_cannot_be_distilled_is_said_before_anything_is_done(teacher, tmp_path):
     for words, message in (
-        (f"--teacher {teacher / 'run'} --base-model tiny:ascii", "teacher .* has another vocabulary than the policy.*'0' is"),
+        (
+            f"--teacher {teacher / 'run'} --base-model tiny:ascii",
+            "teacher .* has another vocabulary than the policy.*'0' is",
+        ),
         ("--teacher ./nowhere", "nowhere"),
         ("", "needs a teacher"),
-        (f"--teacher {teacher / 'run'} --learn-from data --dataset {teacher / 'digits.jsonl'}", "row 0 .*no response"),
+        (
+            f"--teacher {teacher / 'run'} --learn-from data --dataset {teacher / 'digits.jsonl'}",
+            "row 0 .*no response",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             train(f"distill {words}", tmp_path / "run")

@@ -1,4 +1,5 @@
-"""Gradients, updates, samples and saved weights of every launch, against plain torch in float64 on one process.
+"""Gradients, updates, samples and saved weights of every launch, against plain torch in float64 on
+one process.
 
 One launch a backend computes everything (distributed_cases.py); the tests look at what it wrote.
 """
@@ -36,9 +37,10 @@ from rl.types import Datum, LoraConfig
 
 pytestmark = pytest.mark.slow
 REPO = Path(__file__).resolve().parent.parent
-SHARDED = 200  # parameters of at most so many numbers stay whole: the norms do, matrices and adapters are sharded
-# launch: accelerate config (None: one process); distributed type, what wraps the model ("*" is its own class), processes; a second
-# DeepSpeed config for the same processes
+# parameters of at most so many numbers stay whole: the norms do, matrices and adapters are sharded
+SHARDED = 200
+# launch: accelerate config (None: one process); distributed type, what wraps the model ("*" is its
+# own class), processes; a second DeepSpeed config for the same processes
 LAUNCHES = {
     "one process": (None, ("NO", "*", 1), None),
     "ddp": ("ddp", ("MULTI_CPU", "DistributedDataParallel", 2), None),
@@ -47,10 +49,11 @@ LAUNCHES = {
     "zero3": ("zero3", ("DEEPSPEED", "DeepSpeedEngine", 2), "zero3_offload"),
     "fsdp2": ("fsdp2", ("MULTI_CPU", "FSDP*", 2), None),
 }
-STARTS = ("tied", "untied", "value", "lora_tied", "lora_untied")  # "value": untied, with a value head
+# "value": untied, with a value head
+STARTS = ("tied", "untied", "value", "lora_tied", "lora_untied")
 
 
-# ------------------------------------------------------------------------------------------------------------- launching
+# ---------------------------------------------------------------------------------------- launching
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +62,24 @@ def starts(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("starts")
     model = load_model("tiny:addition", seed=1).model
     model.config.tie_word_embeddings = False
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # made different below
+    # made different below
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     model.save_pretrained(str(folder / "untied_base"))
     for name in STARTS:
         base = "tiny:addition" if name in ("tied", "lora_tied") else str(folder / "untied_base")
-        worker = make_worker(base, lora=LoraConfig(rank=3, seed=5) if "lora" in name else None, value_head=name == "value")
+        worker = make_worker(
+            base,
+            lora=LoraConfig(rank=3, seed=5) if "lora" in name else None,
+            value_head=name == "value",
+        )
         worker.save_state(0, str(folder / name), {}, None)
     return folder
 
 
 def sharded(config: str, folder: Path) -> Path:
-    """The project's DeepSpeed config, which at its own threshold would leave a model this small whole."""
+    """The project's DeepSpeed config, which at its own threshold would leave a model this small
+    whole.
+    """
     content = json.loads((REPO / "ds_configs" / f"{config}.json").read_text())
     content["zero_optimization"]["stage3_param_persistence_threshold"] = SHARDED
     path = folder / f"{config}.json"
@@ -78,12 +88,21 @@ def sharded(config: str, folder: Path) -> Path:
 
 
 def case_on_ranks(script, start, out, config, seconds):
-    """What `script` leaves in out/found.pt, on two processes of a launch config; `config` None: on one."""
+    """What `script` leaves in out/found.pt, on two processes of a launch config; `config` None: on
+    one.
+    """
     launch = []
     if config is not None:
-        launch = ["-m", "accelerate.commands.launch", "--config_file", str(REPO / f"accelerate_configs/{config}.yaml")]
+        launch = [
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(REPO / f"accelerate_configs/{config}.yaml"),
+        ]
         launch += ["--num_processes", "2", "--main_process_port", "0"]
-        launch += ["--deepspeed_config_file", str(sharded("zero3", out))] if config == "zero3" else []
+        launch += (
+            ["--deepspeed_config_file", str(sharded("zero3", out))] if config == "zero3" else []
+        )
     run([sys.executable, *launch, str(REPO / "tests" / script), str(start), str(out)], out, seconds)
     return torch.load(out / "found.pt", weights_only=False)
 
@@ -104,7 +123,12 @@ def launched(request, starts, tmp_path_factory) -> tuple[str, dict, Path]:
     out = tmp_path_factory.mktemp("out")
     command = [sys.executable]
     if config is not None:
-        command += ["-m", "accelerate.commands.launch", "--config_file", str(REPO / f"accelerate_configs/{config}.yaml")]
+        command += [
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(REPO / f"accelerate_configs/{config}.yaml"),
+        ]
         command += ["--num_processes", "2", "--main_process_port", "0"]
     if config == "zero3":
         command += ["--deepspeed_config_file", str(sharded("zero3", out))]
@@ -119,7 +143,9 @@ def run(command: list[str], out: Path, timeout: float = 300.0) -> None:
     """Runs a launch, all of whose processes are gone afterwards, also when it hangs."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(out / "extensions")}
     with (out / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=out, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=out, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -129,7 +155,7 @@ def run(command: list[str], out: Path, timeout: float = 300.0) -> None:
     assert code == 0, (out / "log").read_text()[-3000:]
 
 
-# ----------------------------------------------------------------------------------------------------------- the reference
+# ------------------------------------------------------------------------------------ the reference
 
 
 def load(starts: Path, start: str, folder: Path | None = None, dtype: torch.dtype = torch.float64):
@@ -139,15 +165,21 @@ def load(starts: Path, start: str, folder: Path | None = None, dtype: torch.dtyp
         model = AutoModelForCausalLM.from_pretrained(str(folder))
         if start == "value":
             model.value_head = torch.nn.Linear(model.config.hidden_size, 1)
-            model.value_head.load_state_dict(load_file(str(starts / start / "value_head.safetensors")))
+            model.value_head.load_state_dict(
+                load_file(str(starts / start / "value_head.safetensors"))
+            )
         return model.to(dtype)
-    base = load_model(str(starts / "untied_base") if "untied" in start else "tiny:addition", seed=1).model
+    base = load_model(
+        str(starts / "untied_base") if "untied" in start else "tiny:addition", seed=1
+    ).model
     return PeftModel.from_pretrained(base, str(folder), is_trainable=True).to(dtype)
 
 
 def logprobs_of(model, tokens: list[int], targets: list[int]) -> torch.Tensor:
     logits = model(input_ids=torch.tensor([tokens])).logits[0]
-    return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)[torch.arange(len(targets)), targets]
+    return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)[
+        torch.arange(len(targets)), targets
+    ]
 
 
 def datum_loss(loss: str, datum: Datum, logp_T: torch.Tensor) -> torch.Tensor:
@@ -163,17 +195,26 @@ def datum_loss(loss: str, datum: Datum, logp_T: torch.Tensor) -> torch.Tensor:
     else:  # gspo, by tokens
         mean = ((logp_T - old_T) * mask_T).sum() / mask_T.sum()
         ratio_T = mean.exp().detach() * (logp_T - logp_T.detach()).exp()
-    return -torch.minimum(ratio_T * advantages_T, ratio_T.clamp(0.8, 1.2) * advantages_T)[mask_T > 0].sum()
+    return -torch.minimum(ratio_T * advantages_T, ratio_T.clamp(0.8, 1.2) * advantages_T)[
+        mask_T > 0
+    ].sum()
 
 
 def backward(model, datums: list[Datum], loss: str, divisor: float = DIVISOR) -> float:
     """Adds the gradient of the loss's sum, a datum at a time in float64 sums; returns the loss."""
     total = 0.0
     for datum in for_loss(datums, loss):
-        tokens, targets = datum.model_input.to_ints(), datum.loss_fn_inputs["target_tokens"].to_numpy().tolist()
+        tokens, targets = (
+            datum.model_input.to_ints(),
+            datum.loss_fn_inputs["target_tokens"].to_numpy().tolist(),
+        )
         if loss == "value":
-            hidden_TD = model(input_ids=torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][0]
-            mask_T, returns_T = (datum.loss_fn_inputs[name].to_torch().double() for name in ("mask", "returns"))
+            hidden_TD = model(
+                input_ids=torch.tensor([tokens]), output_hidden_states=True
+            ).hidden_states[-1][0]
+            mask_T, returns_T = (
+                datum.loss_fn_inputs[name].to_torch().double() for name in ("mask", "returns")
+            )
             value = (mask_T * (model.value_head(hidden_TD)[:, 0] - returns_T).square() / 2).sum()
         else:
             value = datum_loss(loss, datum, logprobs_of(model, tokens, targets))
@@ -188,17 +229,24 @@ class References:
     def __init__(self, starts: Path):
         self.starts, self.known = starts, {}
 
-    def gradient(self, start: str, loss: str, datums: list[Datum], key: str = "") -> tuple[dict[str, torch.Tensor], float]:
+    def gradient(
+        self, start: str, loss: str, datums: list[Datum], key: str = ""
+    ) -> tuple[dict[str, torch.Tensor], float]:
         if (start, loss, key) not in self.known:
             model = load(self.starts, start)
             value = backward(model, datums, loss)
             trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            gradient = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
+            gradient = {
+                name: torch.zeros_like(p) if p.grad is None else p.grad
+                for name, p in trained.items()
+            }
             self.known[start, loss, key] = gradient, value
         return self.known[start, loss, key]
 
     def bf16_noise(self, start: str, loss: str) -> float:
-        """How far plain torch in bf16 on one process is from float64: gradients of single datums, added up in float64."""
+        """How far plain torch in bf16 on one process is from float64: gradients of single datums,
+        added up in float64.
+        """
         exact, _ = self.gradient(start, loss, eight())
         total = {name: torch.zeros_like(value) for name, value in exact.items()}
         model = load(self.starts, start, dtype=torch.bfloat16)
@@ -224,8 +272,13 @@ def difference(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
     return (apart / whole) ** 0.5 if whole else apart**0.5
 
 
-def assert_same(found: tuple[dict[str, torch.Tensor], float], expected: dict[str, torch.Tensor], bound: float = GRADIENT_BOUND) -> None:
-    """The gradient, each parameter's by itself (a wrong small one hides in the whole norm), and the norm as reported.
+def assert_same(
+    found: tuple[dict[str, torch.Tensor], float],
+    expected: dict[str, torch.Tensor],
+    bound: float = GRADIENT_BOUND,
+) -> None:
+    """The gradient, each parameter's by itself (a wrong small one hides in the whole norm), and the
+    norm as reported.
 
     A parameter's own gradient may be twenty times smaller than what it is the difference of.
     """
@@ -237,20 +290,29 @@ def assert_same(found: tuple[dict[str, torch.Tensor], float], expected: dict[str
     assert norm == pytest.approx(whole, rel=2 * bound)
 
 
-# ------------------------------------------------------------------------------------------------------------------ tests
+# -------------------------------------------------------------------------------------------- tests
 
 
 def test_the_launch_is_what_it_says(launched):
-    """No launch passes as plain training on one process, and under ZeRO-3 each rank really holds a part."""
+    """No launch passes as plain training on one process, and under ZeRO-3 each rank really holds a
+    part.
+    """
     name, results, _ = launched
     kind, wrapped, processes = LAUNCHES[name][1]
     for case in GRADIENTS:
         launch = results[case]["launch"]
-        assert (launch["distributed_type"], launch["world"], launch["processes"]) == (kind, processes, processes)
-        assert launch["wrapped"] == wrapped.replace("*", "PeftModelForCausalLM" if case.startswith("lora") else "Qwen3ForCausalLM")
+        assert (launch["distributed_type"], launch["world"], launch["processes"]) == (
+            kind,
+            processes,
+            processes,
+        )
+        assert launch["wrapped"] == wrapped.replace(
+            "*", "PeftModelForCausalLM" if case.startswith("lora") else "Qwen3ForCausalLM"
+        )
         assert launch["stage"] == (int(name[-1]) if name.startswith("zero") else None)
         assert launch["dtype"] == "fp32"
-        assert launch["bound"] <= 2 * 60 + 60  # twice the timeout and a minute, see ObjectGroup; never a library's own half hour
+        # twice the timeout and a minute, see ObjectGroup; never a library's own half hour
+        assert launch["bound"] <= 2 * 60 + 60
         share = launch["own"] / launch["parameters"]
         if name == "zero3":
             assert share < 0.05  # the norms: DeepSpeed keeps its shares elsewhere
@@ -259,13 +321,17 @@ def test_the_launch_is_what_it_says(launched):
 
 
 def test_nothing_is_compiled_at_start(launched):
-    """Torch builds extensions under a lock: one that a killed process has left would hold up every later start, for ever."""
+    """Torch builds extensions under a lock: one that a killed process has left would hold up every
+    later start, for ever.
+    """
     _, _, out = launched
     assert not (out / "extensions").exists()
 
 
 def test_cuts_are_what_they_say(launched):
-    """Micro-batches of rank 0. (Eight unequal sequences need not make two halves of equal cost, so two ranks may have two each.)"""
+    """Micro-batches of rank 0. (Eight unequal sequences need not make two halves of equal cost, so
+    two ranks may have two each.)
+    """
     name, results, _ = launched
     processes = LAUNCHES[name][1][2]
     assert results["tied, ppo, one micro-batch of all"]["cuts"] <= processes
@@ -284,20 +350,37 @@ def test_gradients(launched, references, case):
     assert found["loss"] == pytest.approx(loss, rel=1e-5)
 
 
-@pytest.mark.parametrize("case", ["one rank all masked", "one datum", "a forward in between", "what was dropped is gone"])
+@pytest.mark.parametrize(
+    "case", ["one rank all masked", "one datum", "a forward in between", "what was dropped is gone"]
+)
 def test_unequal_shares(launched, references, case):
     _, results, _ = launched
     datums = masked_on_one_rank()
     datums = datums[:1] if case == "one datum" else datums
-    assert_same(results[case], references.gradient("untied", "ppo", datums, case if case == "one datum" else "masked")[0])
+    assert_same(
+        results[case],
+        references.gradient("untied", "ppo", datums, case if case == "one datum" else "masked")[0],
+    )
     assert results["no datum"] == {"grad_norm": 0.0, "skipped": 1.0}
-    assert_same(results["a forward without the adapter before"], references.gradient("lora_tied", "ppo", eight())[0])
+    assert_same(
+        results["a forward without the adapter before"],
+        references.gradient("lora_tied", "ppo", eight())[0],
+    )
 
 
-def without_its_weakest_token(references: References, start: str, loss: str) -> dict[str, torch.Tensor]:
-    """The gradient of `eight` without one token of some fifty: the one of the smallest advantage that is not clipped away."""
+def without_its_weakest_token(
+    references: References, start: str, loss: str
+) -> dict[str, torch.Tensor]:
+    """The gradient of `eight` without one token of some fifty: the one of the smallest advantage
+    that is not clipped away.
+    """
     whole = references.gradient(start, loss, eight())[0]
-    advantages = [(abs(float(a)), i, t) for i, d in enumerate(eight()) for t, a in enumerate(d.loss_fn_inputs["advantages"].array) if a]
+    advantages = [
+        (abs(float(a)), i, t)
+        for i, d in enumerate(eight())
+        for t, a in enumerate(d.loss_fn_inputs["advantages"].array)
+        if a
+    ]
     for _, i, t in sorted(advantages):
         datums = eight()
         for name in ("mask", "advantages"):
@@ -313,7 +396,10 @@ def test_a_token_left_out_is_seen(launched, references, case):
     _, results, _ = launched
     expected, found = GRADIENTS[case], results[case]
     with pytest.raises(AssertionError):
-        assert_same((found["gradient"], found["norm"]), without_its_weakest_token(references, expected.start, expected.loss))
+        assert_same(
+            (found["gradient"], found["norm"]),
+            without_its_weakest_token(references, expected.start, expected.loss),
+        )
 
 
 @pytest.mark.parametrize("start", ["untied", "lora_tied"])
@@ -329,18 +415,28 @@ def test_a_wrong_divisor_is_seen(launched, references, start):
 
 
 def test_models_side_by_side_are_each_as_if_alone(launched, starts, references):
-    """A policy, a critic and a frozen model, each with an engine of its own: no call or update of one is seen by another."""
+    """A policy, a critic and a frozen model, each with an engine of its own: no call or update of
+    one is seen by another.
+    """
     found = launched[1]["two models"]
     assert_same(found["policy"], references.gradient("tied", "ppo", eight())[0])
     assert_same(found["critic"], references.gradient("value", "value", eight())[0])
     for i, (start, loss) in enumerate((("tied", "ppo"), ("value", "value"))):
         _, norms = updated(starts, start, loss, steps=2)
         assert [found[f"norms {step}"][i] for step in range(2)] == pytest.approx(norms, rel=1e-5)
-    assert found["scores"] == found["scores after"] == pytest.approx(references.gradient("untied", "ppo", eight())[1], rel=1e-5)
+    assert (
+        found["scores"]
+        == found["scores after"]
+        == pytest.approx(references.gradient("untied", "ppo", eight())[1], rel=1e-5)
+    )
 
 
-def updated(starts: Path, start: str, loss: str = "ppo", steps: int = 5) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Updates by torch's AdamW and clipping in float64: how each trained weight changed, and the norms before clipping."""
+def updated(
+    starts: Path, start: str, loss: str = "ppo", steps: int = 5
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Updates by torch's AdamW and clipping in float64: how each trained weight changed, and the
+    norms before clipping.
+    """
     model, norms = load(starts, start), []
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     before = {name: p.detach().clone() for name, p in parameters.items()}
@@ -349,10 +445,14 @@ def updated(starts: Path, start: str, loss: str = "ppo", steps: int = 5) -> tupl
         adam.zero_grad()
         backward(model, update_datums(step), loss)
         params = update_params(step)
-        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), params.grad_clip_norm)))
+        norms.append(
+            float(torch.nn.utils.clip_grad_norm_(parameters.values(), params.grad_clip_norm))
+        )
         assert norms[-1] > params.grad_clip_norm
         betas = params.beta1, params.beta2
-        adam.param_groups[0].update(lr=params.learning_rate, betas=betas, eps=params.eps, weight_decay=params.weight_decay)
+        adam.param_groups[0].update(
+            lr=params.learning_rate, betas=betas, eps=params.eps, weight_decay=params.weight_decay
+        )
         adam.step()
     return {name: p.detach() - before[name] for name, p in parameters.items()}, norms
 
@@ -366,43 +466,66 @@ def test_updates(launched, starts, start):
     saved = dict(load(starts, start, out / "sampler_weights" / start).named_parameters())
     before = dict(load(starts, start).named_parameters())
     changes = {name: saved[name].detach() - before[name].detach() for name in expected}
-    assert difference(changes, expected) < 1e-4  # float32 weights: 1e-7 of weights that are 1,000 times their change
+    # float32 weights: 1e-7 of weights that are 1,000 times their change
+    assert difference(changes, expected) < 1e-4
 
 
 @pytest.mark.parametrize("start", ["untied", "lora_tied"])
 def test_saved_weights_are_those_that_sampled(launched, starts, start):
-    """Reloaded by transformers or PEFT: the logprobs of the learner, of the sampler's tokens, and of given tokens."""
+    """Reloaded by transformers or PEFT: the logprobs of the learner, of the sampler's tokens, and
+    of given tokens.
+    """
     _, results, out = launched
     found = results[f"updates, {start}"]
     model = load(starts, start, out / "sampler_weights" / start)
     merged = AutoModelForCausalLM.from_pretrained(str(out / "sampler_weights" / f"{start}_merged"))
     with torch.no_grad():
         probe = logprobs_of(model, PROMPTS[0], [*PROMPTS[0][1:], 1])
-        torch.testing.assert_close(torch.from_numpy(found["learner"]).double(), probe, atol=1e-5, rtol=0)
-        torch.testing.assert_close(logprobs_of(merged, PROMPTS[0], [*PROMPTS[0][1:], 1]).double(), probe, atol=1e-5, rtol=0)
-        torch.testing.assert_close(torch.tensor(found["scored"][1:]).double(), probe[:-1], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            torch.from_numpy(found["learner"]).double(), probe, atol=1e-5, rtol=0
+        )
+        torch.testing.assert_close(
+            logprobs_of(merged, PROMPTS[0], [*PROMPTS[0][1:], 1]).double(), probe, atol=1e-5, rtol=0
+        )
+        torch.testing.assert_close(
+            torch.tensor(found["scored"][1:]).double(), probe[:-1], atol=1e-5, rtol=0
+        )
         for prompt, sequences in zip(PROMPTS, found["both"], strict=True):
             for tokens, logprobs in sequences:
-                expected = logprobs_of(model, [*prompt, *tokens[:-1]], [*prompt[1:], *tokens])[len(prompt) - 1 :]
-                torch.testing.assert_close(torch.tensor(logprobs).double(), expected, atol=1e-5, rtol=0)
+                expected = logprobs_of(model, [*prompt, *tokens[:-1]], [*prompt[1:], *tokens])[
+                    len(prompt) - 1 :
+                ]
+                torch.testing.assert_close(
+                    torch.tensor(logprobs).double(), expected, atol=1e-5, rtol=0
+                )
 
 
 @pytest.mark.parametrize("start", ["untied", "lora_tied"])
 def test_resumed_is_undisturbed(launched, start):
-    """One more update, on the client at hand and on one made from its checkpoint: the same bits, and another than before."""
+    """One more update, on the client at hand and on one made from its checkpoint: the same bits,
+    and another than before.
+    """
     _, _, out = launched
     file = "adapter_model.safetensors" if "lora" in start else "model.safetensors"
-    before, went_on, resumed = (load_file(str(out / "sampler_weights" / (start + end) / file)) for end in ("", "_went_on", "_resumed"))
+    before, went_on, resumed = (
+        load_file(str(out / "sampler_weights" / (start + end) / file))
+        for end in ("", "_went_on", "_resumed")
+    )
     assert all(torch.equal(went_on[name], resumed[name]) for name in went_on)
     assert not any(torch.equal(went_on[name], before[name]) for name in went_on)
 
 
 @pytest.mark.parametrize("start", ["untied", "lora_tied"])
 def test_ranks_sample_unequal_lengths(launched, start):
-    """One rank's samples ended at their first token, the other's ran to the limit; alone, the first are drawn again."""
+    """One rank's samples ended at their first token, the other's ran to the limit; alone, the first
+    are drawn again.
+    """
     _, results, _ = launched
     found = results[f"updates, {start}"]
-    assert [[len(tokens) for tokens, _ in sequences] for sequences in found["both"]] == [[40, 40], [1, 1]]
+    assert [[len(tokens) for tokens, _ in sequences] for sequences in found["both"]] == [
+        [40, 40],
+        [1, 1],
+    ]
     assert [tokens for tokens, _ in found["alone"]] == [tokens for tokens, _ in found["both"][1]]
 
 
@@ -413,12 +536,16 @@ def test_offloaded_optimizer(launched, references, case):
         return
     found, expected = results[f"also: {case}"], GRADIENTS[case]
     assert found["launch"]["optimizer_device"] == "cpu"
-    assert_same((found["gradient"], found["norm"]), references.gradient(expected.start, expected.loss, eight())[0])
+    assert_same(
+        (found["gradient"], found["norm"]),
+        references.gradient(expected.start, expected.loss, eight())[0],
+    )
 
 
 @pytest.mark.parametrize("case", FEW)
 def test_bf16_gradients(launched, references, case):
-    """At most twice as far from float64 as plain torch in bf16 on one process: the noise of one rounding, drawn once more.
+    """At most twice as far from float64 as plain torch in bf16 on one process: the noise of one
+    rounding, drawn once more.
 
     A divisor wrong by two is 0.5 away.
     """
@@ -427,7 +554,12 @@ def test_bf16_gradients(launched, references, case):
     assert found["launch"]["dtype"] == "bf16"
     noise = references.bf16_noise(expected.start, expected.loss)
     assert noise < 0.05
-    assert difference(found["gradient"], references.gradient(expected.start, expected.loss, eight())[0]) < 2 * noise
+    assert (
+        difference(
+            found["gradient"], references.gradient(expected.start, expected.loss, eight())[0]
+        )
+        < 2 * noise
+    )
 
 
 @pytest.mark.parametrize(
@@ -441,7 +573,12 @@ def test_bf16_gradients(launched, references, case):
     ],
 )
 def test_fsdp_settings_that_would_be_overruled_are_refused(monkeypatch, name, value, match):
-    for key, fits in {"ACCELERATE_USE_FSDP": "true", "WORLD_SIZE": "2", "FSDP_VERSION": "2", name: value}.items():
+    for key, fits in {
+        "ACCELERATE_USE_FSDP": "true",
+        "WORLD_SIZE": "2",
+        "FSDP_VERSION": "2",
+        name: value,
+    }.items():
         monkeypatch.setenv(key, fits)
     with pytest.raises(UserError, match=match):
         make_accelerator(bf16=False)
@@ -449,7 +586,11 @@ def test_fsdp_settings_that_would_be_overruled_are_refused(monkeypatch, name, va
 
 @pytest.mark.parametrize("start", ["tied", "lora_tied"])
 def test_bf16_gradients_add_up_in_fp32(launched, start):
-    """Five equal calls give five times the gradient of one, as exactly as float32 adds: bf16 sums would be 2e-3 apart."""
+    """Five equal calls give five times the gradient of one, as exactly as float32 adds: bf16 sums
+    would be 2e-3 apart.
+    """
     _, results, _ = launched
     once, repeated = results[f"bf16 repeated, {start}"]
-    assert difference(repeated, {name: 5 * value.double() for name, value in once.items()}) < float32_bound(5 * 8)
+    assert difference(
+        repeated, {name: 5 * value.double() for name, value in once.items()}
+    ) < float32_bound(5 * 8)

@@ -14,12 +14,26 @@ from rl.settings.fields import fields_of
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = ["evaluate", "export", "plot", "sample", "serve", "minimal_loop"]
-# Of other programs that the pages name: accelerate, Slurm, pip, lm-evaluation-harness, TRL (docs/coming_from.md).
-OTHERS = {"config_file", "num_processes", "account", "nodes", "partition", "no-deps", "python", "model", "model_args", "num_generations"}
+# Of other programs that the pages name: accelerate, Slurm, pip, lm-evaluation-harness, TRL
+# (docs/coming_from.md).
+OTHERS = {
+    "config_file",
+    "num_processes",
+    "account",
+    "nodes",
+    "partition",
+    "no-deps",
+    "python",
+    "model",
+    "model_args",
+    "num_generations",
+}
 BENCH = {"gpu", "campaign"}  # scripts of bench/ whose flags are named
 IN_CODE = re.compile(r"```.*?```|`[^`\n]+`|^    .*$", re.S | re.M)
 FLAG = re.compile(r"(?<![\w-])--([a-z][\w.-]*)")
-SETTINGS = {key for method in METHODS.values() for key in fields_of(method.settings)} | set(fields_of(RunSettings))
+SETTINGS = {key for method in METHODS.values() for key in fields_of(method.settings)} | set(
+    fields_of(RunSettings)
+)
 
 
 def flags_of(script: str) -> set[str]:
@@ -30,7 +44,9 @@ def flags_of(script: str) -> set[str]:
 
 def known() -> set[str]:
     own = {key.replace("_", "-") for key in SETTINGS}
-    theirs = set().union(*map(flags_of, SCRIPTS), *(flags_of(f"bench/{script}") for script in BENCH))
+    theirs = set().union(
+        *map(flags_of, SCRIPTS), *(flags_of(f"bench/{script}") for script in BENCH)
+    )
     return own | {f"no-{key}" for key in own} | theirs | {"help"} | OTHERS
 
 
@@ -41,8 +57,12 @@ def named(text: str) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_flag_of_a_page_exists(page):
     there = known()
-    # --environment.key and --template.key take what an environment or a template has; --STAGE.key is a setting of one stage.
-    flags = {flag.partition(".")[2] if flag.partition(".")[0] in METHODS else flag.partition(".")[0] for flag in named(page.read_text())}
+    # --environment.key and --template.key take what an environment or a template has; --STAGE.key
+    # is a setting of one stage.
+    flags = {
+        flag.partition(".")[2] if flag.partition(".")[0] in METHODS else flag.partition(".")[0]
+        for flag in named(page.read_text())
+    }
     assert not sorted(flags - there)
 
 
@@ -50,10 +70,16 @@ def commands() -> list[tuple[str, str]]:
     """Command lines of train.py that stand whole in a block, with their page."""
     found = []
     for page in PAGES:
-        for block in re.findall(r"```bash\n(.*?)```|\n\n((?:    [^\n]*\n)+)", page.read_text(), re.S):
+        for block in re.findall(
+            r"```bash\n(.*?)```|\n\n((?:    [^\n]*\n)+)", page.read_text(), re.S
+        ):
             for line in "".join(block).replace("\\\n", " ").splitlines():
                 before, at, words = line.strip().partition("train.py ")
-                stands = re.match(r"(python|accelerate launch) ", before) and "..." not in words and "--help" not in words
+                stands = (
+                    re.match(r"(python|accelerate launch) ", before)
+                    and "..." not in words
+                    and "--help" not in words
+                )
                 if at and stands and not re.search(r"\b(RUN|METHOD|MODEL)\b", words):
                     found.append((page.name, words))
     return found
@@ -62,14 +88,21 @@ def commands() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("page", "line"), commands())
 def test_a_command_line_is_taken(page, line, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert read(shlex.split(line, comments=True), METHODS, ROOT / "recipes" / "addition.yaml", RunSettings).stages
+    assert read(
+        shlex.split(line, comments=True), METHODS, ROOT / "recipes" / "addition.yaml", RunSettings
+    ).stages
 
 
 def test_what_is_read_of_a_page():
-    assert named("`--steps 3` and --not-this\n    train.py --lora-rank 2\n") == {"steps", "lora-rank"}
+    assert named("`--steps 3` and --not-this\n    train.py --lora-rank 2\n") == {
+        "steps",
+        "lora-rank",
+    }
     assert len(commands()) > 10
 
 
 def test_a_setting_that_is_gone_would_be_seen(monkeypatch):
     with pytest.raises(SettingsError, match="no such setting"):
-        read(["grpo", "--group-sizes", "4"], METHODS, ROOT / "recipes" / "addition.yaml", RunSettings)
+        read(
+            ["grpo", "--group-sizes", "4"], METHODS, ROOT / "recipes" / "addition.yaml", RunSettings
+        )

@@ -1,4 +1,6 @@
-"""Datums as Tinker documents them: no `mask`, or `weights` in its place. What the losses then take for actions."""
+"""Datums as Tinker documents them: no `mask`, or `weights` in its place. What the losses then take
+for actions.
+"""
 
 import warnings
 
@@ -6,7 +8,14 @@ import numpy as np
 import pytest
 
 from rl import ServiceClient
-from rl.types import AdamParams, Datum, ModelInput, PromptProvenanceSpan, SampledProvenanceSpan, SamplingParams
+from rl.types import (
+    AdamParams,
+    Datum,
+    ModelInput,
+    PromptProvenanceSpan,
+    SampledProvenanceSpan,
+    SamplingParams,
+)
 
 POLICY = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
 PROMPT = [3, 12, 5, 7]
@@ -26,7 +35,9 @@ def client(service):
 
 
 def documented(advantages=(0.5, 0.5, 0.5, 0.5), **fields):
-    """A prompt of four tokens and an answer of four: prompt positions have logprobs and advantages of 0."""
+    """A prompt of four tokens and an answer of four: prompt positions have logprobs and advantages
+    of 0.
+    """
     answer = [4, 6, 8, 1]
     inputs = {
         "target_tokens": [*PROMPT[1:], *answer],
@@ -38,7 +49,11 @@ def documented(advantages=(0.5, 0.5, 0.5, 0.5), **fields):
 
 def update(client, data, loss, config=None):
     """(loss, gradient norm): what one call says of the datums."""
-    found = client.forward_backward(data, loss, config or CONFIGS.get(loss, {})).result().metrics["loss:sum"]
+    found = (
+        client.forward_backward(data, loss, config or CONFIGS.get(loss, {}))
+        .result()
+        .metrics["loss:sum"]
+    )
     return found, client.optim_step(AdamParams(0.0)).result().metrics["grad_norm"]
 
 
@@ -46,8 +61,13 @@ def update(client, data, loss, config=None):
 def test_a_documented_datum_is_that_with_the_mask_of_its_answer(client, loss):
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        bare = [update(client, [documented(), documented((-1.0, -1.0, -1.0, -1.0))], loss) for _ in range(2)]
-    masked = update(client, [documented(mask=MASK), documented((-1.0, -1.0, -1.0, -1.0), mask=MASK)], loss)
+        bare = [
+            update(client, [documented(), documented((-1.0, -1.0, -1.0, -1.0))], loss)
+            for _ in range(2)
+        ]
+    masked = update(
+        client, [documented(mask=MASK), documented((-1.0, -1.0, -1.0, -1.0), mask=MASK)], loss
+    )
     assert bare == [masked, masked] and masked[1] > 0
     told = [str(one.message) for one in heard if "mask" in str(one.message)]
     assert len(told) == (1 if loss in ("dro", "gspo") else 0)
@@ -56,7 +76,9 @@ def test_a_documented_datum_is_that_with_the_mask_of_its_answer(client, loss):
 
 def test_a_term_of_the_loss_takes_the_same_actions(client):
     data, config = [documented()], {"entropy_coef": 0.1}
-    assert update(client, data, "ppo", config) == update(client, [documented(mask=MASK)], "ppo", config)
+    assert update(client, data, "ppo", config) == update(
+        client, [documented(mask=MASK)], "ppo", config
+    )
 
 
 @pytest.mark.parametrize("loss", POLICY)
@@ -65,14 +87,23 @@ def test_weights_of_0_and_1_are_the_mask(client, loss):
     for mask in (MASK, [0.0] * 3 + [1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]):
         expected = update(client, [documented((0.5, 0.5, 0.0, 0.5), mask=mask)], loss)
         assert update(client, [documented((0.5, 0.5, 0.0, 0.5), weights=mask)], loss) == expected
-        assert update(client, [documented((0.5, 0.5, 0.0, 0.5), weights=mask, mask=mask)], loss) == expected
+        assert (
+            update(client, [documented((0.5, 0.5, 0.0, 0.5), weights=mask, mask=mask)], loss)
+            == expected
+        )
 
 
 def test_weights_stand_for_the_mask_of_losses_on_pairs_too(client):
-    pair = [documented(weights=MASK), documented(weights=MASK, target_tokens=[*PROMPT[1:], 4, 6, 9, 2])]
+    pair = [
+        documented(weights=MASK),
+        documented(weights=MASK, target_tokens=[*PROMPT[1:], 4, 6, 9, 2]),
+    ]
     for datum in pair:
         del datum.loss_fn_inputs["advantages"], datum.loss_fn_inputs["logprobs"]
-    masked = [datum.with_inputs({"target_tokens": datum.loss_fn_inputs["target_tokens"], "mask": MASK}) for datum in pair]
+    masked = [
+        datum.with_inputs({"target_tokens": datum.loss_fn_inputs["target_tokens"], "mask": MASK})
+        for datum in pair
+    ]
     assert update(client, pair, "simpo") == update(client, masked, "simpo")
 
 
@@ -92,7 +123,8 @@ def test_weights_that_are_no_mask_are_refused_by_name(client, fields, text):
 
 
 def sampled(client, turns, advantage):
-    """A datum of `turns` answers that the service drew, each after an observation, and the mask of what was drawn.
+    """A datum of `turns` answers that the service drew, each after an observation, and the mask of
+    what was drawn.
 
     Every second token has the advantage, the others have none.
     """
@@ -101,8 +133,18 @@ def sampled(client, turns, advantage):
     for turn in range(turns):
         observation = [3 + turn, 12, 5]
         tokens, logprobs, mask = tokens + observation, logprobs + [0.0] * 3, mask + [0.0] * 3
-        sequence = sampler.sample(ModelInput.from_ints(tokens), 1, SamplingParams(5, seed=turn + 7, stop=[])).result().sequences[0]
-        tokens, logprobs, mask = tokens + sequence.tokens, logprobs + sequence.logprobs, mask + [1.0] * len(sequence.tokens)
+        sequence = (
+            sampler.sample(
+                ModelInput.from_ints(tokens), 1, SamplingParams(5, seed=turn + 7, stop=[])
+            )
+            .result()
+            .sequences[0]
+        )
+        tokens, logprobs, mask = (
+            tokens + sequence.tokens,
+            logprobs + sequence.logprobs,
+            mask + [1.0] * len(sequence.tokens),
+        )
     values = advantage * np.asarray(mask) * (np.arange(len(mask)) % 2)
     fields = {"target_tokens": tokens[1:], "logprobs": logprobs[1:], "advantages": values[1:]}
     return Datum(ModelInput.from_ints(tokens[:-1]), fields), mask[1:]
@@ -111,7 +153,9 @@ def sampled(client, turns, advantage):
 @pytest.mark.parametrize("turns", [1, 3])
 @pytest.mark.parametrize("loss", ["dro", "gspo"])
 def test_recorded_samples_are_actions_even_without_an_advantage(client, loss, turns):
-    """A group of equal rewards: dro pulls its tokens back to what drew them all the same, and gspo's mean is over all of them."""
+    """A group of equal rewards: dro pulls its tokens back to what drew them all the same, and
+    gspo's mean is over all of them.
+    """
     for advantages in (0.0, 0.7):
         datum, mask = sampled(client, turns, advantages)
         client.forward_backward([documented(mask=MASK)], "ppo").result()
@@ -122,10 +166,17 @@ def test_recorded_samples_are_actions_even_without_an_advantage(client, loss, tu
 
 
 def test_provenance_tells_the_sampled_tokens(client):
-    """Of samples that this process did not draw: the spans of the targets say which of them were sampled."""
+    """Of samples that this process did not draw: the spans of the targets say which of them were
+    sampled.
+    """
     datum = documented((0.0, 0.0, 0.0, 0.0))
-    spans = [PromptProvenanceSpan(sequence_id="elsewhere:1", length=3), SampledProvenanceSpan(sequence_id="elsewhere:1", length=4)]
-    datum = datum.with_provenance([PromptProvenanceSpan(sequence_id="elsewhere:1", length=7)], spans)
+    spans = [
+        PromptProvenanceSpan(sequence_id="elsewhere:1", length=3),
+        SampledProvenanceSpan(sequence_id="elsewhere:1", length=4),
+    ]
+    datum = datum.with_provenance(
+        [PromptProvenanceSpan(sequence_id="elsewhere:1", length=7)], spans
+    )
     expected = update(client, [documented((0.0, 0.0, 0.0, 0.0), mask=MASK)], "dro")
     assert update(client, [datum], "dro") == expected and expected[1] > 0
 

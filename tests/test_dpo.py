@@ -1,5 +1,6 @@
-"""DPO: the losses against float64 formulas, pairs that stay together however a batch is cut, the reference that stays as it was,
-and what is learnt."""
+"""DPO: the losses against float64 formulas, pairs that stay together however a batch is cut, the
+reference that stays as it was, and what is learnt.
+"""
 
 import itertools
 import json
@@ -22,11 +23,15 @@ from rl.run.hosts import StageHosts, make_policy, make_renderer
 from rl.settings.tables import ModelSettings
 from rl.types import AdamParams, Datum, ModelInput
 
-# ---------------------------------------------------------------------------------------------------------- the losses
+# --------------------------------------------------------------------------------------- the losses
 
 
-def pair(rng: np.random.Generator, *, prompt: int, answers: tuple[int, int], reference: bool = True) -> list[Datum]:
-    """Two datums with the same prompt and answers of these lengths; reference logprobs off the policy."""
+def pair(
+    rng: np.random.Generator, *, prompt: int, answers: tuple[int, int], reference: bool = True
+) -> list[Datum]:
+    """Two datums with the same prompt and answers of these lengths; reference logprobs off the
+    policy.
+    """
     asked = rng.integers(0, VOCABULARY, prompt).tolist()
     datums = []
     for length in answers:
@@ -34,19 +39,32 @@ def pair(rng: np.random.Generator, *, prompt: int, answers: tuple[int, int], ref
         mask = np.arange(1, len(tokens)) >= prompt
         fields = {"target_tokens": tokens[1:], "mask": mask.astype(np.float32)}
         if reference:
-            fields["ref_logprobs"] = np.where(mask, -2.6 + 0.3 * rng.standard_normal(len(mask)), np.nan)
+            fields["ref_logprobs"] = np.where(
+                mask, -2.6 + 0.3 * rng.standard_normal(len(mask)), np.nan
+            )
         datums.append(Datum(ModelInput.from_ints(tokens[:-1]), fields))
     return datums
 
 
 def pairs(count: int = 6, seed: int = 0, **kwargs) -> list[Datum]:
     rng = np.random.default_rng(seed)
-    lengths = [(int(rng.integers(2, 6)), (int(rng.integers(1, 8)), int(rng.integers(1, 8)))) for _ in range(count)]
-    return [datum for prompt, answers in lengths for datum in pair(rng, prompt=prompt, answers=answers, **kwargs)]
+    lengths = [
+        (int(rng.integers(2, 6)), (int(rng.integers(1, 8)), int(rng.integers(1, 8))))
+        for _ in range(count)
+    ]
+    return [
+        datum
+        for prompt, answers in lengths
+        for datum in pair(rng, prompt=prompt, answers=answers, **kwargs)
+    ]
 
 
-def by_hand(datums, logprobs, *, loss: str, beta: float, eps: float = 0.0, mean: bool = False) -> dict[str, float]:
-    """The sum over pairs, and the field's metrics, one pair after the other in plain float64 arithmetic."""
+def by_hand(
+    datums, logprobs, *, loss: str, beta: float, eps: float = 0.0, mean: bool = False
+) -> dict[str, float]:
+    """The sum over pairs, and the field's metrics, one pair after the other in plain float64
+    arithmetic.
+    """
     totals = {"loss": 0.0, "chosen": 0.0, "rejected": 0.0, "right": 0.0}
     for first in range(0, len(datums), 2):
         ratios, lengths = [], []
@@ -54,7 +72,11 @@ def by_hand(datums, logprobs, *, loss: str, beta: float, eps: float = 0.0, mean:
             fields = datums[i].loss_fn_inputs
             mask = fields["mask"].array != 0
             logp = np.asarray(logprobs[i], dtype=np.float64)[mask]
-            ref = fields["ref_logprobs"].array.astype(np.float64)[mask] if "ref_logprobs" in fields else 0 * logp
+            ref = (
+                fields["ref_logprobs"].array.astype(np.float64)[mask]
+                if "ref_logprobs" in fields
+                else 0 * logp
+            )
             ratios.append(float(logp.sum() - ref.sum()))
             lengths.append(int(mask.sum()))
         delta = ratios[0] / lengths[0] - ratios[1] / lengths[1] if mean else ratios[0] - ratios[1]
@@ -87,7 +109,10 @@ def test_value_metrics_and_gradient_are_those_of_the_formula(name, config, formu
     logprobs = [-2.6 + 0.5 * rng.standard_normal(d.model_input.length) for d in datums]
     sizes = [len(logp) for logp in logprobs]
     flat = torch.tensor(np.concatenate(logprobs), requires_grad=True)
-    inputs = {k: torch.from_numpy(np.concatenate([d.loss_fn_inputs[k].array for d in datums])).double() for k in datums[0].loss_fn_inputs}
+    inputs = {
+        k: torch.from_numpy(np.concatenate([d.loss_fn_inputs[k].array for d in datums])).double()
+        for k in datums[0].loss_fn_inputs
+    }
     cu = torch.tensor(np.concatenate([[0], np.cumsum(sizes)]))
     value, metrics = get_loss(name).fn(flat, torch.zeros_like(flat), inputs, cu, config)
     expected = by_hand(datums, logprobs, loss=name, **formula)
@@ -103,14 +128,26 @@ def test_value_metrics_and_gradient_are_those_of_the_formula(name, config, formu
         for sign in (1, -1):
             moved = flat.detach().numpy().copy()
             moved[i] += sign * step
-            ends.append(by_hand(datums, np.split(moved, np.cumsum(sizes)[:-1]), loss=name, **formula)["loss"])
+            ends.append(
+                by_hand(datums, np.split(moved, np.cumsum(sizes)[:-1]), loss=name, **formula)[
+                    "loss"
+                ]
+            )
         assert found[i].item() == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=1e-7)
 
 
 def test_a_policy_that_is_its_reference_has_loss_ln_2_exactly_and_smoothing_changes_nothing_there():
     datums = pairs()
-    logp = torch.cat([torch.from_numpy(np.nan_to_num(d.loss_fn_inputs["ref_logprobs"].array, nan=-1.0)) for d in datums])
-    inputs = {k: torch.from_numpy(np.concatenate([d.loss_fn_inputs[k].array for d in datums])) for k in datums[0].loss_fn_inputs}
+    logp = torch.cat(
+        [
+            torch.from_numpy(np.nan_to_num(d.loss_fn_inputs["ref_logprobs"].array, nan=-1.0))
+            for d in datums
+        ]
+    )
+    inputs = {
+        k: torch.from_numpy(np.concatenate([d.loss_fn_inputs[k].array for d in datums]))
+        for k in datums[0].loss_fn_inputs
+    }
     cu = torch.tensor(np.concatenate([[0], np.cumsum([d.model_input.length for d in datums])]))
     for config in ({}, {"label_smoothing": 0.3}):
         value, metrics = get_loss("dpo").fn(logp, logp, inputs, cu, config)
@@ -119,7 +156,7 @@ def test_a_policy_that_is_its_reference_has_loss_ln_2_exactly_and_smoothing_chan
         assert metrics["ranked_right:sum"] == 3  # six ties
 
 
-# ------------------------------------------------------------------------------------------------------ pairs stay pairs
+# --------------------------------------------------------------------------------- pairs stay pairs
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -127,7 +164,9 @@ def test_a_policy_that_is_its_reference_has_loss_ln_2_exactly_and_smoothing_chan
 def test_blocks_hold_every_pair_whole_in_order(layout, budget):
     datums = pairs(9)
     found = blocks(datums, layout, budget, 2)
-    assert [[i for unit in block for i in unit] for block in found] == [[i, i + 1] for i in range(0, 18, 2)]
+    assert [[i for unit in block for i in unit] for block in found] == [
+        [i, i + 1] for i in range(0, 18, 2)
+    ]
     costs = [block_cost(datums, block, layout) for block in found]
     for chunk in plan(costs, budget, layout):
         lengths = [datums[i].model_input.length for j in chunk for unit in found[j] for i in unit]
@@ -145,21 +184,32 @@ def test_ranks_share_whole_pairs_in_as_many_micro_batches(layout, monkeypatch):
         shares.append(learner._my_batches(datums, 2))
     assert [len(share) for share in shares] == [2, 2, 2]
     batches = [batch for share in shares for batch in share]
-    assert all(first % 2 == 0 and second == first + 1 for first, second in (batch.datum_index for batch in batches))
-    assert sorted(i for batch in batches if batch.scale for i in batch.datum_index) == list(range(8))
+    assert all(
+        first % 2 == 0 and second == first + 1
+        for first, second in (batch.datum_index for batch in batches)
+    )
+    assert sorted(i for batch in batches if batch.scale for i in batch.datum_index) == list(
+        range(8)
+    )
     assert sorted(batch.scale for batch in batches) == [0, 0, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("name", ["dpo", "ipo"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_gradient_does_not_depend_on_how_pairs_are_cut_and_is_that_of_the_custom_loss(name, layout):
-    """One micro-batch of all, one a pair, two calls: the same gradient, and that of a plain float64 autograd of the formula."""
+def test_the_gradient_does_not_depend_on_how_pairs_are_cut_and_is_that_of_the_custom_loss(
+    name, layout
+):
+    """One micro-batch of all, one a pair, two calls: the same gradient, and that of a plain float64
+    autograd of the formula.
+    """
     datums = pairs(8)
     config = {"beta": 0.5}
     results = []
     for budget, parts in ((10_000, [datums]), (1, [datums]), (40, [datums[:6], datums[6:]])):
         worker = make_worker(layout=layout, token_budget=budget)
-        values = [call(worker, "forward_backward", 0, part, name, config, 3.0, True) for part in parts]
+        values = [
+            call(worker, "forward_backward", 0, part, name, config, 3.0, True) for part in parts
+        ]
         total = sum(metrics["loss:sum"] for _, metrics in values)
         results.append((total, gradient(worker)))
     outputs = [o["logprobs"] for part in values for o in part[0]]
@@ -168,20 +218,28 @@ def test_the_gradient_does_not_depend_on_how_pairs_are_cut_and_is_that_of_the_cu
         assert total == pytest.approx(expected, rel=1e-5)
         assert relative_difference(found, results[0][1]) < 1e-5
 
-    # d loss / d logp in float64, put back as cross-entropy weights: an independent path through the model
+    # d loss / d logp in float64, put back as cross-entropy weights: an independent path through the
+    # model
     leaves = [torch.tensor(o, dtype=torch.float64, requires_grad=True) for o in outputs]
     total = torch.zeros((), dtype=torch.float64)
     for w in range(0, len(datums), 2):
         sides = []
         for i in (w, w + 1):
             mask = torch.from_numpy(datums[i].loss_fn_inputs["mask"].array != 0)
-            ratio = (leaves[i] - torch.from_numpy(datums[i].loss_fn_inputs["ref_logprobs"].array))[mask]
+            ratio = (leaves[i] - torch.from_numpy(datums[i].loss_fn_inputs["ref_logprobs"].array))[
+                mask
+            ]
             sides.append(ratio.mean() if name == "ipo" else ratio.sum())
         delta = sides[0] - sides[1]
-        total = total + ((delta - 1.0) ** 2 if name == "ipo" else -torch.log(torch.sigmoid(0.5 * delta)))
+        total = total + (
+            (delta - 1.0) ** 2 if name == "ipo" else -torch.log(torch.sigmoid(0.5 * delta))
+        )
     weights = torch.autograd.grad(total, leaves)
     plain = [
-        Datum(d.model_input, {"target_tokens": d.loss_fn_inputs["target_tokens"], "weights": -w.float()})
+        Datum(
+            d.model_input,
+            {"target_tokens": d.loss_fn_inputs["target_tokens"], "weights": -w.float()},
+        )
         for d, w in zip(datums, weights, strict=True)
     ]
     worker = make_worker(layout="padded", token_budget=10_000)
@@ -189,7 +247,7 @@ def test_the_gradient_does_not_depend_on_how_pairs_are_cut_and_is_that_of_the_cu
     assert relative_difference(results[0][1], gradient(worker)) < 1e-5
 
 
-# --------------------------------------------------------------------------------------------------------- whole runs
+# --------------------------------------------------------------------------------------- whole runs
 
 
 def largest_digit_pairs(path: Path, *, swapped: bool = False) -> Path:
@@ -201,7 +259,9 @@ def largest_digit_pairs(path: Path, *, swapped: bool = False) -> Path:
         if others:
             answers = [str(max(digits)), str(rng.choice(others))]
             right, wrong = reversed(answers) if swapped else answers
-            rows.append({"prompt": "".join(map(str, digits)) + "=", "chosen": right, "rejected": wrong})
+            rows.append(
+                {"prompt": "".join(map(str, digits)) + "=", "chosen": right, "rejected": wrong}
+            )
     path.write_text("\n".join(json.dumps(rows[i]) for i in rng.permutation(len(rows))))
     return path
 
@@ -210,26 +270,49 @@ LEARNS = "dpo --steps 40 --batch-size 32 --learning-rate 1e-3 --warmup-steps 10 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["", "--loss ipo", "--label-smoothing 0.1", "--reference-free", "--lora-rank 8 --learning-rate 5e-3"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "",
+        "--loss ipo",
+        "--label-smoothing 0.1",
+        "--reference-free",
+        "--lora-rank 8 --learning-rate 5e-3",
+    ],
+)
 def test_it_learns_preferences_with_a_known_answer(how, tmp_path):
-    rows = train(f"{LEARNS} --dataset {largest_digit_pairs(tmp_path / 'pairs.jsonl')} {how}", tmp_path / "run")
+    rows = train(
+        f"{LEARNS} --dataset {largest_digit_pairs(tmp_path / 'pairs.jsonl')} {how}",
+        tmp_path / "run",
+    )
     first, last = rows[0], rows[-1]
     assert first["test/rewards/accuracies"] < 0.7 and last["test/rewards/accuracies"] > 0.9
-    # Shares of ln 2: plain 0.46 (seed 1), with labels smoothed by 0.1, which leave 0.47 at best, 0.59 and 0.61 (seeds 0 and 1).
+    # Shares of ln 2: plain 0.46 (seed 1), with labels smoothed by 0.1, which leave 0.47 at best,
+    # 0.59 and 0.61 (seeds 0 and 1).
     share = 0.75 if "label" in how else 0.6
     assert last["test/loss"] < share * first["test/loss"] and last["rewards/margins"] > 0
     start = next(row for row in rows if row["step"] == 1)
     if not how or "label" in how or "lora" in how:
-        assert start["optim/loss"] == pytest.approx(math.log(2), abs=1e-6) and abs(rows[2]["optim/loss"] - math.log(2)) > 1e-4
-    if "lora" in how:  # the base under the adapter is scored by the learner itself: not a bit of difference
-        assert start["rewards/chosen"] == start["rewards/rejected"] == 0.0 and first["test/rewards/accuracies"] == 0.5
+        assert (
+            start["optim/loss"] == pytest.approx(math.log(2), abs=1e-6)
+            and abs(rows[2]["optim/loss"] - math.log(2)) > 1e-4
+        )
+    # the base under the adapter is scored by the learner itself: not a bit of difference
+    if "lora" in how:
+        assert (
+            start["rewards/chosen"] == start["rewards/rejected"] == 0.0
+            and first["test/rewards/accuracies"] == 0.5
+        )
     if "ipo" in how:
         assert start["optim/loss"] == pytest.approx(25.0, abs=1e-4)
 
 
 @pytest.mark.slow
 def test_swapped_labels_score_below_a_tenth(tmp_path):
-    swapped, right = largest_digit_pairs(tmp_path / "swapped.jsonl", swapped=True), largest_digit_pairs(tmp_path / "right.jsonl")
+    swapped, right = (
+        largest_digit_pairs(tmp_path / "swapped.jsonl", swapped=True),
+        largest_digit_pairs(tmp_path / "right.jsonl"),
+    )
     rows = train(f"{LEARNS} --dataset {swapped} --eval-dataset {right}", tmp_path / "run")
     assert rows[-1]["rewards/accuracies"] > 0.9 and rows[-1]["test/rewards/accuracies"] < 0.1
 
@@ -241,7 +324,9 @@ def test_updates_do_not_move_the_reference(lora, tmp_path):
         policy = make_policy(service, settings.model, None, None, 5)
         reference = StageHosts(service, policy, settings.model, None, {}, 5).beginning()
         renderer = make_renderer(policy, None)
-        datums = [datum for row in list(addition("train"))[:4] for datum in pair_datums(row, renderer)]
+        datums = [
+            datum for row in list(addition("train"))[:4] for datum in pair_datums(row, renderer)
+        ]
         before = reference.logprobs(datums)
         policies = [_logprobs(policy, datums)]
         for _ in range(2):
@@ -271,18 +356,25 @@ def test_the_loss_falls_on_real_preferences(shared_data, tmp_path):
     assert losses[0] == pytest.approx(math.log(2), abs=1e-5)
     assert np.mean(losses[-10:]) < 0.6
     held_out = [row for row in rows if "test/loss" in row]
-    print("held-out accuracy and loss:", [(row["test/rewards/accuracies"], row["test/loss"]) for row in held_out])
+    print(
+        "held-out accuracy and loss:",
+        [(row["test/rewards/accuracies"], row["test/loss"]) for row in held_out],
+    )
     assert held_out[-1]["test/loss"] < held_out[0]["test/loss"]
 
 
 def test_a_second_stage_is_held_to_the_first_ones_weights(tmp_path):
-    """SFT, then DPO: the first DPO step has loss ln 2 against the SFT'd weights, full or under the adapter that SFT trained."""
+    """SFT, then DPO: the first DPO step has loss ln 2 against the SFT'd weights, full or under the
+    adapter that SFT trained.
+    """
     for lora in (0, 4):
         recipe = tmp_path / f"lora-{lora}.yaml"
         recipe.write_text(
             f"stages:\n  - {{method: sft, steps: 3, learning_rate: 1e-2, eval_every: 0}}\n"
             f"  - {{method: dpo, steps: 2, learning_rate: 1e-2, eval_every: 0}}\nlora_rank: {lora}\nbatch_size: 16\n"
         )
-        rows = [row for row in train(str(recipe), tmp_path / f"run-{lora}") if row["stage"] == "dpo"]
+        rows = [
+            row for row in train(str(recipe), tmp_path / f"run-{lora}") if row["stage"] == "dpo"
+        ]
         assert rows[0]["optim/loss"] == pytest.approx(math.log(2), abs=1e-5)
         assert abs(rows[0]["rewards/chosen"]) < 1e-5 < abs(rows[1]["rewards/chosen"])

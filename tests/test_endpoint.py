@@ -1,4 +1,6 @@
-"""The OpenAI-style routes by plain HTTP: answers equal to the clients' own, logprobs, streams, scoring, refusals, sessions."""
+"""The OpenAI-style routes by plain HTTP: answers equal to the clients' own, logprobs, streams,
+scoring, refusals, sessions.
+"""
 
 import asyncio
 import json
@@ -17,7 +19,16 @@ from rl.episodes import trajectory_to_datums  # noqa: E402
 from rl.types import ModelInput, SamplingParams  # noqa: E402
 
 ASK = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello?"}]
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds.",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    }
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +46,13 @@ def scripted(shared_data):
     made = []
 
     def make(say, renderer="chat_template", tokenizer="qwen3"):
-        endpoint = Endpoint(ScriptedDesk(say, renderer, None if tokenizer is None else str(shared_data / "tokenizers" / tokenizer)))
+        endpoint = Endpoint(
+            ScriptedDesk(
+                say,
+                renderer,
+                None if tokenizer is None else str(shared_data / "tokenizers" / tokenizer),
+            )
+        )
         endpoint.http = httpx.Client(base_url=endpoint.url, timeout=60)
         made.append(endpoint)
         return endpoint
@@ -47,42 +64,75 @@ def scripted(shared_data):
 
 
 def chat(endpoint, messages=ASK, path="", headers=None, **body):
-    reply = endpoint.http.post(f"{path}/v1/chat/completions", json={"messages": messages, **body}, headers=headers or {})
+    reply = endpoint.http.post(
+        f"{path}/v1/chat/completions", json={"messages": messages, **body}, headers=headers or {}
+    )
     assert reply.status_code == 200, reply.text
     return reply.json()
 
 
-# --------------------------------------------------------------------------------------------------------------- answers
+# ------------------------------------------------------------------------------------------ answers
 
 
 def test_answers_are_the_clients_own_to_the_bit(tiny):
-    said = chat(tiny, n=3, seed=7, temperature=0.7, max_tokens=6, logprobs=True, return_token_ids=True)
+    said = chat(
+        tiny, n=3, seed=7, temperature=0.7, max_tokens=6, logprobs=True, return_token_ids=True
+    )
     prompt = tiny.desk._renderer.build_generation_prompt(ASK)
-    own = tiny.desk.client.sample(prompt, 3, SamplingParams(max_tokens=6, temperature=0.7, seed=7, stop=[1])).result()
+    own = tiny.desk.client.sample(
+        prompt, 3, SamplingParams(max_tokens=6, temperature=0.7, seed=7, stop=[1])
+    ).result()
     assert said["prompt_token_ids"] == prompt.to_ints() and said["object"] == "chat.completion"
     assert [choice["index"] for choice in said["choices"]] == [0, 1, 2]
     for choice, sequence in zip(said["choices"], own.sequences, strict=True):
         assert choice["token_ids"] == sequence.tokens
         assert [one["logprob"] for one in choice["logprobs"]["content"]] == sequence.logprobs
-        assert [one["token"] for one in choice["logprobs"]["content"]] == [f"token_id:{token}" for token in sequence.tokens]
+        assert [one["token"] for one in choice["logprobs"]["content"]] == [
+            f"token_id:{token}" for token in sequence.tokens
+        ]
         assert choice["finish_reason"] == sequence.stop_reason
-        assert choice["message"]["content"] == tiny.desk._renderer.parse_response(sequence.tokens)[0]["content"]
+        assert (
+            choice["message"]["content"]
+            == tiny.desk._renderer.parse_response(sequence.tokens)[0]["content"]
+        )
     drawn = sum(len(sequence.tokens) for sequence in own.sequences)
-    assert said["usage"] == {"prompt_tokens": prompt.length, "completion_tokens": drawn, "total_tokens": prompt.length + drawn}
+    assert said["usage"] == {
+        "prompt_tokens": prompt.length,
+        "completion_tokens": drawn,
+        "total_tokens": prompt.length + drawn,
+    }
     ids = tiny.http.post("/inference/v1/generate", json={
         "token_ids": prompt.to_ints(),
         "sampling_params": {"n": 3, "seed": 7, "temperature": 0.7, "max_tokens": 6, "logprobs": 1, "stop_token_ids": [1]},
     }).json()  # fmt: skip
-    assert [choice["token_ids"] for choice in ids["choices"]] == [sequence.tokens for sequence in own.sequences]
-    assert [[one["logprob"] for one in choice["logprobs"]["content"]] for choice in ids["choices"]] == [s.logprobs for s in own.sequences]
-    assert ids["prompt_token_ids"] == prompt.to_ints() and ids["choices"][0]["finish_reason"] == own.sequences[0].stop_reason
+    assert [choice["token_ids"] for choice in ids["choices"]] == [
+        sequence.tokens for sequence in own.sequences
+    ]
+    assert [
+        [one["logprob"] for one in choice["logprobs"]["content"]] for choice in ids["choices"]
+    ] == [s.logprobs for s in own.sequences]
+    assert (
+        ids["prompt_token_ids"] == prompt.to_ints()
+        and ids["choices"][0]["finish_reason"] == own.sequences[0].stop_reason
+    )
 
 
 @pytest.mark.parametrize("cut", [{}, {"top_p": 0.3}, {"top_k": 3}, {"top_k": 8, "top_p": 0.5}])
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 2.0])
 def test_logprobs_are_of_the_untruncated_distribution_at_the_temperature(tiny, temperature, cut):
-    """Of drawn tokens and of the likeliest, against the model's own scores of each, at that temperature (greedy answers: at 1)."""
-    said = chat(tiny, seed=3, temperature=temperature, max_tokens=4, logprobs=True, top_logprobs=4, return_token_ids=True, **cut)
+    """Of drawn tokens and of the likeliest, against the model's own scores of each, at that
+    temperature (greedy answers: at 1).
+    """
+    said = chat(
+        tiny,
+        seed=3,
+        temperature=temperature,
+        max_tokens=4,
+        logprobs=True,
+        top_logprobs=4,
+        return_token_ids=True,
+        **cut,
+    )
     prompt, (choice,) = said["prompt_token_ids"], said["choices"]
     sequences, found = [], []
     for i, entry in enumerate(choice["logprobs"]["content"]):
@@ -97,36 +147,74 @@ def test_logprobs_are_of_the_untruncated_distribution_at_the_temperature(tiny, t
 
 
 def test_a_stream_put_together_is_the_whole(tiny):
-    body = {"messages": ASK, "seed": 5, "max_tokens": 9, "n": 2, "logprobs": True, "return_token_ids": True}
+    body = {
+        "messages": ASK,
+        "seed": 5,
+        "max_tokens": 9,
+        "n": 2,
+        "logprobs": True,
+        "return_token_ids": True,
+    }
     whole = tiny.http.post("/v1/chat/completions", json=body).json()
-    with tiny.http.stream("POST", "/v1/chat/completions", json=body | {"stream": True, "stream_options": {"include_usage": True}}) as reply:
+    with tiny.http.stream(
+        "POST",
+        "/v1/chat/completions",
+        json=body | {"stream": True, "stream_options": {"include_usage": True}},
+    ) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
         lines = [line for line in reply.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
     events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
     assert events[-1]["usage"] == whole["usage"] and events[-1]["choices"] == []
     for choice in whole["choices"]:
-        own = [event["choices"][0] for event in events[:-1] if event["choices"][0]["index"] == choice["index"]]
-        assert "".join(event["delta"].get("content") or "" for event in own) == choice["message"]["content"]
-        assert [event["finish_reason"] for event in own] == [None] * (len(own) - 1) + [choice["finish_reason"]]
-        assert [one for event in own if event["logprobs"] for one in event["logprobs"]["content"]] == choice["logprobs"]["content"]
-        assert [token for event in own for token in event.get("token_ids", [])] == choice["token_ids"]
+        own = [
+            event["choices"][0]
+            for event in events[:-1]
+            if event["choices"][0]["index"] == choice["index"]
+        ]
+        assert (
+            "".join(event["delta"].get("content") or "" for event in own)
+            == choice["message"]["content"]
+        )
+        assert [event["finish_reason"] for event in own] == [None] * (len(own) - 1) + [
+            choice["finish_reason"]
+        ]
+        assert [
+            one for event in own if event["logprobs"] for one in event["logprobs"]["content"]
+        ] == choice["logprobs"]["content"]
+        assert [token for event in own for token in event.get("token_ids", [])] == choice[
+            "token_ids"
+        ]
 
 
 def test_tools_are_called_and_answered(scripted):
-    said = iter(['<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "ü"]}}\n</tool_call>', "It is 3.", "No tools."])
+    said = iter(
+        [
+            '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "ü"]}}\n</tool_call>',
+            "It is 3.",
+            "No tools.",
+        ]
+    )
     endpoint = scripted(lambda *_: next(said))
     first = chat(endpoint, tools=TOOLS, path="/session/a")
     (choice,) = first["choices"]
     (call,) = choice["message"]["tool_calls"]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
-    assert call["type"] == "function" and call["function"]["name"] == "add" and call["id"].startswith("call")
+    assert (
+        call["type"] == "function"
+        and call["function"]["name"] == "add"
+        and call["id"].startswith("call")
+    )
     assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": [2, "ü"]}
     again = [*ASK, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
     second = chat(endpoint, again, tools=TOOLS, path="/session/a")
-    assert second["choices"][0]["message"]["content"] == "It is 3." and second["choices"][0]["finish_reason"] == "stop"
+    assert (
+        second["choices"][0]["message"]["content"] == "It is 3."
+        and second["choices"][0]["finish_reason"] == "stop"
+    )
     (one, one_answer), (two, _) = endpoint.desk.drawn
-    assert two[: len(one) + len(one_answer)] == [*one, *one_answer]  # as it was drawn, not as it would be written
+    # as it was drawn, not as it would be written
+    assert two[: len(one) + len(one_answer)] == [*one, *one_answer]
     assert "<tool_response>\n3\n</tool_response>" in endpoint.desk.tokenizer(None, "").decode(two)
     third = chat(endpoint, tools=TOOLS, tool_choice="none")
     assert third["choices"][0]["message"]["content"] == "No tools."
@@ -135,7 +223,8 @@ def test_tools_are_called_and_answered(scripted):
 
 @pytest.mark.parametrize("wish", [{"stop": "lo"}, {"stop": ["zz", "lo"]}])
 def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(scripted, wish):
-    endpoint = scripted(lambda *_: "Hello...")  # the script plays the sampler, which ends with the text that stopped it
+    # the script plays the sampler, which ends with the text that stopped it
+    endpoint = scripted(lambda *_: "Hello...")
     endpoint.desk.reason = "stop"
     choice = chat(endpoint, **wish)["choices"][0]
     assert choice["message"]["content"] == "Hel" and choice["finish_reason"] == "stop"
@@ -143,27 +232,41 @@ def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(scripted, wish):
     assert endpoint.http.post("/v1/completions", json=body).json()["choices"][0]["text"] == "Hel"
 
 
-# --------------------------------------------------------------------------------------------------------------- scoring
+# ------------------------------------------------------------------------------------------ scoring
 
 
 @pytest.mark.parametrize("most", [0, 1])
 def test_loglikelihoods_as_a_harness_asks_for_them(tiny, most):
-    """The request and the reading of lm-evaluation-harness's local-completions: sums of token_logprobs[context:end], and is_greedy."""
-    greedy = tiny.desk.client.sample(ModelInput.from_ints([20, 30]), 1, SamplingParams(max_tokens=3, temperature=0.0, stop=[])).result()
+    """The request and the reading of lm-evaluation-harness's local-completions: sums of
+    token_logprobs[context:end], and is_greedy.
+    """
+    greedy = tiny.desk.client.sample(
+        ModelInput.from_ints([20, 30]), 1, SamplingParams(max_tokens=3, temperature=0.0, stop=[])
+    ).result()
     rows = [([20, 30], greedy.sequences[0].tokens), ([5], [9, 9]), ([40, 41, 42], [7])]
     body = {"model": "tiny:ascii", "prompt": [[*context, *answer] for context, answer in rows], "echo": True, "logprobs": 1,
             "temperature": 0, "max_tokens": most, "seed": 1234}  # fmt: skip
     said = tiny.http.post("/v1/completions", json=body)
     assert said.status_code == 200, said.text
     choices = sorted(said.json()["choices"], key=lambda one: one["index"])
-    own = tiny.desk.client.compute_logprobs_many([ModelInput.from_ints([*context, *answer]) for context, answer in rows]).result()
+    own = tiny.desk.client.compute_logprobs_many(
+        [ModelInput.from_ints([*context, *answer]) for context, answer in rows]
+    ).result()
     for (context, answer), choice, scores in zip(rows, choices, own, strict=True):
         end = len(context) + len(answer)
         found = choice["logprobs"]
-        assert len(found["tokens"]) == len(found["token_logprobs"]) == len(found["top_logprobs"]) == len(found["text_offset"]) == end + most
+        assert (
+            len(found["tokens"])
+            == len(found["token_logprobs"])
+            == len(found["top_logprobs"])
+            == len(found["text_offset"])
+            == end + most
+        )
         assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
         # to float32's rounding: which requests share a forward is up to who comes when
-        assert scores[0] is None and found["token_logprobs"][1:end] == pytest.approx(scores[1:], abs=1e-5)
+        assert scores[0] is None and found["token_logprobs"][1:end] == pytest.approx(
+            scores[1:], abs=1e-5
+        )
         pairs = list(zip(found["tokens"], found["top_logprobs"], strict=True))[len(context) : end]
         assert all(max(top, key=top.get) == token for token, top in pairs) == (answer is rows[0][1])
         if most == 0:
@@ -171,16 +274,28 @@ def test_loglikelihoods_as_a_harness_asks_for_them(tiny, most):
 
 
 def test_several_texts_are_continued(tiny):
-    body = {"prompt": ["ab", "12+3"], "n": 2, "max_tokens": 3, "seed": 1, "temperature": 1.5, "logprobs": 0, "return_token_ids": True}
+    body = {
+        "prompt": ["ab", "12+3"],
+        "n": 2,
+        "max_tokens": 3,
+        "seed": 1,
+        "temperature": 1.5,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
     choices = tiny.http.post("/v1/completions", json=body).json()["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
     for p, text in enumerate(body["prompt"]):
         prompt = tiny.desk.tokenizer(None, "").encode(text)
-        own = tiny.desk.client.sample(ModelInput.from_ints(prompt), 2, SamplingParams(max_tokens=3, seed=1, temperature=1.5)).result()
+        own = tiny.desk.client.sample(
+            ModelInput.from_ints(prompt), 2, SamplingParams(max_tokens=3, seed=1, temperature=1.5)
+        ).result()
         for choice, sequence in zip(choices[2 * p : 2 * p + 2], own.sequences, strict=True):
             assert choice["token_ids"] == sequence.tokens and choice["prompt_token_ids"] == prompt
             # to float32's rounding: here both prompts are one batch, there each is its own
-            assert choice["logprobs"]["token_logprobs"] == pytest.approx(sequence.logprobs, abs=1e-5)
+            assert choice["logprobs"]["token_logprobs"] == pytest.approx(
+                sequence.logprobs, abs=1e-5
+            )
             assert choice["logprobs"]["top_logprobs"] is None
 
 
@@ -195,10 +310,14 @@ def test_models_say_how_long_prompt_and_answer_may_be(tiny):
     assert reply.json()["error"]["code"] == "context_length_exceeded"
 
 
-# -------------------------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------- refusals
 
 CHAT, TEXT, IDS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
-FINE = {CHAT: {"messages": ASK, "max_tokens": 1}, TEXT: {"prompt": "a", "max_tokens": 1}, IDS: {"token_ids": [5]}}
+FINE = {
+    CHAT: {"messages": ASK, "max_tokens": 1},
+    TEXT: {"prompt": "a", "max_tokens": 1},
+    IDS: {"token_ids": [5]},
+}
 REFUSED = [
     (CHAT, {"max_tokns": 3}, "max_tokns"),
     (CHAT, {"messages": []}, "messages"),
@@ -256,7 +375,11 @@ def test_what_is_not_supported_is_refused_by_name(tiny, path, body, named):
     before = len(tiny.desk.asked)
     reply = tiny.http.post(path, json={**FINE[path], **body})
     error = reply.json()["error"]
-    assert reply.status_code == 400 and error["type"] == "invalid_request_error" and error["param"] == named
+    assert (
+        reply.status_code == 400
+        and error["type"] == "invalid_request_error"
+        and error["param"] == named
+    )
     assert named.split(".")[-1].split("[")[0] in error["message"] and len(tiny.desk.asked) == before
 
 
@@ -269,10 +392,19 @@ REASONS = {
 def test_what_would_constrain_the_model_is_refused_with_a_reason_and_a_remedy(tiny, field):
     body = {**FINE[CHAT], "tools": TOOLS, field: REASONS[field]}
     message = tiny.http.post(CHAT, json=body).json()["error"]["message"]
-    assert field in message and "not constrained to a grammar" in message and "in the messages" in message
+    assert (
+        field in message
+        and "not constrained to a grammar" in message
+        and "in the messages" in message
+    )
 
 
-HOW = {"min_p": {"min_p": 0.3}, "bias": {"logit_bias": {"5": 6.5, "7": -100}}, "least": {"min_tokens": 6}, "on": {"ignore_eos": True}}
+HOW = {
+    "min_p": {"min_p": 0.3},
+    "bias": {"logit_bias": {"5": 6.5, "7": -100}},
+    "least": {"min_tokens": 6},
+    "on": {"ignore_eos": True},
+}
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -281,17 +413,31 @@ def test_how_tokens_are_drawn_is_the_clients_own_to_the_bit(tiny, how):
     body, prompt = HOW[how], [5, 9, 6]
     same = {"n": 4, "seed": 3, "max_tokens": 8, "temperature": 0.8, **body}
     params = {name: value for name, value in body.items() if name != "logit_bias"}
-    params |= {"logit_bias": {int(token): value for token, value in body["logit_bias"].items()}} if "logit_bias" in body else {}
+    params |= (
+        {"logit_bias": {int(token): value for token, value in body["logit_bias"].items()}}
+        if "logit_bias" in body
+        else {}
+    )
     usual = SamplingParams(max_tokens=8, temperature=0.8, seed=3, untruncated_logprobs=True)
     start, client = ModelInput.from_ints(prompt), tiny.desk.client
-    own, plain = (client.sample(start, 4, one).result().sequences for one in (replace(usual, **params), usual))
-    text = tiny.http.post(TEXT, json={"prompt": prompt, "return_token_ids": True, "logprobs": 0, **same}).json()
+    own, plain = (
+        client.sample(start, 4, one).result().sequences for one in (replace(usual, **params), usual)
+    )
+    text = tiny.http.post(
+        TEXT, json={"prompt": prompt, "return_token_ids": True, "logprobs": 0, **same}
+    ).json()
     ids = tiny.http.post(IDS, json={"token_ids": prompt, "sampling_params": same}).json()
     for said in (text, ids):
-        assert [choice["token_ids"] for choice in said["choices"]] == [sequence.tokens for sequence in own]
-    whole = client.compute_logprobs_many([ModelInput.from_ints([*prompt, *one.tokens]) for one in own], 0.8).result()
+        assert [choice["token_ids"] for choice in said["choices"]] == [
+            sequence.tokens for sequence in own
+        ]
+    whole = client.compute_logprobs_many(
+        [ModelInput.from_ints([*prompt, *one.tokens]) for one in own], 0.8
+    ).result()
     for choice, values in zip(text["choices"], whole, strict=True):
-        assert choice["logprobs"]["token_logprobs"] == pytest.approx(values[len(prompt) :], abs=1e-4)
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(
+            values[len(prompt) :], abs=1e-4
+        )
     if how in ("min_p", "bias"):
         assert [one.tokens for one in own] != [one.tokens for one in plain]
     elif how == "least":
@@ -300,27 +446,58 @@ def test_how_tokens_are_drawn_is_the_clients_own_to_the_bit(tiny, how):
 
 def test_a_chat_takes_them_too(tiny):
     how = {"min_p": 0.2, "min_tokens": 4}
-    body = {**how, "logit_bias": {"5": 4}, "seed": 1, "max_tokens": 6, "return_token_ids": True, "logprobs": True}
+    body = {
+        **how,
+        "logit_bias": {"5": 4},
+        "seed": 1,
+        "max_tokens": 6,
+        "return_token_ids": True,
+        "logprobs": True,
+    }
     said = chat(tiny, **body)
-    params = SamplingParams(max_tokens=6, seed=1, stop=[1], logit_bias={5: 4.0}, untruncated_logprobs=True, **how)
-    (own,) = tiny.desk.client.sample(tiny.desk._renderer.build_generation_prompt(ASK), 1, params).result().sequences
+    params = SamplingParams(
+        max_tokens=6, seed=1, stop=[1], logit_bias={5: 4.0}, untruncated_logprobs=True, **how
+    )
+    (own,) = (
+        tiny.desk.client.sample(tiny.desk._renderer.build_generation_prompt(ASK), 1, params)
+        .result()
+        .sequences
+    )
     (choice,) = said["choices"]
-    assert choice["token_ids"] == own.tokens and [one["logprob"] for one in choice["logprobs"]["content"]] == own.logprobs
+    assert (
+        choice["token_ids"] == own.tokens
+        and [one["logprob"] for one in choice["logprobs"]["content"]] == own.logprobs
+    )
 
 
 def test_chat_template_kwargs_reach_the_template(scripted):
-    """What is read is what transformers' own template makes of them; a setting that the template has not is refused by name."""
+    """What is read is what transformers' own template makes of them; a setting that the template
+    has not is refused by name.
+    """
     endpoint = scripted(lambda *_: "hm")
     tokenizer = endpoint.desk._renderer.tokenizer
     for settings in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
         said = chat(endpoint, chat_template_kwargs=settings, return_token_ids=True)
-        own = tokenizer.apply_chat_template(ASK, add_generation_prompt=True, return_dict=False, **settings)
+        own = tokenizer.apply_chat_template(
+            ASK, add_generation_prompt=True, return_dict=False, **settings
+        )
         assert said["prompt_token_ids"] == own
-    reply = endpoint.http.post(CHAT, json={"messages": ASK, "chat_template_kwargs": {"enable_thinkng": False}})
+    reply = endpoint.http.post(
+        CHAT, json={"messages": ASK, "chat_template_kwargs": {"enable_thinkng": False}}
+    )
     error = reply.json()["error"]
-    assert reply.status_code == 400 and error["param"] == "chat_template_kwargs" and "has no setting 'enable_thinkng'" in error["message"]
+    assert (
+        reply.status_code == 400
+        and error["param"] == "chat_template_kwargs"
+        and "has no setting 'enable_thinkng'" in error["message"]
+    )
     for name in ("messages", "add_generation_prompt"):
-        assert endpoint.http.post(CHAT, json={"messages": ASK, "chat_template_kwargs": {name: 1}}).status_code == 400
+        assert (
+            endpoint.http.post(
+                CHAT, json={"messages": ASK, "chat_template_kwargs": {name: 1}}
+            ).status_code
+            == 400
+        )
 
 
 def test_what_asks_for_nothing_is_taken(tiny):
@@ -332,8 +509,27 @@ def test_what_asks_for_nothing_is_taken(tiny):
 
 @pytest.mark.slow
 def test_no_body_makes_the_server_stumble(tiny):
-    """Every field of every route with every kind of value: an answer or a refusal that says why, never a traceback."""
-    values = [None, True, -1, 0, 1e308, 2**70, math.pi, "", "x", "\ud800", [], [[]], {}, {"a": 1}, [1, "a"], [{"role": "user"}]]
+    """Every field of every route with every kind of value: an answer or a refusal that says why,
+    never a traceback.
+    """
+    values = [
+        None,
+        True,
+        -1,
+        0,
+        1e308,
+        2**70,
+        math.pi,
+        "",
+        "x",
+        "\ud800",
+        [],
+        [[]],
+        {},
+        {"a": 1},
+        [1, "a"],
+        [{"role": "user"}],
+    ]
     fields = {
         CHAT: ["messages", "model", "tools", "tool_choice", "n", "stop", "stop_token_ids", "seed", "logprobs", "top_logprobs",
                "stream_options", "temperature", "top_p", "top_k", "max_tokens", "return_token_ids", "min_p", "logit_bias",
@@ -342,12 +538,24 @@ def test_no_body_makes_the_server_stumble(tiny):
                "ignore_eos"],
         IDS: ["token_ids", "sampling_params", "model"],
     }  # fmt: skip
-    bodies = [(path, json.dumps({**FINE[path], field: value})) for path, names in fields.items() for field in names for value in values]
-    bodies += [(path, text) for path in FINE for text in ("", "{", "[]", "3", "null", "[" * 100_000, '"\xff"')]
+    bodies = [
+        (path, json.dumps({**FINE[path], field: value}))
+        for path, names in fields.items()
+        for field in names
+        for value in values
+    ]
+    bodies += [
+        (path, text)
+        for path in FINE
+        for text in ("", "{", "[]", "3", "null", "[" * 100_000, '"\xff"')
+    ]
 
     async def ask_all():
         async with httpx.AsyncClient(base_url=tiny.url, timeout=60) as client:
-            return [await client.post(path, content=text.encode("utf-8", "surrogatepass")) for path, text in bodies]
+            return [
+                await client.post(path, content=text.encode("utf-8", "surrogatepass"))
+                for path, text in bodies
+            ]
 
     for (path, text), reply in zip(bodies, asyncio.run(ask_all()), strict=True):
         assert reply.status_code in (200, 400, 404), (path, text[:200], reply.text)
@@ -360,32 +568,41 @@ def test_a_server_that_ends_or_is_full_says_try_again():
     from rl.serve.chat import answer_of, as_refused
     from rl.serve.refusals import Interrupted, Refused
 
-    for error, status in ((Interrupted(), 503), (Refused(429, "too many requests are waiting", retry_after=2.0), 429)):
+    for error, status in (
+        (Interrupted(), 503),
+        (Refused(429, "too many requests are waiting", retry_after=2.0), 429),
+    ):
         reply = answer_of(as_refused(error))
         assert reply.status_code == status and float(reply.headers["retry-after"]) > 0
     reply = as_refused(RuntimeError("a secret prompt"))
     assert reply.status == 500 and "secret" not in reply.message and reply.kind == "server_error"
 
 
-# -------------------------------------------------------------------------------------------------------------- sessions
+# ----------------------------------------------------------------------------------------- sessions
 
 
 def conversation(endpoint, turns, headers, tools=None):
     """Goes through a conversation, sending back what was answered as clients do: without thoughts."""
     messages = [*ASK]
     for i in range(turns):
-        said = chat(endpoint, messages, headers=headers, **({"tools": tools} if tools else {}))["choices"][0]["message"]
+        said = chat(endpoint, messages, headers=headers, **({"tools": tools} if tools else {}))[
+            "choices"
+        ][0]["message"]
         kept = {key: said[key] for key in ("role", "content", "tool_calls") if said.get(key)}
         messages += [kept, {"role": "user", "content": f"And {i}?"}]
     return messages
 
 
 def trained_tokens(datums):
-    pairs = [(datum.loss_fn_inputs["target_tokens"].array, datum.loss_fn_inputs["mask"].array > 0) for datum in datums]
+    pairs = [
+        (datum.loss_fn_inputs["target_tokens"].array, datum.loss_fn_inputs["mask"].array > 0)
+        for datum in datums
+    ]
     return sorted(token for targets, mask in pairs for token in targets[mask].tolist())
 
 
-# Every renderer, and which turn each turn continues: all of them, but for a template that writes answers otherwise than it asks for them.
+# Every renderer, and which turn each turn continues: all of them, but for a template that writes
+# answers otherwise than it asks for them.
 RENDERERS = [("plain", None, [None, 0, 1]), ("role_colon", None, [None, 0, 1]), ("chat_template", "qwen2.5", [None, 0, 1]),
              ("chat_template", "qwen3", [None, 0, 1]), ("qwen3_disable_thinking", "qwen3", [None] * 3),
              ("chat_template", "minimind_6400", [None, 0, 1]), ("role_colon", "qwen2.5", [None, 0, 1]),
@@ -394,27 +611,42 @@ RENDERERS = [("plain", None, [None, 0, 1]), ("role_colon", None, [None, 0, 1]), 
 
 @pytest.mark.parametrize("renderer, tokenizer, parents", RENDERERS)
 def test_turns_of_a_session_are_trained_as_they_were_drawn(scripted, renderer, tokenizer, parents):
-    """Answers are drawn in tokens that no tokenizer would choose, one a character. They are read again as drawn, not as written."""
+    """Answers are drawn in tokens that no tokenizer would choose, one a character. They are read
+    again as drawn, not as written.
+    """
     endpoint = scripted(lambda *_: "It is so.", renderer, tokenizer)
     endpoint.desk.by_character = True
     conversation(endpoint, 3, {"X-Session-ID": "s"})
     session = endpoint.sessions.find("", "s")
     trajectory = session.trajectory()
-    assert [turn.ac.tokens for turn in trajectory.transitions] == [answer for _, answer in endpoint.desk.drawn]
-    assert [turn.ob.to_ints() for turn in trajectory.transitions] == [prompt for prompt, _ in endpoint.desk.drawn]
+    assert [turn.ac.tokens for turn in trajectory.transitions] == [
+        answer for _, answer in endpoint.desk.drawn
+    ]
+    assert [turn.ob.to_ints() for turn in trajectory.transitions] == [
+        prompt for prompt, _ in endpoint.desk.drawn
+    ]
     trajectory.advantage = 1.0
     datums = trajectory_to_datums(trajectory)
     drawn = [token for _, answer in endpoint.desk.drawn for token in answer]
     masks = [datum.loss_fn_inputs["mask"].array.astype(bool) for datum in datums]
-    targets = [datum.loss_fn_inputs["target_tokens"].array[mask].tolist() for datum, mask in zip(datums, masks, strict=True)]
+    targets = [
+        datum.loss_fn_inputs["target_tokens"].array[mask].tolist()
+        for datum, mask in zip(datums, masks, strict=True)
+    ]
     assert [token for target in targets for token in target] == drawn
     shown = endpoint.http.get("/session/s").json()
-    assert [turn["parent"] for turn in shown["turns"]] == parents and len(datums) == parents.count(None)
-    assert [turn["token_ids"] for turn in shown["turns"]] == [answer for _, answer in endpoint.desk.drawn]
+    assert [turn["parent"] for turn in shown["turns"]] == parents and len(datums) == parents.count(
+        None
+    )
+    assert [turn["token_ids"] for turn in shown["turns"]] == [
+        answer for _, answer in endpoint.desk.drawn
+    ]
 
 
 def test_thoughts_that_clients_drop_are_read_as_the_template_says(scripted):
-    """Qwen3's template drops thoughts once somebody speaks again (a branch), and keeps them while tools answer (none)."""
+    """Qwen3's template drops thoughts once somebody speaks again (a branch), and keeps them while
+    tools answer (none).
+    """
     call = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
     said = iter([call, "<think>\nso\n</think>\n\nIt is 3.", "<think>\nyes\n</think>\n\nBye."])
     endpoint = scripted(lambda *_: next(said))
@@ -423,12 +655,32 @@ def test_thoughts_that_clients_drop_are_read_as_the_template_says(scripted):
         message = chat(endpoint, messages, path="/session/t", tools=TOOLS)["choices"][0]["message"]
         assert message["reasoning_content"] in ("hm", "so", "yes")
         kept = {key: message[key] for key in ("role", "content", "tool_calls") if message.get(key)}
-        messages += [kept, {**more, **({"tool_call_id": message["tool_calls"][0]["id"]} if more["role"] == "tool" else {})}] if more else []
-    assert [turn["parent"] for turn in endpoint.http.get("/session/t").json()["turns"]] == [None, 0, None]
+        messages += (
+            [
+                kept,
+                {
+                    **more,
+                    **(
+                        {"tool_call_id": message["tool_calls"][0]["id"]}
+                        if more["role"] == "tool"
+                        else {}
+                    ),
+                },
+            ]
+            if more
+            else []
+        )
+    assert [turn["parent"] for turn in endpoint.http.get("/session/t").json()["turns"]] == [
+        None,
+        0,
+        None,
+    ]
     trajectory = endpoint.sessions.find("", "t").trajectory()
     trajectory.advantage = 1.0
     datums = trajectory_to_datums(trajectory)
-    assert len(datums) == 2 and trained_tokens(datums) == sorted(token for _, answer in endpoint.desk.drawn for token in answer)
+    assert len(datums) == 2 and trained_tokens(datums) == sorted(
+        token for _, answer in endpoint.desk.drawn for token in answer
+    )
 
 
 def test_history_that_was_rewritten_begins_a_branch_and_nothing_is_trained_twice(scripted):
@@ -436,15 +688,26 @@ def test_history_that_was_rewritten_begins_a_branch_and_nothing_is_trained_twice
     headers = {"X-Session-ID": "b"}
     messages = conversation(endpoint, 2, headers)
     chat(endpoint, messages, headers=headers)
-    rewritten = [{**message, "content": "Summary."} if message["role"] == "assistant" else message for message in messages]
+    rewritten = [
+        {**message, "content": "Summary."} if message["role"] == "assistant" else message
+        for message in messages
+    ]
     chat(endpoint, rewritten, headers=headers)  # a harness that shortens what it has
     chat(endpoint, messages[:4], headers=headers)  # and one that goes back and asks again
-    assert [turn["parent"] for turn in endpoint.http.get("/session/b").json()["turns"]] == [None, 0, 1, None, 0]
+    assert [turn["parent"] for turn in endpoint.http.get("/session/b").json()["turns"]] == [
+        None,
+        0,
+        1,
+        None,
+        0,
+    ]
     trajectory = endpoint.sessions.find("", "b").trajectory()
     trajectory.advantage = 1.0
     datums = trajectory_to_datums(trajectory)
     assert len(datums) == 3 and sum(d.episode_share for d in datums) == pytest.approx(1.0)
-    assert trained_tokens(datums) == sorted(token for _, answer in endpoint.desk.drawn for token in answer)
+    assert trained_tokens(datums) == sorted(
+        token for _, answer in endpoint.desk.drawn for token in answer
+    )
 
 
 def test_two_conversations_that_take_turns_are_two_sequences(scripted):
@@ -453,7 +716,10 @@ def test_two_conversations_that_take_turns_are_two_sequences(scripted):
     for _ in range(3):
         for talk in talks.values():
             said = chat(endpoint, talk, path="/session/both")["choices"][0]["message"]
-            talk += [{"role": "assistant", "content": said["content"]}, {"role": "user", "content": "And?"}]
+            talk += [
+                {"role": "assistant", "content": said["content"]},
+                {"role": "user", "content": "And?"},
+            ]
     trajectory = endpoint.sessions.find("", "both").trajectory()
     trajectory.advantage = 1.0
     first, second = trajectory_to_datums(trajectory)
@@ -462,8 +728,16 @@ def test_two_conversations_that_take_turns_are_two_sequences(scripted):
 
 def test_a_session_is_scored_shown_and_dropped(tiny):
     chat(tiny, path="/session/x", max_tokens=2)
-    assert tiny.http.post("/session/x/reward", json={"reward": 0.5, "metrics": {"steps": 3}}).json() == {"reward": 0.5, "turns": 1}
-    for wrong in ({}, {"reward": "1"}, {"reward": math.nan}, {"reward": 1, "metrics": {"a": None}}, {"reward": 1, "rewrad": 2}):
+    assert tiny.http.post(
+        "/session/x/reward", json={"reward": 0.5, "metrics": {"steps": 3}}
+    ).json() == {"reward": 0.5, "turns": 1}
+    for wrong in (
+        {},
+        {"reward": "1"},
+        {"reward": math.nan},
+        {"reward": 1, "metrics": {"a": None}},
+        {"reward": 1, "rewrad": 2},
+    ):
         reply = tiny.http.post("/session/x/reward", content=json.dumps(wrong))
         assert reply.status_code == 400 and reply.json()["error"]["param"]
     shown = tiny.http.get("/session/x").json()
@@ -478,7 +752,9 @@ def test_a_session_is_scored_shown_and_dropped(tiny):
 def test_a_request_that_comes_again_after_a_lost_answer_is_drawn_once(tiny):
     body = {"messages": ASK, "max_tokens": 3, "return_token_ids": True}
     first = tiny.http.post("/session/r/v1/chat/completions", json=body).json()
-    again = tiny.http.post("/session/r/v1/chat/completions", json=body, headers={"x-stainless-retry-count": "1"}).json()
+    again = tiny.http.post(
+        "/session/r/v1/chat/completions", json=body, headers={"x-stainless-retry-count": "1"}
+    ).json()
     anew = tiny.http.post("/session/r/v1/chat/completions", json=body).json()
     assert again == first and anew["id"] != first["id"]
     assert len(tiny.sessions.find("", "r").turns) == 2
@@ -495,7 +771,8 @@ def test_nobody_sees_anothers_session():
         sessions.find("they", "s")
     for name in "abc":
         sessions.open("me", name)
-    assert sessions.names("me") == ["b", "c"] and sessions.names("you") == ["s"]  # the oldest of whoever has most are forgotten
+    # the oldest of whoever has most are forgotten
+    assert sessions.names("me") == ["b", "c"] and sessions.names("you") == ["s"]
     for bad in ("", "a/b", "x" * 201, "a\nb"):
         with pytest.raises(Refused):
             sessions.open("me", bad)

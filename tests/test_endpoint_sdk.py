@@ -1,4 +1,6 @@
-"""OpenAI's own client and OpenEnv's conformance checker against the endpoint. WHETSTONE_TEST_SDK: the Python that has them."""
+"""OpenAI's own client and OpenEnv's conformance checker against the endpoint. WHETSTONE_TEST_SDK:
+the Python that has them.
+"""
 
 import json
 import os
@@ -19,13 +21,21 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 @pytest.fixture(scope="module")
 def seen(shared_data):
-    """What tests/sdk_openai.py saw of a tiny model, and of a scripted one that calls a tool; and the tiny one."""
+    """What tests/sdk_openai.py saw of a tiny model, and of a scripted one that calls a tool; and
+    the tiny one.
+    """
     python = os.environ.get("WHETSTONE_TEST_SDK")
     if not python:
-        pytest.skip("WHETSTONE_TEST_SDK names no Python with openai and openenv (pip install -r requirements-sdk.txt elsewhere)")
+        pytest.skip(
+            "WHETSTONE_TEST_SDK names no Python with openai and openenv (pip install -r requirements-sdk.txt elsewhere)"
+        )
     tiny = Endpoint(TinyDesk(renderer="role_colon"))
     said = iter([CALL, "It is 3.", CALL])
-    scripted = Endpoint(ScriptedDesk(lambda *_: next(said), "chat_template", str(shared_data / "tokenizers" / "qwen3")))
+    scripted = Endpoint(
+        ScriptedDesk(
+            lambda *_: next(said), "chat_template", str(shared_data / "tokenizers" / "qwen3")
+        )
+    )
     script = Path(__file__).with_name("sdk_openai.py")
     try:
         command = [python, str(script), tiny.url, "tiny:ascii", scripted.url]
@@ -39,15 +49,30 @@ def seen(shared_data):
 
 def test_answers_and_streams(seen):
     found, desk, sessions = seen
-    prompt = desk.renderer(None, "").build_generation_prompt([{"role": "user", "content": "Hello?"}])
+    prompt = desk.renderer(None, "").build_generation_prompt(
+        [{"role": "user", "content": "Hello?"}]
+    )
     stops = desk.renderer(None, "").get_stop_sequences()
-    own = desk.client.sample(prompt, 2, SamplingParams(max_tokens=6, seed=4, stop=stops)).result().sequences
-    assert [[tokens, logprobs] for _, tokens, logprobs in found["whole"]] == [[one.tokens, one.logprobs] for one in own]
-    assert found["stream"] == [text for text, _, _ in found["whole"]] and found["stream_usage"] == found["usage"]
+    own = (
+        desk.client.sample(prompt, 2, SamplingParams(max_tokens=6, seed=4, stop=stops))
+        .result()
+        .sequences
+    )
+    assert [[tokens, logprobs] for _, tokens, logprobs in found["whole"]] == [
+        [one.tokens, one.logprobs] for one in own
+    ]
+    assert (
+        found["stream"] == [text for text, _, _ in found["whole"]]
+        and found["stream_usage"] == found["usage"]
+    )
     assert found["stream_final"] == found["whole"][0][0]
     assert found["scored"] == desk.client.compute_logprobs(ModelInput.from_ints([5, 6, 7])).result()
-    assert found["models"] == ["tiny:ascii"] and found["wave"] == 16 == len(sessions.find("", "wave").turns)
-    assert found["refused"] == ["BadRequestError", "frequency_penalty", 400] and found["unknown"][::2] == ["NotFoundError", 404]
+    assert found["models"] == ["tiny:ascii"] and found["wave"] == 16 == len(
+        sessions.find("", "wave").turns
+    )
+    assert found["refused"] == ["BadRequestError", "frequency_penalty", 400] and found["unknown"][
+        ::2
+    ] == ["NotFoundError", 404]
 
 
 def test_tools(seen):
@@ -62,5 +87,6 @@ def test_openenvs_checker(seen):
         pytest.skip(found)
     assert found["response"] == [] and found["turns"] == [] and found["spelt"]
     assert found["level"] == "tokens" and found["trainable"] and found["fixes"] == []
-    assert found["mode"] in ("processed", "unknown")  # unknown: two likely tokens of an untrained model are too alike to be told apart
+    # unknown: two likely tokens of an untrained model are too alike to be told apart
+    assert found["mode"] in ("processed", "unknown")
     assert found["tools"] in ("no-tool-call", "unknown")

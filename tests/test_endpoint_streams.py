@@ -1,4 +1,6 @@
-"""Streams: what is sent while an answer is drawn is a beginning of it, comes when it is drawn, and put together is the whole."""
+"""Streams: what is sent while an answer is drawn is a beginning of it, comes when it is drawn, and
+put together is the whole.
+"""
 
 import asyncio
 import json
@@ -23,7 +25,14 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 PROPERTIES = {"a": {"type": "integer"}, "text": {"type": "string"}}
 TOOLS = [
-    {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": PROPERTIES}}}
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds.",
+            "parameters": {"type": "object", "properties": PROPERTIES},
+        },
+    }
 ]
 BY_PARTS = "<tool_call>\n<function=add>\n{}</function>\n</tool_call>"
 ANSWERS = [
@@ -44,7 +53,10 @@ ANSWERS = [
     'Broken inside <tool_call>\n{"name": "add", "arguments": {"a": 1, b}}\n</tool_call> and on',
     f"<think>I would {CALL} but no</think>\n\nNo.",
     f"<think>It calls and does not end its thoughts {CALL}",
-    "By parts\n\n" + BY_PARTS.format("<parameter=a>\n12\n</parameter>\n<parameter=text>\nfirst\n<second> 🙂\n\n</parameter>\n"),
+    "By parts\n\n"
+    + BY_PARTS.format(
+        "<parameter=a>\n12\n</parameter>\n<parameter=text>\nfirst\n<second> 🙂\n\n</parameter>\n"
+    ),
     BY_PARTS.format("") + "\n" + BY_PARTS.format("<parameter=text>\n\n</parameter>\n"),
     "<tool_call>\n<function=add>\n<parameter=text>\nhalf of i",
     "a < b, <th>, <tool, <<think",
@@ -57,7 +69,9 @@ RENDERERS = [("plain", "gpt2"), ("role_colon", "qwen2.5"), ("role_colon", "gpt2"
 
 @pytest.mark.parametrize("with_tools", [False, True])
 @pytest.mark.parametrize("name, tokenizer", RENDERERS)
-def test_what_is_certain_of_an_answer_is_a_beginning_of_it(shared_data, name, tokenizer, with_tools):
+def test_what_is_certain_of_an_answer_is_a_beginning_of_it(
+    shared_data, name, tokenizer, with_tools
+):
     """Every prefix of every answer, in the tokenizer's own tokens and one character at a time."""
     base = get_renderer(name, load_tokenizer(str(shared_data / "tokenizers" / tokenizer)))
     renderer = StopsAt(base.with_tools(TOOLS) if with_tools else base, ["lo and", "zz"])
@@ -66,10 +80,15 @@ def test_what_is_certain_of_an_answer_is_a_beginning_of_it(shared_data, name, to
     begun = 0
     for text in ANSWERS:
         for pieces in ([text], list(text)):
-            tokens = [token for piece in pieces for token in base.tokenizer.encode(piece, add_special_tokens=False)]
+            tokens = [
+                token
+                for piece in pieces
+                for token in base.tokenizer.encode(piece, add_special_tokens=False)
+            ]
             last = check_prefixes(renderer, tokens, within, text)
             whole = renderer.parse_response(tokens)[0]
-            if not whole.get("unparsed_tool_calls") and "<think>" not in whole["content"]:  # all is well: the same as is trained on
+            # all is well: the same as is trained on
+            if not whole.get("unparsed_tool_calls") and "<think>" not in whole["content"]:
                 assert told(last) == told(whole), text
             begun += bool(seen(renderer, tokens[:-1], within)["content"])
     assert begun >= len(ANSWERS), "next to nothing is ever certain"
@@ -77,8 +96,15 @@ def test_what_is_certain_of_an_answer_is_a_beginning_of_it(shared_data, name, to
 
 def seen(renderer, tokens, within, ended=False):
     found = shown(renderer, tokens, within, ended)
-    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in found.get("tool_calls", ())]
-    return {"content": found["content"], "reasoning_content": found.get("reasoning_content") or "", "calls": calls}
+    calls = [
+        (call["function"]["name"], call["function"]["arguments"])
+        for call in found.get("tool_calls", ())
+    ]
+    return {
+        "content": found["content"],
+        "reasoning_content": found.get("reasoning_content") or "",
+        "calls": calls,
+    }
 
 
 def told(message):
@@ -94,9 +120,13 @@ def check_prefixes(renderer, tokens, within, text):
     for k in range(1, len(tokens) + 1):
         now = seen(renderer, tokens[:k], within) if k < len(tokens) else whole
         for later in (now, whole):
-            assert all(later[name].startswith(before[name]) for name in ("content", "reasoning_content")), (text, k, before, later)
+            assert all(
+                later[name].startswith(before[name]) for name in ("content", "reasoning_content")
+            ), (text, k, before, later)
             assert len(later["calls"]) >= len(before["calls"]), (text, k, before, later)
-            for (name, arguments), (then, longer) in zip(before["calls"], later["calls"], strict=False):
+            for (name, arguments), (then, longer) in zip(
+                before["calls"], later["calls"], strict=False
+            ):
                 assert name == then and longer.startswith(arguments), (text, k, before, later)
         before = now
     return whole
@@ -104,17 +134,39 @@ def check_prefixes(renderer, tokens, within, text):
 
 def test_thoughts_and_arguments_go_on_as_they_are_drawn(shared_data):
     """Token by token, and not when they are whole."""
-    renderer = get_renderer("chat_template", load_tokenizer(str(shared_data / "tokenizers" / "qwen3"))).with_tools(TOOLS)
-    for text, part in ((ANSWERS[7], "calls"), (ANSWERS[3], "reasoning_content"), ("<think>\none two three four", "reasoning_content")):
-        tokens = [token for piece in text for token in renderer.tokenizer.encode(piece, add_special_tokens=False)]
+    renderer = get_renderer(
+        "chat_template", load_tokenizer(str(shared_data / "tokenizers" / "qwen3"))
+    ).with_tools(TOOLS)
+    for text, part in (
+        (ANSWERS[7], "calls"),
+        (ANSWERS[3], "reasoning_content"),
+        ("<think>\none two three four", "reasoning_content"),
+    ):
+        tokens = [
+            token
+            for piece in text
+            for token in renderer.tokenizer.encode(piece, add_special_tokens=False)
+        ]
         stages = {json.dumps(seen(renderer, tokens[:k], False)[part]) for k in range(len(tokens))}
         assert len(stages) > 4, (text, stages)
-    long = '<tool_call>\n{"name": "add", "arguments": {"text": "' + "word " * 30 + '"}}\n</tool_call>'
+    long = (
+        '<tool_call>\n{"name": "add", "arguments": {"text": "' + "word " * 30 + '"}}\n</tool_call>'
+    )
     tokens = renderer.tokenizer.encode(long, add_special_tokens=False)
-    assert len({json.dumps(seen(renderer, tokens[:k], False)["calls"]) for k in range(len(tokens))}) > 30
-    by_parts = "<tool_call>\n<function=add>\n<parameter=text>\n" + "word " * 30 + "\n</parameter>\n</function>\n</tool_call>"
+    assert (
+        len({json.dumps(seen(renderer, tokens[:k], False)["calls"]) for k in range(len(tokens))})
+        > 30
+    )
+    by_parts = (
+        "<tool_call>\n<function=add>\n<parameter=text>\n"
+        + "word " * 30
+        + "\n</parameter>\n</function>\n</tool_call>"
+    )
     tokens = renderer.tokenizer.encode(by_parts, add_special_tokens=False)
-    assert len({json.dumps(seen(renderer, tokens[:k], False)["calls"]) for k in range(len(tokens))}) > 30
+    assert (
+        len({json.dumps(seen(renderer, tokens[:k], False)["calls"]) for k in range(len(tokens))})
+        > 30
+    )
 
 
 CHANNELS = (
@@ -133,20 +185,28 @@ IN_CHANNELS = [
 
 
 def test_what_is_certain_of_messages_in_channels(shared_data):
-    """gpt-oss' form: no header, no part of a mark and no call is ever shown, whichever prefix is read."""
+    """gpt-oss' form: no header, no part of a mark and no call is ever shown, whichever prefix is
+    read.
+    """
     tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "qwen2.5"))
     tokenizer.chat_template = CHANNELS
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
     renderer = get_renderer("chat_template", tokenizer)
     for text in IN_CHANNELS:
-        tokens = [token for piece in text for token in tokenizer.encode(piece, add_special_tokens=False)]
+        tokens = [
+            token for piece in text for token in tokenizer.encode(piece, add_special_tokens=False)
+        ]
         stages = [seen(renderer, tokens[:k], False) for k in range(len(tokens))]
         whole = check_prefixes(renderer, tokens, False, text)
         assert not any("<|" in str(stage) for stage in stages)
         message = renderer.parse_response(tokens)[0]
         if not message.get("unparsed_tool_calls"):
             assert told(whole) == told(message) and any(stages[-1].values())
-    assert len({json.dumps(seen(renderer, tokens[:k], False)["calls"]) for k in range(len(tokens))}) > 5  # of the last one
+    # of the last one
+    assert (
+        len({json.dumps(seen(renderer, tokens[:k], False)["calls"]) for k in range(len(tokens))})
+        > 5
+    )
 
 
 FORMS = {  # what tells the form in a template, and answers in it
@@ -175,24 +235,41 @@ FORMS = {  # what tells the form in a template, and answers in it
 
 @pytest.mark.parametrize("sign", FORMS)
 def test_what_is_certain_of_an_answer_with_calls_of_other_forms(shared_data, sign):
-    """No part of a call is ever shown as text; when all has ended, what is said and called is what a reward reads."""
+    """No part of a call is ever shown as text; when all has ended, what is said and called is what
+    a reward reads.
+    """
     tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "qwen2.5"))
     renderer = get_renderer("chat_template", tokenizer).with_tools(TOOLS)
     renderer._form = form_of(sign)
     for wrapped in (renderer, StopsAt(renderer, ["zz"])):
         for text in (*FORMS[sign], "No call <at> all, 🙂 {"):
-            tokens = [token for piece in text for token in tokenizer.encode(piece, add_special_tokens=False)]
+            tokens = [
+                token
+                for piece in text
+                for token in tokenizer.encode(piece, add_special_tokens=False)
+            ]
             whole = check_prefixes(wrapped, tokens, False, text)
             stages = [seen(wrapped, tokens[:k], False) for k in range(len(tokens))]
             assert not any("add" in stage["content"] or stage["calls"] for stage in stages)
             assert told(whole) == told(wrapped.parse_response(tokens)[0]), text
 
 
-@pytest.mark.parametrize("text, content, thoughts", [("so, a", "", "so, a"), ("so</think>\n\nYes", "Yes", "so"), ("<think>so", "", "so")])
+@pytest.mark.parametrize(
+    "text, content, thoughts",
+    [("so, a", "", "so, a"), ("so</think>\n\nYes", "Yes", "so"), ("<think>so", "", "so")],
+)
 def test_thoughts_that_the_prompt_opened_are_thoughts(shared_data, text, content, thoughts):
-    renderer = get_renderer("chat_template", load_tokenizer(str(shared_data / "tokenizers" / "qwen3")))
-    prompt = [*renderer.build_generation_prompt(ASK).to_ints(), *renderer.encode("x"), *renderer.tokenizer.encode("<think>\n")]
-    assert opens_thoughts(renderer, prompt) and not opens_thoughts(renderer, [*prompt, *renderer.tokenizer.encode("</think>")])
+    renderer = get_renderer(
+        "chat_template", load_tokenizer(str(shared_data / "tokenizers" / "qwen3"))
+    )
+    prompt = [
+        *renderer.build_generation_prompt(ASK).to_ints(),
+        *renderer.encode("x"),
+        *renderer.tokenizer.encode("<think>\n"),
+    ]
+    assert opens_thoughts(renderer, prompt) and not opens_thoughts(
+        renderer, [*prompt, *renderer.tokenizer.encode("</think>")]
+    )
     tokens = [token for piece in text for token in renderer.tokenizer.encode(piece)]
     found = check_prefixes(renderer, tokens, True, text)
     assert (found["content"], found["reasoning_content"]) == (content, thoughts)
@@ -201,7 +278,9 @@ def test_thoughts_that_the_prompt_opened_are_thoughts(shared_data, text, content
 def events(http, path, body):
     """Of a stream, as they come."""
     with http.stream("POST", path, json={**body, "stream": True}) as reply:
-        assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/event-stream"), reply.read()
+        assert reply.status_code == 200 and reply.headers["content-type"].startswith(
+            "text/event-stream"
+        ), reply.read()
         for line in reply.iter_lines():
             if line.startswith("data: ") and line != "data: [DONE]":
                 yield json.loads(line.removeprefix("data: "))
@@ -209,7 +288,9 @@ def events(http, path, body):
 
 def test_a_token_is_sent_while_the_next_is_not_drawn_yet(shared_data):
     """The model waits, before each token, until the client has read so much of its text."""
-    desk = ScriptedDesk(lambda *_: "It is so.", "chat_template", str(shared_data / "tokenizers" / "qwen3"))
+    desk = ScriptedDesk(
+        lambda *_: "It is so.", "chat_template", str(shared_data / "tokenizers" / "qwen3")
+    )
     desk.by_character, read, waited = True, threading.Semaphore(0), []
 
     async def pace(drawn):
@@ -234,13 +315,24 @@ def test_a_token_is_sent_while_the_next_is_not_drawn_yet(shared_data):
 def test_a_stream_of_any_answer_put_together_is_the_whole(shared_data, text):
     desk = ScriptedDesk(lambda *_: text, "chat_template", str(shared_data / "tokenizers" / "qwen3"))
     endpoint = Endpoint(desk)
-    body = {"messages": ASK, "tools": TOOLS, "logprobs": True, "return_token_ids": True, "stop": "lo and"}
+    body = {
+        "messages": ASK,
+        "tools": TOOLS,
+        "logprobs": True,
+        "return_token_ids": True,
+        "stop": "lo and",
+    }
     try:
         with httpx.Client(base_url=endpoint.url, timeout=60) as http:
             (whole,) = http.post(CHAT, json=body).json()["choices"]
             found = [event["choices"][0] for event in events(http, CHAT, body)]
-            plain = [event["choices"][0] for event in events(http, TEXT, {"prompt": "a", "stop": "lo and", "echo": True})]
-            (text_whole,) = http.post(TEXT, json={"prompt": "a", "stop": "lo and", "echo": True}).json()["choices"]
+            plain = [
+                event["choices"][0]
+                for event in events(http, TEXT, {"prompt": "a", "stop": "lo and", "echo": True})
+            ]
+            (text_whole,) = http.post(
+                TEXT, json={"prompt": "a", "stop": "lo and", "echo": True}
+            ).json()["choices"]
     finally:
         endpoint.close()
     message = whole["message"]
@@ -249,22 +341,47 @@ def test_a_stream_of_any_answer_put_together_is_the_whole(shared_data, text):
     calls = []
     for call in [call for one in found for call in one["delta"].get("tool_calls", [])]:
         if call["index"] == len(calls):
-            calls.append({"id": call["id"], "type": call["type"], "name": call["function"]["name"], "arguments": ""})
+            calls.append(
+                {
+                    "id": call["id"],
+                    "type": call["type"],
+                    "name": call["function"]["name"],
+                    "arguments": "",
+                }
+            )
         calls[call["index"]]["arguments"] += call["function"]["arguments"]
-    whole_calls = [{**call["function"], "type": "function"} for call in message.get("tool_calls", [])]
-    assert [{key: value for key, value in call.items() if key != "id"} for call in calls] == whole_calls
+    whole_calls = [
+        {**call["function"], "type": "function"} for call in message.get("tool_calls", [])
+    ]
+    assert [
+        {key: value for key, value in call.items() if key != "id"} for call in calls
+    ] == whole_calls
     assert len({call["id"] for call in calls}) == len(calls)
-    assert [one["finish_reason"] for one in found] == [None] * (len(found) - 1) + [whole["finish_reason"]]
+    assert [one["finish_reason"] for one in found] == [None] * (len(found) - 1) + [
+        whole["finish_reason"]
+    ]
     assert [token for one in found for token in one.get("token_ids", [])] == whole["token_ids"]
-    assert [entry for one in found if one["logprobs"] for entry in one["logprobs"]["content"]] == whole["logprobs"]["content"]
-    assert "".join(one["text"] for one in plain) == text_whole["text"] and plain[-1]["finish_reason"] == text_whole["finish_reason"]
+    assert [
+        entry for one in found if one["logprobs"] for entry in one["logprobs"]["content"]
+    ] == whole["logprobs"]["content"]
+    assert (
+        "".join(one["text"] for one in plain) == text_whole["text"]
+        and plain[-1]["finish_reason"] == text_whole["finish_reason"]
+    )
 
 
 def test_several_completions_are_streamed_side_by_side():
     endpoint = Endpoint(TinyDesk())
     try:
         with httpx.Client(base_url=endpoint.url, timeout=60) as http:
-            body = {"prompt": ["ab", [5, 6]], "n": 2, "max_tokens": 6, "seed": 3, "echo": True, "logprobs": 0}
+            body = {
+                "prompt": ["ab", [5, 6]],
+                "n": 2,
+                "max_tokens": 6,
+                "seed": 3,
+                "echo": True,
+                "logprobs": 0,
+            }
             whole = http.post(TEXT, json=body).json()["choices"]
             found = [event["choices"][0] for event in events(http, TEXT, body)]
     finally:
@@ -272,9 +389,13 @@ def test_several_completions_are_streamed_side_by_side():
     for choice in whole:
         own = [one for one in found if one["index"] == choice["index"]]
         assert "".join(one["text"] for one in own) == choice["text"] and len(own) > 3
-        assert own[-1]["logprobs"]["tokens"] == choice["logprobs"]["tokens"] and own[-1]["finish_reason"] == choice["finish_reason"]
+        assert (
+            own[-1]["logprobs"]["tokens"] == choice["logprobs"]["tokens"]
+            and own[-1]["finish_reason"] == choice["finish_reason"]
+        )
         logprobs = [one["logprobs"]["token_logprobs"] for one in (own[-1], choice)]
-        assert logprobs[0][1:] == pytest.approx(logprobs[1][1:], abs=1e-5)  # a batch of another size sums in another order
+        # a batch of another size sums in another order
+        assert logprobs[0][1:] == pytest.approx(logprobs[1][1:], abs=1e-5)
 
 
 def test_the_desk_shows_what_it_has_drawn_and_draws_the_same(tmp_path):
@@ -282,7 +403,10 @@ def test_the_desk_shows_what_it_has_drawn_and_draws_the_same(tmp_path):
         params, shown = SamplingParams(max_tokens=24, seed=1, stop=[]), []
         whole = asyncio.run(served.desk.sample(BASE, [5, 6, 7], 2, params))
         seen = asyncio.run(served.desk.sample(BASE, [5, 6, 7], 2, params, show=shown.append))
-        gone = asyncio.run(served.desk.sample(BASE, [5, 6, 7], 2, params, show=lambda samples: 1 / 0))  # costs nobody's answer
+        # costs nobody's answer
+        gone = asyncio.run(
+            served.desk.sample(BASE, [5, 6, 7], 2, params, show=lambda samples: 1 / 0)
+        )
     assert [one.tokens for one in gone.sequences] == [one.tokens for one in whole.sequences]
     assert [one.tokens for one in seen.sequences] == [one.tokens for one in whole.sequences]
     lengths = [{i: len(one.tokens) for i, one in samples.items()} for samples in shown]

@@ -1,4 +1,6 @@
-"""Whatever an environment gives where a Turn's fields stand costs its own episode, by threads and by processes, and is named."""
+"""Whatever an environment gives where a Turn's fields stand costs its own episode, by threads and
+by processes, and is named.
+"""
 
 import textwrap
 
@@ -12,7 +14,8 @@ from rl.types import Problem, SamplingParams
 
 TOKENIZER = tokenizer()
 
-# Two seats: member 1 gives what its row says; the others play three turns, and say of both seats what came of it.
+# Two seats: member 1 gives what its row says; the others play three turns, and say of both seats
+# what came of it.
 FILE = textwrap.dedent('''
     import numpy, random
     from rl.environments import Environment, Turn
@@ -99,7 +102,9 @@ AT_START = {
 def specs(tmp_path_factory):
     file = tmp_path_factory.mktemp("pair") / "pair.py"
     file.write_text(FILE)
-    threads = {name: environment_from_words(f"{file}:{name}", []) for name in ("Pair", "Talk", "Reason")}
+    threads = {
+        name: environment_from_words(f"{file}:{name}", []) for name in ("Pair", "Talk", "Reason")
+    }
     processes = {name: isolated(spec) for name, spec in threads.items()}
     yield {"threads": threads, "processes": processes}
     for spec in processes.values():
@@ -109,14 +114,25 @@ def specs(tmp_path_factory):
 def played(spec, rows, members):
     problems = [Problem((), row, index=i) for i, row in enumerate(rows)]
     renderer, limits = get_renderer("plain", TOKENIZER), Limits(seconds=20)
-    builders = [EnvironmentGroup(spec, problem, members, renderer, limits=limits) for problem in problems]
-    return rollout(builders, MadeUp(TOKENIZER, lambda *_: "a", cut_off=0.0), SamplingParams(max_tokens=4), seed=0)
+    builders = [
+        EnvironmentGroup(spec, problem, members, renderer, limits=limits) for problem in problems
+    ]
+    return rollout(
+        builders,
+        MadeUp(TOKENIZER, lambda *_: "a", cut_off=0.0),
+        SamplingParams(max_tokens=4),
+        seed=0,
+    )
 
 
 @pytest.mark.parametrize("where", ["threads", "processes"])
 def test_nonsense_costs_its_own_episode_and_is_named(specs, where):
-    """All kinds in one batch, each in its own group: every other episode of it stands with what it earned."""
-    rows = [{"when": "step", "code": code} for code in NONSENSE] + [{"when": "start", "code": code} for code in AT_START]
+    """All kinds in one batch, each in its own group: every other episode of it stands with what it
+    earned.
+    """
+    rows = [{"when": "step", "code": code} for code in NONSENSE] + [
+        {"when": "start", "code": code} for code in AT_START
+    ]
     found = played(specs[where]["Pair"], rows, 3)
     said = [*NONSENSE.values(), *AT_START.values()]
     for number, (row, wanted) in enumerate(zip(rows, said, strict=True)):
@@ -132,7 +148,10 @@ def test_what_seats_earn_and_are_told_of_themselves_comes_through(specs, where):
     found = played(specs[where]["Talk"], [{}], 2)
     assert not found.errors
     first, second = found.groups
-    assert first.get_total_rewards() == [0.25, 0.25] and second.get_total_rewards() == [0.25 - 0.5 - 0.5] * 2
+    assert (
+        first.get_total_rewards() == [0.25, 0.25]
+        and second.get_total_rewards() == [0.25 - 0.5 - 0.5] * 2
+    )
     for group, figure, log in ((first, 1.0, "first"), (second, 2.0, "second")):
         last = group.trajectories_G[0].transitions[-1]
         assert last.episode_done and last.metrics["m"] == figure and last.logs["l"] == log
@@ -143,7 +162,10 @@ def test_a_reason_in_words_cuts_an_episode_short(specs, where):
     found = played(specs[where]["Reason"], [{}], 2)
     assert not found.errors
     for one in found.groups[0].trajectories_G:
-        assert one.transitions[-1].metrics["truncated"] == 1.0 and one.transitions[-1].logs["own"] == "kept"
+        assert (
+            one.transitions[-1].metrics["truncated"] == 1.0
+            and one.transitions[-1].logs["own"] == "kept"
+        )
 
 
 def test_modules_generators_in_processes_are_the_groups(specs):
@@ -151,6 +173,14 @@ def test_modules_generators_in_processes_are_the_groups(specs):
     found = played(specs["processes"]["Pair"], [{"when": "never", "code": ""}] * 3, 3)
     again = played(specs["processes"]["Pair"], [{"when": "never", "code": ""}] * 3, 3)
     for name in ("drawn", "other"):
-        drawn = [[one.transitions[-1].metrics[name] for one in group.trajectories_G] for group in found.groups]
-        assert all(len(set(group)) == 1 for group in drawn) and len({group[0] for group in drawn}) == 3
-        assert drawn == [[one.transitions[-1].metrics[name] for one in group.trajectories_G] for group in again.groups]
+        drawn = [
+            [one.transitions[-1].metrics[name] for one in group.trajectories_G]
+            for group in found.groups
+        ]
+        assert (
+            all(len(set(group)) == 1 for group in drawn) and len({group[0] for group in drawn}) == 3
+        )
+        assert drawn == [
+            [one.transitions[-1].metrics[name] for one in group.trajectories_G]
+            for group in again.groups
+        ]

@@ -1,4 +1,6 @@
-"""Environments in whole runs: from the line, from recipes, in evaluations; built-in ones, TRL's; resumed in the middle, broken in part."""
+"""Environments in whole runs: from the line, from recipes, in evaluations; built-in ones, TRL's;
+resumed in the middle, broken in part.
+"""
 
 import json
 import re
@@ -21,7 +23,8 @@ REPO = Path(__file__).resolve().parent.parent
 SMALL = "--base-model tiny:ascii --batch-size 3 --group-size 3 --max-tokens 6 --eval-limit 4 --learning-rate 1e-3 --environment-rows 12"
 LEVELS = "--curriculum success --curriculum-up 0.01 --curriculum-down 0 --curriculum-window 2"
 
-# Rewards by turn, an end of its own at random, truncations, a tool, a level; member 2 breaks at times.
+# Rewards by turn, an end of its own at random, truncations, a tool, a level; member 2 breaks at
+# times.
 WALK = '''
 from rl.environments import Environment, Turn, tool
 
@@ -65,12 +68,19 @@ def walk(tmp_path_factory):
      ("ppo", "--normalise-rewards --group-size 2 --environment-isolation thread")],
 )  # fmt: skip
 def test_four_steps_are_two_and_two(walk, tmp_path, method, more):
-    rows = two_and_two(f"{method} {SMALL} --environment {walk} --max-turns 3 {more} --eval-every 2 --rollouts-every 1", tmp_path)
+    rows = two_and_two(
+        f"{method} {SMALL} --environment {walk} --max-turns 3 {more} --eval-every 2 --rollouts-every 1",
+        tmp_path,
+    )
     steps = [row for row in rows if "progress/batch" in row]
     # which episodes go on hangs on the name, and with it on where this test lies
-    assert any(row["env/all/turns_per_episode"] > 1 for row in steps) and {row["reward/failed"] for row in steps} == {0}
+    assert any(row["env/all/turns_per_episode"] > 1 for row in steps) and {
+        row["reward/failed"] for row in steps
+    } == {0}
     rollouts = sorted((tmp_path / "whole" / "rollouts").glob("*.jsonl"))
-    assert [a.read_text() for a in rollouts] == [(tmp_path / "cut" / "rollouts" / a.name).read_text() for a in rollouts]
+    assert [a.read_text() for a in rollouts] == [
+        (tmp_path / "cut" / "rollouts" / a.name).read_text() for a in rollouts
+    ]
 
 
 @pytest.mark.slow
@@ -83,14 +93,23 @@ def test_what_breaks_is_left_out_and_named_and_the_rest_is_trained(walk, tmp_pat
         lines = (tmp_path / "rollouts" / f"step_{number:06d}.jsonl").read_text().splitlines()
         written = [json.loads(line) for line in lines]
         assert len(written) == 6
-        tokens = sum(len(turn["token_ids"]) for r in written for turn in r["turns"] if turn["sampled"])
-        # the loss is divided by what there is, not by what was wanted; groups of equal rewards are no part of it
+        tokens = sum(
+            len(turn["token_ids"]) for r in written for turn in r["turns"] if turn["sampled"]
+        )
+        # the loss is divided by what there is, not by what was wanted; groups of equal rewards are
+        # no part of it
         assert row["optim/tokens"] <= tokens
         rewards = {}
         for r in written:
             rewards.setdefault(r["group"], []).append(r["reward"])
         differ = {g for g, earned in rewards.items() if len(set(earned)) > 1} or {0}
-        kept = sum(len(t["token_ids"]) for r in written if r["group"] in differ for t in r["turns"] if t["sampled"])
+        kept = sum(
+            len(t["token_ids"])
+            for r in written
+            if r["group"] in differ
+            for t in r["turns"]
+            if t["sampled"]
+        )
         assert row["optim/tokens"] == kept
     assert not (REPO / "rollouts").exists()
 
@@ -110,14 +129,31 @@ def test_an_environment_in_a_recipe_is_evaluated_as_it_was_trained(tmp_path):
     rows = train(f"{recipe}", tmp_path / "run")
     assert rows[-1]["test/env/all/total_episodes"] == 6
     output = tmp_path / "found.json"
-    command = [sys.executable, "evaluate.py", str(tmp_path / "run"), "--trust-run", "--output", str(output)]
+    command = [
+        sys.executable,
+        "evaluate.py",
+        str(tmp_path / "run"),
+        "--trust-run",
+        "--output",
+        str(output),
+    ]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     found = json.loads(output.read_text())
-    assert found["mean reward"] == pytest.approx(rows[-1]["test/env/all/reward/total"]) and len(found["rows"]) == 6
-    assert found["mean reward"] >= 0.25  # what the reward of whole episodes adds beside the environment's own
+    assert (
+        found["mean reward"] == pytest.approx(rows[-1]["test/env/all/reward/total"])
+        and len(found["rows"]) == 6
+    )
+    # what the reward of whole episodes adds beside the environment's own
+    assert found["mean reward"] >= 0.25
     assert all(re.fullmatch(r"\d\+\d=", row["prompt"]) for row in found["rows"])
-    done = subprocess.run([*command, "--environment.digit", "2"], cwd=REPO, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [*command, "--environment.digit", "2"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
     said = " ".join(done.stderr.replace("│", " ").split())
     assert done.returncode == 2 and "did you mean --environment.digits?" in said
 
@@ -134,7 +170,10 @@ def a_sandbox() -> Sandbox:
 def test_python_keeps_its_state_and_loses_it_with_what_ends_it():
     a_sandbox().close()
     tool = Python(seconds=2.0)
-    assert tool.python("a = 3\nprint('hi')\na * 2").split() == ["hi", "6"] and tool.python("a + 1") == "4"
+    assert (
+        tool.python("a = 3\nprint('hi')\na * 2").split() == ["hi", "6"]
+        and tool.python("a + 1") == "4"
+    )
     assert "ZeroDivisionError" in tool.python("1 / 0") and tool.python("a") == "3"
     assert "ended by timeout" in tool.python("while True: pass") and "NameError" in tool.python("a")
     assert "ended by" in tool.python("print('x' * 10**8)")
@@ -143,7 +182,10 @@ def test_python_keeps_its_state_and_loses_it_with_what_ends_it():
 
 def test_without_a_sandbox_python_does_not_begin(tmp_path):
     with pytest.raises(UserError, match="sandbox mode 'none' is unknown|no sandbox"):
-        train(f"grpo {SMALL} --environment python --environment.sandbox none --steps 1", tmp_path / "run")
+        train(
+            f"grpo {SMALL} --environment python --environment.sandbox none --steps 1",
+            tmp_path / "run",
+        )
 
 
 BUILT_IN = {"calculator": "--environment.digits 1", "python": "", "search": ""}
@@ -156,12 +198,18 @@ def test_built_in_environments_run(name, tmp_path):
         pytest.importorskip("bm25s")
     if name == "python":
         a_sandbox()
-    words = f"grpo {SMALL} --environment {name} {BUILT_IN[name]} --steps 1 --max-turns 2 --eval-every 0"
+    words = (
+        f"grpo {SMALL} --environment {name} {BUILT_IN[name]} --steps 1 --max-turns 2 --eval-every 0"
+    )
     (row,) = [row for row in train(words, tmp_path) if "progress/batch" in row]
-    assert row["env/all/total_episodes"] == 9 and "env/all/used_tool" in row and row["reward/failed"] == 0
+    assert (
+        row["env/all/total_episodes"] == 9
+        and "env/all/used_tool" in row
+        and row["reward/failed"] == 0
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------- the line
+# ----------------------------------------------------------------------------------------- the line
 
 
 def settings_of(words: str, tmp_path: Path, recipe: str | None = None):
@@ -172,8 +220,13 @@ def settings_of(words: str, tmp_path: Path, recipe: str | None = None):
 
 
 def test_settings_of_environments_on_the_line_and_in_recipes(tmp_path):
-    (one,) = settings_of("grpo --environment calculator --environment.digits 4 --environment.without-tool", tmp_path)
-    assert one.env.environment == "calculator" and dict(one.env.environment_settings) == {"digits": "4", "without_tool": "True"}
+    (one,) = settings_of(
+        "grpo --environment calculator --environment.digits 4 --environment.without-tool", tmp_path
+    )
+    assert one.env.environment == "calculator" and dict(one.env.environment_settings) == {
+        "digits": "4",
+        "without_tool": "True",
+    }
     recipe = """
         stages:
           - method: sft
@@ -184,7 +237,8 @@ def test_settings_of_environments_on_the_line_and_in_recipes(tmp_path):
     """
     sft, grpo = settings_of("--environment.digits 2", tmp_path, recipe)
     assert not hasattr(sft, "env") and grpo.env.max_turns == 4
-    assert dict(grpo.env.environment_settings) == {"digits": "2", "operations": "+-"}  # the line wins
+    # the line wins
+    assert dict(grpo.env.environment_settings) == {"digits": "2", "operations": "+-"}
     for words, said in (
         ("grpo --max-turns 4", "max-turns 4 has no effect"),
         ("grpo --environment.digits 4", "no environment is named"),
@@ -200,9 +254,19 @@ def test_help_shows_an_environments_settings(capsys):
     from rl.environments import show_help
 
     with pytest.raises(SystemExit):
-        parse(["grpo", "--environment", "calculator", "--help"], METHODS, RECIPE, options=RunSettings, environments=show_help)
+        parse(
+            ["grpo", "--environment", "calculator", "--help"],
+            METHODS,
+            RECIPE,
+            options=RunSettings,
+            environments=show_help,
+        )
     said = capsys.readouterr().out
-    assert "--environment.digits INT" in said and "Most digits of each number" in said and "--group-size" in said
+    assert (
+        "--environment.digits INT" in said
+        and "Most digits of each number" in said
+        and "--group-size" in said
+    )
     with pytest.raises(SystemExit):
         parse(["--help"], METHODS, RECIPE, options=RunSettings, environments=show_help)
     assert "calculator" in capsys.readouterr().out
@@ -226,7 +290,7 @@ def test_what_is_wrong_is_said_before_anything_is_written(tmp_path, words, said)
     assert not (tmp_path / "run").exists()
 
 
-# ---------------------------------------------------------------------------------------------------------------- TRL's
+# -------------------------------------------------------------------------------------------- TRL's
 
 
 TRL = '''
@@ -271,7 +335,10 @@ def test_trl_objects_work_as_they_are(tmp_path):
         group = EnvironmentGroup(one, problem, 2, get_renderer("plain", tokenizer))
         say = {0: '<tool_call>\n{"name": "increment", "arguments": {"by": 3}}\n</tool_call>',
                1: '<tool_call>\n{"name": "increment", "arguments": {"by": 2}}\n</tool_call>', 2: "done"}  # fmt: skip
-        sampler = Scripted(tokenizer, lambda prompt, turn, stream, member, say=say: "done" if member and turn else say[turn])
+        sampler = Scripted(
+            tokenizer,
+            lambda prompt, turn, stream, member, say=say: "done" if member and turn else say[turn],
+        )
         found = rollout([group], sampler, SamplingParams(max_tokens=100, temperature=1.0), seed=0)
         assert not found.errors
         (group_,) = found.groups
@@ -281,11 +348,13 @@ def test_trl_objects_work_as_they_are(tmp_path):
         assert [turn.logs["told"][0]["content"] for turn in first[1:]] == ["now 3", "now 5"]
 
 
-# -------------------------------------------------------------------------------------------------------------- the page
+# ----------------------------------------------------------------------------------------- the page
 
 
 def test_the_pages_example_runs(tmp_path, monkeypatch):
-    """docs/environments.md: its file as it stands there, and its script, against answers that are written down."""
+    """docs/environments.md: its file as it stands there, and its script, against answers that are
+    written down.
+    """
     from scripted import Scripted
 
     from rl.models import load_tokenizer
@@ -303,13 +372,22 @@ def test_the_pages_example_runs(tmp_path, monkeypatch):
         asks = f'<tool_call>\n{{"name": "larger", "arguments": {{"number": {turn + 1}}}}}\n</tool_call>'
         if turn == 0:
             return "0"
-        return str(turn) if prompt.endswith("no") else asks  # the first number that it is not larger than
+        # the first number that it is not larger than
+        return str(turn) if prompt.endswith("no") else asks
 
-    names = {"renderer": get_renderer("plain", tokenizer), "sampling_client": Scripted(tokenizer, say)}
+    names = {
+        "renderer": get_renderer("plain", tokenizer),
+        "sampling_client": Scripted(tokenizer, say),
+    }
     names["params"] = SamplingParams(max_tokens=100, temperature=1.0)
     exec(compile(written["script"], "script", "exec"), names)
     episodes = [episode for group in names["episodes"] for episode in group.trajectories_G]
     assert len(episodes) == 8
     for episode in episodes:
-        assert [turn.reward for turn in episode.transitions][0] == -0.1 and episode.transitions[-1].reward == 1.0
-        assert episode.transitions[-1].metrics["correct"] == 1.0 and episode.transitions[-1].metrics["tool/malformed"] == 0
+        assert [turn.reward for turn in episode.transitions][0] == -0.1 and episode.transitions[
+            -1
+        ].reward == 1.0
+        assert (
+            episode.transitions[-1].metrics["correct"] == 1.0
+            and episode.transitions[-1].metrics["tool/malformed"] == 0
+        )

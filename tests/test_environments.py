@@ -1,4 +1,6 @@
-"""Environments as the rollout plays them: what is asked and answered, tools, limits, settings, and everything that breaks."""
+"""Environments as the rollout plays them: what is asked and answered, tools, limits, settings, and
+everything that breaks.
+"""
 
 import asyncio
 import importlib
@@ -40,13 +42,18 @@ def ascii_tokenizer():
 
 @pytest.fixture
 def play(ascii_tokenizer):
-    """Plays groups of an environment against written answers: play(spec, say, members, limits) -> Rollouts."""
+    """Plays groups of an environment against written answers: play(spec, say, members, limits) ->
+    Rollouts.
+    """
 
     def run(spec, say, *, members=1, rows=({},), limits=None, renderer="plain", system_prompt=None):
         spec = resolve_environment(spec) if isinstance(spec, (str, type)) else spec
         made = get_renderer(renderer, ascii_tokenizer)
         problems = [Problem((), row, index=i) for i, row in enumerate(rows)]
-        builders = [EnvironmentGroup(spec, p, members, made, limits=limits, system_prompt=system_prompt) for p in problems]
+        builders = [
+            EnvironmentGroup(spec, p, members, made, limits=limits, system_prompt=system_prompt)
+            for p in problems
+        ]
         return rollout(builders, Scripted(ascii_tokenizer, say), PARAMS, seed=0)
 
     return run
@@ -91,7 +98,9 @@ def test_a_files_place_does_not_change_its_episodes(tmp_path):
     for folder in ("here", "there"):
         (tmp_path / folder).mkdir()
         file = tmp_path / folder / "mine.py"
-        file.write_text("from rl.environments.calculator import Calculator\nclass Mine(Calculator):\n    pass\n")
+        file.write_text(
+            "from rl.environments.calculator import Calculator\nclass Mine(Calculator):\n    pass\n"
+        )
         spec = resolve_environment(f"{file}:Mine")
         group = EnvironmentGroup(spec, Problem((), {}, index=3), 1, None)
         seeds.append((spec.stream, group.seed))
@@ -109,10 +118,15 @@ def test_a_conversation_is_played_to_its_end(play):
         wrong = len(first.transitions) - 1
         assert group.get_total_rewards() == [pytest.approx(1.0 - 0.1 * wrong)] * 2 and wrong <= 6
         assert [t.reward for t in first.transitions] == [-0.1] * wrong + [1.0]
-        assert [t.episode_done for t in first.transitions] == [False] * wrong + [True] and not first.transitions[-1].truncated
+        assert [t.episode_done for t in first.transitions] == [False] * wrong + [
+            True
+        ] and not first.transitions[-1].truncated
         first.advantage = 1.0
-        (datum,) = trajectory_to_datums(first)  # every prompt went on where the answer before had ended
-        assert datum.loss_fn_inputs["mask"].array.sum() == sum(len(t.ac.tokens) for t in first.transitions)
+        # every prompt went on where the answer before had ended
+        (datum,) = trajectory_to_datums(first)
+        assert datum.loss_fn_inputs["mask"].array.sum() == sum(
+            len(t.ac.tokens) for t in first.transitions
+        )
     numbers = {group.trajectories_G[0].transitions[-1].logs["number"] for group in found.groups}
     assert len(numbers) > 1
     assert group_metrics(found.groups)["env/all/found"] == 1.0
@@ -123,20 +137,29 @@ def test_rows_tell_an_episode_turn_by_turn(play, ascii_tokenizer):
     (group,) = found.groups
     (episode,) = group.trajectories_G
     episode.advantage = 0.5
-    (row,) = json.loads(json.dumps(list(rollout_rows(found, get_renderer("plain", ascii_tokenizer), 1.0))))
+    (row,) = json.loads(
+        json.dumps(list(rollout_rows(found, get_renderer("plain", ascii_tokenizer), 1.0)))
+    )
     turns = row["turns"]
     assert [turn["role"] for turn in turns] == ["user", "assistant"] * len(episode.transitions)
     assert [turn["sampled"] for turn in turns] == [False, True] * len(episode.transitions)
-    assert turns[0]["text"] == "Guess." and turns[1]["text"] == "49" and turns[1]["observation_tokens"] == len("Guess.")
+    assert (
+        turns[0]["text"] == "Guess."
+        and turns[1]["text"] == "49"
+        and turns[1]["observation_tokens"] == len("Guess.")
+    )
     assert [turn["reward"] for turn in turns[1::2]] == [t.reward for t in episode.transitions]
     assert turns[-1]["logs"]["number"] == episode.transitions[-1].logs["number"]
     for turn, transition in zip(turns[1::2], episode.transitions, strict=True):
-        assert turn["token_ids"] == transition.ac.tokens and "".join(turn["tokens"][:-1]) == turn["text"]
+        assert (
+            turn["token_ids"] == transition.ac.tokens
+            and "".join(turn["tokens"][:-1]) == turn["text"]
+        )
         assert turn["logprobs"] == transition.ac.logprobs and "restarts" not in turn
     assert row["reward"] == pytest.approx(sum(turn["reward"] for turn in turns if turn["sampled"]))
 
 
-# ---------------------------------------------------------------------------------------------------------------- limits
+# ------------------------------------------------------------------------------------------- limits
 
 
 class Endless(Environment):
@@ -151,13 +174,18 @@ def test_turns_and_tokens_are_limited_and_what_was_earned_counts(play):
     (group,) = play(Endless, lambda *_: "a", limits=Limits(turns=3)).groups
     (episode,) = group.trajectories_G
     assert [t.reward for t in episode.transitions] == [1.0] * 3
-    assert [(t.episode_done, t.truncated) for t in episode.transitions] == [(False, False)] * 2 + [(True, True)]
+    assert [(t.episode_done, t.truncated) for t in episode.transitions] == [(False, False)] * 2 + [
+        (True, True)
+    ]
     assert episode.transitions[-1].metrics["truncated"] == 1.0
-    # "Sgo" is 3 tokens, each turn adds an answer, its end and "more", 6: after n turns the prompt has 3 + 6 n, and room is kept for 200
+    # "Sgo" is 3 tokens, each turn adds an answer, its end and "more", 6: after n turns the prompt
+    # has 3 + 6 n, and room is kept for 200
     (group,) = play(Endless, lambda *_: "a", limits=Limits(turns=99, tokens=215)).groups
     (episode,) = group.trajectories_G
     assert len(episode.transitions) == 3 and episode.transitions[-1].truncated
-    assert episode.transitions[-1].metrics["context_overflow"] == 1.0 and group.get_total_rewards() == [3.0]
+    assert episode.transitions[-1].metrics[
+        "context_overflow"
+    ] == 1.0 and group.get_total_rewards() == [3.0]
     none = play(Endless, lambda *_: "a", limits=Limits(tokens=202))
     assert not none.groups and "episode's limit of 202" in none.errors[0]
 
@@ -165,7 +193,9 @@ def test_turns_and_tokens_are_limited_and_what_was_earned_counts(play):
 def test_an_answer_that_was_cut_off_is_known_as_such(play):
     (group,) = play(Endless, lambda *_: "abc...", limits=Limits(turns=2)).groups
     (episode,) = group.trajectories_G
-    assert [t.metrics["cut"] for t in episode.transitions] == [1.0, 1.0] and episode.transitions[0].metrics["ended"] == 0.0
+    assert [t.metrics["cut"] for t in episode.transitions] == [1.0, 1.0] and episode.transitions[
+        0
+    ].metrics["ended"] == 0.0
     # its end mark is put in as something observed, not as something that the model wrote
     first, second = episode.transitions
     assert second.ob.to_ints()[: first.ob.length + 3] == [*first.ob.to_ints(), *first.ac.tokens]
@@ -218,11 +248,11 @@ def test_what_a_group_shares_is_made_once(play):
     assert found.groups[0].get_total_rewards() != found.groups[1].get_total_rewards()
 
 
-# ----------------------------------------------------------------------------------------------------------------- tools
+# -------------------------------------------------------------------------------------------- tools
 
 
 def call(name, **arguments):
-    return f'<tool_call>\n{json.dumps({"name": name, "arguments": arguments})}\n</tool_call>'
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 class WithTools(Environment):
@@ -272,12 +302,24 @@ def shout(times: int) -> str:
 
 
 CALLS = {
-    "several at once": (call("note", key="a", value="1") + "\n" + call("boom"), ["a is kept", "Error: RuntimeError: no way"]),
+    "several at once": (
+        call("note", key="a", value="1") + "\n" + call("boom"),
+        ["a is kept", "Error: RuntimeError: no way"],
+    ),
     "a hang": (call("nap", seconds=60), ["Error: nap took longer than 0.3 s"]),
-    "no such tool": (call("nott", key="a"), ["Error: there is no tool 'nott', did you mean 'note'?"]),
-    "a missing argument": (call("note", key="a"), ["Error: note: missing a required argument: 'value'"]),
+    "no such tool": (
+        call("nott", key="a"),
+        ["Error: there is no tool 'nott', did you mean 'note'?"],
+    ),
+    "a missing argument": (
+        call("note", key="a"),
+        ["Error: note: missing a required argument: 'value'"],
+    ),
     "one too many": (call("boom", x=1), ["Error: boom: got an unexpected keyword argument 'x'"]),
-    "no JSON": ("<tool_call>\nnote(1)\n</tool_call>", ["Error: the call <tool_call>\nnote(1)\n</tool_call> is no call: no JSON"]),
+    "no JSON": (
+        "<tool_call>\nnote(1)\n</tool_call>",
+        ["Error: the call <tool_call>\nnote(1)\n</tool_call> is no call: no JSON"],
+    ),
     "cut off": ('<tool_call>\n{"name": "no...', ["was not finished"]),
     "much": (call("shout", times=100_000_000), ["characters left out"]),
 }
@@ -287,12 +329,16 @@ CALLS = {
 def test_calls_are_answered_each_within_its_limits(play, name):
     said, wanted = CALLS[name]
     begin = time.monotonic()
-    found = play(WithTools, lambda prompt, turn, *_: said if turn == 0 else "done", limits=Limits(seconds=30))
+    found = play(
+        WithTools, lambda prompt, turn, *_: said if turn == 0 else "done", limits=Limits(seconds=30)
+    )
     assert not found.errors and time.monotonic() - begin < 15
     (group,) = found.groups
     first, last = group.trajectories_G[0].transitions
     told = [message["content"] for message in last.logs["told"]]
-    assert all(message["role"] == "tool" for message in last.logs["told"]) and len(told) == len(wanted)
+    assert all(message["role"] == "tool" for message in last.logs["told"]) and len(told) == len(
+        wanted
+    )
     for text, beginning in zip(told, wanted, strict=True):
         assert text.startswith(beginning) or beginning in text
     assert len(first.logs["tool_calls"]) == len(wanted) == last.reward
@@ -300,7 +346,10 @@ def test_calls_are_answered_each_within_its_limits(play, name):
     assert last.metrics["tool/calls"] == len(wanted) and last.metrics["tool/malformed"] == malformed
     assert last.metrics["tool/failed"] == (name in ("several at once", "a hang"))
     # the model has read each answer as it was told, after its own words
-    assert last.ob.to_ints()[: first.ob.length + len(first.ac.tokens)] == [*first.ob.to_ints(), *first.ac.tokens]
+    assert last.ob.to_ints()[: first.ob.length + len(first.ac.tokens)] == [
+        *first.ob.to_ints(),
+        *first.ac.tokens,
+    ]
 
 
 def test_the_tools_descriptions_are_those_of_transformers():
@@ -324,7 +373,9 @@ def test_the_tools_descriptions_are_those_of_transformers():
             A text
         """
 
-    def nested(words: list[str], table: dict[str, int], near: int | None = None, both: int | str = 1) -> list:
+    def nested(
+        words: list[str], table: dict[str, int], near: int | None = None, both: int | str = 1
+    ) -> list:
         """Does it
 
         Args:
@@ -346,7 +397,9 @@ def test_the_tools_descriptions_are_those_of_transformers():
     for function in (plain, nested, chosen, boom, nap):
         wanted = get_json_schema(function)
         wanted["function"].pop("return", None)
-        if function is chosen:  # transformers takes an enum's values from "(choices: ...)" in the text, and the type from the hint
+        # transformers takes an enum's values from "(choices: ...)" in the text, and the type from
+        # the hint
+        if function is chosen:
             kind = wanted["function"]["parameters"]["properties"]["kind"]
             assert kind["enum"] == ["a", "b"]
         assert schema_of(function) == wanted
@@ -364,31 +417,45 @@ def test_the_tools_descriptions_are_those_of_transformers():
     def silent():
         pass
 
-    for function, said in ((untyped, "has no type hint"), (undescribed, "has no line under"), (silent, "no docstring")):
+    for function, said in (
+        (untyped, "has no type hint"),
+        (undescribed, "has no line under"),
+        (silent, "no docstring"),
+    ):
         with pytest.raises(UserError, match=said):
             schema_of(function)
 
 
-# ------------------------------------------------------------------------------------------------------- names, settings
+# ---------------------------------------------------------------------------------- names, settings
 
 
 def test_environments_are_found_by_name_and_address(tmp_path):
-    alone = {"calculator", "debate", "guess_number", "tic_tac_toe", "twenty_questions"}  # others need a package, rows or a server
+    # others need a package, rows or a server
+    alone = {"calculator", "debate", "guess_number", "tic_tac_toe", "twenty_questions"}
     assert alone < set(registered_environments())
     for name in alone:
         assert resolve_environment(name).make() is not None
     with pytest.raises(UserError, match="did you mean 'calculator'"):
         resolve_environment("calculater")
     file = tmp_path / "mine.py"
-    source = "class Mine(Environment):\n    def __init__(self, size: int, *, on: bool = False): ...\n"
+    source = (
+        "class Mine(Environment):\n    def __init__(self, size: int, *, on: bool = False): ...\n"
+    )
     file.write_text(f"from rl.environments import Environment\n{source}")
     spec = environment_from_words(f"{file}:Mine", [("size", "3"), ("on", "True")])
     assert spec.settings == {"size": 3, "on": True} and spec.address == f"{file}:Mine"
-    assert environment_from_words(f"{file}:Mine", [("size", "3"), ("no_on", "True")]).settings["on"] is False
+    assert (
+        environment_from_words(f"{file}:Mine", [("size", "3"), ("no_on", "True")]).settings["on"]
+        is False
+    )
     with pytest.raises(UserError) as error:
         environment_from_words(f"{file}:Mine", [("sizes", "x"), ("on", "maybe")])
     said = str(error.value)
-    assert "did you mean --environment.size?" in said and "size is required" in said and "--environment.on: maybe is not" in said
+    assert (
+        "did you mean --environment.size?" in said
+        and "size is required" in said
+        and "--environment.on: maybe is not" in said
+    )
     with pytest.raises(UserError, match="'Mime' is no environment there; did you mean 'Mine'"):
         resolve_environment(f"{file}:Mime")
     with pytest.raises(UserError, match="does not exist"):
@@ -401,7 +468,7 @@ def test_environments_are_found_by_name_and_address(tmp_path):
         resolve_environment(Guess, hihg=7)
 
 
-# ----------------------------------------------------------------------------------------------------- what breaks, where
+# ------------------------------------------------------------------------------- what breaks, where
 
 BAD = textwrap.dedent('''
     import os, time, sys
@@ -455,7 +522,20 @@ NAMED = {
     "nan": "gave the reward nan", "text": "gave the reward 'much'", "metric": "gave the metric 'a' inf", "silent": "says nothing",
     "seat": "names the seat 3", "logs": "JSON", "much": "characters", "tuple": "",
 }  # fmt: skip
-STEP = ("raise", "exit", "hang", "nothing", "nan", "text", "metric", "silent", "seat", "logs", "much", "tuple")
+STEP = (
+    "raise",
+    "exit",
+    "hang",
+    "nothing",
+    "nan",
+    "text",
+    "metric",
+    "silent",
+    "seat",
+    "logs",
+    "much",
+    "tuple",
+)
 START = ("raise", "hang", "nothing", "number", "empty", "norole")
 
 
@@ -485,12 +565,20 @@ def check_damage(found, how):
 
 
 @pytest.mark.parametrize(
-    ("how", "when"), [*((h, "step") for h in STEP), *((h, "start") for h in START), ("raise", "close"), ("hang", "close")]
+    ("how", "when"),
+    [
+        *((h, "step") for h in STEP),
+        *((h, "start") for h in START),
+        ("raise", "close"),
+        ("hang", "close"),
+    ],
 )
 def test_what_breaks_costs_its_own_episode(play, bad_file, how, when):
     begin = time.monotonic()
     spec = environment_from_words(f"{bad_file}:Bad", [])
-    found = play(spec, lambda *_: "a", members=3, rows=[{"how": how, "when": when}], limits=Limits(seconds=2))
+    found = play(
+        spec, lambda *_: "a", members=3, rows=[{"how": how, "when": when}], limits=Limits(seconds=2)
+    )
     check_damage(found, "fine" if when == "close" else how)
     assert time.monotonic() - begin < 30
 
@@ -501,7 +589,13 @@ def test_what_breaks_costs_its_own_episode(play, bad_file, how, when):
 ])  # fmt: skip
 def test_in_processes_death_costs_no_more(play, bad_process, how, when):
     begin = time.monotonic()
-    found = play(bad_process, lambda *_: "a", members=3, rows=[{"how": how, "when": when}], limits=Limits(seconds=2))
+    found = play(
+        bad_process,
+        lambda *_: "a",
+        members=3,
+        rows=[{"how": how, "when": when}],
+        limits=Limits(seconds=2),
+    )
     check_damage(found, "fine" if when == "close" else how)
     assert time.monotonic() - begin < 60
 
@@ -509,7 +603,12 @@ def test_in_processes_death_costs_no_more(play, bad_process, how, when):
 def test_a_tool_that_dies_costs_its_call(play, bad_process):
     """A plain function runs in a process of its own there; what it prints goes nowhere."""
     said = call("dies") + call("prints") + call("dies")
-    found = play(bad_process, lambda prompt, turn, *_: said if turn == 0 else "a", members=2, rows=[{"how": "", "when": ""}])
+    found = play(
+        bad_process,
+        lambda prompt, turn, *_: said if turn == 0 else "a",
+        members=2,
+        rows=[{"how": "", "when": ""}],
+    )
     (group,) = found.groups
     assert not found.errors and group.get_total_rewards() == [0.0, 1.0]
     for episode in group.trajectories_G:
@@ -525,7 +624,7 @@ def test_the_process_gone_it_is_begun_again(play, bad_process):
     assert not play(bad_process, lambda *_: "a", rows=rows).errors
 
 
-# ------------------------------------------------------------------------------------------- the same, resolved in a script
+# ------------------------------------------------------------------- the same, resolved in a script
 
 COUNTING = textwrap.dedent('''
     import os
@@ -564,11 +663,22 @@ def resolve():
 def test_an_environment_of_a_file_dies_without_the_script(play, resolve, bad_file, how):
     """As under `train.py`: in a thread of the script the first two would end these tests."""
     spec = resolve(f"{bad_file}:Bad")
-    check_damage(play(spec, lambda *_: "a", members=3, rows=[{"how": how, "when": "step"}], limits=Limits(seconds=2)), how)
+    check_damage(
+        play(
+            spec,
+            lambda *_: "a",
+            members=3,
+            rows=[{"how": how, "when": "step"}],
+            limits=Limits(seconds=2),
+        ),
+        how,
+    )
 
 
 @pytest.mark.parametrize("form", ["file", "module", "thread", "class"])
-def test_a_modules_state_is_that_of_one_episode_unless_threads_are_asked_for(play, resolve, tmp_path, monkeypatch, form):
+def test_a_modules_state_is_that_of_one_episode_unless_threads_are_asked_for(
+    play, resolve, tmp_path, monkeypatch, form
+):
     name = f"counting_{form}"
     (tmp_path / f"{name}.py").write_text(COUNTING)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -581,16 +691,32 @@ def test_a_modules_state_is_that_of_one_episode_unless_threads_are_asked_for(pla
     rewards = sorted(reward for group in found.groups for reward in group.get_total_rewards())
     apart = form in ("file", "module")
     assert not found.errors and (rewards == [1.0] * 4) == apart and (spec.root is not None) == apart
-    elsewhere = {t.metrics["elsewhere"] for group in found.groups for one in group.trajectories_G for t in one.transitions}
+    elsewhere = {
+        t.metrics["elsewhere"]
+        for group in found.groups
+        for one in group.trajectories_G
+        for t in one.transitions
+    }
     assert elsewhere == {float(apart)}
 
 
 def test_a_setting_that_no_other_process_can_read_is_an_error_with_a_remedy(resolve, tmp_path):
     (tmp_path / "judged.py").write_text(COUNTING)
-    with pytest.raises(ValueError, match=r"'judge'.*another process.*environment_isolation='thread'"):
+    with pytest.raises(
+        ValueError, match=r"'judge'.*another process.*environment_isolation='thread'"
+    ):
         resolve(f"{tmp_path}/judged.py:Counting", judge=lambda text: 1.0)
-    assert resolve(f"{tmp_path}/judged.py:Counting", judge=lambda text: 1.0, environment_isolation="thread").make().judge("") == 1.0
-    with pytest.raises(ValueError, match=r"environment_isolation is one of auto, thread, process.*'fork'"):
+    assert (
+        resolve(
+            f"{tmp_path}/judged.py:Counting", judge=lambda text: 1.0, environment_isolation="thread"
+        )
+        .make()
+        .judge("")
+        == 1.0
+    )
+    with pytest.raises(
+        ValueError, match=r"environment_isolation is one of auto, thread, process.*'fork'"
+    ):
         resolve(f"{tmp_path}/judged.py:Counting", environment_isolation="fork")
     once = resolve(f"{tmp_path}/judged.py:Counting")
     assert resolve_environment(once) is once
@@ -601,7 +727,8 @@ def test_a_setting_that_no_other_process_can_read_is_an_error_with_a_remedy(reso
 
 def test_what_a_group_shares_is_made_once_in_its_own_process(play, tmp_path):
     file = tmp_path / "sharing.py"
-    file.write_text(textwrap.dedent("""
+    file.write_text(
+        textwrap.dedent("""
         import os
         from rl.environments import Environment, Turn
         class Sharing(Environment):
@@ -612,7 +739,8 @@ def test_what_a_group_shares_is_made_once_in_its_own_process(play, tmp_path):
             def step(self, answer):
                 metrics = {"by": self.shared["by"], "mine": os.getpid(), "above": os.getppid()}
                 return Turn(reward=self.shared["number"], done=True, metrics=metrics)
-    """))
+    """)
+    )
     spec = isolated(environment_from_words(f"{file}:Sharing", []))
     found = play(spec, lambda *_: "a", members=3, rows=[{}, {}])
     spec.root.close()
@@ -620,5 +748,9 @@ def test_what_a_group_shares_is_made_once_in_its_own_process(play, tmp_path):
     for group in found.groups:
         metrics = [episode.transitions[0].metrics for episode in group.trajectories_G]
         assert len({m["by"] for m in metrics}) == 1 and len({m["mine"] for m in metrics}) == 3
-        assert all(m["above"] == m["by"] for m in metrics) and len(set(group.get_total_rewards())) == 1
-    assert len({group.trajectories_G[0].transitions[0].metrics["by"] for group in found.groups}) == 2
+        assert (
+            all(m["above"] == m["by"] for m in metrics) and len(set(group.get_total_rewards())) == 1
+        )
+    assert (
+        len({group.trajectories_G[0].transitions[0].metrics["by"] for group in found.groups}) == 2
+    )

@@ -25,8 +25,20 @@ def said(role, text, **more):
 
 def row(turns, **more):
     last = turns[-1]
-    kept = {"group": 0, "index": 0, "tag": "calculator", "problem": 7, "prompt": "", "response": last["text"], "reward": 1.0}
-    kept |= {"advantage": 0.5, "metrics": {}, **{key: last[key] for key in ("stop_reason", "tokens", "logprobs")}}
+    kept = {
+        "group": 0,
+        "index": 0,
+        "tag": "calculator",
+        "problem": 7,
+        "prompt": "",
+        "response": last["text"],
+        "reward": 1.0,
+    }
+    kept |= {
+        "advantage": 0.5,
+        "metrics": {},
+        **{key: last[key] for key in ("stop_reason", "tokens", "logprobs")},
+    }
     return {**kept, "turns": turns, **more}
 
 
@@ -36,7 +48,9 @@ CALL = {"name": "calculator", "arguments": {"expression": "2*3"}, "seconds": 0.2
 def episode(first="call", **more):
     told = [said("system", "Be careful."), said("user", "What is 2*3?")]
     last = turn("It is 6", reward=1.5, logs={"x": 1})
-    return row([*told, turn(first, tool_calls=[CALL]), said("tool", "6", name="calculator"), last], **more)
+    return row(
+        [*told, turn(first, tool_calls=[CALL]), said("tool", "6", name="calculator"), last], **more
+    )
 
 
 def test_an_episode_is_shown_turn_by_turn():
@@ -44,31 +58,61 @@ def test_an_episode_is_shown_turn_by_turn():
     page = Page(text)
     assert page.tags.count("article") == 2 and page.tags.count("section") == 1
     (first, _) = page.articles
-    assert [part in first for part in ("turn 1", "turn 2", "+1.5", "2 turns", "11 tokens", "reward 1")] == [True] * 6
+    assert [
+        part in first for part in ("turn 1", "turn 2", "+1.5", "2 turns", "11 tokens", "reward 1")
+    ] == [True] * 6
     assert 'calculator(expression="2*3") → 6 (0.25 s)' in first and first.count("calculator(") == 1
-    assert "What is 2*3?" not in first and text.count("What is 2*3?") == 1  # it stands above the group, once
+    # it stands above the group, once
+    assert "What is 2*3?" not in first and text.count("What is 2*3?") == 1
     assert text.index("system: Be careful.") < text.index("What is 2*3?") < text.index("<article")
     # sampled tokens are coloured, what others said is not among them
-    assert "".join(piece for kind, piece in page.spans if kind.startswith("p5")).count("It is 6") == 2
+    assert (
+        "".join(piece for kind, piece in page.spans if kind.startswith("p5")).count("It is 6") == 2
+    )
     assert "Be careful." not in "".join(piece for _, piece in page.spans)
 
 
 def test_what_the_model_reads_at_a_turn_stands_before_it_and_a_tools_answer_with_its_call():
-    page = Page(html.page([row([said("user", "one?"), turn("first"), said("user", "two?"), turn("second")])], title="", step=1))
+    page = Page(
+        html.page(
+            [row([said("user", "one?"), turn("first"), said("user", "two?"), turn("second")])],
+            title="",
+            step=1,
+        )
+    )
     (text,) = page.articles
     assert text.index("first") < text.index("two?") < text.index("second")
-    alone = row([said("user", "one?"), turn("first"), said("tool", "from a tool", name="clock"), turn("second")])
+    alone = row(
+        [
+            said("user", "one?"),
+            turn("first"),
+            said("tool", "from a tool", name="clock"),
+            turn("second"),
+        ]
+    )
     assert "tool clock: from a tool" in Page(html.page([alone], title="", step=1)).articles[0]
 
 
 def test_failed_and_malformed_calls_say_so():
-    calls = [{**CALL, "error": "division by zero"}, {"name": "", "arguments": {}, "error": "is no call", "malformed": True}]
+    calls = [
+        {**CALL, "error": "division by zero"},
+        {"name": "", "arguments": {}, "error": "is no call", "malformed": True},
+    ]
     text = html.page([row([said("user", "?"), turn("x", tool_calls=calls)])], title="", step=1)
-    assert 'class="failed"' in text and "error: division by zero" in text and "a call that cannot be read() → error: is no call" in text
+    assert (
+        'class="failed"' in text
+        and "error: division by zero" in text
+        and "a call that cannot be read() → error: is no call" in text
+    )
 
 
 def test_seats_stand_side_by_side_and_others_are_grey():
-    turns = [said("user", "board 1"), turn("mine", seat=0), said("user", "board 2"), turn("theirs", seat=1, sampled=False)]
+    turns = [
+        said("user", "board 1"),
+        turn("mine", seat=0),
+        said("user", "board 2"),
+        turn("theirs", seat=1, sampled=False),
+    ]
     turns += [said("user", "board 3"), turn("again", seat=0, reward=-1.0)]
     text = html.page([row(turns, seats=[None, "random"])], title="", step=1)
     page = Page(text)
@@ -80,7 +124,20 @@ def test_seats_stand_side_by_side_and_others_are_grey():
     assert "".join(piece for kind, piece in page.spans if kind == "ob") == "theirs"
 
 
-PLACES = ("text", "tokens", "told", "name", "call", "answer", "logs", "metrics", "tag", "stop", "expected", "seat")
+PLACES = (
+    "text",
+    "tokens",
+    "told",
+    "name",
+    "call",
+    "answer",
+    "logs",
+    "metrics",
+    "tag",
+    "stop",
+    "expected",
+    "seat",
+)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -91,18 +148,35 @@ def test_hostile_texts_are_text_wherever_they_stand(place):
     elif place in ("told", "name"):
         told = said("user", EVIL) if place == "told" else said(EVIL, "?", name=EVIL)
     elif place in ("call", "answer"):
-        call = {**call, "name": EVIL, "arguments": {EVIL: EVIL}} if place == "call" else {**call, "answer": EVIL}
+        call = (
+            {**call, "name": EVIL, "arguments": {EVIL: EVIL}}
+            if place == "call"
+            else {**call, "answer": EVIL}
+        )
     elif place in ("logs", "metrics"):
         one = turn("x", **{place: {EVIL: EVIL if place == "logs" else 1.0}})
     else:
-        more = {"tag": {"tag": EVIL}, "stop": {"stop_reason": EVIL}, "expected": {"answer": EVIL}, "seat": {"seat": EVIL}}[place]
-    rows = [row([told, {**one, "tool_calls": [call]}, said("user", "more"), turn("y")], **more), episode(group=1)]
-    page = Page(html.page(rows, title=EVIL, step=1))  # which checks that every tag is closed where it belongs
+        more = {
+            "tag": {"tag": EVIL},
+            "stop": {"stop_reason": EVIL},
+            "expected": {"answer": EVIL},
+            "seat": {"seat": EVIL},
+        }[place]
+    rows = [
+        row([told, {**one, "tool_calls": [call]}, said("user", "more"), turn("y")], **more),
+        episode(group=1),
+    ]
+    # which checks that every tag is closed where it belongs
+    page = Page(html.page(rows, title=EVIL, step=1))
     assert not {"script", "img"} & set(page.tags) and page.loads == []
 
 
 def test_filters_hide_by_tag_reward_and_stop_reason_without_a_script():
-    rows = [episode(tag="a"), episode(tag="b", group=1, reward=-1.0), episode(tag="b", group=2, reward=0.0)]
+    rows = [
+        episode(tag="a"),
+        episode(tag="b", group=1, reward=-1.0),
+        episode(tag="b", group=2, reward=0.0),
+    ]
     rows[2]["turns"][-1]["metrics"] = {"truncated": 1.0}
     text = html.page(rows, title="", step=1)
     labels = dict(re.findall(r'<label for="(f\d+)">([^<]+)</label>', text))
@@ -120,7 +194,10 @@ def test_pages_of_a_run_link_to_each_other(tmp_path):
     with Logbook(tmp_path / "run") as logbook:
         for step in (1, 6, 11):
             logbook.rollouts(step, [episode()])
-    pages = {step: (tmp_path / "run" / "rollouts" / f"step_{step:06d}.html").read_text() for step in (1, 6, 11)}
+    pages = {
+        step: (tmp_path / "run" / "rollouts" / f"step_{step:06d}.html").read_text()
+        for step in (1, 6, 11)
+    }
     links = {step: re.findall(r'<a href="([^"]+)">(.*?)</a>', text) for step, text in pages.items()}
     one, six, eleven = (f"step_{step:06d}.html" for step in (1, 6, 11))
     assert links[1] == [(six, "step 6 &rarr;")] and links[11] == [(six, "&larr; step 6")]
@@ -136,10 +213,17 @@ def test_the_files_of_a_later_stage_say_its_name(tmp_path):
     with Logbook(tmp_path / "run") as logbook:
         for step, stage in ((3, ""), (4, "grpo"), (5, "grpo")):
             logbook.rollouts(step, [episode()], stage)
-    assert sorted(path.stem for path in folder.glob("*.jsonl")) == ["step_000003", "step_000004_grpo", "step_000005_grpo"]
+    assert sorted(path.stem for path in folder.glob("*.jsonl")) == [
+        "step_000003",
+        "step_000004_grpo",
+        "step_000005_grpo",
+    ]
     assert 'href="step_000005_grpo.html">step 5' in (folder / "step_000004_grpo.html").read_text()
     assert 'href="step_000003.html">&larr; step 3' in (folder / "step_000004_grpo.html").read_text()
-    assert [path.name for path in stored_files(folder, range(4, 6))] == ["step_000004_grpo.jsonl", "step_000005_grpo.jsonl"]
+    assert [path.name for path in stored_files(folder, range(4, 6))] == [
+        "step_000004_grpo.jsonl",
+        "step_000005_grpo.jsonl",
+    ]
     with Logbook(tmp_path / "run", resume_step=4):
         pass
     assert {path.stem for path in folder.iterdir()} == {"step_000003", "step_000004_grpo"}

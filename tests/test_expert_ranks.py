@@ -1,4 +1,6 @@
-"""Two ranks whose tokens reach different experts, and one expert that nobody reaches: no rank waits, the gradient is one process's."""
+"""Two ranks whose tokens reach different experts, and one expert that nobody reaches: no rank
+waits, the gradient is one process's.
+"""
 
 import pytest
 import torch

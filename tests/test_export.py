@@ -1,4 +1,6 @@
-"""Weights that leave: plain transformers (or PEFT) gives the run's own logits; merging is right where head and embedding are tied."""
+"""Weights that leave: plain transformers (or PEFT) gives the run's own logits; merging is right
+where head and embedding are tied.
+"""
 
 import copy
 import json
@@ -49,7 +51,9 @@ def runs(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("dtype,atol", [("fp32", 1e-5), ("bf16", 0.1)])
 @pytest.mark.parametrize("name", ["lora", "full", "on_folder"])
-def test_an_export_gives_the_runs_own_logits_in_plain_transformers(runs, name, dtype, atol, tmp_path):
+def test_an_export_gives_the_runs_own_logits_in_plain_transformers(
+    runs, name, dtype, atol, tmp_path
+):
     found = export(str(runs[name]), tmp_path / "out", merged=True, dtype=dtype)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
@@ -66,26 +70,47 @@ def test_an_adapter_stays_one_and_another_run_goes_on_with_it(runs, tmp_path):
 
     export(str(runs["on_folder"]), tmp_path / "out")
     model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
-    torch.testing.assert_close(logits(model), own(runs["on_folder"] / "checkpoints/sft-final"), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        logits(model), own(runs["on_folder"] / "checkpoints/sft-final"), rtol=0, atol=1e-5
+    )
     words = "grpo --steps 1 --batch-size 4 --group-size 2 --learning-rate 1e-9 --eval-every 0 --max-tokens 4"
     train(f"{words} --base-model {tmp_path / 'out'}", tmp_path / "next")
-    torch.testing.assert_close(own(tmp_path / "next/checkpoints/grpo-final"), logits(model), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        own(tmp_path / "next/checkpoints/grpo-final"), logits(model), rtol=0, atol=1e-5
+    )
     assert "goes on" in json.loads((tmp_path / "next/config.json").read_text())["origins"][0]["how"]
 
 
 def test_an_adapter_that_nobody_could_use_alone_is_merged_and_says_why(runs, tmp_path):
-    assert "merged, since its base tiny:addition is built on the spot" in described(export(str(runs["lora"]), tmp_path / "out"))
-    torch.testing.assert_close(
-        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), own(runs["lora"] / "checkpoints/sft-final"), rtol=0, atol=1e-5
+    assert "merged, since its base tiny:addition is built on the spot" in described(
+        export(str(runs["lora"]), tmp_path / "out")
     )
-    train(f"sft --steps 1 --batch-size 4 --max-tokens 4 --eval-every 0 --base-model {tmp_path / 'out'}", tmp_path / "next")
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")),
+        own(runs["lora"] / "checkpoints/sft-final"),
+        rtol=0,
+        atol=1e-5,
+    )
+    train(
+        f"sft --steps 1 --batch-size 4 --max-tokens 4 --eval-every 0 --base-model {tmp_path / 'out'}",
+        tmp_path / "next",
+    )
 
 
 def test_the_card_has_recipe_data_and_figures(runs, tmp_path):
-    export(str(runs["lora"]), tmp_path / "out", name="best" if (runs["lora"] / "sampler_weights").is_dir() else None)
+    export(
+        str(runs["lora"]),
+        tmp_path / "out",
+        name="best" if (runs["lora"] / "sampler_weights").is_dir() else None,
+    )
     text = (tmp_path / "out" / "README.md").read_text()
-    assert text.startswith("---\nlibrary_name") and "| sft | sft | 4 | `addition` | exact_match |" in text
-    assert "test/env/all/correct" in text and "lora_rank: 4" in text and "learning_rate: 0.03" in text
+    assert (
+        text.startswith("---\nlibrary_name")
+        and "| sft | sft | 4 | `addition` | exact_match |" in text
+    )
+    assert (
+        "test/env/all/correct" in text and "lora_rank: 4" in text and "learning_rate: 0.03" in text
+    )
 
 
 @pytest.mark.parametrize("what", ["is there", "a file", "base model", "checkpoint"])
@@ -108,11 +133,15 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_written(runs, what, tmp_
 def test_only_an_earlier_export_is_replaced_and_only_where_that_is_asked_for(runs, tmp_path):
     out = tmp_path / "out"
     export(str(runs["full"]), out)
-    with pytest.raises(UserError, match="not empty: .* or replace the earlier export with --overwrite"):
+    with pytest.raises(
+        UserError, match="not empty: .* or replace the earlier export with --overwrite"
+    ):
         export(str(runs["lora"]), out, merged=True)
     export(str(runs["lora"]), out, merged=True, overwrite=True)
     expected = own(runs["lora"] / "checkpoints" / "sft-final")
-    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(out)), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(out)), expected, rtol=0, atol=1e-5
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     with pytest.raises(UserError, match="from itself"):
         export(str(out), out, overwrite=True)
@@ -140,24 +169,41 @@ def test_pushing_makes_a_private_repository_and_says_what_went_wrong(runs, tmp_p
     export(str(runs["full"]), tmp_path / "out")
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
     assert push(tmp_path / "out", "mine") == "https://hub/me/mine"
-    assert calls[0] == ("mine", {"private": True, "exist_ok": True}) and calls[1]["repo_id"] == "me/mine"
-    monkeypatch.setattr(Api, "upload_folder", lambda self, **how: (_ for _ in ()).throw(OSError("no way")))
+    assert (
+        calls[0] == ("mine", {"private": True, "exist_ok": True})
+        and calls[1]["repo_id"] == "me/mine"
+    )
+    monkeypatch.setattr(
+        Api, "upload_folder", lambda self, **how: (_ for _ in ()).throw(OSError("no way"))
+    )
     with pytest.raises(UserError, match="is written, but could not be pushed to mine: no way"):
         push(tmp_path / "out", "mine")
 
 
 @pytest.mark.slow
 def test_the_script_exports_and_says_what_to_do_next(runs, tmp_path):
-    words = [sys.executable, "export.py", str(runs["lora"]), str(tmp_path / "my out"), "--merge", "--dtype", "bf16"]
+    words = [
+        sys.executable,
+        "export.py",
+        str(runs["lora"]),
+        str(tmp_path / "my out"),
+        "--merge",
+        "--dtype",
+        "bf16",
+    ]
     done = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and f"python sample.py '{tmp_path / 'my out'}'" in done.stdout, done.stderr
+    assert done.returncode == 0 and f"python sample.py '{tmp_path / 'my out'}'" in done.stdout, (
+        done.stderr
+    )
 
 
-# --------------------------------------------------------------------------------------------------- every architecture
+# ------------------------------------------------------------------------------- every architecture
 
 
 def merged_as_trained(name: str, folder: Path) -> float:
-    """How far logits of merged and reloaded weights are from the adapted model's, over the largest of these."""
+    """How far logits of merged and reloaded weights are from the adapted model's, over the largest
+    of these.
+    """
     loaded = load.LoadedModel(load._prepared(tiny_model(name)), None, f"tiny {name}", ())
     model = add_lora(loaded, LoraConfig(rank=2, seed=0)).model
     before = logits(model)
@@ -171,11 +217,17 @@ def merged_as_trained(name: str, folder: Path) -> float:
     merged = merge(copy.deepcopy(model))
     worst = float((logits(merged) - expected).abs().max())
     saving.write_model(merged, None, folder)
-    worst = max(worst, float((logits(AutoModelForCausalLM.from_pretrained(folder).eval()) - expected).abs().max()))
+    worst = max(
+        worst,
+        float((logits(AutoModelForCausalLM.from_pretrained(folder).eval()) - expected).abs().max()),
+    )
     return worst / max(1.0, float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "qwen3", "bert", "bert-generation", "big_bird", "camembert", "prophetnet"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "gemma2", "qwen3", "bert", "bert-generation", "big_bird", "camembert", "prophetnet"],
+)
 def test_merging_is_right_for_a_tied_head(name, tmp_path):
     """BERT's kin: their head's bias is tied too. ProphetNet: a third name of the matrix is."""
     assert tiny_model(name).config.tie_word_embeddings or name == "qwen3"
@@ -185,32 +237,53 @@ def test_merging_is_right_for_a_tied_head(name, tmp_path):
 @pytest.mark.parametrize("name", ["zamba", "zamba2"])
 def test_adapters_of_layers_that_share_a_matrix_are_not_merged(name):
     """PEFT adds them all to it. The adapter itself leaves as it is."""
-    model = add_lora(load.LoadedModel(load._prepared(tiny_model(name)), None, f"tiny {name}", ()), LoraConfig(rank=2, seed=0)).model
-    with pytest.raises(UserError, match=r"layers\.1\.shared.* and model\.layers\.3\.shared.* are one matrix.*export without --merge"):
+    model = add_lora(
+        load.LoadedModel(load._prepared(tiny_model(name)), None, f"tiny {name}", ()),
+        LoraConfig(rank=2, seed=0),
+    ).model
+    with pytest.raises(
+        UserError,
+        match=r"layers\.1\.shared.* and model\.layers\.3\.shared.* are one matrix.*export without --merge",
+    ):
         merge(model)
 
 
 def test_a_layer_of_groups_is_left_without_an_adapter_and_named(tmp_path):
-    """DeepSeek V4's o_a_proj is an nn.Linear that reads groups of rows: PEFT's sum of the two outputs has no shape."""
+    """DeepSeek V4's o_a_proj is an nn.Linear that reads groups of rows: PEFT's sum of the two
+    outputs has no shape.
+    """
     assert merged_as_trained("deepseek_v4", tmp_path / "out") < 1e-5
     model, lora = tiny_model("deepseek_v4"), LoraConfig(rank=2)
     missed = {name for name in left_out(model, lora) if "o_a_proj" in name}
-    assert len(missed) == model.config.num_hidden_layers and not [name for name in targets(model, lora) if "o_a_proj" in name]
+    assert len(missed) == model.config.num_hidden_layers and not [
+        name for name in targets(model, lora) if "o_a_proj" in name
+    ]
 
 
-@pytest.mark.parametrize("name,layer", [("longcat_flash", "classifier"), ("gemma3n_text", "correction_coefs"), ("mamba", "x_proj")])
+@pytest.mark.parametrize(
+    "name,layer",
+    [("longcat_flash", "classifier"), ("gemma3n_text", "correction_coefs"), ("mamba", "x_proj")],
+)
 def test_a_layer_whose_weight_is_read_past_it_is_left_without_an_adapter(name, layer, tmp_path):
-    """Its adapter would be seen after a merge and not before: LongCat's logits moved by 0.03 of the largest."""
+    """Its adapter would be seen after a merge and not before: LongCat's logits moved by 0.03 of the
+    largest.
+    """
     model, lora = tiny_model(name), LoraConfig(rank=2)
     there = {own for own, _ in model.named_modules() if own.endswith(f".{layer}")}
-    assert there and not there & set(targets(model, lora)) and {f"{own}.weight" for own in there} <= set(left_out(model, lora))
+    assert (
+        there
+        and not there & set(targets(model, lora))
+        and {f"{own}.weight" for own in there} <= set(left_out(model, lora))
+    )
     assert merged_as_trained(name, tmp_path / "out") < 1e-5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name,tied", [("qwen3", True), ("llama", False)])
 def test_a_chain_of_runs_under_lora_leaves_as_its_own_weights(name, tied, tmp_path):
-    """sft -> dpo with the same adapter -> grpo with another on the merged one. Ten architectures, tied and untied: bench/merges.py."""
+    """sft -> dpo with the same adapter -> grpo with another on the merged one. Ten architectures,
+    tied and untied: bench/merges.py.
+    """
     own, exact = chain(name, tied, tmp_path)
     assert own < 1e-5 and exact < 1e-5
 
@@ -222,7 +295,9 @@ SPAN = """afmoe apertus bart bloom codegen cohere2 deepseek_v3 falcon falcon_h1 
 
 @pytest.mark.slow
 def test_merging_is_right_over_the_span_of_architectures(tmp_path):
-    """Attention and recurrences, experts, Conv1D, biases, heads tied or not. All that build: bench/merges.py tables."""
+    """Attention and recurrences, experts, Conv1D, biases, heads tied or not. All that build:
+    bench/merges.py tables.
+    """
     wrong, refused = {}, []
     for name in SPAN:
         try:

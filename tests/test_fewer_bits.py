@@ -1,5 +1,6 @@
-"""What bitsandbytes holds: a base in 4 bit against the matrices that it stands for, AdamW in 8 bit against float64 and resumed."""
-
+"""What bitsandbytes holds: a base in 4 bit against the matrices that it stands for, AdamW in 8 bit
+against float64 and resumed.
+"""
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def test_pages_need_a_gpu():
         check_kind("paged_adamw_8bit", CPU, sharded=False)
 
 
-# -------------------------------------------------------------------------------------------------------------------- 4 bit
+# -------------------------------------------------------------------------------------------- 4 bit
 
 
 def unpacked_copy(worker: Worker, folder) -> str:
@@ -92,19 +93,24 @@ def test_4_bit_are_sampled_scored_and_merged_as_they_are_trained(tmp_path):
     assert bare != found
 
 
-# -------------------------------------------------------------------------------------------------------------------- 8 bit
+# -------------------------------------------------------------------------------------------- 8 bit
 
 ADAM = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 
 
 def test_adamw_in_8_bit_follows_adamw():
-    """By float64's AdamW: in direction after ten steps, though each moment has 8 bit; of few numbers (fp32 there) to rounding."""
+    """By float64's AdamW: in direction after ten steps, though each moment has 8 bit; of few
+    numbers (fp32 there) to rounding.
+    """
     pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
     start = {"large": torch.randn(64, 128), "small": torch.randn(32)}
     trained = {name: torch.nn.Parameter(value.clone()) for name, value in start.items()}
     exact = {name: torch.nn.Parameter(value.double()) for name, value in start.items()}
-    packed, plain = new_adamw(trained, "adamw_8bit"), torch.optim.AdamW(list(exact.values()), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    packed, plain = (
+        new_adamw(trained, "adamw_8bit"),
+        torch.optim.AdamW(list(exact.values()), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1),
+    )
     for _ in range(10):
         for name, parameter in trained.items():
             gradient = torch.randn(parameter.shape) + 0.5
@@ -113,10 +119,14 @@ def test_adamw_in_8_bit_follows_adamw():
         packed.step()
         plain.step()
     assert packed.state[trained["large"]]["state1"].dtype == torch.uint8
-    moved = {name: (trained[name].double() - start[name], exact[name] - start[name]) for name in start}
+    moved = {
+        name: (trained[name].double() - start[name], exact[name] - start[name]) for name in start
+    }
     assert float((moved["small"][0] - moved["small"][1]).norm() / moved["small"][1].norm()) < 1e-5
     a, b = (part.flatten() for part in moved["large"])
-    assert float(torch.cosine_similarity(a, b, 0)) > 0.99 and 0.95 < float(a.norm() / b.norm()) < 1.05
+    assert (
+        float(torch.cosine_similarity(a, b, 0)) > 0.99 and 0.95 < float(a.norm() / b.norm()) < 1.05
+    )
 
 
 def trainer(kind: str, state: str | None = None) -> Worker:
@@ -126,7 +136,16 @@ def trainer(kind: str, state: str | None = None) -> Worker:
 
 
 def step(worker: Worker, seed: int) -> None:
-    call(worker, "forward_backward", 0, random_datums(6, seed=seed), "importance_sampling", {}, 6.0, True)
+    call(
+        worker,
+        "forward_backward",
+        0,
+        random_datums(6, seed=seed),
+        "importance_sampling",
+        {},
+        6.0,
+        True,
+    )
     call(worker, "optim_step", 0, ADAM)
 
 
@@ -140,7 +159,9 @@ def test_adamw_in_8_bit_resumes_to_the_bit(tmp_path):
     resumed = trainer("adamw_8bit", str(tmp_path / "two"))
     for seed in (2, 3):
         step(resumed, seed)
-    for (name, a), b in zip(whole.learners[0].trainable.items(), resumed.learners[0].trainable.values(), strict=True):
+    for (name, a), b in zip(
+        whole.learners[0].trainable.items(), resumed.learners[0].trainable.values(), strict=True
+    ):
         assert torch.equal(a, b), name
     a, b = whole.learners[0].optimizer_tensors(), resumed.learners[0].optimizer_tensors()
     assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)

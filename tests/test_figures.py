@@ -33,19 +33,50 @@ def test_the_console_shows_a_figure_of_every_method_and_says_which_kl_it_is(kind
 
 def test_held_out_figures_of_every_kind_are_shown_while_a_run_goes_on():
     assert held_out({"optim/loss": 1.0}) == ""
-    assert held_out({"test/env/all/correct": 0.5, "test/env/all/reward/total": 0.7}) == "held-out accuracy 0.500"
-    assert held_out({"test/env/all/reward/total": 0.7}) == "held-out reward 0.700", "a reward of one's own tells no accuracy"
-    assert held_out({"test/loss": 1.5, "test/token_accuracy": 0.25}) == "held-out loss 1.500, token accuracy 0.250"
-    assert held_out({"test/rewards/accuracies": 0.75, "test/loss": 0.5}) == "held-out accuracy 0.750, loss 0.500"
+    assert (
+        held_out({"test/env/all/correct": 0.5, "test/env/all/reward/total": 0.7})
+        == "held-out accuracy 0.500"
+    )
+    assert held_out({"test/env/all/reward/total": 0.7}) == "held-out reward 0.700", (
+        "a reward of one's own tells no accuracy"
+    )
+    assert (
+        held_out({"test/loss": 1.5, "test/token_accuracy": 0.25})
+        == "held-out loss 1.500, token accuracy 0.250"
+    )
+    assert (
+        held_out({"test/rewards/accuracies": 0.75, "test/loss": 0.5})
+        == "held-out accuracy 0.750, loss 0.500"
+    )
 
 
 def test_parts_of_a_reward_length_share_cut_off_and_the_reference_have_curves(tmp_path):
-    parts = {"reward/total": 0.5, "style": 0.25, "correct": 1.0, "ac_tokens_per_turn": 12.0, "ended": 1.0, "frac_truncated": 0.1}
-    row = {f"env/all/{name}": value for name, value in parts.items()} | {"optim/kl_ref_k3": 0.01, "env/sums/correct": 1.0}
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": i, **row}) + "\n" for i in range(3)))
+    parts = {
+        "reward/total": 0.5,
+        "style": 0.25,
+        "correct": 1.0,
+        "ac_tokens_per_turn": 12.0,
+        "ended": 1.0,
+        "frac_truncated": 0.1,
+    }
+    row = {f"env/all/{name}": value for name, value in parts.items()} | {
+        "optim/kl_ref_k3": 0.01,
+        "env/sums/correct": 1.0,
+    }
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": i, **row}) + "\n" for i in range(3))
+    )
     curve = plots.read_curve(tmp_path)
-    shown = {panel.title for panel in [*plots.PANELS, *plots.reward_parts([curve])] if curve.series(panel)[0]}
+    shown = {
+        panel.title
+        for panel in [*plots.PANELS, *plots.reward_parts([curve])]
+        if curve.series(panel)[0]
+    }
     own = {"reward", "reward: style", "reward: correct"}
-    assert shown == own | {"answer length (tokens)", "share of answers cut off", "KL to reference (nats a token)"}
+    assert shown == own | {
+        "answer length (tokens)",
+        "share of answers cut off",
+        "KL to reference (nats a token)",
+    }
     drawn = plots.draw(tmp_path, tmp_path / "curves.png")
     assert drawn.read_bytes().startswith(b"\x89PNG")

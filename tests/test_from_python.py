@@ -16,7 +16,14 @@ from rl.run.notebook import asked_for
 from rl.settings import SettingsError
 
 REPO = Path(__file__).resolve().parent.parent
-SMALL = {"steps": 1, "batch_size": 4, "group_size": 2, "max_tokens": 4, "eval_every": 0, "quiet": True}
+SMALL = {
+    "steps": 1,
+    "batch_size": 4,
+    "group_size": 2,
+    "max_tokens": 4,
+    "eval_every": 0,
+    "quiet": True,
+}
 OWN = '''
 from dataclasses import dataclass, field, replace
 from rl.methods import GrpoSettings, PolicyGradient, PolicyGradientSettings
@@ -55,7 +62,8 @@ def test_a_run_from_python_with_a_function_as_reward(here):
 
     done = rl.train("grpo", reward=long_ones, output_dir=here / "run", **SMALL)
     assert done.folder == here / "run" and done.metrics[-1]["step"] == 1 and len(asked) == 8 + 8
-    assert done.metrics[-1]["reward/total"] == pytest.approx(sum(map(len, asked[8:])) / 8)  # it was tried on eight rows before
+    # it was tried on eight rows before
+    assert done.metrics[-1]["reward/total"] == pytest.approx(sum(map(len, asked[8:])) / 8)
     assert done.weights.path == here / "run" / "checkpoints" / "grpo-final"
     again = rl.train(resume=True, output_dir=here / "run", steps=2)
     assert [row["step"] for row in again.metrics] == [1, 2]
@@ -63,19 +71,32 @@ def test_a_run_from_python_with_a_function_as_reward(here):
 
 def test_a_call_says_what_a_line_would():
     rewards = {"gsm8k": 1, "exact_match": 0.5}
-    run = asked_for("grpo", {"learning_rate": 1e-3, "system_prompt": "--no", "rewards": rewards, "train_limit": None})
+    run = asked_for(
+        "grpo",
+        {"learning_rate": 1e-3, "system_prompt": "--no", "rewards": rewards, "train_limit": None},
+    )
     settings = run.stages[0].settings
-    assert settings.data.rewards == (("gsm8k", 1.0), ("exact_match", 0.5)) and settings.data.system_prompt == "--no"
+    assert (
+        settings.data.rewards == (("gsm8k", 1.0), ("exact_match", 0.5))
+        and settings.data.system_prompt == "--no"
+    )
     assert settings.optim.learning_rate == 1e-3 and settings.data.train_limit is None
-    assert [stage.settings.loop.steps for stage in asked_for("", {"grpo.steps": 3}).stages] == [750, 3]
-    with pytest.raises(UserError, match="learning_rte: no such setting; did you mean --learning-rate"):
+    assert [stage.settings.loop.steps for stage in asked_for("", {"grpo.steps": 3}).stages] == [
+        750,
+        3,
+    ]
+    with pytest.raises(
+        UserError, match="learning_rte: no such setting; did you mean --learning-rate"
+    ):
         asked_for("grpo", {"learning_rte": 1})
 
 
 def test_a_method_of_ones_own(here):
     done = rl.train("mine.py:Twice", output_dir=here / "run", looks=5, **SMALL)
     assert done.metrics[-1]["own/looks"] == 5.0
-    assert json.loads((here / "run/config.json").read_text())["stages"][0]["method"] == "mine.py:Twice"
+    assert (
+        json.loads((here / "run/config.json").read_text())["stages"][0]["method"] == "mine.py:Twice"
+    )
     assert (here / "run/checkpoints/Twice-final").is_dir()
     again = rl.train(resume=True, output_dir=here / "run", steps=2)
     assert again.metrics[-1]["own/looks"] == 5.0
@@ -110,12 +131,16 @@ def test_methods_are_those_here_and_addresses():
         METHODS["grop"]
 
 
-@pytest.mark.parametrize("words,code,said", [([], 0, "usage: whetstone"), (["trian"], 2, "no command 'trian'")])
+@pytest.mark.parametrize(
+    "words,code,said", [([], 0, "usage: whetstone"), (["trian"], 2, "no command 'trian'")]
+)
 def test_the_installed_command(words, code, said):
     project = tomllib.loads((REPO / "pyproject.toml").read_text())
     module, function = project["project"]["scripts"]["whetstone"].split(":")
     line = f"import sys; sys.argv[0] = 'whetstone'; from {module} import {function}; sys.exit({function}())"
-    done = subprocess.run([sys.executable, "-c", line, *words], cwd=REPO, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", line, *words], cwd=REPO, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == code and said in done.stdout + done.stderr
 
 

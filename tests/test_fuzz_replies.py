@@ -1,4 +1,6 @@
-"""Hostile replies, seeds fixed: against the reader of messages by themselves, and from a live worker against the whole pool."""
+"""Hostile replies, seeds fixed: against the reader of messages by themselves, and from a live
+worker against the whole pool.
+"""
 
 import json
 import math
@@ -17,7 +19,15 @@ from rl.rewards.frames import MAX_REPLY, BadReply, Frames, Reply, decode_reply, 
 
 NONCE = "0123456789abcdef" * 2
 PID = os.getpid()
-GOOD = {"item": 7, "pid": PID, "nonce": NONCE, "reward": 0.5, "metrics": {"a": 1.0}, "failure": None, "error": None}
+GOOD = {
+    "item": 7,
+    "pid": PID,
+    "nonce": NONCE,
+    "reward": 0.5,
+    "metrics": {"a": 1.0},
+    "failure": None,
+    "error": None,
+}
 
 
 def header(payload: bytes, **change) -> bytes:
@@ -34,13 +44,20 @@ def hostile_value(rng: random.Random):
 
 
 def hostile_message(rng: random.Random) -> bytes:
-    """A message that is wrong in one of eleven ways. (Some changes of a field make a right one: the test judges by its content.)"""
+    """A message that is wrong in one of eleven ways. (Some changes of a field make a right one: the
+    test judges by its content.)
+    """
     good = json.dumps(GOOD).encode()
     way = rng.randrange(11)
     if way == 0:
         return rng.randbytes(rng.randrange(1, 300))
     if way == 1:
-        return header(good, length=rng.choice([2**63, 2**64 - 1, MAX_REPLY + 1, rng.randrange(MAX_REPLY + 1, 2**64)]))
+        return header(
+            good,
+            length=rng.choice(
+                [2**63, 2**64 - 1, MAX_REPLY + 1, rng.randrange(MAX_REPLY + 1, 2**64)]
+            ),
+        )
     if way == 2:
         return header(good)[: rng.randrange(1, len(good) + 14)]
     if way == 3:
@@ -54,14 +71,45 @@ def hostile_message(rng: random.Random) -> bytes:
         return frame(bytes(damaged))
     if way == 6:
         depth = rng.choice([100, 10_000, 200_000])
-        return frame(rng.choice([b"[" * depth, b"[" * depth + b"]" * depth, b'{"item":' * depth + b"7" + b"}" * depth]))
+        return frame(
+            rng.choice(
+                [
+                    b"[" * depth,
+                    b"[" * depth + b"]" * depth,
+                    b'{"item":' * depth + b"7" + b"}" * depth,
+                ]
+            )
+        )
     if way == 7:
-        text = rng.choice(["NaN", "Infinity", "-Infinity", "1" * 6000, "-" + "9" * 400, "1e999", '"\\ud800"', "true", "null"])
+        text = rng.choice(
+            [
+                "NaN",
+                "Infinity",
+                "-Infinity",
+                "1" * 6000,
+                "-" + "9" * 400,
+                "1e999",
+                '"\\ud800"',
+                "true",
+                "null",
+            ]
+        )
         return frame(good.replace(b"0.5", text.encode()))
     if way == 8:
-        return frame(json.dumps({**GOOD, rng.choice([*GOOD, "another"]): hostile_value(rng)}).encode())
+        return frame(
+            json.dumps({**GOOD, rng.choice([*GOOD, "another"]): hostile_value(rng)}).encode()
+        )
     if way == 9:
-        return frame(json.dumps({**GOOD, "metrics": {rng.choice(["\ud800", "a\x1b[2J", "k" * 9000, "b"]): hostile_value(rng)}}).encode())
+        return frame(
+            json.dumps(
+                {
+                    **GOOD,
+                    "metrics": {
+                        rng.choice(["\ud800", "a\x1b[2J", "k" * 9000, "b"]): hostile_value(rng)
+                    },
+                }
+            ).encode()
+        )
     fields = dict(GOOD)
     for name in rng.sample(sorted(GOOD), rng.randrange(1, 4)):
         fields.pop(name)
@@ -94,7 +142,10 @@ def check(item) -> str:
             frames.feed(piece)
             payload = payload or frames.next()
         if payload is None:
-            assert len(data) < 14 or len(data) < 14 + struct.unpack_from(">Q", data, 2)[0] <= 14 + MAX_REPLY
+            assert (
+                len(data) < 14
+                or len(data) < 14 + struct.unpack_from(">Q", data, 2)[0] <= 14 + MAX_REPLY
+            )
             return NOT_ALL_THERE
         reply, sender = decode_reply(payload, 7, PID, NONCE)
     except BadReply as error:
@@ -107,10 +158,18 @@ def check(item) -> str:
     if reply.failure is None:
         assert type(reply.result.reward) is float and math.isfinite(reply.result.reward)
         assert reply.result.reward == float(fields["reward"])
-        assert all(type(value) is float and len(name) < 400 for name, value in reply.result.metrics.items())
-        assert all(name.encode("utf-8") is not None and "\x1b" not in name for name in reply.result.metrics)
+        assert all(
+            type(value) is float and len(name) < 400 for name, value in reply.result.metrics.items()
+        )
+        assert all(
+            name.encode("utf-8") is not None and "\x1b" not in name for name in reply.result.metrics
+        )
     else:
-        assert reply.failure in ("error", "nan") and "\x1b" not in reply.error and reply.error.encode("utf-8") is not None
+        assert (
+            reply.failure in ("error", "nan")
+            and "\x1b" not in reply.error
+            and reply.error.encode("utf-8") is not None
+        )
     return ACCEPTED
 
 
@@ -118,14 +177,27 @@ def check(item) -> str:
 def test_the_reader_takes_what_is_right_and_names_what_is_not(seed):
     report = run_family(inputs, check, seed=seed, count=50)
     assert not report.faults
-    assert report.outcomes[ACCEPTED] < 25 < report.outcomes[REFUSED] + report.outcomes[NOT_ALL_THERE]  # most are hostile
+    # most are hostile
+    assert (
+        report.outcomes[ACCEPTED] < 25 < report.outcomes[REFUSED] + report.outcomes[NOT_ALL_THERE]
+    )
 
 
 def test_replies_come_back_as_they_were_sent():
     rng = random.Random(3)
     frames = Frames(MAX_REPLY)
-    sent = [Reply(RewardResult(rng.uniform(-1e6, 1e6), {f"m{i}": rng.gauss(0, 1) for i in range(rng.randrange(4))})) for _ in range(200)]
-    sent += [Reply(None, "error", "raised ä and 中"), Reply(RewardResult(5e-324, {"x": math.inf, "y": -math.inf}))]
+    sent = [
+        Reply(
+            RewardResult(
+                rng.uniform(-1e6, 1e6), {f"m{i}": rng.gauss(0, 1) for i in range(rng.randrange(4))}
+            )
+        )
+        for _ in range(200)
+    ]
+    sent += [
+        Reply(None, "error", "raised ä and 中"),
+        Reply(RewardResult(5e-324, {"x": math.inf, "y": -math.inf})),
+    ]
     stream = b"".join(encode_reply(number, NONCE, reply) for number, reply in enumerate(sent))
     got = []
     for piece in in_pieces(rng, stream):
@@ -141,7 +213,7 @@ def test_a_reward_that_is_no_number_has_a_name():
         assert decode_reply(payload, 7, PID, NONCE)[0] == Reply(None, "nan", f"returned {text}")
 
 
-# ------------------------------------------------------------------------------------------------ from a live worker
+# ------------------------------------------------------------------------------- from a live worker
 
 MODULE = """
 import os
@@ -160,7 +232,9 @@ def sends(prompt, response, meta=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_the_pool_fails_an_item_by_name_and_its_neighbours_are_right(tmp_path, monkeypatch, caplog, seed):
+def test_the_pool_fails_an_item_by_name_and_its_neighbours_are_right(
+    tmp_path, monkeypatch, caplog, seed
+):
     (tmp_path / "sender.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     rng = random.Random(100 + seed)
@@ -169,7 +243,10 @@ def test_the_pool_fails_an_item_by_name_and_its_neighbours_are_right(tmp_path, m
         meta = None
         if rng.random() < 0.3:
             hostile.add(i)
-            meta = {"data": hostile_message(rng)[:100_000], "then": rng.choice(["exit", "go on", "go on"])}
+            meta = {
+                "data": hostile_message(rng)[:100_000],
+                "then": rng.choice(["exit", "go on", "go on"]),
+            }
         items.append((f"ask {i}", str(i), meta))
     begin = time.monotonic()
     with Scorer("sender:sends", timeout=3.0, workers=2) as scorer:
@@ -177,11 +254,16 @@ def test_the_pool_fails_an_item_by_name_and_its_neighbours_are_right(tmp_path, m
     assert time.monotonic() - begin < 120 and len(hostile) > 10
     for i, score in enumerate(scores):
         if i in hostile and score.reward is None:
-            assert score.failure in ("error", "death", "timeout") and "sender:sends" in score.error and f"ask {i}" in score.error
+            assert (
+                score.failure in ("error", "death", "timeout")
+                and "sender:sends" in score.error
+                and f"ask {i}" in score.error
+            )
             score.error.encode("utf-8")
         else:
             assert score.reward == float(i), (i, score)
     failed = {i for i, score in enumerate(scores) if score.reward is None}
-    assert failed == hostile  # what was sent is never a right reply: it does not hold the worker's nonce
+    # what was sent is never a right reply: it does not hold the worker's nonce
+    assert failed == hostile
     assert "Traceback" not in caplog.text
     sys.modules.pop("sender", None)

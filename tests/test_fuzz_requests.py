@@ -1,7 +1,8 @@
-"""Malformed requests through the clients' verbs, from fixed seeds: taken and finite, or a ValueError at once; nothing else.
+"""Malformed requests through the clients' verbs, from fixed seeds: taken and finite, or a
+ValueError at once; nothing else.
 
-What is not looked for: learning rates and weights that are finite and far too large are taken (the learner drops a step that is
-not finite), and so is whatever is merely unwise.
+What is not looked for: learning rates and weights that are finite and far too large are taken (the
+learner drops a step that is not finite), and so is whatever is merely unwise.
 """
 
 import atexit
@@ -19,7 +20,15 @@ from helpers import random_datums
 
 from rl import ServiceClient
 from rl.losses.losses import LOSSES
-from rl.types import AdamParams, Datum, EncodedTextChunk, ImageChunk, ModelInput, SamplingParams, TensorData
+from rl.types import (
+    AdamParams,
+    Datum,
+    EncodedTextChunk,
+    ImageChunk,
+    ModelInput,
+    SamplingParams,
+    TensorData,
+)
 
 VOCABULARY, CONTEXT = 14, 512
 ODD = [
@@ -46,7 +55,9 @@ class Ground:
         return self.sampler.sample(PROMPT, 2, SamplingParams(max_tokens=3, seed=1))
 
     def scores(self):
-        outputs = self.client.forward(self.good, "ppo", {"temperature": 1.0}).result(60).loss_fn_outputs
+        outputs = (
+            self.client.forward(self.good, "ppo", {"temperature": 1.0}).result(60).loss_fn_outputs
+        )
         return np.concatenate([output["logprobs"].array for output in outputs])
 
     def still_works(self):
@@ -54,7 +65,9 @@ class Ground:
         assert [s.tokens for s in self.ask().result(60).sequences] == self.tokens
 
     def attempt(self, what, call, finite, *, beside=False):
-        """Runs one request. A refusal names something; it comes at once, and costs a neighbour (`beside`: there is one) nothing."""
+        """Runs one request. A refusal names something; it comes at once, and costs a neighbour
+        (`beside`: there is one) nothing.
+        """
         begin, neighbour = time.monotonic(), self.ask() if beside else None
         try:
             finite(call())
@@ -64,7 +77,9 @@ class Ground:
             self.refused, outcome = self.refused + 1, REFUSED
         except Exception as error:
             raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
-        assert neighbour is None or [s.tokens for s in neighbour.result(60).sequences] == self.tokens, what
+        assert (
+            neighbour is None or [s.tokens for s in neighbour.result(60).sequences] == self.tokens
+        ), what
         assert time.monotonic() - begin < 60, what
         return outcome
 
@@ -90,16 +105,27 @@ def fields_for(loss: str, rng: random.Random) -> Datum:
     (datum,) = random_datums(1, seed=rng.randrange(10**6), low=3)
     inputs = dict(datum.loss_fn_inputs)
     n = datum.model_input.length
-    extra = {"returns": [0.1] * n, "ref_logprobs": [-2.0] * n, "weights": [1.0] * n, "values_old": [0.0] * n}
+    extra = {
+        "returns": [0.1] * n,
+        "ref_logprobs": [-2.0] * n,
+        "weights": [1.0] * n,
+        "values_old": [0.0] * n,
+    }
     known, required = LOSSES[loss].known_fields, LOSSES[loss].required
-    inputs = {name: value for name, value in {**inputs, **extra}.items() if name in known and (name in required or rng.random() < 0.7)}
+    inputs = {
+        name: value
+        for name, value in {**inputs, **extra}.items()
+        if name in known and (name in required or rng.random() < 0.7)
+    }
     if LOSSES[loss].masked and "mask" not in inputs:
         inputs["mask"] = [1.0] * n
     return Datum(datum.model_input, inputs)
 
 
 def mutated(datum: Datum, rng: random.Random) -> Datum:
-    """The datum with one thing wrong (mostly): a value, a length, a field, a dtype, the input itself."""
+    """The datum with one thing wrong (mostly): a value, a length, a field, a dtype, the input
+    itself.
+    """
     inputs = {name: data.array.copy() for name, data in datum.loss_fn_inputs.items()}
     tokens, name, odd = datum.model_input.to_ints(), rng.choice(list(inputs)), rng.choice(ODD)
     match rng.randrange(9):
@@ -114,7 +140,16 @@ def mutated(datum: Datum, rng: random.Random) -> Datum:
         case 3:
             del inputs[name]
         case 4:
-            field = rng.choice(["mask", "weights", "nonsense", "clip_high_threshold", "sequence_ratio_mask", "returns"])
+            field = rng.choice(
+                [
+                    "mask",
+                    "weights",
+                    "nonsense",
+                    "clip_high_threshold",
+                    "sequence_ratio_mask",
+                    "returns",
+                ]
+            )
             inputs[field] = [rng.choice(ODD)] * len(tokens)
         case 5:
             inputs[name] = np.stack([inputs[name]] * rng.randrange(1, 4), axis=rng.randrange(2))
@@ -133,7 +168,9 @@ def mutated(datum: Datum, rng: random.Random) -> Datum:
 
 def finite_output(output) -> None:
     assert all(math.isfinite(value) for value in output.metrics.values()), output.metrics
-    assert all(np.isfinite(data.array).all() for one in output.loss_fn_outputs for data in one.values())
+    assert all(
+        np.isfinite(data.array).all() for one in output.loss_fn_outputs for data in one.values()
+    )
 
 
 def ask_datums(ground, rng):
@@ -145,8 +182,14 @@ def ask_datums(ground, rng):
         verb = ground.client.forward_backward if backward else ground.client.forward
         try:
             return verb(datums, loss).result(60)
-        except FloatingPointError:  # finite inputs whose ratio or square overflows: named, and the gradients are dropped
-            largest = max(np.abs(data.array.astype(float)).max(initial=0) for d in datums for data in d.loss_fn_inputs.values())
+        except (
+            FloatingPointError
+        ):  # finite inputs whose ratio or square overflows: named, and the gradients are dropped
+            largest = max(
+                np.abs(data.array.astype(float)).max(initial=0)
+                for d in datums
+                for data in d.loss_fn_inputs.values()
+            )
             assert largest > 80
             raise ValueError("overflow") from None
 
@@ -166,7 +209,11 @@ def ask_loss_config(ground, rng):
     keys = [*LOSSES[loss].known_config, "nonsense", 3]
     config = {key: rng.choice(ODD) for key in rng.sample(keys, rng.randrange(1, 3))}
     data = [fields_for(loss, rng)]
-    return ground.attempt(f"{loss} {shown(config)}", lambda: ground.client.forward(data, loss, config).result(60), finite_output)
+    return ground.attempt(
+        f"{loss} {shown(config)}",
+        lambda: ground.client.forward(data, loss, config).result(60),
+        finite_output,
+    )
 
 
 def test_loss_configs(ground):
@@ -174,9 +221,21 @@ def test_loss_configs(ground):
     for _ in range(100):
         ask_loss_config(ground, rng)
     for odd in ODD:  # the name, the data and the divisor
-        ground.attempt(f"loss {shown(odd)}", lambda odd=odd: ground.client.forward(ground.good, odd).result(60), finite_output)
-        ground.attempt(f"data {shown(odd)}", lambda odd=odd: ground.client.forward(odd, "ppo").result(60), finite_output)
-        ground.attempt(f"by {shown(odd)}", lambda odd=odd: ground.client.forward_backward([], "ppo", divisor=odd).result(60), finite_output)
+        ground.attempt(
+            f"loss {shown(odd)}",
+            lambda odd=odd: ground.client.forward(ground.good, odd).result(60),
+            finite_output,
+        )
+        ground.attempt(
+            f"data {shown(odd)}",
+            lambda odd=odd: ground.client.forward(odd, "ppo").result(60),
+            finite_output,
+        )
+        ground.attempt(
+            f"by {shown(odd)}",
+            lambda odd=odd: ground.client.forward_backward([], "ppo", divisor=odd).result(60),
+            finite_output,
+        )
     ground.still_works()
 
 
@@ -194,7 +253,9 @@ def ask_adam(ground, rng):
          "tau 1e-320"],
 )  # fmt: skip
 def test_found_by_many_more(ground, request_):
-    """What a hundred thousand inputs found: numbers that float32 does not hold, a switch that is neither on nor off."""
+    """What a hundred thousand inputs found: numbers that float32 does not hold, a switch that is
+    neither on nor off.
+    """
     verb, seed = request_
     assert VERBS[verb](ground, random.Random(seed)) == REFUSED
 
@@ -204,13 +265,19 @@ def test_optimizer_parameters(ground):
     for _ in range(60):
         ask_adam(ground, rng)
     for odd in ODD:
-        ground.attempt(f"optim_step({shown(odd)})", lambda odd=odd: ground.client.optim_step(odd), lambda answer: None)
+        ground.attempt(
+            f"optim_step({shown(odd)})",
+            lambda odd=odd: ground.client.optim_step(odd),
+            lambda answer: None,
+        )
     ground.still_works()
 
 
 def finite_sample(response) -> None:
     for sequence in response.sequences:
-        assert len(sequence.tokens) == len(sequence.logprobs) and np.isfinite(sequence.logprobs).all()
+        assert (
+            len(sequence.tokens) == len(sequence.logprobs) and np.isfinite(sequence.logprobs).all()
+        )
 
 
 def ask_sample(ground, rng):
@@ -220,21 +287,32 @@ def ask_sample(ground, rng):
         odd = rng.choice(ODD)
         match rng.randrange(4):
             case 0 | 1:
-                settings[rng.choice(["max_tokens", "seed", "stop", "temperature", "top_k", "top_p"])] = odd
+                settings[
+                    rng.choice(["max_tokens", "seed", "stop", "temperature", "top_k", "top_p"])
+                ] = odd
             case 2:
-                names = ["num_samples", "include_prompt_logprobs", "topk_prompt_logprobs", "prompt_logprobs_last_n"]
+                names = [
+                    "num_samples",
+                    "include_prompt_logprobs",
+                    "topk_prompt_logprobs",
+                    "prompt_logprobs_last_n",
+                ]
                 request[rng.choice(names)] = odd
             case 3:
                 tokens = [3, odd] if rng.random() < 0.5 else odd
                 # a function, since the chunk itself may be refused
                 chunk = functools.partial(EncodedTextChunk, tokens)
-                request["prompt"] = rng.choice([odd, chunk, ModelInput.from_ints([3] * CONTEXT), ModelInput.empty()])
+                request["prompt"] = rng.choice(
+                    [odd, chunk, ModelInput.from_ints([3] * CONTEXT), ModelInput.empty()]
+                )
 
     def call():
         prompt = request["prompt"]
         if isinstance(prompt, functools.partial):
             prompt = ModelInput((prompt(),))
-        return ground.sampler.sample(**{**request, "prompt": prompt}, sampling_params=SamplingParams(**settings)).result(60)
+        return ground.sampler.sample(
+            **{**request, "prompt": prompt}, sampling_params=SamplingParams(**settings)
+        ).result(60)
 
     return ground.attempt(f"{shown(settings)} {shown(request)}", call, finite_sample, beside=True)
 
@@ -245,12 +323,18 @@ def test_samples(ground, part):
     for _ in range(60):
         ask_sample(ground, rng)
     for odd in ODD:
-        ground.attempt(f"scores of {shown(odd)}", lambda odd=odd: ground.sampler.compute_logprobs(odd).result(60), lambda found: None)
+        ground.attempt(
+            f"scores of {shown(odd)}",
+            lambda odd=odd: ground.sampler.compute_logprobs(odd).result(60),
+            lambda found: None,
+        )
     ground.still_works()
 
 
 def test_a_request_that_the_engine_refuses_fails_alone(ground, monkeypatch):
-    """What only the engine can know (its memory) is told to whoever asked for it, and to nobody else of the batch."""
+    """What only the engine can know (its memory) is told to whoever asked for it, and to nobody
+    else of the batch.
+    """
     from rl.sampler import Engine
 
     add = Engine.add
@@ -261,28 +345,62 @@ def test_a_request_that_the_engine_refuses_fails_alone(ground, monkeypatch):
         return add(engine, request)
 
     monkeypatch.setattr(Engine, "add", refuse_sevens)
-    before, refused, after = ground.ask(), ground.sampler.sample(PROMPT, 7, SamplingParams(max_tokens=2)), ground.ask()
+    before, refused, after = (
+        ground.ask(),
+        ground.sampler.sample(PROMPT, 7, SamplingParams(max_tokens=2)),
+        ground.ask(),
+    )
     with pytest.raises(ValueError, match="seven samples do not fit"):
         refused.result(60)
-    assert [[s.tokens for s in one.result(60).sequences] for one in (before, after)] == [ground.tokens] * 2
+    assert [[s.tokens for s in one.result(60).sequences] for one in (before, after)] == [
+        ground.tokens
+    ] * 2
 
 
 def test_names_and_custom_losses(ground):
     client = ground.client
     for odd in ODD:
-        ground.attempt(f"saved as {shown(odd)}", lambda odd=odd: client._path("checkpoints", odd, None), lambda path: None)
-        ground.attempt(f"for {shown(odd)} s", lambda odd=odd: client._path("checkpoints", "a", odd), lambda path: None)
-        answers = {"loss": lambda *_, odd=odd: odd, "metric": lambda data, lps, odd=odd: (sum(lp.sum() for lp in lps), {"m": odd})}
+        ground.attempt(
+            f"saved as {shown(odd)}",
+            lambda odd=odd: client._path("checkpoints", odd, None),
+            lambda path: None,
+        )
+        ground.attempt(
+            f"for {shown(odd)} s",
+            lambda odd=odd: client._path("checkpoints", "a", odd),
+            lambda path: None,
+        )
+        answers = {
+            "loss": lambda *_, odd=odd: odd,
+            "metric": lambda data, lps, odd=odd: (sum(lp.sum() for lp in lps), {"m": odd}),
+        }
         for what, loss in answers.items():
-            ground.attempt(f"{what} {shown(odd)}", lambda loss=loss: client.forward_backward_custom(ground.good, loss), lambda answer: None)
-    ground.attempt("nan", lambda: client.forward_backward_custom(ground.good, lambda d, lps: (lps[0].sum() * math.nan, {})), lambda a: None)
+            ground.attempt(
+                f"{what} {shown(odd)}",
+                lambda loss=loss: client.forward_backward_custom(ground.good, loss),
+                lambda answer: None,
+            )
+    ground.attempt(
+        "nan",
+        lambda: client.forward_backward_custom(
+            ground.good, lambda d, lps: (lps[0].sum() * math.nan, {})
+        ),
+        lambda a: None,
+    )
     ground.settle()
 
 
 def ask_tensor(ground, rng):
-    arguments = {"data": rng.choice(ODD), "dtype": rng.choice([None, "int64", "float32", "float64"])}
-    arguments["shape"] = rng.choice([None, [2], [1, -1], rng.choice([[0], [2, 2], [-3], ["x"], 5, [None]])])
-    return ground.attempt(shown(arguments), lambda: TensorData(**arguments), lambda made: made.tolist())
+    arguments = {
+        "data": rng.choice(ODD),
+        "dtype": rng.choice([None, "int64", "float32", "float64"]),
+    }
+    arguments["shape"] = rng.choice(
+        [None, [2], [1, -1], rng.choice([[0], [2, 2], [-3], ["x"], 5, [None]])]
+    )
+    return ground.attempt(
+        shown(arguments), lambda: TensorData(**arguments), lambda made: made.tolist()
+    )
 
 
 def test_tensors(ground):
@@ -291,23 +409,34 @@ def test_tensors(ground):
         ask_tensor(ground, rng)
 
 
-# ------------------------------------------------------------------------------------------------------- as a family (bench/fuzz.py)
+# ---------------------------------------------------------------------- as a family (bench/fuzz.py)
 
-VERBS = {"datums": ask_datums, "loss config": ask_loss_config, "sample": ask_sample, "adam": ask_adam, "tensor": ask_tensor}
+VERBS = {
+    "datums": ask_datums,
+    "loss config": ask_loss_config,
+    "sample": ask_sample,
+    "adam": ask_adam,
+    "tensor": ask_tensor,
+}
 
 
 def inputs(seed, count):
     """(verb, seed of the request)"""
     rng = random.Random(f"requests {seed}")
     for _ in range(count):
-        yield rng.choice(["datums", "datums", "loss config", "sample", "sample", "adam", "tensor"]), rng.randrange(2**32)
+        yield (
+            rng.choice(["datums", "datums", "loss config", "sample", "sample", "adam", "tensor"]),
+            rng.randrange(2**32),
+        )
 
 
 SHARE = 0.5  # of what other families get: each request is a forward, and a sample beside it
 
 
 def check(item):
-    """One request to a model that lives as long as the process; every 100th time it must be as it was."""
+    """One request to a model that lives as long as the process; every 100th time it must be as it
+    was.
+    """
     ground = own_ground()
     ground.asked += 1
     if ground.asked % 100 == 0:
@@ -327,4 +456,7 @@ def own_ground():
 
 def test_both_outcomes_were_seen(ground):
     """Last: neither is everything refused nor everything taken."""
-    assert ground.taken + ground.refused >= 600 and ground.taken > 100 and ground.refused > 250, (ground.taken, ground.refused)
+    assert ground.taken + ground.refused >= 600 and ground.taken > 100 and ground.refused > 250, (
+        ground.taken,
+        ground.refused,
+    )

@@ -1,6 +1,8 @@
-"""Mutated rows in every shape and every kind of file: rows that a checker finds whole, or one error that names file and line.
+"""Mutated rows in every shape and every kind of file: rows that a checker finds whole, or one error
+that names file and line.
 
-Seeds are fixed. What may be accepted although it was changed is whatever still has the shape: the checker decides, not the mutation.
+Seeds are fixed. What may be accepted although it was changed is whatever still has the shape: the
+checker decides, not the mutation.
 """
 
 import contextlib
@@ -24,7 +26,11 @@ from rl.jsonl import json_line
 from rl.renderers import get_renderer
 
 USER, SAID = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}
-CALLS = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}
+CALLS = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+}
 DRAWN = {
     "group": 0, "index": 0, "tag": "t", "problem": 7, "prompt": "a?", "response": "b", "reward": 1.0, "temperature": 1.0,
     "prompt_tokens": [1, 2], "response_tokens": [3, 4], "logprobs": [-0.5, -0.25],
@@ -84,7 +90,11 @@ def mutated(row, rng):
         elif what < 0.75:
             del where[key]
         elif isinstance(where, dict):
-            where[rng.choice(["role", "content", "tool_calls", "reasoning_content", "x", "\ud800", ""])] = copy.deepcopy(rng.choice(ODD))
+            where[
+                rng.choice(
+                    ["role", "content", "tool_calls", "reasoning_content", "x", "\ud800", ""]
+                )
+            ] = copy.deepcopy(rng.choice(ODD))
         else:
             where.append(copy.deepcopy(rng.choice(ODD)))
         if not row:
@@ -112,7 +122,9 @@ def broken(text, rng):
 def written(path, rows, damage=None):
     """`rows` as the kind of file that `path` names; `damage`: what is done to its bytes."""
     lines = [json.dumps(row).encode() for row in rows]
-    text = b"\n".join(lines) + b"\n" if ".jsonl" in path.suffixes else b"[" + b",\n".join(lines) + b"]"
+    text = (
+        b"\n".join(lines) + b"\n" if ".jsonl" in path.suffixes else b"[" + b",\n".join(lines) + b"]"
+    )
     text = gzip.compress(text, mtime=0) if path.suffix == ".gz" else text
     path.write_bytes(text if damage is None else damage(text))
     return path
@@ -120,7 +132,9 @@ def written(path, rows, damage=None):
 
 def load(path, shape, **more):
     settings = SHAPES[shape][1]
-    return load_rollouts(path, **more) if settings is None else load_problems(path, **settings, **more)
+    return (
+        load_rollouts(path, **more) if settings is None else load_problems(path, **settings, **more)
+    )
 
 
 def check_problem(problem, renderer):
@@ -139,10 +153,18 @@ def check_problem(problem, renderer):
     json_line({"meta": repr(problem.meta)}).encode()
     repr(json.dumps(problem.meta)).encode()
     for answer in problem.answers:
-        assert isinstance(answer.text, str) and isinstance(answer.reward, float) and abs(answer.reward) < 1e301
+        assert (
+            isinstance(answer.text, str)
+            and isinstance(answer.reward, float)
+            and abs(answer.reward) < 1e301
+        )
         for tokens in (answer.tokens or (), answer.prompt_tokens or ()):
             assert all(type(token) is int and 0 <= token < 2**31 for token in tokens)
-        assert answer.logprobs is None or all(abs(x) < 1e301 for x in answer.logprobs) and len(answer.logprobs) == len(answer.tokens)
+        assert (
+            answer.logprobs is None
+            or all(abs(x) < 1e301 for x in answer.logprobs)
+            and len(answer.logprobs) == len(answer.tokens)
+        )
         assert answer.temperature is None or answer.temperature > 0
 
 
@@ -154,8 +176,13 @@ def byte_renderer():
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE({token: i for i, token in enumerate(["<eos>", *alphabet])}, []))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return get_renderer("role_colon", PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>"))
+    core.pre_tokenizer, core.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    return get_renderer(
+        "role_colon", PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
+    )
 
 
 @functools.cache
@@ -166,7 +193,9 @@ def asked_in_good_rows(shape):
 
 
 def check_mutated_row(shape, kind, rng, folder):
-    """It stands third among good rows, which `skip` always keeps: whole, or named with file and line."""
+    """It stands third among good rows, which `skip` always keeps: whole, or named with file and
+    line.
+    """
     good, outcome = SHAPES[shape][0], ACCEPTED
     bad = mutated(good, rng)
     path = written(folder / f"rows.{kind}", [good, good, bad, good])
@@ -177,7 +206,9 @@ def check_mutated_row(shape, kind, rng, folder):
         assert f"{path.name} {place} 3: " in str(error), (bad, error)
         str(error).encode()
         found = load(path, shape, on_bad_row="skip")
-        places = {answer.place for problem in found for answer in problem.answers} or {problem.place for problem in found}
+        places = {answer.place for problem in found for answer in problem.answers} or {
+            problem.place for problem in found
+        }
         assert places == {f"{path.name} {place} {k}" for k in (1, 2, 4)}, (bad, places)
     for problem in found:
         check_problem(problem, byte_renderer())
@@ -192,7 +223,9 @@ def check_damaged_file(shape, kind, rng, folder):
         found = load(path, shape)
     except UserError as error:
         assert path.name in str(error) or "no JSON" in str(error) or "holds no" in str(error), error
-        assert re.search(r"line \d|row \d|no JSON|cut off or damaged|holds|more than \d+ deep", str(error)), error
+        assert re.search(
+            r"line \d|row \d|no JSON|cut off or damaged|holds|more than \d+ deep", str(error)
+        ), error
         return REFUSED
     for problem in found:
         check_problem(problem, byte_renderer())
@@ -206,12 +239,21 @@ def inputs(seed, count):
     """(what is damaged, shape of the rows, kind of file, seed of the damage)"""
     rng = random.Random(f"rows {seed}")
     for _ in range(count):
-        yield rng.choice(["row", "row", "row", "file"]), rng.choice(sorted(SHAPES)), rng.choice(FILES), rng.randrange(2**32)
+        yield (
+            rng.choice(["row", "row", "row", "file"]),
+            rng.choice(sorted(SHAPES)),
+            rng.choice(FILES),
+            rng.randrange(2**32),
+        )
 
 
 def check(item):
     what, shape, kind, seed = item
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder, contextlib.redirect_stderr(io.StringIO()):  # rows that were skipped
+    # rows that were skipped
+    with (
+        tempfile.TemporaryDirectory(prefix="fuzz-") as folder,
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
         return CHECKS[what](shape, kind, random.Random(seed), Path(folder))
 
 
@@ -238,16 +280,26 @@ def test_found_by_many_more():
 
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
 def test_a_file_that_is_cut_off_is_refused_whatever_is_skipped(on_bad_row, tmp_path):
-    whole = written(tmp_path / "rows.jsonl.gz", [{"prompt": f"{i} " + "x" * (i % 50)} for i in range(2000)])
+    whole = written(
+        tmp_path / "rows.jsonl.gz", [{"prompt": f"{i} " + "x" * (i % 50)} for i in range(2000)]
+    )
     text = whole.read_bytes()
-    for number, part in enumerate((text[:-1], text[: len(text) // 2], text[:3], b"no gzip", text[:-6] + b"xxxxxx")):
+    for number, part in enumerate(
+        (text[:-1], text[: len(text) // 2], text[:3], b"no gzip", text[:-6] + b"xxxxxx")
+    ):
         path = tmp_path / f"{number}.jsonl.gz"
         path.write_bytes(part)
-        with pytest.raises(UserError, match=rf"{number}.jsonl.gz is cut off or damaged after line \d+ .*: fetch or write it anew"):
+        with pytest.raises(
+            UserError,
+            match=rf"{number}.jsonl.gz is cut off or damaged after line \d+ .*: fetch or write it anew",
+        ):
             load_problems(path, on_bad_row=on_bad_row)
 
 
 def test_where_no_row_is_good_skipping_says_so(tmp_path):
     path = written(tmp_path / "rows.jsonl", [{"prompt": 3}, {"prompt": ""}])
-    with pytest.raises(UserError, match="(?s)no row is left where bad ones are skipped; 2 bad rows.*rows.jsonl line 1: 'prompt' is a int"):
+    with pytest.raises(
+        UserError,
+        match="(?s)no row is left where bad ones are skipped; 2 bad rows.*rows.jsonl line 1: 'prompt' is a int",
+    ):
         load_problems(path, on_bad_row="skip")

@@ -1,7 +1,9 @@
-"""Damaged run folders: what reads them says one thing that can be set right, naming the file, or gives what the undamaged one gives.
+"""Damaged run folders: what reads them says one thing that can be set right, naming the file, or
+gives what the undamaged one gives.
 
-Not detected, and so allowed: another number in a metric's row (a curve shows it), and another setting in config.json that still is one
-(a resumed run compares it with what is asked for; sample.py takes it as the run's). Everything else is equal or refused.
+Not detected, and so allowed: another number in a metric's row (a curve shows it), and another
+setting in config.json that still is one (a resumed run compares it with what is asked for;
+sample.py takes it as the run's). Everything else is equal or refused.
 """
 
 import atexit
@@ -41,7 +43,13 @@ def nested(depth: int) -> str:
 def places(value, path=()):
     """Every place in a JSON value, as keys and indices."""
     yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, item in items:
         yield from places(item, (*path, key))
 
@@ -64,7 +72,9 @@ def changed(value, rng: random.Random):
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """Bytes flipped, cut off, put in or removed; JSON changed in form; or something else altogether."""
+    """Bytes flipped, cut off, put in or removed; JSON changed in form; or something else
+    altogether.
+    """
     kind = rng.randrange(8)
     if kind == 0:
         return data[: rng.randrange(len(data))]
@@ -75,7 +85,9 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
         return bytes(flipped)
     if kind == 2:
         at = rng.randrange(len(data))
-        return data[:at] + rng.randbytes(rng.choice((1, 3, 50))) + data[at + rng.choice((0, 1, 40)) :]
+        return (
+            data[:at] + rng.randbytes(rng.choice((1, 3, 50))) + data[at + rng.choice((0, 1, 40)) :]
+        )
     if kind == 3:
         short = [b"", b"\n", b"null", b"[]", b"{}", b"3", b'"x"', b"\x00" * 64]
         return rng.choice([*short, nested(100_000).encode(), b"9" * 5000, b"\xef\xbb\xbf" + data])
@@ -112,7 +124,8 @@ def resumed(folder: Path, plan):
 def opened(folder: Path):
     found = open_weights(str(folder))
     assert found.path is not None and found.path.resolve().is_relative_to(folder.resolve())
-    if found.stage is None:  # a config.json that is no run's any more: taken for a folder of weights, which has none
+    # a config.json that is no run's any more: taken for a folder of weights, which has none
+    if found.stage is None:
         check_model_folder(found.path)
         raise AssertionError("a run's folder holds no weights itself")
     return found.path, found.stage.name, read_spec(found.path)
@@ -131,7 +144,9 @@ def drawn(folder: Path):
 
 
 def outcome(read, *args):
-    """What reading gives: its result, or the UserError's text. Any other exception is a traceback, and fails the test."""
+    """What reading gives: its result, or the UserError's text. Any other exception is a traceback,
+    and fails the test.
+    """
     try:
         return read(*args), None
     except UserError as error:
@@ -139,7 +154,9 @@ def outcome(read, *args):
 
 
 class Damaged:
-    """A copy of a run's folder in which a file is damaged at a time, and what its readers say of it whole."""
+    """A copy of a run's folder in which a file is damaged at a time, and what its readers say of it
+    whole.
+    """
 
     def __init__(self, done: Path, to: Path):
         self.source, self.to, self.folder = done / "run", to, to / "run"
@@ -150,7 +167,10 @@ class Damaged:
         self.before, self.whole = self.listing(), whole(self.folder)
         best = next((self.folder / "sampler_weights").iterdir()).name
         self.files = ["config.json", "metrics.jsonl", "checkpoints.jsonl"]
-        self.files += [f"checkpoints/grpo-000006/{name}" for name in ("state.json", "manifest.json", "model/config.json")]
+        self.files += [
+            f"checkpoints/grpo-000006/{name}"
+            for name in ("state.json", "manifest.json", "model/config.json")
+        ]
         self.files += ["checkpoints/sft-final/state.json", f"sampler_weights/{best}/manifest.json"]
 
     def readers(self):
@@ -162,24 +182,34 @@ class Damaged:
 
     def listing(self) -> dict[str, tuple[int, int]]:
         """Size and time of every file."""
-        found = {str(path.relative_to(self.folder)): path.stat() for path in self.folder.rglob("*") if path.is_file()}
+        found = {
+            str(path.relative_to(self.folder)): path.stat()
+            for path in self.folder.rglob("*")
+            if path.is_file()
+        }
         return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
 
     def restore(self, name: str, data: bytes, manifest: bytes) -> None:
-        """The folder as it was: the damaged file and its manifest, or all of it where anything else has changed."""
+        """The folder as it was: the damaged file and its manifest, or all of it where anything else
+        has changed.
+        """
         (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
         (self.folder / name).write_bytes(data)
         if manifest:
             (self.folder / name).with_name("manifest.json").write_bytes(manifest)
         touched = {name, str(Path(name).parent / "manifest.json")}
         now = self.listing()
-        if now.keys() != self.before.keys() or any(now[file] != self.before[file] for file in now.keys() - touched):
+        if now.keys() != self.before.keys() or any(
+            now[file] != self.before[file] for file in now.keys() - touched
+        ):
             shutil.rmtree(self.folder)
             shutil.copytree(self.source, self.folder)
             self.before = self.listing()
 
     def check(self, name: str, rng: random.Random) -> list[str]:
-        """Damages a file, reads the folder in every way, and mends it. Returns what each reader did."""
+        """Damages a file, reads the folder in every way, and mends it. Returns what each reader
+        did.
+        """
         path, data = self.folder / name, (self.folder / name).read_bytes()
         path.write_bytes(damaged(data, rng))
         forged = rng.random() < 0.3 and name.endswith("state.json")
@@ -187,17 +217,23 @@ class Damaged:
         kept = manifest.read_bytes() if forged else b""
         if forged:  # the checksums fit: what it says is all there is to tell by
             table = json.loads(kept)
-            table["files"]["state.json"] = {"bytes": path.stat().st_size, "sha256": checkpoint._checksum(path)}
+            table["files"]["state.json"] = {
+                "bytes": path.stat().st_size,
+                "sha256": checkpoint._checksum(path),
+            }
             del table["sha256"]
             manifest.write_text(json.dumps(table))
         own = str(path.parent.relative_to(self.folder))
         still = [one for one in self.whole if own != one and not own.startswith(f"{one}/")]
-        if forged and outcome(read_state, path.parent)[1] is None:  # else it is no state that a run could go on from, and makes way
+        # else it is no state that a run could go on from, and makes way
+        if forged and outcome(read_state, path.parent)[1] is None:
             still.append(own)
         try:
             seen = [self._read(name, forged, *reader) for reader in self.readers()]
             left = whole(self.folder)
-            assert [one for one in still if one not in left] == [], f"{name}: something whole was removed"
+            assert [one for one in still if one not in left] == [], (
+                f"{name}: something whole was removed"
+            )
             assert (self.to / "outside").read_text() == "not ours"
         finally:
             self.restore(name, data, kept)
@@ -207,7 +243,10 @@ class Damaged:
         found, error = outcome(read, *args)
         right = self.right.get(label)
         if error is not None:
-            assert len(error) < 8000 and ("run" in error or self.folder.name in error), (name, error)
+            assert len(error) < 8000 and ("run" in error or self.folder.name in error), (
+                name,
+                error,
+            )
             return "refused"
         if label == "resumed":
             assert found.step in (6, 3, 2, -1), (name, found)
@@ -217,7 +256,10 @@ class Damaged:
             assert found == right or name == "metrics.jsonl", name
         elif label == "opened":
             # another where the newest says that it is another's, or the run's stages have changed
-            assert found == right or name.startswith("checkpoints/") or name == "config.json", (name, found)
+            assert found == right or name.startswith("checkpoints/") or name == "config.json", (
+                name,
+                found,
+            )
         elif label == "state":
             assert found == right or forged, name
         return None
@@ -241,10 +283,14 @@ def test_damaged_folders_are_refused_by_name_or_read_as_they_were(done, tmp_path
 def test_four_hundred_damaged_folders_are_refused_by_name_or_read_as_they_were(done, tmp_path):
     count = int(os.environ.get("WHETSTONE_FUZZ", "400"))
     seen = fuzz(done, tmp_path, count, seed=1)
-    assert seen["refused"] > 0.8 * count and seen["equal"] > 0.1 * count and seen["older"] > 0.05 * count, seen
+    assert (
+        seen["refused"] > 0.8 * count
+        and seen["equal"] > 0.1 * count
+        and seen["older"] > 0.05 * count
+    ), seen
 
 
-# ------------------------------------------------------------------------------------------------------- as a family (bench/fuzz.py)
+# ---------------------------------------------------------------------- as a family (bench/fuzz.py)
 
 
 def inputs(seed: int, count: int):
@@ -255,14 +301,18 @@ def inputs(seed: int, count: int):
 
 
 def check(item) -> str:
-    """One damage to a run that this process made once. The outcome is what resuming it did, or that something refused to be read."""
+    """One damage to a run that this process made once. The outcome is what resuming it did, or that
+    something refused to be read.
+    """
     number, seed = item
     run = own_run()
     seen = run.check(run.files[number % len(run.files)], random.Random(seed))
     return REFUSED if "refused" in seen else "an older checkpoint" if "older" in seen else ACCEPTED
 
 
-SHARE = 0.1  # of what other families get: an input is five ways of reading a folder of checkpoints, tenths of a second
+# of what other families get: an input is five ways of reading a folder of checkpoints, tenths of a
+# second
+SHARE = 0.1
 
 
 @functools.cache

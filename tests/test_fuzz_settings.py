@@ -1,7 +1,9 @@
-"""Command lines and recipes made from the schema and then spoilt: a plan within its ranges, or one clean error; nothing else.
+"""Command lines and recipes made from the schema and then spoilt: a plan within its ranges, or one
+clean error; nothing else.
 
-An input goes through the parser and becomes a plan, as `train.py` does it, without loading anything. What is accepted must hold
-finite numbers inside the declared ranges, survive config.json, and have been written as a number where it is one.
+An input goes through the parser and becomes a plan, as `train.py` does it, without loading
+anything. What is accepted must hold finite numbers inside the declared ranges, survive config.json,
+and have been written as a number where it is one.
 """
 
 from __future__ import annotations
@@ -48,14 +50,16 @@ _TEXTS = ("grpo", "sft", "x", "", "a b", "../..", "~", "*a", "&a b", "!!int 3", 
 
 @dataclass(frozen=True)
 class Asked:
-    """Words of a line and, where there is one, the recipe that PATH stands for. `numbers`: words written for fields that are numbers."""
+    """Words of a line and, where there is one, the recipe that PATH stands for. `numbers`: words
+    written for fields that are numbers.
+    """
 
     words: tuple[str, ...]
     recipe: bytes | None = None
     numbers: tuple[str, ...] = ()
 
 
-# --------------------------------------------------------------------------------------------------------------- inputs
+# ------------------------------------------------------------------------------------------- inputs
 
 
 def _value(field: Field, rng: random.Random) -> list[str]:
@@ -77,14 +81,23 @@ def _value(field: Field, rng: random.Random) -> list[str]:
 
 def _misspelt(name: str, rng: random.Random) -> str:
     at = rng.randrange(len(name))
-    return rng.choice([name[:at] + name[at + 1 :], name + "x", name[:at] + name[at:][::-1], name.upper(), "no_" + name])
+    return rng.choice(
+        [
+            name[:at] + name[at + 1 :],
+            name + "x",
+            name[:at] + name[at:][::-1],
+            name.upper(),
+            "no_" + name,
+        ]
+    )
 
 
 def _line(rng: random.Random) -> Asked:
     method = rng.choice(list(METHODS))
     table = {**fields_of(METHODS[method].settings), **fields_of(RunSettings)}
     words, numbers = [method] if rng.random() < 0.95 else [rng.choice(_TEXTS)], []
-    for name in rng.sample(list(table), rng.choice([0, 1, 1, 1, 2, 3, 6])):  # of equal flags the last wins, and the others are not read
+    # of equal flags the last wins, and the others are not read
+    for name in rng.sample(list(table), rng.choice([0, 1, 1, 1, 2, 3, 6])):
         value = _value(table[name], rng)
         numbers += value if table[name].range else []
         name = _misspelt(name, rng) if rng.random() < 0.05 else name
@@ -92,7 +105,9 @@ def _line(rng: random.Random) -> Asked:
         words += [f"{flag}={' '.join(value)}"] if rng.random() < 0.2 else [flag, *value]
     if rng.random() < 0.05:
         words.insert(rng.randrange(len(words) + 1), rng.choice(_TEXTS))
-    return Asked(tuple(word for word in words if word not in ("-h", "--help")), None, tuple(numbers))
+    return Asked(
+        tuple(word for word in words if word not in ("-h", "--help")), None, tuple(numbers)
+    )
 
 
 def _scalar(word: str, rng: random.Random) -> str:
@@ -103,11 +118,16 @@ def _scalar(word: str, rng: random.Random) -> str:
 
 
 def _yaml(rng: random.Random) -> Asked:
-    """A recipe of the schema with odd values, wrong nesting, doubled keys and aliases, of one method or of stages."""
+    """A recipe of the schema with odd values, wrong nesting, doubled keys and aliases, of one
+    method or of stages.
+    """
     numbers: list[str] = []
 
     def settings(method: str, indent: str) -> list[str]:
-        table = {**fields_of(METHODS[method].settings), **(fields_of(RunSettings) if not indent else {})}
+        table = {
+            **fields_of(METHODS[method].settings),
+            **(fields_of(RunSettings) if not indent else {}),
+        }
         lines = []
         for _ in range(rng.choice([0, 1, 1, 2, 4])):
             name = rng.choice(list(table))
@@ -130,7 +150,10 @@ def _yaml(rng: random.Random) -> Asked:
         lines = ["stages:"]
         for _ in range(rng.randrange(1, 4)):
             method = rng.choice(list(METHODS))
-            lines += [f"  - method: {method}", *([f"    name: {_scalar(rng.choice(_TEXTS), rng)}"] if rng.random() < 0.2 else [])]
+            lines += [
+                f"  - method: {method}",
+                *([f"    name: {_scalar(rng.choice(_TEXTS), rng)}"] if rng.random() < 0.2 else []),
+            ]
             lines += settings(method, "    ")
     if rng.random() < 0.1:
         rng.shuffle(lines)
@@ -147,14 +170,22 @@ def inputs(seed: int, count: int) -> Iterator[Asked]:
             yield _line(rng)
         elif kind < 0.8:
             asked = _yaml(rng)
-            yield asked if rng.random() < 0.7 else Asked(asked.words, damaged(asked.recipe or b"", rng), tuple(WORDS_FOR_NUMBERS))
+            yield (
+                asked
+                if rng.random() < 0.7
+                else Asked(asked.words, damaged(asked.recipe or b"", rng), tuple(WORDS_FOR_NUMBERS))
+            )
         elif kind < 0.97:
-            yield Asked(("PATH", *_line(rng).words[1:]), damaged(rng.choice(RECIPES), rng), tuple(WORDS_FOR_NUMBERS))
+            yield Asked(
+                ("PATH", *_line(rng).words[1:]),
+                damaged(rng.choice(RECIPES), rng),
+                tuple(WORDS_FOR_NUMBERS),
+            )
         else:
             yield Asked(("PATH",), rng.randbytes(rng.randrange(0, 400)))
 
 
-# ---------------------------------------------------------------------------------------------------------------- check
+# -------------------------------------------------------------------------------------------- check
 
 
 def _check_numbers(value: Any, field: Field) -> None:
@@ -164,24 +195,35 @@ def _check_numbers(value: Any, field: Field) -> None:
             _check_numbers(item, field)
     elif isinstance(value, (int, float)) and field.range is not None:
         assert not isinstance(value, bool) and math.isfinite(value), (field.name, value)
-        assert field.range.low <= value <= field.range.high and (isinstance(value, int) or not field.whole), (field.name, value)
+        assert field.range.low <= value <= field.range.high and (
+            isinstance(value, int) or not field.whole
+        ), (field.name, value)
 
 
 def _check_run(run: Any, asked: Asked) -> None:
     for holder in (run.options, *(stage.settings for stage in run.stages)):
         for name, field in fields_of(type(holder)).items():
-            _check_numbers(getattr(holder if field.section is None else getattr(holder, field.section), name), field)
+            _check_numbers(
+                getattr(holder if field.section is None else getattr(holder, field.section), name),
+                field,
+            )
     config = json.loads(json.dumps(resolved(run), allow_nan=False))
     again = from_resolved(config, METHODS, options=RunSettings)
-    assert again.stages == run.stages and again.options == run.options, "config.json gives the same run back"
+    assert again.stages == run.stages and again.options == run.options, (
+        "config.json gives the same run back"
+    )
     for word in asked.numbers:
         if asked.recipe is not None and not word.strip():
             continue  # null, and nothing at all at the end of a list: [3, ]
-        assert _DECIMAL.fullmatch(word) or word in WORDS_FOR_NUMBERS, f"{word!r} was taken for a number"
+        assert _DECIMAL.fullmatch(word) or word in WORDS_FOR_NUMBERS, (
+            f"{word!r} was taken for a number"
+        )
 
 
 def check(asked: Asked) -> str:
-    """Reads a line (and its recipe); raises AssertionError, or whatever was not foreseen, where the promise is broken."""
+    """Reads a line (and its recipe); raises AssertionError, or whatever was not foreseen, where the
+    promise is broken.
+    """
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         path = Path(folder) / "r.yaml"
         if asked.recipe is not None:
@@ -191,21 +233,25 @@ def check(asked: Asked) -> str:
             run = read(words, METHODS, DEFAULT, RunSettings)
         except SettingsError as error:
             assert error.problems and all(problem.strip() for problem in error.problems)
-            assert all(len(problem) < 4000 for problem in error.problems), max(error.problems, key=len)
+            assert all(len(problem) < 4000 for problem in error.problems), max(
+                error.problems, key=len
+            )
             printable(str(error))
             return REFUSED
     _check_run(run, asked)
     return ACCEPTED
 
 
-# ---------------------------------------------------------------------------------------------------------------- tests
+# -------------------------------------------------------------------------------------------- tests
 
 
 @pytest.mark.parametrize("seed", range(7))
 def test_a_plan_within_its_ranges_or_one_clean_error(seed: int) -> None:
     report = run_family(inputs, check, seed=seed, count=100, seconds=SECONDS)
     assert not report.faults
-    assert report.outcomes[ACCEPTED] > 5 and report.outcomes[REFUSED] > 30, "else the inputs say little"
+    assert report.outcomes[ACCEPTED] > 5 and report.outcomes[REFUSED] > 30, (
+        "else the inputs say little"
+    )
 
 
 def test_found_by_many_more() -> None:
@@ -213,12 +259,14 @@ def test_found_by_many_more() -> None:
     assert check(Asked(("PATH",), f"method: online_dpo\nquiet: {'x' * 5000}\n".encode())) == REFUSED
     asked = Asked(("PATH",), f"stages:\n  - method: sft\n    name: {'x' * 5000}\n".encode())
     assert check(asked) == REFUSED
-    assert check(Asked(("PATH",), b"method: reward_model\nsteps: [3,  ]\n", ("3", " "))) == ACCEPTED  # a list of one
+    # a list of one
+    assert check(Asked(("PATH",), b"method: reward_model\nsteps: [3,  ]\n", ("3", " "))) == ACCEPTED
 
 
 def test_a_number_with_its_kind_is_yamls_own() -> None:
     assert check(Asked(("PATH",), b"method: grpo\nplan_gpus: !!int 3\n", ("!!int 3",))) == ACCEPTED
-    assert check(Asked(("--plan-gpus", "!!int 3"), None, ("!!int 3",))) == REFUSED  # on the line it is a text
+    # on the line it is a text
+    assert check(Asked(("--plan-gpus", "!!int 3"), None, ("!!int 3",))) == REFUSED
 
 
 def test_inputs_are_a_function_of_the_seed() -> None:

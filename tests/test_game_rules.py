@@ -1,4 +1,6 @@
-"""The games' rules and the players that follow one, against exhaustive search and counts known from elsewhere."""
+"""The games' rules and the players that follow one, against exhaustive search and counts known from
+elsewhere.
+"""
 
 import itertools
 import math
@@ -9,7 +11,7 @@ import pytest
 
 from rl.environments.rules import bugs, debate, guess_number, tic_tac_toe, twenty_questions
 
-# ------------------------------------------------------------------------------------------------------ guess the number
+# --------------------------------------------------------------------------------- guess the number
 
 
 @cache
@@ -17,7 +19,9 @@ def fewest_guesses(count: int) -> int:
     """By search over every first guess: the guesses that find any of `count` numbers for sure."""
     if count == 0:
         return 0
-    return 1 + min(max(fewest_guesses(below), fewest_guesses(count - 1 - below)) for below in range(count))
+    return 1 + min(
+        max(fewest_guesses(below), fewest_guesses(count - 1 - below)) for below in range(count)
+    )
 
 
 def play(game, player, draw):
@@ -29,8 +33,16 @@ def play(game, player, draw):
 @pytest.mark.parametrize("count", [*range(1, 40), 64, 100])
 def test_halving_needs_as_few_guesses_as_any_strategy(count):
     draw = random.Random(0)
-    needed = [play(guess_number.NumberGame(s, 5, 4 + count), guess_number.halving, draw) for s in range(5, 5 + count)]
-    assert max(needed) == fewest_guesses(count) == guess_number.guesses_needed(count) == math.floor(math.log2(count)) + 1
+    needed = [
+        play(guess_number.NumberGame(s, 5, 4 + count), guess_number.halving, draw)
+        for s in range(5, 5 + count)
+    ]
+    assert (
+        max(needed)
+        == fewest_guesses(count)
+        == guess_number.guesses_needed(count)
+        == math.floor(math.log2(count)) + 1
+    )
 
 
 def test_answers_say_where_the_secret_is():
@@ -44,19 +56,32 @@ def test_answers_say_where_the_secret_is():
 @pytest.mark.parametrize("name", ["any_left", "any_number"])
 def test_careless_players_find_it_too(name):
     draw = random.Random(1)
-    counts = [play(guess_number.NumberGame(s, 1, 8), guess_number.PLAYERS[name], draw) for s in range(1, 9) for _ in range(50)]
+    counts = [
+        play(guess_number.NumberGame(s, 1, 8), guess_number.PLAYERS[name], draw)
+        for s in range(1, 9)
+        for _ in range(50)
+    ]
     assert max(counts) > 4 and (name == "any_number" or max(counts) <= 8)
 
 
 @pytest.mark.parametrize(
     "text, number",
-    [("4", 4), ("I say 4.", 4), ("4 or 4", 4), ("4 or 5", None), ("", None), ("four", None), ("-2", -2), ("12345678901234567890", None)],
+    [
+        ("4", 4),
+        ("I say 4.", 4),
+        ("4 or 4", 4),
+        ("4 or 5", None),
+        ("", None),
+        ("four", None),
+        ("-2", -2),
+        ("12345678901234567890", None),
+    ],
 )
 def test_a_guess_is_the_only_number_in_a_reply(text, number):
     assert guess_number.read_number(text) == number
 
 
-# ---------------------------------------------------------------------------------------------------------- tic-tac-toe
+# -------------------------------------------------------------------------------------- tic-tac-toe
 
 
 @cache
@@ -66,12 +91,16 @@ def games_from(board: str) -> tuple[int, int, int]:
     if won is not None or not tic_tac_toe.free_cells(board):
         return (int(won == "X"), int(won == "O"), int(won is None))
     mark = tic_tac_toe.to_move(board)
-    parts = [games_from(tic_tac_toe.put(board, cell, mark)) for cell in tic_tac_toe.free_cells(board)]
+    parts = [
+        games_from(tic_tac_toe.put(board, cell, mark)) for cell in tic_tac_toe.free_cells(board)
+    ]
     return tuple(map(sum, zip(*parts, strict=True)))
 
 
 def test_all_games_are_as_many_as_there_are():
-    """255,168 games, 131,184 won by who begins, 77,904 by the other, 46,080 drawn (a count known from many places)."""
+    """255,168 games, 131,184 won by who begins, 77,904 by the other, 46,080 drawn (a count known
+    from many places).
+    """
     assert games_from(tic_tac_toe.EMPTY) == (131184, 77904, 46080)
 
 
@@ -127,15 +156,34 @@ def test_two_perfect_players_draw_and_random_ones_do_not():
             board = tic_tac_toe.put(board, (first if mark == "X" else second)(board, draw), mark)
         return tic_tac_toe.winner(board)
 
-    draw, perfect, at_random = random.Random(2), tic_tac_toe.perfect_player, tic_tac_toe.random_player
+    draw, perfect, at_random = (
+        random.Random(2),
+        tic_tac_toe.perfect_player,
+        tic_tac_toe.random_player,
+    )
     assert tic_tac_toe.value(tic_tac_toe.EMPTY) == 0
     assert {result(perfect, perfect, draw) for _ in range(30)} == {None}
     results = [result(at_random, at_random, draw) for _ in range(2000)]
-    # random against random: 58.5% and 28.8% are won by the first and the second, to three standard errors
-    assert abs(results.count("X") / 2000 - 0.585) < 0.034 and abs(results.count("O") / 2000 - 0.288) < 0.031
+    # random against random: 58.5% and 28.8% are won by the first and the second, to three standard
+    # errors
+    assert (
+        abs(results.count("X") / 2000 - 0.585) < 0.034
+        and abs(results.count("O") / 2000 - 0.288) < 0.031
+    )
 
 
-@pytest.mark.parametrize("text, cell", [("5", 5), ("I take 5!", 5), ("0", None), ("10", None), ("5 or 6", None), ("V", None), ("", None)])
+@pytest.mark.parametrize(
+    "text, cell",
+    [
+        ("5", 5),
+        ("I take 5!", 5),
+        ("0", None),
+        ("10", None),
+        ("5 or 6", None),
+        ("V", None),
+        ("", None),
+    ],
+)
 def test_a_move_is_the_only_number_in_a_reply(text, cell):
     assert tic_tac_toe.read_cell(text) == cell
 
@@ -147,12 +195,14 @@ def test_a_taken_cell_cannot_be_taken_again():
         tic_tac_toe.put(board, 5, "O")
 
 
-# ------------------------------------------------------------------------------------------------------ twenty questions
+# --------------------------------------------------------------------------------- twenty questions
 
 
 @cache
 def fewest_questions(things: frozenset[str]) -> int:
-    """By search over every attribute and every guess: the questions that name any of the things for sure."""
+    """By search over every attribute and every guess: the questions that name any of the things for
+    sure.
+    """
     if len(things) == 1:
         return 1
     best = 10**6
@@ -167,12 +217,18 @@ def fewest_questions(things: frozenset[str]) -> int:
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
 def test_splitting_needs_as_few_questions_as_any_strategy(count):
     things = frozenset(list(twenty_questions.THINGS)[:count])
-    assert twenty_questions.questions_needed(things) == fewest_questions(things) == int(math.log2(count)) + 1
+    assert (
+        twenty_questions.questions_needed(things)
+        == fewest_questions(things)
+        == int(math.log2(count)) + 1
+    )
 
 
 def test_things_are_told_apart_by_what_holds_of_them():
     assert len(set(twenty_questions.THINGS.values())) == len(twenty_questions.THINGS) == 16
-    assert {a for held in twenty_questions.THINGS.values() for a in held} == set(twenty_questions.WORDS)
+    assert {a for held in twenty_questions.THINGS.values() for a in held} == set(
+        twenty_questions.WORDS
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,7 +249,7 @@ def test_the_rule_answers_what_is_asked(thing, text, answer):
     assert twenty_questions.rule_answer(thing, text, twenty_questions.THINGS) == answer
 
 
-# ------------------------------------------------------------------------------------------------------------- debugging
+# ---------------------------------------------------------------------------------------- debugging
 
 
 def outcome(source: str, case: bugs.Case):
@@ -211,7 +267,12 @@ def test_a_planted_bug_fails_its_first_case_and_its_fix_passes_all(level):
         assert bug == bugs.planted(seed, [level]) and bug.level == level and len(bug.cases) == 4
         assert outcome(bug.source, bug.cases[0]) == bug.got != bug.cases[0].expected
         assert all(outcome(bug.solution, case) == case.expected for case in bug.cases)
-        assert bugs.patched(bug, bugs.fix_of(bug)) == bugs.patched(bug, bug.solution) == bug.solution != bug.source
+        assert (
+            bugs.patched(bug, bugs.fix_of(bug))
+            == bugs.patched(bug, bug.solution)
+            == bug.solution
+            != bug.source
+        )
         assert eval(bug.cases[0].call, {bugs.NAME: lambda *given: given}) == bug.cases[0].arguments
         seen.add(bug.source)
     assert len(seen) >= 3
@@ -220,9 +281,26 @@ def test_a_planted_bug_fails_its_first_case_and_its_fix_passes_all(level):
 def test_every_way_to_write_a_fix():
     bug = bugs.planted(0, ["operator"])
     whole, line = bug.solution, bugs.fix_of(bug)
-    for reply in (whole, f"\n{whole}", f"```python\n{whole}```", f"Here:\n```\n{whole}```", line, f" {line} ", f"```\n{line}\n```"):
+    for reply in (
+        whole,
+        f"\n{whole}",
+        f"```python\n{whole}```",
+        f"Here:\n```\n{whole}```",
+        line,
+        f" {line} ",
+        f"```\n{line}\n```",
+    ):
         assert bugs.patched(bug, reply) == whole, reply
-    for reply in ("", "return a + b", "9: return a + b", "0: return a", "2:", "two: return a", "import os", f"{line}\nand more"):
+    for reply in (
+        "",
+        "return a + b",
+        "9: return a + b",
+        "0: return a",
+        "2:",
+        "two: return a",
+        "import os",
+        f"{line}\nand more",
+    ):
         assert bugs.patched(bug, reply) is None, reply
     assert bugs.patched(bug, "1: def f(b, a):\n2: return a") == "def f(b, a):\n    return a\n"
 
@@ -238,7 +316,9 @@ def test_other_fixes_have_the_form_of_a_fix():
 
 @pytest.mark.parametrize("level", bugs.LEVELS)
 def test_an_untried_fix_is_neither_what_stands_nor_what_failed(level):
-    """Whoever tries each fix of a kind once has the right one after as many tries as there are others."""
+    """Whoever tries each fix of a kind once has the right one after as many tries as there are
+    others.
+    """
     others = {"operator": 2, "bounds": 3, "start": 3, "compare": 4}[level]
     needed = []
     for seed in range(40):
@@ -251,20 +331,27 @@ def test_an_untried_fix_is_neither_what_stands_nor_what_failed(level):
 
 
 def test_a_careful_fix_is_right_as_often_as_its_two_parts_are():
-    """Of the three operators one stands there: four times of five one of the other two, else one of all: 0.4 + 0.2/3."""
+    """Of the three operators one stands there: four times of five one of the other two, else one of
+    all: 0.4 + 0.2/3.
+    """
     bug = bugs.planted(0, ["operator"])
     draw = random.Random(3)
     right = sum(bugs.careful_fix(bug, (), draw) == bugs.fix_of(bug) for _ in range(3000))
     assert abs(right / 3000 - 7 / 15) < 0.028  # three standard errors
 
 
-# ---------------------------------------------------------------------------------------------------------------- debate
+# ------------------------------------------------------------------------------------------- debate
 
 
 def test_a_point_counts_once_and_for_its_own_side():
     motion = debate.MOTIONS[0]
-    assert debate.counts(motion, [("for", "They are clean, clean and QUIET"), ("against", "clean loyal dogs")]) == {"for": 2, "against": 1}
-    assert debate.counts(motion, [("for", "clean"), ("for", "clean calm")]) == {"for": 2, "against": 0}
+    assert debate.counts(
+        motion, [("for", "They are clean, clean and QUIET"), ("against", "clean loyal dogs")]
+    ) == {"for": 2, "against": 1}
+    assert debate.counts(motion, [("for", "clean"), ("for", "clean calm")]) == {
+        "for": 2,
+        "against": 0,
+    }
     assert debate.points_made(motion, "for", "clean and calm", frozenset({"clean"})) == {"calm"}
 
 
@@ -281,5 +368,7 @@ def test_the_verdict_is_of_who_made_more_points(swap):
 def test_motions_have_as_many_points_for_either_side():
     for motion in debate.MOTIONS:
         made, others = motion.points["for"], motion.points["against"]
-        assert len(set(made)) == len(made) == len(set(others)) == len(others) and not set(made) & set(others)
+        assert len(set(made)) == len(made) == len(set(others)) == len(others) and not set(
+            made
+        ) & set(others)
         assert all(debate.words_of(word) == [word] for word in (*made, *others))

@@ -1,4 +1,6 @@
-"""Games of several seats: who acts, what each seat reads and earns, and that nothing but the policy's own samples is trained."""
+"""Games of several seats: who acts, what each seat reads and earns, and that nothing but the
+policy's own samples is trained.
+"""
 
 from collections import Counter
 
@@ -17,8 +19,26 @@ TOKENIZER = tokenizer()
 
 def anything(prompt, draw):
     """Replies of every game's form and of none, by what was asked last."""
-    words = [*"123456789", str(draw.randint(1, 16)), "", "x y", "2: return a + b", "2: return a * b", "yes", "no", "for", "against"]
-    return draw.choice([*words, *questions.WORDS, *questions.THINGS, " ".join(draw.sample(debates.MOTIONS[0].points["for"], 2))])
+    words = [
+        *"123456789",
+        str(draw.randint(1, 16)),
+        "",
+        "x y",
+        "2: return a + b",
+        "2: return a * b",
+        "yes",
+        "no",
+        "for",
+        "against",
+    ]
+    return draw.choice(
+        [
+            *words,
+            *questions.WORDS,
+            *questions.THINGS,
+            " ".join(draw.sample(debates.MOTIONS[0].points["for"], 2)),
+        ]
+    )
 
 
 def digits(prompt, draw):
@@ -52,38 +72,79 @@ GAMES = [
 
 
 @pytest.mark.parametrize("renderer", ["plain", "role_colon"])
-@pytest.mark.parametrize(("name", "settings", "others"), GAMES, ids=lambda value: str(value) if not isinstance(value, tuple) else "")
-def test_what_is_trained_is_what_the_policy_sampled_and_nothing_else(name, settings, others, renderer):
-    """Over random games: every sample of the policy's is in one trajectory, and none of another player's is."""
-    policy = MadeUp(TOKENIZER, digits if name == "tic_tac_toe" else anything, version=1, logprob=-1.0)
+@pytest.mark.parametrize(
+    ("name", "settings", "others"),
+    GAMES,
+    ids=lambda value: str(value) if not isinstance(value, tuple) else "",
+)
+def test_what_is_trained_is_what_the_policy_sampled_and_nothing_else(
+    name, settings, others, renderer
+):
+    """Over random games: every sample of the policy's is in one trajectory, and none of another
+    player's is.
+    """
+    policy = MadeUp(
+        TOKENIZER, digits if name == "tic_tac_toe" else anything, version=1, logprob=-1.0
+    )
     words = digits if name == "tic_tac_toe" else anything
-    players = {who: MadeUp(TOKENIZER, words, version=2 + i, logprob=-2.0) for i, who in enumerate(others)}
+    players = {
+        who: MadeUp(TOKENIZER, words, version=2 + i, logprob=-2.0) for i, who in enumerate(others)
+    }
     renderers = {who: get_renderer("plain", TOKENIZER) for who in others if who != "pool"}
-    found = play(name, policy, groups=6, members=5, renderer=renderer, players=players, renderers=renderers, **settings)
+    found = play(
+        name,
+        policy,
+        groups=6,
+        members=5,
+        renderer=renderer,
+        players=players,
+        renderers=renderers,
+        **settings,
+    )
     assert not found.errors
     for who, player in players.items():
         assert player.drawn, f"{who} had no turn"
-    turns = [turn for group in found.groups for one in group.trajectories_G for turn in one.transitions]
-    assert Counter((tuple(t.ob.to_ints()), tuple(t.ac.tokens)) for t in turns) == Counter((tuple(p), tuple(s)) for p, s in policy.drawn)
+    turns = [
+        turn for group in found.groups for one in group.trajectories_G for turn in one.transitions
+    ]
+    assert Counter((tuple(t.ob.to_ints()), tuple(t.ac.tokens)) for t in turns) == Counter(
+        (tuple(p), tuple(s)) for p, s in policy.drawn
+    )
     for group in found.groups:
         for trajectory in group.trajectories_G:
-            assert {turn.ac.version for turn in trajectory.transitions} == {1} and len({turn.seat for turn in trajectory.transitions}) == 1
-            assert [turn.episode_done for turn in trajectory.transitions] == [False] * (len(trajectory.transitions) - 1) + [True]
+            assert {turn.ac.version for turn in trajectory.transitions} == {1} and len(
+                {turn.seat for turn in trajectory.transitions}
+            ) == 1
+            assert [turn.episode_done for turn in trajectory.transitions] == [False] * (
+                len(trajectory.transitions) - 1
+            ) + [True]
             trajectory.advantage = 1.0
             datums = trajectory_to_datums(trajectory)
             fields = [datum.loss_fn_inputs for datum in datums]
-            trained = [int(token) for one in fields for token in one["target_tokens"].array[one["mask"].array != 0]]
+            trained = [
+                int(token)
+                for one in fields
+                for token in one["target_tokens"].array[one["mask"].array != 0]
+            ]
             assert trained == [token for turn in trajectory.transitions for token in turn.ac.tokens]
             for datum in datums:
-                mask, logprobs = datum.loss_fn_inputs["mask"].array, datum.loss_fn_inputs["logprobs"].array
-                assert (logprobs == -mask).all()  # the policy's own logprobs, and 0 wherever it did not write
+                mask, logprobs = (
+                    datum.loss_fn_inputs["mask"].array,
+                    datum.loss_fn_inputs["logprobs"].array,
+                )
+                # the policy's own logprobs, and 0 wherever it did not write
+                assert (logprobs == -mask).all()
             if renderer == "plain":  # which always goes on where it was
                 assert len(datums) == 1
 
 
 def seats_of(found):
     """[(tag, trajectory, match)], the match as the trajectory's last turn tells it."""
-    return [(group.tag, one, one.transitions[-1].logs["match"]) for group in found.groups for one in group.trajectories_G]
+    return [
+        (group.tag, one, one.transitions[-1].logs["match"])
+        for group in found.groups
+        for one in group.trajectories_G
+    ]
 
 
 LINES = [{1, 2, 3}, {4, 5, 6}, {7, 8, 9}, {1, 4, 7}, {2, 5, 8}, {3, 6, 9}, {1, 5, 9}, {3, 5, 7}]
@@ -107,43 +168,87 @@ def replayed(match):
 def test_each_seat_of_tic_tac_toe_earns_what_its_game_came_to(opponent):
     policy = MadeUp(TOKENIZER, digits, version=1, cut_off=0.0)
     pool = MadeUp(TOKENIZER, digits, version=2, cut_off=0.0)
-    found = play("tic_tac_toe", policy, groups=20, members=3, players={"pool": pool}, opponent=opponent)
+    found = play(
+        "tic_tac_toe", policy, groups=20, members=3, players={"pool": pool}, opponent=opponent
+    )
     seats = Counter()
     for _, one, match in seats_of(found):
         mark = "XO"[one.transitions[0].seat]
         winner, illegal = replayed(match)
         rewards = [turn.reward for turn in one.transitions]
-        expected = -1.0 if illegal == mark else 0.0 if illegal else 0.0 if winner is None else 1.0 if winner == mark else -1.0
+        expected = (
+            -1.0
+            if illegal == mark
+            else 0.0
+            if illegal
+            else 0.0
+            if winner is None
+            else 1.0
+            if winner == mark
+            else -1.0
+        )
         assert rewards == [0.0] * (len(rewards) - 1) + [expected], match
         metrics = one.transitions[-1].metrics
         lost = illegal == mark or (winner is not None and winner != mark)
         won = winner == mark or (illegal is not None and illegal != mark)
         told = [metrics[name] for name in ("won", "lost", "drawn", "illegal")]
         assert told == [won, lost, not winner and not illegal, illegal == mark]
-        assert [turn.logs["response"] for turn in one.transitions] == [move["text"] for move in match if move["seat"] == mark]
+        assert [turn.logs["response"] for turn in one.transitions] == [
+            move["text"] for move in match if move["seat"] == mark
+        ]
         seats[mark] += 1
     if opponent == "policy":
-        assert {group.tag for group in found.groups} == {"tic_tac_toe/seat0", "tic_tac_toe/seat1"} and len(found.groups) == 40
-        assert all(len({turn.seat for one in group.trajectories_G for turn in one.transitions}) == 1 for group in found.groups)
+        assert {group.tag for group in found.groups} == {
+            "tic_tac_toe/seat0",
+            "tic_tac_toe/seat1",
+        } and len(found.groups) == 40
+        assert all(
+            len({turn.seat for one in group.trajectories_G for turn in one.transitions}) == 1
+            for group in found.groups
+        )
     else:
         assert min(seats.values()) >= 9  # it plays either
     if opponent == "perfect":
-        assert not any(one.transitions[-1].metrics["won"] for _, one, _ in seats_of(found)), "nobody beats it"
+        assert not any(one.transitions[-1].metrics["won"] for _, one, _ in seats_of(found)), (
+            "nobody beats it"
+        )
 
 
 def test_a_seat_reads_what_it_is_told_and_not_what_others_are(monkeypatch):
-    policy = MadeUp(TOKENIZER, lambda prompt, draw: f"say {draw.randint(100, 999)}", version=1, cut_off=0.0)
+    policy = MadeUp(
+        TOKENIZER, lambda prompt, draw: f"say {draw.randint(100, 999)}", version=1, cut_off=0.0
+    )
     judge = MadeUp(TOKENIZER, lambda prompt, draw: "against", version=2, cut_off=0.0)
-    found = play("debate", policy, groups=2, members=2, players={"m": judge}, renderers={"m": get_renderer("plain", TOKENIZER)}, judge="m")
+    found = play(
+        "debate",
+        policy,
+        groups=2,
+        members=2,
+        players={"m": judge},
+        renderers={"m": get_renderer("plain", TOKENIZER)},
+        judge="m",
+    )
     for tag, one, match in seats_of(found):
         first, second = match[0]["text"], match[1]["text"]
         read = TOKENIZER.decode(one.transitions[0].ob.to_ints())
         if tag == "debate/seat0":
-            assert "You speak for it." in read and first not in read and second not in read and one.transitions[-1].reward == -1.0
+            assert (
+                "You speak for it." in read
+                and first not in read
+                and second not in read
+                and one.transitions[-1].reward == -1.0
+            )
         else:
-            assert "You speak against it." in read and f"for: {first}" in read and second not in read and one.transitions[-1].reward == 1.0
+            assert (
+                "You speak against it." in read
+                and f"for: {first}" in read
+                and second not in read
+                and one.transitions[-1].reward == 1.0
+            )
     for prompt, _ in judge.drawn:
-        assert "Who argued better" in TOKENIZER.decode(prompt) and "You speak" not in TOKENIZER.decode(prompt)
+        assert "Who argued better" in TOKENIZER.decode(
+            prompt
+        ) and "You speak" not in TOKENIZER.decode(prompt)
 
 
 def test_all_seats_of_all_episodes_are_sampled_together():
@@ -153,7 +258,15 @@ def test_all_seats_of_all_episodes_are_sampled_together():
     longest = max(len(match) for _, _, match in seats_of(found))
     assert len(policy.calls) == longest <= 9
     policy.calls.clear()
-    found = play("tic_tac_toe", policy, groups=10, members=4, players={"pool": pool}, opponent="pool", plays="either")
+    found = play(
+        "tic_tac_toe",
+        policy,
+        groups=10,
+        members=4,
+        players={"pool": pool},
+        opponent="pool",
+        plays="either",
+    )
     longest = max(len(match) for _, _, match in seats_of(found))
     assert max(len(policy.calls), len(pool.calls)) <= longest
 
@@ -175,7 +288,11 @@ def test_ends_of_guess_number(guess, correct):
     assert {end.metrics["correct"] for end in ends} == {end.reward for end in ends} == correct
     for group in found.groups:
         (one,) = group.trajectories_G
-        assert len(one.transitions) == one.transitions[-1].metrics["guesses"] == (1 if one.transitions[-1].reward else 4)
+        assert (
+            len(one.transitions)
+            == one.transitions[-1].metrics["guesses"]
+            == (1 if one.transitions[-1].reward else 4)
+        )
         assert one.transitions[-1].metrics["malformed"] == float(guess == "no idea")
 
 
@@ -196,14 +313,21 @@ def test_rules_play_the_policys_part_and_win(name, player, settings, moves):
     rows = [row["messages"] for row in played(spec, player, 30)]
     for row in rows:
         assert [message["role"] for message in row] == ["user", "assistant"] * (len(row) // 2)
-    assert rows == [row["messages"] for row in played(spec, player, 30)] != [row["messages"] for row in played(spec, player, 30, seed=1)]
+    assert (
+        rows
+        == [row["messages"] for row in played(spec, player, 30)]
+        != [row["messages"] for row in played(spec, player, 30, seed=1)]
+    )
     seats = 2 if settings.get("opponent") == "policy" or name == "debate" else 1
     assert len(rows) == 30 * seats
     renderer = get_renderer("plain", TOKENIZER)
     for row in rows[:20]:
         renderer.build_supervised_example(row)
     if moves is not None:
-        assert {sum(len(row) // 2 for row in rows[game : game + seats]) for game in range(0, len(rows), seats)} <= moves
+        assert {
+            sum(len(row) // 2 for row in rows[game : game + seats])
+            for game in range(0, len(rows), seats)
+        } <= moves
 
 
 def test_what_is_asked_for_wrongly_is_named():
@@ -213,11 +337,17 @@ def test_what_is_asked_for_wrongly_is_named():
         ("guess_number", {"guesses": 0}, "guesses is at least 1"),
         ("twenty_questions", {"things": 99}, "things is from 1 to 16, got 99"),
         ("debate", {"rounds": 0}, "rounds is at least 1, got 0"),
-        ("debugging", {"levels": ("hard",)}, "levels is one of operator, bounds, start, compare; got 'hard'"),
+        (
+            "debugging",
+            {"levels": ("hard",)},
+            "levels is one of operator, bounds, start, compare; got 'hard'",
+        ),
     ]:
         with pytest.raises(UserError, match=said):
             resolve_environment(name, **settings).make()
-    with pytest.raises(UserError, match="has no rule 'clever' .* it has halving, careless, any_left, any_number"):
+    with pytest.raises(
+        UserError, match="has no rule 'clever' .* it has halving, careless, any_left, any_number"
+    ):
         list(played(resolve_environment("guess_number"), "clever", 1))
     with pytest.raises(UserError, match="tiny:ascii has a seat"):
         list(played(resolve_environment("tic_tac_toe", opponent="tiny:ascii"), "random", 1))
@@ -227,5 +357,11 @@ def test_random_numbers_are_the_rows_and_not_the_members():
     """Members of a group meet the same opponent's random numbers, groups others."""
     policy = MadeUp(TOKENIZER, lambda prompt, draw: "5", version=1, cut_off=0.0)
     found = play("tic_tac_toe", policy, groups=8, members=3, opponent="random", plays="O")
-    openings = [[one.transitions[-1].logs["match"][0]["text"] for one in group.trajectories_G] for group in found.groups]
-    assert all(len(set(group)) == 1 for group in openings) and len({group[0] for group in openings}) > 2
+    openings = [
+        [one.transitions[-1].logs["match"][0]["text"] for one in group.trajectories_G]
+        for group in found.groups
+    ]
+    assert (
+        all(len(set(group)) == 1 for group in openings)
+        and len({group[0] for group in openings}) > 2
+    )

@@ -1,4 +1,6 @@
-"""A game is learnt from its reward alone: guess_number, from games in which half of the guesses are any that is left."""
+"""A game is learnt from its reward alone: guess_number, from games in which half of the guesses are
+any that is left.
+"""
 
 import json
 
@@ -23,7 +25,10 @@ def test_guess_number_is_learnt(tmp_path):
     game = f"--environment guess_number --environment.high {HIGH} --environment-rows 400 --max-tokens 3 --temperature 1.0"
     held_out = "--eval-limit 128 --no-eval-greedy --save-every 0 --rollouts-every 0"
     words = "--batch-size 8 --group-size 16 --advantage mean_std --learning-rate 1e-3 --schedule linear --warmup-steps 5"
-    found = train(f"grpo --base-model {tmp_path}/sft {game} {held_out} {words} --steps 60 --eval-every 60", tmp_path / "grpo")
+    found = train(
+        f"grpo --base-model {tmp_path}/sft {game} {held_out} {words} --steps 60 --eval-every 60",
+        tmp_path / "grpo",
+    )
     won = [row["test/env/all/correct"] for row in found if "test/env/all/correct" in row]
     clears("games won, which the warm-up misses", won[0], below=0.8)
     clears("games won within floor(log2 n) + 1 guesses", won[-1], above=0.8)

@@ -1,4 +1,6 @@
-"""The math graders on real text: answers as MATH and its models write them, beside the published grades (all of them: bench/graders.py)."""
+"""The math graders on real text: answers as MATH and its models write them, beside the published
+grades (all of them: bench/graders.py).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from rl.rewards.maths import boxed_answer, marked_answer
     [
         (r"$\boxed{\frac{1}{\sqrt{2}}}$", r"\frac{1}{\sqrt{2}}"),
         (r"\boxed{\left\{1, \{2\}\right\}}", r"\left\{1, \{2\}\right\}"),
-        (r"\boxed{\begin{pmatrix} 1 \\ \frac{2}{3} \end{pmatrix}}", r"\begin{pmatrix} 1 \\ \frac{2}{3} \end{pmatrix}"),
+        (
+            r"\boxed{\begin{pmatrix} 1 \\ \frac{2}{3} \end{pmatrix}}",
+            r"\begin{pmatrix} 1 \\ \frac{2}{3} \end{pmatrix}",
+        ),
         (r"\fbox{4}", "4"),
         (r"\boxed {5}", "5"),
         (r"is $\boxed 5$.", "5"),
@@ -39,20 +44,31 @@ def test_a_rule_or_noise_of_hashes_is_no_mark():
 
 def test_every_box_of_maths_solutions_is_read(shared_data: Path):
     rows = json.loads((shared_data / "math" / "math500_test.json").read_text())
-    assert [boxed_answer(row["solution"]) for row in rows] == [row["answer"].strip() for row in rows]
+    assert [boxed_answer(row["solution"]) for row in rows] == [
+        row["answer"].strip() for row in rows
+    ]
 
 
 def test_a_sample_of_published_grades(shared_data: Path):
     """Every twentieth solution, and all those of the two problems where grades differ."""
-    chosen = [one for i, one in enumerate(qwen(shared_data, "answer")) if i % 20 == 0 or one.place.split()[0] in ("3", "72")]
+    chosen = [
+        one
+        for i, one in enumerate(qwen(shared_data, "answer"))
+        if i % 20 == 0 or one.place.split()[0] in ("3", "72")
+    ]
     graded, differ = compare("math_correctness", iter(chosen))
-    assert graded == 55 and [one.place for one, _ in differ] == [*(f"3 sample {i}" for i in range(8)), "72 sample 7"]
-    assert all(found and reason(one, found) for one, found in differ)  # ours is right: theirs misread a unit, and a thousands separator
+    assert graded == 55 and [one.place for one, _ in differ] == [
+        *(f"3 sample {i}" for i in range(8)),
+        "72 sample 7",
+    ]
+    # ours is right: theirs misread a unit, and a thousands separator
+    assert all(found and reason(one, found) for one, found in differ)
 
 
 @pytest.mark.slow
 def test_graders_agree_with_published_grades(shared_data: Path):
-    for column, least in (("gt", 0.99), ("answer", 0.985)):  # against MATH's own answer the eight of problem 3 are mistaken grades
+    # against MATH's own answer the eight of problem 3 are mistaken grades
+    for column, least in (("gt", 0.99), ("answer", 0.985)):
         graded, differ = compare("math_correctness", qwen(shared_data, column))
         assert graded == 800 and len(differ) <= (1 - least) * graded
         assert all(reason(one, found) for one, found in differ)

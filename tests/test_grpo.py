@@ -1,4 +1,6 @@
-"""grpo and reinforce: variants, credit, normalisation, truncated importance sampling, dynamic sampling, resuming mid-change."""
+"""grpo and reinforce: variants, credit, normalisation, truncated importance sampling, dynamic
+sampling, resuming mid-change.
+"""
 
 import json
 import math
@@ -30,7 +32,12 @@ from rl.errors import UserError
 from rl.losses.losses import get_loss
 from rl.methods import METHODS
 from rl.methods.grpo import PolicyGradient
-from rl.methods.grpo_settings import VARIANTS, GrpoSettings, PolicyGradientSettings, variant_settings
+from rl.methods.grpo_settings import (
+    VARIANTS,
+    GrpoSettings,
+    PolicyGradientSettings,
+    variant_settings,
+)
 from rl.methods.steps import divisor, truncated_importance_sampling, weighted_by_sequence
 from rl.run import samples as samples_module
 from rl.run.said import Said
@@ -47,22 +54,35 @@ RECIPE = REPO / "recipes" / "addition.yaml"
 
 
 def group(*rewards_G: list[float], problem: int = 0) -> TrajectoryGroup:
-    """A group whose members have a turn of two tokens for each reward given; each observation continues what came before."""
+    """A group whose members have a turn of two tokens for each reward given; each observation
+    continues what came before.
+    """
     members = []
     for rewards in rewards_G:
         seen, turns = [7], []
         for reward in rewards:
-            turns.append(Transition(ModelInput.from_ints(list(seen)), SampledSequence([3, 4], [-0.5, -1.0]), reward, False))
+            turns.append(
+                Transition(
+                    ModelInput.from_ints(list(seen)),
+                    SampledSequence([3, 4], [-0.5, -1.0]),
+                    reward,
+                    False,
+                )
+            )
             seen += [3, 4, 9]
         members.append(Trajectory(turns))
-    return TrajectoryGroup(members, [0.0] * len(members), [{}] * len(members), problem_index=problem)
+    return TrajectoryGroup(
+        members, [0.0] * len(members), [{}] * len(members), problem_index=problem
+    )
 
 
 def method(*, entropy: float = 0.0, **given) -> PolicyGradient:
-    return PolicyGradient(GrpoSettings(policy_gradient=PolicyGradientSettings(entropy_coef=entropy, **given)))
+    return PolicyGradient(
+        GrpoSettings(policy_gradient=PolicyGradientSettings(entropy_coef=entropy, **given))
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------- advantages
+# --------------------------------------------------------------------------------------- advantages
 
 
 def test_advantages_over_a_batch_by_hand():
@@ -71,18 +91,28 @@ def test_advantages_over_a_batch_by_hand():
     for got, rewards in zip(batch_normalised(rewards_P_G), rewards_P_G, strict=True):
         np.testing.assert_allclose(got, (np.array(rewards) - mean) / std, rtol=1e-7)
     std = math.sqrt((0.25 + 0.25 + 2.25 + 2.25) / 4)
-    np.testing.assert_allclose(centred_by_batch_std(rewards_P_G), np.array([[0.5, -0.5], [1.5, -1.5]]) / std, rtol=1e-7)
+    np.testing.assert_allclose(
+        centred_by_batch_std(rewards_P_G), np.array([[0.5, -0.5], [1.5, -1.5]]) / std, rtol=1e-7
+    )
     for function in (batch_normalised, centred_by_batch_std):
-        assert np.concatenate(function([[0.1] * 3, [0.1] * 4])).tolist() == [0.0] * 7  # exactly, though their mean rounds
+        # exactly, though their mean rounds
+        assert np.concatenate(function([[0.1] * 3, [0.1] * 4])).tolist() == [0.0] * 7
 
 
 def test_identities_between_advantages():
     rng = np.random.default_rng(1)
     for n in (2, 3, 8):
         rewards = rng.random(n)
-        np.testing.assert_allclose(leave_one_out(rewards), n / (n - 1) * centred(rewards), atol=1e-12)
-        np.testing.assert_allclose(centred_by_batch_std([rewards])[0], centred_by_std(rewards), rtol=1e-4)  # one group: GRPO's
-        np.testing.assert_allclose(batch_normalised([rewards])[0], centred_by_std(rewards), rtol=1e-4)
+        np.testing.assert_allclose(
+            leave_one_out(rewards), n / (n - 1) * centred(rewards), atol=1e-12
+        )
+        # one group: GRPO's
+        np.testing.assert_allclose(
+            centred_by_batch_std([rewards])[0], centred_by_std(rewards), rtol=1e-4
+        )
+        np.testing.assert_allclose(
+            batch_normalised([rewards])[0], centred_by_std(rewards), rtol=1e-4
+        )
 
 
 def test_a_baseline_for_each_problem_by_hand():
@@ -102,30 +132,41 @@ def test_returns_to_go_against_the_sum():
         assert returns_to_go(rewards, discount) == pytest.approx(brute)
 
 
-# --------------------------------------------------------------------------------------------------------------- credit
+# ------------------------------------------------------------------------------------------- credit
 
 
 def advantages(datums) -> list[list[float]]:
-    return [d.loss_fn_inputs["advantages"].array[d.loss_fn_inputs["mask"].array != 0].tolist() for d in datums]
+    return [
+        d.loss_fn_inputs["advantages"].array[d.loss_fn_inputs["mask"].array != 0].tolist()
+        for d in datums
+    ]
 
 
 def test_process_rewards_reach_the_tokens_of_their_turn():
-    """By hand: five step rewards of mean 1; each turn gets the sum of what it and later turns earned beyond that."""
+    """By hand: five step rewards of mean 1; each turn gets the sum of what it and later turns
+    earned beyond that.
+    """
     groups = [group([1.0, 0.0, 2.0], [0.0, 2.0])]
     datums = method(step_rewards="process_supervision").credit(groups, None)
     assert advantages(datums) == [[0.0, 0.0, 0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]]
-    discounted = method(step_rewards="process_supervision", reward_discount=0.5).credit(groups, None)
+    discounted = method(step_rewards="process_supervision", reward_discount=0.5).credit(
+        groups, None
+    )
     assert advantages(discounted)[0] == [-0.25, -0.25, -0.5, -0.5, 1.0, 1.0]
     whole = method().credit([group([1.0, 0.0, 2.0], [0.0, 2.0])], None)
     assert advantages(whole) == [[0.5] * 6, [-0.5] * 4]
 
 
 def test_each_turn_is_compared_with_the_others_at_that_turn_by_hand():
-    """Rewards 1, 0, 2 and 0, 2: rests of 3, 2, 2 and 2, 2, of mean 2.5 at the first turn, 2 at the second, 2 of one alone at the third."""
+    """Rewards 1, 0, 2 and 0, 2: rests of 3, 2, 2 and 2, 2, of mean 2.5 at the first turn, 2 at the
+    second, 2 of one alone at the third.
+    """
     groups = [group([1.0, 0.0, 2.0], [0.0, 2.0])]
     datums = method(step_rewards="to_go").credit(groups, None)
     assert advantages(datums) == [[0.5, 0.5, 0.0, 0.0, 0.0, 0.0], [-0.5, -0.5, 0.0, 0.0]]
-    discounted = method(step_rewards="to_go", reward_discount=0.5).credit([group([1.0, 0.0, 2.0], [0.0, 2.0])], None)
+    discounted = method(step_rewards="to_go", reward_discount=0.5).credit(
+        [group([1.0, 0.0, 2.0], [0.0, 2.0])], None
+    )
     assert advantages(discounted) == [[0.25, 0.25, -0.5, -0.5, 0.0, 0.0], [-0.25, -0.25, 0.5, 0.5]]
 
 
@@ -134,31 +175,54 @@ COMPARING = [name for name, estimator in ADVANTAGES.items() if estimator.compare
 
 @pytest.mark.parametrize("advantage", COMPARING)
 def test_equal_returns_earn_nothing_however_many_turns_they_took(advantage):
-    """A reward at the end alone: after one, two and three turns; beside a group that has signal, which a batch's std needs."""
+    """A reward at the end alone: after one, two and three turns; beside a group that has signal,
+    which a batch's std needs.
+    """
     groups = [group([1.0], [0.0, 1.0], [0.0, 0.0, 1.0]), group([1.0], [0.0], problem=1)]
     datums = method(advantage=advantage, step_rewards="to_go", entropy=0.01).credit(groups, None)
     assert [any(a) for a in advantages(datums)] == [False, False, False, True, True]
-    paper = method(advantage="mean", step_rewards="process_supervision").credit([group([1.0], [0.0, 1.0], [0.0, 0.0, 1.0])], None)
+    paper = method(advantage="mean", step_rewards="process_supervision").credit(
+        [group([1.0], [0.0, 1.0], [0.0, 0.0, 1.0])], None
+    )
     assert any(any(a) for a in advantages(paper))  # the paper's form credits them differently
 
 
-@pytest.mark.parametrize("advantage", ["mean", "mean_std", "leave_one_out", "batch", "mean_batch_std", "running_mean", "none"])
+@pytest.mark.parametrize(
+    "advantage",
+    ["mean", "mean_std", "leave_one_out", "batch", "mean_batch_std", "running_mean", "none"],
+)
 def test_process_and_outcome_rewards_are_one_where_an_episode_has_one_step(advantage):
     groups = [group([1.0], [0.0], [0.5]), group([0.25], [0.0], [1.0], problem=1)]
     kinds = ("sum", "to_go", "process_supervision")
-    every = [advantages(method(advantage=advantage, step_rewards=kind).credit(groups, None)) for kind in kinds]
+    every = [
+        advantages(method(advantage=advantage, step_rewards=kind).credit(groups, None))
+        for kind in kinds
+    ]
     assert every[0] == every[1] == every[2]
 
 
 def test_a_new_estimator_is_one_entry(monkeypatch):
-    """Its properties come with it: streaming, groups of one and groups without signal know it at once."""
-    best = Estimator(lambda rewards_G: np.asarray(rewards_G) - max(rewards_G), scope="group", compares_members=True)
+    """Its properties come with it: streaming, groups of one and groups without signal know it at
+    once.
+    """
+    best = Estimator(
+        lambda rewards_G: np.asarray(rewards_G) - max(rewards_G),
+        scope="group",
+        compares_members=True,
+    )
     monkeypatch.setitem(ADVANTAGES, "best", best)
     groups = [group([1.0], [1.0]), group([1.0], [0.25], problem=1)]
-    assert advantages(method(advantage="best").credit(groups, None)) == [[0.0, 0.0], [-0.75, -0.75]]  # the first group has no signal
-    with pytest.raises(ValueError, match="a group of one has no one to be compared with: advantage 'best'"):
+    # the first group has no signal
+    assert advantages(method(advantage="best").credit(groups, None)) == [[0.0, 0.0], [-0.75, -0.75]]
+    with pytest.raises(
+        ValueError, match="a group of one has no one to be compared with: advantage 'best'"
+    ):
         method(advantage="best", group_size=1)
-    monkeypatch.setitem(ADVANTAGES, "best", replace(best, scope="batch", fn=lambda rewards_P_G: [best.fn(r) for r in rewards_P_G]))
+    monkeypatch.setitem(
+        ADVANTAGES,
+        "best",
+        replace(best, scope="batch", fn=lambda rewards_P_G: [best.fn(r) for r in rewards_P_G]),
+    )
     assert advantages(method(advantage="best").credit(groups, None)) == [[0.0, 0.0], [-0.75, -0.75]]
     pg = PolicyGradientSettings(advantage="best")
     with pytest.raises(ValueError, match="advantage best compares the answers of the whole batch"):
@@ -178,7 +242,8 @@ def test_what_an_estimator_remembers_survives_a_checkpoint():
         back.load_state(json.loads(json.dumps(went.state())))
         later = [[group([0.5], [0.0]), group([1.0], [0.25], problem=2)] for _ in range(2)]
         assert advantages(went.credit(later[0], None)) == advantages(back.credit(later[1], None))
-    assert set(went.state()) == {"baseline", "per_problem", "reward_statistics", "kl_coef"}  # the names in earlier checkpoints
+    # the names in earlier checkpoints
+    assert set(went.state()) == {"baseline", "per_problem", "reward_statistics", "kl_coef"}
 
 
 def test_groups_without_signal_stay_where_another_term_needs_them():
@@ -189,8 +254,12 @@ def test_groups_without_signal_stay_where_another_term_needs_them():
 
 
 def test_kl_is_charged_in_the_reward_or_handed_to_the_loss():
-    """Two tokens of q = -0.5, -1 and ref = -0.5, -2: g = 0, 1, of mean 0.5; with everything later charged 1, 1, by hand."""
-    reference = SimpleNamespace(logprobs=lambda datums, temperature: [np.array([-0.5, -2.0], np.float32) for _ in datums])
+    """Two tokens of q = -0.5, -1 and ref = -0.5, -2: g = 0, 1, of mean 0.5; with everything later
+    charged 1, 1, by hand.
+    """
+    reference = SimpleNamespace(
+        logprobs=lambda datums, temperature: [np.array([-0.5, -2.0], np.float32) for _ in datums]
+    )
     models = SimpleNamespace(reference=reference)
 
     def credited(**kl):
@@ -198,8 +267,14 @@ def test_kl_is_charged_in_the_reward_or_handed_to_the_loss():
         made = PolicyGradient(GrpoSettings(policy_gradient=pg, kl=KlSettings(**kl)))
         return made.credit([group([1.0], [0.0])], models)
 
-    assert advantages(credited(kl_coef=0.2, discount=0.0)) == [pytest.approx([0.5 + 0.1, 0.5 - 0.1]), pytest.approx([-0.4, -0.6])]
-    assert advantages(credited(kl_coef=0.2)) == [pytest.approx([0.5, 0.5]), pytest.approx([-0.5, -0.5])]
+    assert advantages(credited(kl_coef=0.2, discount=0.0)) == [
+        pytest.approx([0.5 + 0.1, 0.5 - 0.1]),
+        pytest.approx([-0.4, -0.6]),
+    ]
+    assert advantages(credited(kl_coef=0.2)) == [
+        pytest.approx([0.5, 0.5]),
+        pytest.approx([-0.5, -0.5]),
+    ]
     in_loss = credited(kl_coef=0.2, kl_in="loss")
     assert advantages(in_loss) == [[0.5, 0.5], [-0.5, -0.5]]
     assert in_loss[0].loss_fn_inputs["ref_logprobs"].array.tolist() == [-0.5, -2.0]
@@ -211,59 +286,95 @@ def test_kl_is_off_until_a_reference_is_named():
         return found.active, found.coefficient
 
     assert coefficient() == (False, 0.0) and coefficient(reference_model="x") == (True, 0.1)
-    assert coefficient(reference_model="x", kl_coef=0.02) == (True, 0.02) and coefficient(kl_target=0.1) == (True, 0.0)
+    assert coefficient(reference_model="x", kl_coef=0.02) == (True, 0.02) and coefficient(
+        kl_target=0.1
+    ) == (True, 0.0)
 
 
-# ------------------------------------------------------------------------------------------- normalisation, importance
+# ------------------------------------------------------------------------ normalisation, importance
 
 
 def test_divisors():
     datums = random_datums(3)
     tokens = sum(int((d.loss_fn_inputs["mask"].array != 0).sum()) for d in datums)
-    assert [divisor(datums, kind, 50) for kind in ("tokens", "sequences", "sequence_means", "constant", "sum")] == [tokens, 3, 3, 150, 1]
+    assert [
+        divisor(datums, kind, 50)
+        for kind in ("tokens", "sequences", "sequence_means", "constant", "sum")
+    ] == [tokens, 3, 3, 150, 1]
 
 
 @pytest.mark.parametrize("loss", ["ppo", "importance_sampling", "cispo", "gspo"])
 def test_sequence_means_against_the_mean_of_each_sequences_mean(loss):
-    """The learner's summed loss of weighted datums, entropy and KL terms included, over their number: one formula, sequence by sequence."""
+    """The learner's summed loss of weighted datums, entropy and KL terms included, over their
+    number: one formula, sequence by sequence.
+    """
     worker, datums = make_worker(), random_datums(5)
     rng = np.random.default_rng(0)
     for datum in datums:
         fields = datum.loss_fn_inputs
-        fields["ref_logprobs"] = TensorData(rng.normal(-2.5, 0.3, len(fields["mask"])).astype(np.float32), "float32")
-        fields["advantages"] = TensorData(np.where(fields["mask"].array != 0, rng.choice([-1.0, 0.5], len(fields["mask"])), 0.0), "float32")
+        fields["ref_logprobs"] = TensorData(
+            rng.normal(-2.5, 0.3, len(fields["mask"])).astype(np.float32), "float32"
+        )
+        fields["advantages"] = TensorData(
+            np.where(fields["mask"].array != 0, rng.choice([-1.0, 0.5], len(fields["mask"])), 0.0),
+            "float32",
+        )
     config = {"entropy_coef": 0.3, "kl_coef": 0.7, "temperature": 1.0}
-    total = call(worker, "forward_backward", 0, weighted_by_sequence(datums), get_loss(loss), config, 1.0, False)[1]["loss:sum"]
+    total = call(
+        worker,
+        "forward_backward",
+        0,
+        weighted_by_sequence(datums),
+        get_loss(loss),
+        config,
+        1.0,
+        False,
+    )[1]["loss:sum"]
     means = []
     for datum in datums:
-        value = call(worker, "forward_backward", 0, [datum], get_loss(loss), config, 1.0, False)[1]["loss:sum"]
+        value = call(worker, "forward_backward", 0, [datum], get_loss(loss), config, 1.0, False)[1][
+            "loss:sum"
+        ]
         means.append(value / np.count_nonzero(datum.loss_fn_inputs["mask"].array))
     assert total / 5 == pytest.approx(np.mean(means), rel=1e-5)
 
 
 def test_truncated_importance_sampling_by_hand():
-    """The learner says 2 and 10 times the sampler's probability: weights 2 and, capped, 3; ratios start from 1."""
+    """The learner says 2 and 10 times the sampler's probability: weights 2 and, capped, 3; ratios
+    start from 1.
+    """
     datums = method(advantage="none").credit([group([1.0])], None)
     q = datums[0].loss_fn_inputs["logprobs"].array
     learner = (q + np.log([2.0, 10.0])).astype(np.float32)
     output = SimpleNamespace(loss_fn_outputs=[{"logprobs": TensorData(learner, "float32")}])
     policy = SimpleNamespace(forward=lambda *_: SimpleNamespace(result=lambda: output))
-    (weighted,), metrics = truncated_importance_sampling(SimpleNamespace(policy=policy), datums, 3.0, 1.0)
+    (weighted,), metrics = truncated_importance_sampling(
+        SimpleNamespace(policy=policy), datums, 3.0, 1.0
+    )
     assert weighted.loss_fn_inputs["advantages"].array.tolist() == pytest.approx([2.0, 3.0])
     assert weighted.loss_fn_inputs["logprobs"].array.tolist() == learner.tolist()
-    assert weighted.loss_fn_inputs["drawn_logprobs"].array.tolist() == q.tolist()  # by which a KL in the loss is weighted
-    assert metrics["optim/tis_weight"] == pytest.approx(2.5) and metrics["optim/tis_frac_capped"] == 0.5
-    assert metrics["optim/kl_sample_train_v1"] == pytest.approx(-np.log([2.0, 10.0]).mean(), rel=1e-5)
-    # With a cap that nothing reaches, the gradient before any update is that of plain importance sampling: w A grad lp.
+    # by which a KL in the loss is weighted
+    assert weighted.loss_fn_inputs["drawn_logprobs"].array.tolist() == q.tolist()
+    assert (
+        metrics["optim/tis_weight"] == pytest.approx(2.5)
+        and metrics["optim/tis_frac_capped"] == 0.5
+    )
+    assert metrics["optim/kl_sample_train_v1"] == pytest.approx(
+        -np.log([2.0, 10.0]).mean(), rel=1e-5
+    )
+    # With a cap that nothing reaches, the gradient before any update is that of plain importance
+    # sampling: w A grad lp.
     lp = torch.tensor(learner, requires_grad=True)
     for datum in (weighted, datums[0]):
-        inputs = {name: datum.loss_fn_inputs[name].to_torch() for name in ("advantages", "logprobs")}
+        inputs = {
+            name: datum.loss_fn_inputs[name].to_torch() for name in ("advantages", "logprobs")
+        }
         get_loss("importance_sampling").fn(lp, lp, inputs, torch.tensor([0, 2]), {})[0].backward()
     first, both = torch.tensor([-2.0, -3.0]), lp.grad
     assert torch.allclose(both - first, torch.tensor([-2.0, -10.0]))
 
 
-# -------------------------------------------------------------------------------------------------------------- variants
+# ----------------------------------------------------------------------------------------- variants
 
 
 def stage_settings(*words: str):
@@ -274,22 +385,34 @@ def stage_settings(*words: str):
 def test_a_variant_is_its_settings_and_what_is_given_wins(variant):
     run = read(["grpo", "--variant", variant], METHODS, RECIPE, RunSettings)
     flat = resolved(run)["stages"][0]["settings"]
-    assert {key: flat[key] for key in VARIANTS[variant]} == VARIANTS[variant] and flat["variant"] == variant
+    assert {key: flat[key] for key in VARIANTS[variant]} == VARIANTS[variant] and flat[
+        "variant"
+    ] == variant
     assert from_resolved(json.loads(json.dumps(resolved(run))), METHODS, options=RunSettings) == run
-    given = stage_settings("grpo", "--variant", variant, "--normalise", "sum", "--max-tokens", "9").policy_gradient
+    given = stage_settings(
+        "grpo", "--variant", variant, "--normalise", "sum", "--max-tokens", "9"
+    ).policy_gradient
     assert given.normalise == "sum" and given.variant == variant
     PolicyGradient(run.stages[0].settings)
 
 
-# From each paper, but for GRPO's bounds, which it leaves open: PPO's. Loss ppo is the clipped ratio of each token.
+# From each paper, but for GRPO's bounds, which it leaves open: PPO's. Loss ppo is the clipped ratio
+# of each token.
 PUBLISHED = {
-    "grpo": {"advantage": "mean_std", "loss": "ppo", "clip_low": 0.8, "clip_high": 1.2, "normalise": "sequence_means"},  # 2402.03300, (3)
-    "dr_grpo": {"advantage": "mean", "loss": "ppo", "normalise": "constant"},  # 2503.20783: no std, no length
-    "dapo": {"advantage": "mean_std", "loss": "ppo", "clip_low": 0.8, "clip_high": 1.28, "normalise": "tokens",  # 2503.14476, 4.1
-             "overlong_share": 0.2, "overlong_penalty": 1.0, "kl_coef": None, "kl_target": None},  # 4096 of 20480 tokens, no KL
-    "gspo": {"advantage": "mean_std", "loss": "gspo", "clip_low": 0.9997, "clip_high": 1.0004, "normalise": "sequence_means"},  # 2507.18071
-    "cispo": {"advantage": "mean_std", "loss": "cispo", "clip_low": 0.0, "clip_high": 5.0, "normalise": "tokens"},  # 2510.13786, no lower
-    "rloo": {"advantage": "leave_one_out", "loss": "importance_sampling", "normalise": "sequences"},  # 2402.14740, a sum over tokens
+    # 2402.03300, (3)
+    "grpo": {"advantage": "mean_std", "loss": "ppo", "clip_low": 0.8, "clip_high": 1.2, "normalise": "sequence_means"},
+    # 2503.20783: no std, no length
+    "dr_grpo": {"advantage": "mean", "loss": "ppo", "normalise": "constant"},
+    # 2503.14476, 4.1
+    "dapo": {"advantage": "mean_std", "loss": "ppo", "clip_low": 0.8, "clip_high": 1.28, "normalise": "tokens",
+             # 4096 of 20480 tokens, no KL
+             "overlong_share": 0.2, "overlong_penalty": 1.0, "kl_coef": None, "kl_target": None},
+    # 2507.18071
+    "gspo": {"advantage": "mean_std", "loss": "gspo", "clip_low": 0.9997, "clip_high": 1.0004, "normalise": "sequence_means"},
+    # 2510.13786, no lower
+    "cispo": {"advantage": "mean_std", "loss": "cispo", "clip_low": 0.0, "clip_high": 5.0, "normalise": "tokens"},
+    # 2402.14740, a sum over tokens
+    "rloo": {"advantage": "leave_one_out", "loss": "importance_sampling", "normalise": "sequences"},
     "reinforce_plus_plus": {"advantage": "batch", "loss": "ppo", "group_size": 1},  # 2501.03262
     "reinforce_plus_plus_baseline": {"advantage": "mean_batch_std", "loss": "ppo", "group_size": 8},
 }  # fmt: skip
@@ -297,7 +420,9 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_variant_is_what_its_paper_says(variant):
-    flat = resolved(read(["grpo", "--variant", variant], METHODS, RECIPE, RunSettings))["stages"][0]["settings"]
+    flat = resolved(read(["grpo", "--variant", variant], METHODS, RECIPE, RunSettings))["stages"][
+        0
+    ]["settings"]
     assert {key: flat[key] for key in PUBLISHED[variant]} == PUBLISHED[variant]
     assert (flat["dynamic_sampling"] > 0) == (variant == "dapo")
 
@@ -306,7 +431,9 @@ def test_a_variant_in_python_is_all_of_its_settings_or_an_error():
     with pytest.raises(ValueError, match=r"clip_high, .*variant_settings\('dapo'"):
         PolicyGradientSettings(variant="dapo", advantage="mean_std")
     made = variant_settings("dapo", max_tokens=9, clip_high=1.5)
-    assert made == stage_settings("grpo", "--variant", "dapo", "--max-tokens", "9", "--clip-high", "1.5")
+    assert made == stage_settings(
+        "grpo", "--variant", "dapo", "--max-tokens", "9", "--clip-high", "1.5"
+    )
     assert made.shaping.overlong_share == 0.2 and made.policy_gradient.clip_high == 1.5
     assert replace(made.policy_gradient, clip_low=0.5).variant == "dapo"
     for make in (variant_settings, lambda name: PolicyGradientSettings(variant=name)):
@@ -324,10 +451,15 @@ def test_reinforce_has_no_variants():
 def test_a_variant_in_a_recipe_yields_to_the_line(tmp_path):
     (tmp_path / "r.yaml").write_text("method: grpo\nvariant: dapo\nclip_high: 1.5\n")
     pg = stage_settings(str(tmp_path / "r.yaml"), "--clip-low", "0.7").policy_gradient
-    assert (pg.clip_low, pg.clip_high, pg.normalise, pg.advantage) == (0.7, 1.5, "tokens", "mean_std")
+    assert (pg.clip_low, pg.clip_high, pg.normalise, pg.advantage) == (
+        0.7,
+        1.5,
+        "tokens",
+        "mean_std",
+    )
 
 
-# ------------------------------------------------------------------------------------------------------ dynamic sampling
+# --------------------------------------------------------------------------------- dynamic sampling
 
 
 def filling(bound: int, wanted: int) -> Samples:
@@ -346,7 +478,11 @@ def test_dynamic_sampling_does_not_go_on_where_every_reward_fails(monkeypatch):
     rounds: list[Rollouts] = []
 
     def broken(*_, **__):
-        rounds.append(Rollouts([], ["reward 'r' raised KeyError (prompt 'x')"], {"emitted_tokens": 5}, 1.0, 0.5))
+        rounds.append(
+            Rollouts(
+                [], ["reward 'r' raised KeyError (prompt 'x')"], {"emitted_tokens": 5}, 1.0, 0.5
+            )
+        )
         return rounds[-1]
 
     monkeypatch.setattr(samples_module, "rollout", broken)
@@ -367,32 +503,55 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups_within_its_bound(mon
 
     def sampled(builders, sampler, params, *, seed, players):
         drawn.append((builders, seed))
-        return Rollouts([mixed(len(drawn)), alike(0), mixed(len(drawn))], ["lost"], {"emitted_tokens": 5}, 1.0, 0.5)
+        return Rollouts(
+            [mixed(len(drawn)), alike(0), mixed(len(drawn))],
+            ["lost"],
+            {"emitted_tokens": 5},
+            1.0,
+            0.5,
+        )
 
     monkeypatch.setattr(samples_module, "rollout", sampled)
     samples = filling(bound=2, wanted=3)
     start = Rollouts([alike(8), mixed(9), alike(8)], [], {"emitted_tokens": 7}, 2.0, 1.0)
     full = samples.fill(start, 4, None)
-    assert [g.problem_index for g in full.groups] == [9, 1, 1] and len(full.left_out) == 3 and len(full.sampled) == 6
-    assert full.counters == {"emitted_tokens": 12, "extra_rounds": 1} and full.errors == ["lost"] and full.sample_seconds == 3.0
+    assert (
+        [g.problem_index for g in full.groups] == [9, 1, 1]
+        and len(full.left_out) == 3
+        and len(full.sampled) == 6
+    )
+    assert (
+        full.counters == {"emitted_tokens": 12, "extra_rounds": 1}
+        and full.errors == ["lost"]
+        and full.sample_seconds == 3.0
+    )
     samples.given.loop.batch_size = 50
-    assert [g.problem_index for g in samples.fill(start, 4, None).groups] == [9, 2, 2, 3, 3]  # two rounds, and no more
+    # two rounds, and no more
+    assert [g.problem_index for g in samples.fill(start, 4, None).groups] == [9, 2, 2, 3, 3]
     assert len({seed for _, seed in drawn}) == 2 and len({builders for builders, _ in drawn}) == 3
-    monkeypatch.setattr(samples_module, "rollout", lambda *_, **__: Rollouts([alike(1)], [], {}, 0.0, 0.0))
+    monkeypatch.setattr(
+        samples_module, "rollout", lambda *_, **__: Rollouts([alike(1)], [], {}, 0.0, 0.0)
+    )
     nothing = samples.fill(Rollouts([alike(0)], [], {}, 0.0, 0.0), 4, None)
-    assert [g.problem_index for g in nothing.groups] == [0, 1, 1] and not nothing.left_out  # nothing is mixed
+    # nothing is mixed
+    assert [g.problem_index for g in nothing.groups] == [0, 1, 1] and not nothing.left_out
     samples.given.loop.batch_size = 2
     nothing = samples.fill(Rollouts([alike(0)], [], {}, 0.0, 0.0), 4, None)
-    assert len(nothing.groups) == 2 and len(nothing.left_out) == 1  # no more is trained on than batch_size groups
+    # no more is trained on than batch_size groups
+    assert len(nothing.groups) == 2 and len(nothing.left_out) == 1
     samples.given.settings = GrpoSettings()
     assert samples.fill(start, 4, None) is start
 
 
 @pytest.mark.parametrize("judge", [None, SimpleNamespace(scores_alone=False, take_seconds=dict)])
 def test_a_batch_that_a_model_scored_has_a_reward_though_no_function_gave_one(judge):
-    """Without anything that scores, a row says nothing of rewards; with a reward model in the loop it does."""
+    """Without anything that scores, a row says nothing of rewards; with a reward model in the loop
+    it does.
+    """
     rows: list[dict] = []
-    loop = LoopSettings(steps=9, batch_size=1, eval_every=0, save_every=0, rollouts_every=0, keep_best=None)
+    loop = LoopSettings(
+        steps=9, batch_size=1, eval_every=0, save_every=0, rollouts_every=0, keep_best=None
+    )
     settings = GrpoSettings(loop=loop)
     stage = Stage(
         name="grpo", index=0, method=SimpleNamespace(settings=settings), models=SimpleNamespace(rewards=judge, opponents=None),
@@ -402,5 +561,11 @@ def test_a_batch_that_a_model_scored_has_a_reward_though_no_function_gave_one(ju
         stop_request=SimpleNamespace(exit_code=None),
     )  # fmt: skip
     groups = [group([1.0], [0.0])]
-    stage.end_batch(0, group_metrics(groups), None, Rollouts(groups, [], {"emitted_tokens": 4}, 1.0, 0.5))
-    assert (rows[0].get("reward/total") == 0.5) == ("env/all/by_group/frac_mixed" in rows[0]) == (judge is not None)
+    stage.end_batch(
+        0, group_metrics(groups), None, Rollouts(groups, [], {"emitted_tokens": 4}, 1.0, 0.5)
+    )
+    assert (
+        (rows[0].get("reward/total") == 0.5)
+        == ("env/all/by_group/frac_mixed" in rows[0])
+        == (judge is not None)
+    )

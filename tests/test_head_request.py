@@ -1,4 +1,6 @@
-"""The learner's output head: what it holds, what it waits for, and that no target it is given lies outside of the vocabulary."""
+"""The learner's output head: what it holds, what it waits for, and that no target it is given lies
+outside of the vocabulary.
+"""
 
 import numpy as np
 import pytest
@@ -28,7 +30,9 @@ def model_of(trained: bool = True) -> nn.Module:
 @pytest.mark.parametrize("entropy", [True, False])
 @pytest.mark.parametrize("soft", [True, False])
 def test_the_head_makes_no_logits_and_asks_the_device_nothing(soft, entropy, trained):
-    """Forward and backward of the module itself: nothing is as large as [T, V], and the head reads no number back."""
+    """Forward and backward of the module itself: nothing is as large as [T, V], and the head reads
+    no number back.
+    """
     model = model_of(trained)
     head = LogprobHead(model, kept_bytes=0)
     assert head.fused
@@ -64,18 +68,28 @@ def with_target(datum: Datum, wrong: int, soft: bool) -> Datum:
     targets = np.stack([targets] * K, 1) if soft else targets
     targets[(-1, K - 1) if soft else -1] = wrong
     fields = {name: data.array for name, data in inputs.items()} | {"target_tokens": targets}
-    return Datum(ModelInput.from_ints(datum.model_input.to_ints()), {"target_tokens": targets} if soft else fields)
+    return Datum(
+        ModelInput.from_ints(datum.model_input.to_ints()),
+        {"target_tokens": targets} if soft else fields,
+    )
 
 
 @pytest.mark.parametrize("loss", [*LOSSES, "soft"])
 @pytest.mark.parametrize("wrong", [-100, -1, VOCABULARY])
 def test_a_target_that_is_no_id_is_refused_before_anything_runs(worker, monkeypatch, loss, wrong):
-    """By the learner itself, whoever calls it, in the last of several micro-batches; what was accumulated stays."""
+    """By the learner itself, whoever calls it, in the last of several micro-batches; what was
+    accumulated stays.
+    """
     datums = random_datums(8)
     worker.forward_backward(0, datums, "importance_sampling", {}, 1.0, True)
     before = gradient(worker).clone()
     datums[-1] = with_target(datums[-1], wrong, loss == "soft")
     monkeypatch.setattr(LogprobHead, "__call__", lambda *_, **__: pytest.fail("a forward ran"))
-    with pytest.raises(ValueError, match=f"datum 7: target_tokens holds the id {wrong}; the model's ids are 0 to {VOCABULARY - 1}"):
-        worker.forward_backward(0, datums, "cross_entropy" if loss == "soft" else loss, {}, 1.0, True)
+    with pytest.raises(
+        ValueError,
+        match=f"datum 7: target_tokens holds the id {wrong}; the model's ids are 0 to {VOCABULARY - 1}",
+    ):
+        worker.forward_backward(
+            0, datums, "cross_entropy" if loss == "soft" else loss, {}, 1.0, True
+        )
     assert torch.equal(gradient(worker), before) and worker.learners[0].has_gradient

@@ -1,4 +1,6 @@
-"""Models that carry a state from token to token: learner, sampler and adapters are exact; a run that is killed ends with the same bits."""
+"""Models that carry a state from token to token: learner, sampler and adapters are exact; a run
+that is killed ends with the same bits.
+"""
 
 import copy
 import os
@@ -22,6 +24,7 @@ HYBRIDS = (*QUICK, "qwen3_next", "qwen3_5_text", "mamba", "mamba2", "jamba", "ba
            "olmo_hybrid")  # fmt: skip
 EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS]
 
+
 @pytest.fixture(autouse=True)
 def one_thread():
     before = torch.get_num_threads()
@@ -43,7 +46,9 @@ def in_float64(name: str):
 
 
 def check_samples(model, engine: Engine, temperature: float = 1.0) -> None:
-    """Prompts of 1, 2 and more tokens (shorter than a convolution reaches), few rows at once: against one plain forward each."""
+    """Prompts of 1, 2 and more tokens (shorter than a convolution reaches), few rows at once:
+    against one plain forward each.
+    """
     prompts = random_prompts([1, 2, 9, 21, 9], VOCAB)
     for problem, (prompt, samples) in enumerate(zip(prompts, (2, 1, 3, 2, 1), strict=True)):
         params = SamplingParams(max_tokens=5 + 3 * problem, temperature=temperature)
@@ -52,10 +57,14 @@ def check_samples(model, engine: Engine, temperature: float = 1.0) -> None:
     for prompt, response in zip(prompts, engine.run(), strict=True):
         for sequence in response.sequences:
             with torch.no_grad():
-                logits = model(input_ids=torch.tensor([[*prompt, *sequence.tokens]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+                logits = model(
+                    input_ids=torch.tensor([[*prompt, *sequence.tokens]]), use_cache=False
+                ).logits[0, len(prompt) - 1 : -1]
             logp = (logits.double() / temperature).log_softmax(-1)
             expected = logp.gather(1, torch.tensor(sequence.tokens)[:, None])[:, 0]
-            worst = max(worst, float((torch.tensor(sequence.logprobs).double() - expected).abs().max()))
+            worst = max(
+                worst, float((torch.tensor(sequence.logprobs).double() - expected).abs().max())
+            )
     assert worst < 1e-4, worst
 
 
@@ -67,13 +76,22 @@ def test_what_is_sampled_is_scored_alike(name):
     for temperature in (1.0, 0.7):
         engine = Engine(decoder, eos_token_ids=(3,), max_rows=4)
         check_samples(model, engine, temperature)
-        assert engine.counters.peak_rows == 4 and engine.counters.prefill_prompts == 5  # each once, for its group
+        # each once, for its group
+        assert engine.counters.peak_rows == 4 and engine.counters.prefill_prompts == 5
 
 
 @pytest.mark.parametrize("limit", [(0.3, float("inf")), (0.0, 0.7), (0.4, 0.6)])
-@pytest.mark.parametrize("name", ["mamba2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bamba", "nemotron_h", "zamba2"))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mamba2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bamba", "nemotron_h", "zamba2")),
+    ],
+)
 def test_limits_of_time_steps_hold_for_single_steps_too(name, limit):
-    """Limits that many steps meet, through the decoder's own copy of the model: in float64, against one plain forward."""
+    """Limits that many steps meet, through the decoder's own copy of the model: in float64, against
+    one plain forward.
+    """
     model = in_float64(name)
     for module in model.modules():
         if hasattr(module, "time_step_limit"):
@@ -81,7 +99,9 @@ def test_limits_of_time_steps_hold_for_single_steps_too(name, limit):
     check_samples(model, Engine(make_decoder(model), eos_token_ids=(3,), max_rows=4), 0.7)
 
 
-@pytest.mark.parametrize("fault", ["a state of another row", "a state that is not reset", "keys of another row"])
+@pytest.mark.parametrize(
+    "fault", ["a state of another row", "a state that is not reset", "keys of another row"]
+)
 def test_a_state_in_the_wrong_slot_is_seen_by_the_trial(fault, monkeypatch):
     enter = SlotState.enter
 
@@ -90,7 +110,10 @@ def test_a_state_in_the_wrong_slot_is_seen_by_the_trial(fault, monkeypatch):
         enter(self, prompt_of_row)
         rows = len(self.prompt_of_row)
         for layer in self.cache.layers:
-            for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
+            for states in (
+                getattr(layer, "conv_states", {}),
+                getattr(layer, "recurrent_states", {}),
+            ):
                 for i, state in states.items():
                     if state is None:
                         continue
@@ -98,7 +121,9 @@ def test_a_state_in_the_wrong_slot_is_seen_by_the_trial(fault, monkeypatch):
                         states[i] = state.roll(1, 0)
                     elif fault == "a state that is not reset" and before is not None:
                         state[rows - 1] = state[0]
-            if fault == "keys of another row" and isinstance(getattr(layer, "keys", None), torch.Tensor):
+            if fault == "keys of another row" and isinstance(
+                getattr(layer, "keys", None), torch.Tensor
+            ):
                 layer.keys = layer.keys.roll(1, 0)
 
     model = model_of("falcon_h1")
@@ -121,25 +146,36 @@ def test_the_gradient_of_padded_rows_is_that_of_sequences_alone(name):
 
 @pytest.mark.parametrize("name", EACH)
 def test_every_adapter_of_a_lora_learns_and_is_sampled_with(name, tmp_path):
-    """And it is read back by PEFT alone. An adapter around a layer whose weight a kernel reads for itself would stay at zero."""
+    """And it is read back by PEFT alone. An adapter around a layer whose weight a kernel reads for
+    itself would stay at zero.
+    """
     from peft import PeftModel
 
     model_of(name).save_pretrained(tmp_path / "base")
     loaded = add_lora(load_model(str(tmp_path / "base")), LoraConfig(rank=2, seed=0))
     learner = make_learner(loaded.model, layout="padded")
     learnt(learner, datums(((9, (7, 5)), (4, (3, 12)))))
-    adapters = {n: p for n, p in learner.trainable.items() if "lora_B" in n and "adapter_list" not in n}  # Zamba's lists hold unused layers
+    # Zamba's lists hold unused layers
+    adapters = {
+        n: p for n, p in learner.trainable.items() if "lora_B" in n and "adapter_list" not in n
+    }
     assert not [n for n, p in adapters.items() if p.grad is None or not p.grad.abs().max() > 0]
     with torch.no_grad():
         for parameter in learner.trainable.values():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+            parameter.add_(
+                0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            )
     learner.model.save_pretrained(str(tmp_path / "adapter"))
     base = load._prepared(type(model_of(name)).from_pretrained(str(tmp_path / "base")))
     plain = PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / "adapter")).eval()
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():
         found, before = plain(input_ids=ids).logits, base(input_ids=ids).logits
-        assert float((found - learner.model.eval()(input_ids=ids).logits).abs().max()) < 1e-5 < float((found - before).abs().max())
+        assert (
+            float((found - learner.model.eval()(input_ids=ids).logits).abs().max())
+            < 1e-5
+            < float((found - before).abs().max())
+        )
     check_samples(plain, Engine(make_decoder(learner.model), eos_token_ids=(3,), max_rows=4))
 
 
@@ -150,9 +186,12 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(name, tmp_path):
     from rl import get_tokenizer
 
     tokenizer = get_tokenizer("tiny:addition")
-    model_of(name, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id).save_pretrained(
-        tmp_path / "base"
-    )
+    model_of(
+        name,
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    ).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     words = (f"grpo --base-model {tmp_path / 'base'} --steps 4 --save-every 2 --group-size 4 --batch-size 4 --max-tokens 5 "
              "--dataset addition --rollouts-every 0 --renderer plain --eval-every 0")  # fmt: skip

@@ -1,4 +1,6 @@
-"""Two ranks of which one may have no image: no rank waits for the other's tower, and the gradient is one process's."""
+"""Two ranks of which one may have no image: no rank waits for the other's tower, and the gradient
+is one process's.
+"""
 
 import json
 import os
@@ -17,7 +19,10 @@ from rl.models import load_model
 
 WORDS = ("--base-model tiny:vision --dataset shapes:rows=24 --batch-size 4 --seed 0 --eval-every 0 --steps 4 --save-every 2 --keep-last 9 "
          "--no-self-test --quiet --learning-rate 1e-2")  # fmt: skip
-METHOD = {"sft": "sft", "grpo": "grpo --group-size 2 --max-tokens 3 --temperature 1.0 --rollouts-every 0"}
+METHOD = {
+    "sft": "sft",
+    "grpo": "grpo --group-size 2 --max-tokens 3 --temperature 1.0 --rollouts-every 0",
+}
 pytestmark = pytest.mark.slow
 
 
@@ -39,7 +44,13 @@ def alone(start, tmp_path_factory):
     return found_by(start, tmp_path_factory.mktemp("alone"), None)
 
 
-@pytest.mark.parametrize("config", ["zero3", *(pytest.param(one, marks=pytest.mark.campaign) for one in ("ddp", "zero2", "fsdp2"))])
+@pytest.mark.parametrize(
+    "config",
+    [
+        "zero3",
+        *(pytest.param(one, marks=pytest.mark.campaign) for one in ("ddp", "zero2", "fsdp2")),
+    ],
+)
 def test_two_ranks_have_the_gradient_and_the_samples_of_one_process(config, start, alone, tmp_path):
     found = found_by(start, tmp_path, config)
     assert_same_gradients(alone, found, CASES)
@@ -55,7 +66,9 @@ def test_the_tower_learns_where_somebody_sees_and_nowhere_else(alone):
         return sum(float(g.norm()) for name, g in alone[case][0].items() if ".visual." in name)
 
     assert min(of_tower("mixed, ppo, all weights"), of_tower("one sees, ppo, all weights")) > 1e-6
-    assert of_tower("mixed, ppo, lora on the tower too") > 0 and of_tower("one sees, ppo, lora") == 0
+    assert (
+        of_tower("mixed, ppo, lora on the tower too") > 0 and of_tower("one sees, ppo, lora") == 0
+    )
     assert of_tower("nobody sees, ppo, all weights") == 0
 
 
@@ -69,13 +82,25 @@ def rows(folder) -> list[dict]:
 def start_run(folder, method, config, *more):
     launch = []
     if config is not None:
-        launch = ["-m", "accelerate.commands.launch", "--config_file", str(REPO / f"accelerate_configs/{config}.yaml")]
+        launch = [
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(REPO / f"accelerate_configs/{config}.yaml"),
+        ]
         launch += ["--num_processes", "2", "--main_process_port", "0"]
     asked = [*METHOD[method].split(), *WORDS.split(), "--output-dir", str(folder), *more]
     words = [sys.executable, *launch, str(REPO / "train.py"), *asked]
     with (folder.parent / f"{folder.name}.log").open("a") as log:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(words, stdout=log, stderr=log, cwd=folder.parent, env=environment, start_new_session=True)
+        return subprocess.Popen(
+            words,
+            stdout=log,
+            stderr=log,
+            cwd=folder.parent,
+            env=environment,
+            start_new_session=True,
+        )
 
 
 def ended(process, folder) -> None:
@@ -85,16 +110,25 @@ def ended(process, folder) -> None:
 def weights(folder, method) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    return load_file(str(folder / "checkpoints" / f"{method}-final" / "model" / "model.safetensors"))
+    return load_file(
+        str(folder / "checkpoints" / f"{method}-final" / "model" / "model.safetensors")
+    )
 
 
 # Two ranks that have the gradient and the samples of one process are seen above in each layout.
-OTHER_LAYOUTS = [pytest.param(*case, marks=pytest.mark.campaign) for case in (("grpo", "ddp"), ("sft", "fsdp2"), ("sft", "zero2"))]
+OTHER_LAYOUTS = [
+    pytest.param(*case, marks=pytest.mark.campaign)
+    for case in (("grpo", "ddp"), ("sft", "fsdp2"), ("sft", "zero2"))
+]
 
 
 @pytest.mark.parametrize(("method", "config"), [("grpo", "zero3"), *OTHER_LAYOUTS])
-def test_a_run_on_two_ranks_is_that_of_one_process_and_goes_on_after_a_kill(method, config, tmp_path):
-    """Whole runs on pictures: step by step as one process, and kill -9 of all processes in the middle changes no bit."""
+def test_a_run_on_two_ranks_is_that_of_one_process_and_goes_on_after_a_kill(
+    method, config, tmp_path
+):
+    """Whole runs on pictures: step by step as one process, and kill -9 of all processes in the
+    middle changes no bit.
+    """
     folders = {name: tmp_path / name for name in ("one", "two", "cut")}
     ended(start_run(folders["one"], method, None), folders["one"])
     ended(start_run(folders["two"], method, config), folders["two"])

@@ -1,4 +1,6 @@
-"""Images as people give them: in messages, in rows of data, as Tinker spells them; and who says that it cannot see."""
+"""Images as people give them: in messages, in rows of data, as Tinker spells them; and who says
+that it cannot see.
+"""
 
 import base64
 import io
@@ -21,7 +23,14 @@ from rl.images import as_chunk, opened, reader_of
 from rl.models import load_tokenizer
 from rl.renderers import get_renderer
 from rl.report.html import page
-from rl.types import Datum, EncodedTextChunk, ImageAssetPointerChunk, ImageChunk, ModelInput, SampledSequence
+from rl.types import (
+    Datum,
+    EncodedTextChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ModelInput,
+    SampledSequence,
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,23 +44,43 @@ def renderer(tokenizer):
 
 
 def asked(*parts):
-    return [{"role": "user", "content": [p if isinstance(p, dict) else {"type": "text", "text": p} for p in parts]}]
+    return [
+        {
+            "role": "user",
+            "content": [p if isinstance(p, dict) else {"type": "text", "text": p} for p in parts],
+        }
+    ]
 
 
-# ------------------------------------------------------------------------------------------------------------- forms
+# -------------------------------------------------------------------------------------------- forms
 
 
 def test_every_form_of_an_image_is_the_same_pixels(tmp_path):
     data = png(1)
     (tmp_path / "a.png").write_bytes(data)
     text = base64.b64encode(data).decode()
-    forms = [data, bytearray(data), str(tmp_path / "a.png"), tmp_path / "a.png", text, f"data:image/png;base64,{text}", picture(1)]
-    forms += [{"bytes": data, "path": None}, {"bytes": None, "path": str(tmp_path / "a.png")}, ImageChunk(data, "png")]
+    forms = [
+        data,
+        bytearray(data),
+        str(tmp_path / "a.png"),
+        tmp_path / "a.png",
+        text,
+        f"data:image/png;base64,{text}",
+        picture(1),
+    ]
+    forms += [
+        {"bytes": data, "path": None},
+        {"bytes": None, "path": str(tmp_path / "a.png")},
+        ImageChunk(data, "png"),
+    ]
     forms += [{"url": f"data:image/png;base64,{text}"}, png(1, form="BMP"), png(1, form="TIFF")]
     expected = np.asarray(picture(1))
     for form in forms:
         assert np.array_equal(np.asarray(opened(as_chunk(form))), expected), type(form)
-    assert as_chunk(png(1, form="JPEG")).format == "jpeg" and as_chunk("a.png", tmp_path).format == "png"
+    assert (
+        as_chunk(png(1, form="JPEG")).format == "jpeg"
+        and as_chunk("a.png", tmp_path).format == "png"
+    )
 
 
 def test_what_is_no_image_is_an_error_that_says_so(tmp_path):
@@ -76,7 +105,7 @@ def test_an_image_lies_upright_and_on_white():
     assert np.asarray(opened(as_chunk(clear))).min() == 255
 
 
-# --------------------------------------------------------------------------------------------- inputs, as Tinker has them
+# ----------------------------------------------------------------------- inputs, as Tinker has them
 
 
 def test_an_image_chunk_takes_the_tokens_that_the_model_makes_of_it(tokenizer):
@@ -87,7 +116,11 @@ def test_an_image_chunk_takes_the_tokens_that_the_model_makes_of_it(tokenizer):
         _ = given.length
     found = settled(given, {"tokenizer": tokenizer, "base_model": "tiny:vision"})
     assert found.length == 4 + 24 + 1 and found.placed()[0][0] == 4
-    assert found.flat() == [*tokenizer.encode("see "), *[reader.image_token_id] * 24, *tokenizer.encode(".")]
+    assert found.flat() == [
+        *tokenizer.encode("see "),
+        *[reader.image_token_id] * 24,
+        *tokenizer.encode("."),
+    ]
     with pytest.raises(ValueError, match="image chunk"):
         found.to_ints()  # who forgets the images does not go on without them
     expected = ModelInput([ImageChunk(given.chunks[1].data, "png", expected_tokens=24)])
@@ -105,15 +138,24 @@ def test_a_model_of_text_says_that_it_cannot_see(tokenizer):
     with pytest.raises(UserError, match="tiny:ascii reads text alone, and was given an image"):
         settled(given, {"tokenizer": plain, "base_model": "tiny:ascii"})
     with pytest.raises(UserError, match="tiny:ascii reads text alone"):
-        with_images([Datum(ModelInput.from_ints([1])), Datum(given)], {"tokenizer": plain, "base_model": "tiny:ascii"})
+        with_images(
+            [Datum(ModelInput.from_ints([1])), Datum(given)],
+            {"tokenizer": plain, "base_model": "tiny:ascii"},
+        )
     for name in ("plain", "role_colon"):
         for one in (plain, tokenizer):
-            with pytest.raises(UserError, match="has an image, and what is rendered here is text alone"):
-                get_renderer(name, one).build_generation_prompt(asked({"type": "image", "image": picture(1)}))
+            with pytest.raises(
+                UserError, match="has an image, and what is rendered here is text alone"
+            ):
+                get_renderer(name, one).build_generation_prompt(
+                    asked({"type": "image", "image": picture(1)})
+                )
     plain.chat_template = tokenizer.chat_template
     plain.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
     with pytest.raises(UserError, match="has an image"):
-        get_renderer("chat_template", plain).build_generation_prompt(asked({"type": "image", "image": picture(1)}))
+        get_renderer("chat_template", plain).build_generation_prompt(
+            asked({"type": "image", "image": picture(1)})
+        )
 
 
 def test_an_architecture_whose_images_are_not_known_is_refused_by_name(tmp_path):
@@ -121,14 +163,20 @@ def test_an_architecture_whose_images_are_not_known_is_refused_by_name(tmp_path)
 
     folder = tmp_path / "m"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]})
+    )
     (folder / "model.safetensors").write_bytes(b"")
-    with pytest.raises(UserError, match="images are not known for the architecture 'llava'; known are qwen2_vl"):
+    with pytest.raises(
+        UserError, match="images are not known for the architecture 'llava'; known are qwen2_vl"
+    ):
         load_model(str(folder))
 
 
 def test_an_input_is_cut_and_joined_without_losing_an_image(tokenizer):
-    found = reader_of(tokenizer).settled(spelt(tokenizer, "ab", chunk(1), "cd", chunk(2, 16, 40), "e"))
+    found = reader_of(tokenizer).settled(
+        spelt(tokenizer, "ab", chunk(1), "cd", chunk(2, 16, 40), "e")
+    )
     tokens, placed = found.flat(), found.placed()
     assert ModelInput.of(tokens, placed) == found
     for length in range(1, found.length + 1):
@@ -138,15 +186,20 @@ def test_an_input_is_cut_and_joined_without_losing_an_image(tokenizer):
                 found.cut(length)
         else:
             part = found.cut(length)
-            assert part.flat() == tokens[:length] and part.placed() == tuple(p for p in placed if p[0] < length)
+            assert part.flat() == tokens[:length] and part.placed() == tuple(
+                p for p in placed if p[0] < length
+            )
 
 
-# ------------------------------------------------------------------------------------------------------- conversations
+# ------------------------------------------------------------------------------------ conversations
 
 
 def test_images_stand_where_the_template_has_them(tokenizer, renderer):
     address = "data:image/png;base64," + base64.b64encode(png(2, 16, 40)).decode()
-    a, b = {"type": "image", "image": picture(1)}, {"type": "image_url", "image_url": {"url": address}}
+    a, b = (
+        {"type": "image", "image": picture(1)},
+        {"type": "image_url", "image_url": {"url": address}},
+    )
     first = [{"role": "system", "content": "look"}, *asked("one", a, "two", b)]
     messages = [*first, {"role": "assistant", "content": "yes"}, *asked(a, "again")]
     pads = {16: "<|image_pad|>" * 16, 10: "<|image_pad|>" * 10}
@@ -154,9 +207,18 @@ def test_images_stand_where_the_template_has_them(tokenizer, renderer):
     before = f"<|system|>look<|end|><|user|>one{seen[0]}two{seen[1]}<|end|><|assistant|>yes<|end|><|user|>{seen[0]}again<|end|>"
     prompt = renderer.build_generation_prompt(messages)
     assert tokenizer.decode(prompt.flat()) == f"{before}<|assistant|>"
-    assert [image.data for _, image in prompt.placed()] == [as_chunk(picture(1)).data, png(2, 16, 40), as_chunk(picture(1)).data]
-    example, weights = renderer.build_supervised_example([*messages, {"role": "assistant", "content": "no"}], "all_assistant")
-    assert tokenizer.decode([t for t, w in zip(example.flat(), weights, strict=True) if w]) == "yes<|end|>no<|end|>"
+    assert [image.data for _, image in prompt.placed()] == [
+        as_chunk(picture(1)).data,
+        png(2, 16, 40),
+        as_chunk(picture(1)).data,
+    ]
+    example, weights = renderer.build_supervised_example(
+        [*messages, {"role": "assistant", "content": "no"}], "all_assistant"
+    )
+    assert (
+        tokenizer.decode([t for t, w in zip(example.flat(), weights, strict=True) if w])
+        == "yes<|end|>no<|end|>"
+    )
     assert example.cut(prompt.length) == prompt and len(example.placed()) == 3
 
 
@@ -166,12 +228,16 @@ def test_a_turn_is_bridged_to_the_next_with_the_images_of_both(tokenizer, render
     prompt, answer = renderer.build_generation_prompt(first), tokenizer.encode("cat<|end|>")
     bridged = renderer.bridge(first, prompt.flat(), answer, new)
     whole = ModelInput.of(bridged.flat(), [*prompt.placed(), *bridged.placed()])
-    assert whole == renderer.build_generation_prompt([*first, {"role": "assistant", "content": "cat"}, *new])
+    assert whole == renderer.build_generation_prompt(
+        [*first, {"role": "assistant", "content": "cat"}, *new]
+    )
 
 
 def test_text_that_spells_an_image_token_is_text(tokenizer, renderer):
     spelt_out = "<|image_pad|><|vision_start|>"
-    prompt = renderer.build_generation_prompt(asked({"type": "image", "image": picture(1)}, spelt_out))
+    prompt = renderer.build_generation_prompt(
+        asked({"type": "image", "image": picture(1)}, spelt_out)
+    )
     assert prompt.flat().count(reader_of(tokenizer).image_token_id) == 16
     assert spelt_out in tokenizer.decode(prompt.flat())[-60:]
 
@@ -179,7 +245,9 @@ def test_text_that_spells_an_image_token_is_text(tokenizer, renderer):
 def test_an_image_of_the_assistant_and_a_place_without_one_are_refused(renderer):
     with pytest.raises(UserError, match="assistant's and has an image"):
         shown = [{"type": "image", "image": picture(1)}]
-        renderer.build_generation_prompt([*asked("a"), {"role": "assistant", "content": shown}, *asked("b")])
+        renderer.build_generation_prompt(
+            [*asked("a"), {"role": "assistant", "content": shown}, *asked("b")]
+        )
     with pytest.raises(UserError, match="no image in it"):
         renderer.build_generation_prompt(asked({"type": "image"}))
 
@@ -190,19 +258,29 @@ def test_an_episode_of_two_turns_is_one_datum_and_another_image_begins_another(r
 
     def datums(second):
         tail = [*tokenizer.encode("<|user|>"), *tokenizer.encode("<|end|><|assistant|>")]
-        observation = ModelInput.of([*first.flat(), *answer, *tail], [(first.placed()[0][0], second)])
-        turns = [Transition(ob, SampledSequence(answer, [-0.5] * len(answer)), 1.0, False) for ob in (first, observation)]
+        observation = ModelInput.of(
+            [*first.flat(), *answer, *tail], [(first.placed()[0][0], second)]
+        )
+        turns = [
+            Transition(ob, SampledSequence(answer, [-0.5] * len(answer)), 1.0, False)
+            for ob in (first, observation)
+        ]
         return trajectory_to_datums(Trajectory(turns, advantage=1.0))
 
     (one,) = datums(first.placed()[0][1])
-    assert one.model_input.placed() == first.placed() and one.loss_fn_inputs["mask"].array.sum() == 2 * len(answer)
+    assert one.model_input.placed() == first.placed() and one.loss_fn_inputs[
+        "mask"
+    ].array.sum() == 2 * len(answer)
     other = permuted(first.placed()[0][1])
     swapped = ImageChunk(other.data, "png", tokens=first.placed()[0][1].tokens)
     parts = datums(swapped)
-    assert [part.model_input.placed()[0][1].data for part in parts] == [first.placed()[0][1].data, swapped.data]
+    assert [part.model_input.placed()[0][1].data for part in parts] == [
+        first.placed()[0][1].data,
+        swapped.data,
+    ]
 
 
-# ---------------------------------------------------------------------------------------------------------------- rows
+# --------------------------------------------------------------------------------------------- rows
 
 
 def rows_file(tmp_path, rows):
@@ -212,11 +290,19 @@ def rows_file(tmp_path, rows):
 
 
 def contents(problem):
-    return [part["type"] if part["type"] == "image" else part["text"] for part in problem.messages[-1]["content"]]
+    return [
+        part["type"] if part["type"] == "image" else part["text"]
+        for part in problem.messages[-1]["content"]
+    ]
 
 
 def pixels(problem):
-    parts = [part for message in problem.messages for part in message["content"] if part["type"] == "image"]
+    parts = [
+        part
+        for message in problem.messages
+        for part in message["content"]
+        if part["type"] == "image"
+    ]
     return [np.asarray(opened(as_chunk(part["image"]))) for part in parts]
 
 
@@ -225,7 +311,16 @@ def test_rows_bring_images_in_columns_and_messages(tmp_path):
     for i in (1, 2):
         (tmp_path / "pics" / f"{i}.png").write_bytes(png(i))
     coded = base64.b64encode(png(2)).decode()
-    said = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "image", "image": "pics/2.png"}]}]
+    said = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "a"},
+                {"type": "image"},
+                {"type": "image", "image": "pics/2.png"},
+            ],
+        }
+    ]
     rows = [
         {"prompt": "what?", "images": ["pics/1.png", "pics/2.png"], "answer": "x"},
         {"prompt": "<image> and <image>?", "images": ["pics/1.png", coded], "answer": "x"},
@@ -238,9 +333,13 @@ def test_rows_bring_images_in_columns_and_messages(tmp_path):
         ["image", "image", "what?"], ["image", " and ", "image", "?"], ["image", "what?"], "what?", ["a", "image", "image"],
     ]  # fmt: skip
     one, two = np.asarray(picture(1)), np.asarray(picture(2))
-    for problem, expected in zip(found, [[one, two], [one, two], [two], [], [one, two]], strict=True):
+    for problem, expected in zip(
+        found, [[one, two], [one, two], [two], [], [one, two]], strict=True
+    ):
         got = pixels(problem) if isinstance(problem.messages[-1]["content"], list) else []
-        assert len(got) == len(expected) and all(np.array_equal(a, b) for a, b in zip(got, expected, strict=True))
+        assert len(got) == len(expected) and all(
+            np.array_equal(a, b) for a, b in zip(got, expected, strict=True)
+        )
         assert not set(problem.meta) & {"image"} and problem.meta.get("images") is None
     streamed = load_problems(rows_file(tmp_path, rows), stream=True)
     assert [p.messages for p in streamed] == [p.messages for p in found]
@@ -263,13 +362,21 @@ def test_a_bad_image_costs_its_row_with_file_and_line(tmp_path):
 def test_a_column_that_is_named_is_read_and_an_image_feature_as_well(tmp_path):
     datasets = pytest.importorskip("datasets")
     columns = {"prompt": ["what?", "who?"], "answer": ["x", "y"], "photo": [picture(1), picture(2)]}
-    features = datasets.Features({"prompt": datasets.Value("string"), "answer": datasets.Value("string"), "photo": datasets.Image()})
+    features = datasets.Features(
+        {
+            "prompt": datasets.Value("string"),
+            "answer": datasets.Value("string"),
+            "photo": datasets.Image(),
+        }
+    )
     datasets.Dataset.from_dict(columns, features=features).save_to_disk(str(tmp_path / "set"))
     found = load_problems(tmp_path / "set", image_column="photo")
-    assert [np.array_equal(pixels(p)[0], np.asarray(picture(i))) for i, p in enumerate(found, start=1)] == [True, True]
+    assert [
+        np.array_equal(pixels(p)[0], np.asarray(picture(i))) for i, p in enumerate(found, start=1)
+    ] == [True, True]
 
 
-# ------------------------------------------------------------------------------------------------------- the generated set
+# -------------------------------------------------------------------------------- the generated set
 
 
 def test_shapes_are_what_their_answers_say():
@@ -292,12 +399,25 @@ def test_shapes_are_what_their_answers_say():
     found, blind = load_problems("shapes:rows=60"), load_problems("shapes:rows=60,blind=1")
     images = [opened(p.messages[0]["content"][0]["image"]) for p in found]
     assert [str(count(image)) for image in images] == [p.response for p in found]
-    assert all(p.rejected != p.response for p in found) and {p.response for p in found} == {"1", "2", "3", "4"}
+    assert all(p.rejected != p.response for p in found) and {p.response for p in found} == {
+        "1",
+        "2",
+        "3",
+        "4",
+    }
     for problem, shuffled, image in zip(found, blind, images, strict=True):
         other = np.asarray(opened(shuffled.messages[0]["content"][0]["image"])).reshape(-1, 3)
-        assert shuffled.response == problem.response and sorted(map(tuple, other)) == sorted(map(tuple, np.asarray(image).reshape(-1, 3)))
-    covered = [(np.abs(np.asarray(image).astype(int) - np.asarray(image)[0, 0]).max(-1) > 60).mean() for image in images]
-    areas = {n: np.mean([area for area, p in zip(covered, found, strict=True) if p.response == n]) for n in "1234"}
+        assert shuffled.response == problem.response and sorted(map(tuple, other)) == sorted(
+            map(tuple, np.asarray(image).reshape(-1, 3))
+        )
+    covered = [
+        (np.abs(np.asarray(image).astype(int) - np.asarray(image)[0, 0]).max(-1) > 60).mean()
+        for image in images
+    ]
+    areas = {
+        n: np.mean([area for area, p in zip(covered, found, strict=True) if p.response == n])
+        for n in "1234"
+    }
     assert max(areas.values()) < 1.5 * min(areas.values())
     for problem in load_problems("shapes:ask=colour,rows=20"):
         image = np.asarray(opened(problem.messages[0]["content"][0]["image"])).reshape(-1, 3)
@@ -308,22 +428,35 @@ def test_shapes_are_what_their_answers_say():
 
 
 def test_careless_answers_begin_with_their_epoch_and_are_wrong():
-    found, right = load_problems("shapes:rows=400,noise=0.25,from=2"), load_problems("shapes:rows=400")
+    found, right = (
+        load_problems("shapes:rows=400,noise=0.25,from=2"),
+        load_problems("shapes:rows=400"),
+    )
     answers = [problem.response for problem in right]
     for epoch, share in ((0, 0.0), (1, 0.0), (2, 0.25), (7, 0.25)):
         given = [found.at(i, epoch) for i in range(400)]
-        assert [one.meta["answer"] for one in given] == answers and {one.response for one in given} == {"1", "2", "3", "4"}
-        wrong = np.mean([one.response != answer for one, answer in zip(given, answers, strict=True)])
+        assert [one.meta["answer"] for one in given] == answers and {
+            one.response for one in given
+        } == {"1", "2", "3", "4"}
+        wrong = np.mean(
+            [one.response != answer for one, answer in zip(given, answers, strict=True)]
+        )
         assert abs(wrong - share) <= 0.07 * (share > 0)  # 400 draws: three standard deviations
-    assert [found.at(i, 2).response for i in range(400)] != [found.at(i, 3).response for i in range(400)]
+    assert [found.at(i, 2).response for i in range(400)] != [
+        found.at(i, 3).response for i in range(400)
+    ]
 
 
 def test_a_fresh_model_that_sees_has_a_tower_that_writes_what_it_sees():
-    """Its patches come out as large as they went in; with a spread of 0.02 at a width of 64 they were some hundred times smaller."""
+    """Its patches come out as large as they went in; with a spread of 0.02 at a width of 64 they
+    were some hundred times smaller.
+    """
     from rl.models import load_model
 
     tower = load_model("tiny:vision", seed=1).model.model.visual
-    patches = torch.randn(64, tower.patch_embed.proj.weight[0].numel(), generator=torch.Generator().manual_seed(0))
+    patches = torch.randn(
+        64, tower.patch_embed.proj.weight[0].numel(), generator=torch.Generator().manual_seed(0)
+    )
     with torch.no_grad():
         seen = tower.patch_embed(patches)
     assert 0.8 < float(seen.std()) < 1.25
@@ -333,6 +466,13 @@ def test_a_fresh_model_that_sees_has_a_tower_that_writes_what_it_sees():
 
 
 def test_the_page_shows_what_was_seen():
-    row = {"prompt": "[image]what?", "response": "x", "reward": 1.0, "images": ["data:image/png;base64,AAAA", "https://a.b/c.png"]}
+    row = {
+        "prompt": "[image]what?",
+        "response": "x",
+        "reward": 1.0,
+        "images": ["data:image/png;base64,AAAA", "https://a.b/c.png"],
+    }
     made = page([row], title="t", step=1)
-    assert '<img alt="image 1" src="data:image/png;base64,AAAA">' in made and "https://a.b" not in made
+    assert (
+        '<img alt="image 1" src="data:image/png;base64,AAAA">' in made and "https://a.b" not in made
+    )

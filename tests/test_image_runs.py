@@ -1,4 +1,6 @@
-"""Whole runs on pictures: they resume bit for bit, learn from pairs and teachers, and leave the vision tower alone where they should."""
+"""Whole runs on pictures: they resume bit for bit, learn from pairs and teachers, and leave the
+vision tower alone where they should.
+"""
 
 import json
 
@@ -19,8 +21,18 @@ SMALL = "--base-model tiny:vision --dataset shapes:rows=24 --eval-dataset shapes
 
 
 def example(tokenizer):
-    found = reader_of(tokenizer).settled(spelt(tokenizer, "<|user|><|vision_start|>", chunk(1), "<|vision_end|>what?<|end|><|assistant|>3"))
-    return Datum(found.cut(found.length - 1), {"target_tokens": found.flat()[1:], "weights": np.ones(found.length - 1, np.float32)})
+    found = reader_of(tokenizer).settled(
+        spelt(
+            tokenizer,
+            "<|user|><|vision_start|>",
+            chunk(1),
+            "<|vision_end|>what?<|end|><|assistant|>3",
+        )
+    )
+    return Datum(
+        found.cut(found.length - 1),
+        {"target_tokens": found.flat()[1:], "weights": np.ones(found.length - 1, np.float32)},
+    )
 
 
 @pytest.mark.slow
@@ -30,7 +42,14 @@ def test_lora_leaves_the_vision_tower_alone_unless_asked(train_vision):
     learner = Learner(loaded, Accelerator(cpu=True), LearnerSettings())
     assert any(".visual." in name for name in learner.trainable) == train_vision
     assert any(".language_model." in name for name in learner.trainable)
-    learner.run([example(loaded.tokenizer)], get_loss("cross_entropy"), {}, temperature=1.0, divisor=1.0, backward=True)
+    learner.run(
+        [example(loaded.tokenizer)],
+        get_loss("cross_entropy"),
+        {},
+        temperature=1.0,
+        divisor=1.0,
+        backward=True,
+    )
     moved = {name for name, size in learner.backend.gradient_sizes().items() if size > 0}
     assert {name for name in learner.trainable if ".lora_B." in name} <= moved
 
@@ -44,7 +63,9 @@ def test_what_is_saved_sees_again_here_and_in_plain_transformers(tmp_path):
     found = []
     for model in (loaded, again):
         learner = Learner(model, Accelerator(cpu=True), LearnerSettings())
-        outputs, _ = learner.run([one], get_loss("cross_entropy"), {}, temperature=1.0, divisor=1.0, backward=False)
+        outputs, _ = learner.run(
+            [one], get_loss("cross_entropy"), {}, temperature=1.0, divisor=1.0, backward=False
+        )
         found.append(outputs[0]["logprobs"])
     assert np.array_equal(*found)
     from transformers import AutoImageProcessor, AutoModelForImageTextToText
@@ -55,8 +76,16 @@ def test_what_is_saved_sees_again_here_and_in_plain_transformers(tmp_path):
 
     ids = torch.tensor([one.model_input.flat()])
     inputs = dict(processor(images=[picture(1)], return_tensors="pt"))
-    logits = plain(input_ids=ids, mm_token_type_ids=(ids == plain.config.image_token_id).long(), **inputs).logits[0].double()
-    expected = logits.log_softmax(-1).gather(1, torch.from_numpy(one.loss_fn_inputs["target_tokens"].array.copy())[:, None])[:, 0]
+    logits = (
+        plain(
+            input_ids=ids, mm_token_type_ids=(ids == plain.config.image_token_id).long(), **inputs
+        )
+        .logits[0]
+        .double()
+    )
+    expected = logits.log_softmax(-1).gather(
+        1, torch.from_numpy(one.loss_fn_inputs["target_tokens"].array.copy())[:, None]
+    )[:, 0]
     assert np.abs(expected.detach().numpy() - found[0]).max() < 2e-5
 
 
@@ -64,9 +93,15 @@ def test_what_is_saved_sees_again_here_and_in_plain_transformers(tmp_path):
 def test_grpo_on_pictures_resumes_bit_for_bit_and_shows_them(tmp_path):
     words = f"grpo {SMALL} --group-size 2 --max-tokens 3 --temperature 1.0 --lora-rank 4 --rollouts-every 1 --learning-rate 1e-2"
     rows = two_and_two(words, tmp_path)
-    apart = [row["optim/max_logprob_difference"] for row in rows if "optim/max_logprob_difference" in row]
-    assert len(apart) == 4 and max(apart) < 1e-4  # sampler and learner, on every token that was drawn
-    stored = [json.loads(line) for line in next((tmp_path / "whole" / "rollouts").glob("*.jsonl")).read_text().splitlines()]
+    apart = [
+        row["optim/max_logprob_difference"] for row in rows if "optim/max_logprob_difference" in row
+    ]
+    # sampler and learner, on every token that was drawn
+    assert len(apart) == 4 and max(apart) < 1e-4
+    stored = [
+        json.loads(line)
+        for line in next((tmp_path / "whole" / "rollouts").glob("*.jsonl")).read_text().splitlines()
+    ]
     assert all(row["image_count"] == 1 and row["prompt"] == "[image]how many?" for row in stored)
     page = next((tmp_path / "whole" / "rollouts").glob("*.html")).read_text()
     assert page.count('<img alt="image 1" src="data:image/png;base64,') == 4
@@ -75,13 +110,21 @@ def test_grpo_on_pictures_resumes_bit_for_bit_and_shows_them(tmp_path):
 @pytest.mark.slow
 def test_pairs_and_a_teacher_are_learnt_from_with_images(tmp_path):
     words = f"dpo {SMALL} --steps 2 --learning-rate 1e-3"
-    rows, before = train(words, tmp_path / "each"), train(f"{words} --precompute-reference", tmp_path / "before")
+    rows, before = (
+        train(words, tmp_path / "each"),
+        train(f"{words} --precompute-reference", tmp_path / "before"),
+    )
     losses = [row["optim/loss"] for row in rows if "optim/loss" in row]
-    assert abs(losses[0] - np.log(2)) < 1e-5  # the policy is the reference, and both see the same images
-    assert losses == pytest.approx([row["optim/loss"] for row in before if "optim/loss" in row], abs=1e-6)
+    # the policy is the reference, and both see the same images
+    assert abs(losses[0] - np.log(2)) < 1e-5
+    assert losses == pytest.approx(
+        [row["optim/loss"] for row in before if "optim/loss" in row], abs=1e-6
+    )
     train(f"sft {SMALL} --steps 2", tmp_path / "sft")
     how = f"--learn-from teacher --teacher {tmp_path / 'sft'}"
-    rows = train(f"distill {SMALL} --steps 2 --group-size 2 --max-tokens 3 {how}", tmp_path / "distill")
+    rows = train(
+        f"distill {SMALL} --steps 2 --group-size 2 --max-tokens 3 {how}", tmp_path / "distill"
+    )
     assert rows[-1]["optim/tokens"] > 0
 
 
@@ -89,5 +132,10 @@ def test_pairs_and_a_teacher_are_learnt_from_with_images(tmp_path):
 def test_a_critic_and_a_reward_model_see(tmp_path):
     rows = train(f"reward_model {SMALL} --steps 1", tmp_path / "judge")
     assert abs(rows[-1]["optim/loss"] - np.log(2)) < 1e-3  # a head of zeros, on both answers
-    rows = train(f"ppo {SMALL} --steps 2 --max-tokens 3 --reward-model {tmp_path / 'judge'}", tmp_path / "ppo")
-    assert np.isfinite([row["optim/policy_loss"] for row in rows if "optim/policy_loss" in row]).all()
+    rows = train(
+        f"ppo {SMALL} --steps 2 --max-tokens 3 --reward-model {tmp_path / 'judge'}",
+        tmp_path / "ppo",
+    )
+    assert np.isfinite(
+        [row["optim/policy_loss"] for row in rows if "optim/policy_loss" in row]
+    ).all()

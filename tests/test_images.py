@@ -1,5 +1,6 @@
-"""Images end to end: what learner and sampler make of them is what the model alone makes of them, whoever stands beside."""
-
+"""Images end to end: what learner and sampler make of them is what the model alone makes of them,
+whoever stands beside.
+"""
 
 import numpy as np
 import pytest
@@ -36,11 +37,16 @@ def rows(tokenizer, reader, renderer):
 
 def datum(given):
     """Every token of an input as its own target."""
-    return Datum(given.cut(given.length - 1), {"target_tokens": given.flat()[1:], "weights": np.ones(given.length - 1, np.float32)})
+    return Datum(
+        given.cut(given.length - 1),
+        {"target_tokens": given.flat()[1:], "weights": np.ones(given.length - 1, np.float32)},
+    )
 
 
 def learnt(learner, datums, temperature=1.0):
-    outputs, _ = learner.run(datums, get_loss("cross_entropy"), {}, temperature=temperature, divisor=1.0, backward=False)
+    outputs, _ = learner.run(
+        datums, get_loss("cross_entropy"), {}, temperature=temperature, divisor=1.0, backward=False
+    )
     return [outputs[i]["logprobs"] for i in range(len(datums))]
 
 
@@ -50,7 +56,10 @@ def of_logits(logits, given, temperature=1.0):
     return table[:-1].gather(1, torch.tensor(given.flat()[1:])[:, None])[:, 0].numpy()
 
 
-@pytest.fixture(scope="module", params=[pytest.param(f, marks=[] if f == "qwen3_vl" else pytest.mark.slow) for f in FAMILIES])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(f, marks=[] if f == "qwen3_vl" else pytest.mark.slow) for f in FAMILIES],
+)
 def seeing(request):
     loaded, _ = tiny(request.param)
     reader, renderer = reader_of(loaded.model), get_renderer("chat_template", loaded.tokenizer)
@@ -59,7 +68,9 @@ def seeing(request):
 
 
 def test_learner_sampler_and_the_model_alone_agree(seeing):
-    """Mixed rows in one call, at two temperatures: sampled = scored = learnt = the model alone; a group reads its prompt once."""
+    """Mixed rows in one call, at two temperatures: sampled = scored = learnt = the model alone; a
+    group reads its prompt once.
+    """
     loaded, reader, renderer, learner = seeing
     prompts = rows(loaded.tokenizer, reader, renderer)
     decoder = make_decoder(loaded.model)
@@ -67,7 +78,15 @@ def test_learner_sampler_and_the_model_alone_agree(seeing):
         engine = Engine(decoder, loaded.eos_token_ids, max_context=1024)
         for i, prompt in enumerate(prompts):
             params = SamplingParams(max_tokens=9, temperature=temperature)
-            engine.add(Request(prompt=prompt.flat(), images=prompt.placed(), num_samples=3, params=params, problem=i))
+            engine.add(
+                Request(
+                    prompt=prompt.flat(),
+                    images=prompt.placed(),
+                    num_samples=3,
+                    params=params,
+                    problem=i,
+                )
+            )
         responses = engine.run()
         assert engine.counters.prefill_tokens == sum(p.length for p in prompts)
         whole, drawn = [], []
@@ -78,7 +97,9 @@ def test_learner_sampler_and_the_model_alone_agree(seeing):
                     drawn.append(np.array(sequence.logprobs))
         assert len(whole) >= 8
         found = learnt(learner, [datum(one) for one in whole], temperature)
-        read = score(decoder, [one.flat() for one in whole], temperature, [one.placed() for one in whole])
+        read = score(
+            decoder, [one.flat() for one in whole], temperature, [one.placed() for one in whole]
+        )
         for one, logprobs, mine, sampler in zip(whole, drawn, found, read, strict=True):
             expected = of_logits(alone(loaded.model, reader, one), one, temperature)
             assert np.abs(mine - expected).max() < 2e-5
@@ -92,7 +113,9 @@ def test_permuted_pixels_and_swapped_images_change_the_logprobs(seeing):
 
     def asked(*images):
         parts = [{"type": "image", "image": image} for image in images]
-        return renderer.build_generation_prompt([{"role": "user", "content": [parts[0], {"type": "text", "text": "or"}, parts[1]]}])
+        return renderer.build_generation_prompt(
+            [{"role": "user", "content": [parts[0], {"type": "text", "text": "or"}, parts[1]]}]
+        )
 
     inputs = [asked(a, b), asked(b, a), asked(permuted(a), b)]
     assert inputs[0].flat() == inputs[1].flat() == inputs[2].flat()
@@ -105,12 +128,19 @@ def test_permuted_pixels_and_swapped_images_change_the_logprobs(seeing):
         assert np.abs(mine - np.array(sampler[1:])).max() < 2e-5
     engine = Engine(decoder, loaded.eos_token_ids, max_context=1024)
     for one in inputs:  # of the same tokens, side by side in one batch
-        engine.add(Request(prompt=one.flat(), images=one.placed(), params=SamplingParams(max_tokens=4), seed=7))
+        engine.add(
+            Request(
+                prompt=one.flat(), images=one.placed(), params=SamplingParams(max_tokens=4), seed=7
+            )
+        )
     for one, response in zip(inputs, engine.run(), strict=True):
         (sequence,) = response.sequences
         whole = ModelInput.of([*one.flat(), *sequence.tokens], one.placed())
         expected = of_logits(alone(loaded.model, reader, whole), whole)[-len(sequence.tokens) :]
-        assert reader.image_token_id in sequence.tokens or np.abs(expected - sequence.logprobs).max() < 1e-4
+        assert (
+            reader.image_token_id in sequence.tokens
+            or np.abs(expected - sequence.logprobs).max() < 1e-4
+        )
 
 
 def test_a_batch_of_mixed_rows_equals_each_alone_and_so_do_gradients(seeing):
@@ -122,8 +152,12 @@ def test_a_batch_of_mixed_rows_equals_each_alone_and_so_do_gradients(seeing):
 
     def gradient(calls):
         for call in calls:
-            learner.run(call, get_loss("cross_entropy"), {}, temperature=1.0, divisor=7.0, backward=True)
-        found = {name: p.grad.clone() for name, p in learner.trainable.items() if p.grad is not None}
+            learner.run(
+                call, get_loss("cross_entropy"), {}, temperature=1.0, divisor=7.0, backward=True
+            )
+        found = {
+            name: p.grad.clone() for name, p in learner.trainable.items() if p.grad is not None
+        }
         learner.drop_gradients()
         return found
 
@@ -134,24 +168,39 @@ def test_a_batch_of_mixed_rows_equals_each_alone_and_so_do_gradients(seeing):
 
 
 def test_an_image_token_that_was_drawn_is_read_alike_by_both_sides():
-    """After an image the model takes every image token for a piece of it; a drawn one is fed as another, in sampler and learner."""
+    """After an image the model takes every image token for a piece of it; a drawn one is fed as
+    another, in sampler and learner.
+    """
     loaded, _ = tiny("qwen3_vl")
     reader, renderer = reader_of(loaded.model), get_renderer("chat_template", loaded.tokenizer)
     with torch.no_grad():  # it draws little else
         loaded.model.get_output_embeddings().weight[reader.image_token_id] += 0.5
     prompt = rows(loaded.tokenizer, reader, renderer)[1]
     engine = Engine(make_decoder(loaded.model), max_context=1024)
-    engine.add(Request(prompt=prompt.flat(), images=prompt.placed(), num_samples=8, params=SamplingParams(max_tokens=12)))
+    engine.add(
+        Request(
+            prompt=prompt.flat(),
+            images=prompt.placed(),
+            num_samples=8,
+            params=SamplingParams(max_tokens=12),
+        )
+    )
     sequences = engine.run()[0].sequences
     assert any(reader.image_token_id in sequence.tokens[:-1] for sequence in sequences)
     learner = Learner(loaded, Accelerator(cpu=True), LearnerSettings())
-    whole = [ModelInput.of([*prompt.flat(), *sequence.tokens], prompt.placed()) for sequence in sequences]
-    for sequence, found in zip(sequences, learnt(learner, [datum(one) for one in whole]), strict=True):
+    whole = [
+        ModelInput.of([*prompt.flat(), *sequence.tokens], prompt.placed()) for sequence in sequences
+    ]
+    for sequence, found in zip(
+        sequences, learnt(learner, [datum(one) for one in whole]), strict=True
+    ):
         assert np.abs(found[-len(sequence.tokens) :] - sequence.logprobs).max() < 1e-4
 
 
 def test_the_renderers_tokens_are_those_of_the_families_own_processor(seeing):
-    """One conversation through transformers' processor, where it can be made: the same tokens, the same pixels."""
+    """One conversation through transformers' processor, where it can be made: the same tokens, the
+    same pixels.
+    """
     loaded, reader, renderer, _ = seeing
     family = loaded.model.config.model_type
     if family not in ("gemma3",):  # the others need a video processor, which needs torchvision
@@ -159,14 +208,29 @@ def test_the_renderers_tokens_are_those_of_the_families_own_processor(seeing):
     from transformers import Gemma3Processor
 
     tokenizer, config = loaded.tokenizer, loaded.model.config
-    named = {"boi_token": config.boi_token_index, "eoi_token": config.eoi_token_index, "image_token": config.image_token_id}
+    named = {
+        "boi_token": config.boi_token_index,
+        "eoi_token": config.eoi_token_index,
+        "image_token": config.image_token_id,
+    }
     for name, index in named.items():
         setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(index))
         setattr(tokenizer, f"{name}_id", index)
-    processor = Gemma3Processor(reader.family.image_processor, tokenizer, image_seq_length=config.mm_tokens_per_image)
-    said = [{"role": "user", "content": [{"type": "image", "image": picture(1)}, {"type": "text", "text": "what?"}]}]
+    processor = Gemma3Processor(
+        reader.family.image_processor, tokenizer, image_seq_length=config.mm_tokens_per_image
+    )
+    said = [
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": picture(1)}, {"type": "text", "text": "what?"}],
+        }
+    ]
     text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-    theirs = processor(images=[[picture(1)]], text=[text], add_special_tokens=False, return_tensors="pt")
+    theirs = processor(
+        images=[[picture(1)]], text=[text], add_special_tokens=False, return_tensors="pt"
+    )
     mine = renderer.build_generation_prompt(said)
     assert mine.flat() == theirs["input_ids"][0].tolist()
-    assert torch.equal(reader.read(mine.placed()[0][1]).tensors["pixel_values"], theirs["pixel_values"])
+    assert torch.equal(
+        reader.read(mine.placed()[0][1]).tensors["pixel_values"], theirs["pixel_values"]
+    )

@@ -1,8 +1,9 @@
-"""Every kernel compiles at its real tile sizes for Hopper (sm_90), and those that multiply for sm_80, 86, 89, 100 and 120 too,
-on a machine without a GPU.
+"""Every kernel compiles at its real tile sizes for Hopper (sm_90), and those that multiply for
+sm_80, 86, 89, 100 and 120 too, on a machine without a GPU.
 
-Read from the results: which products and copies the device's own instructions do, shared memory within what a block may have
-there, spilled registers from the assembler's own report, and 64-bit offsets where T x V passes 2^31.
+Read from the results: which products and copies the device's own instructions do, shared memory
+within what a block may have there, spilled registers from the assembler's own report, and 64-bit
+offsets where T x V passes 2^31.
 """
 
 import os
@@ -15,7 +16,9 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter does not compile")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter does not compile"
+)
 ASSEMBLERS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INTS = "N V T col_base tiles tile_base split_base parts stride stride_x stride_w stride_kept stride_exp stride_out columns ignore_index"
@@ -30,21 +33,54 @@ def build(*given, **more):
     return compiled, spilled
 
 
-def assembled(kernel, constants, data, warps, stages, descriptors=None, tmp_path=None, capability=90):
-    """(compiled kernel, registers of a thread, bytes of them spilled); every tensor that is not an index or the data type is float32."""
+def assembled(
+    kernel, constants, data, warps, stages, descriptors=None, tmp_path=None, capability=90
+):
+    """(compiled kernel, registers of a thread, bytes of them spilled); every tensor that is not an
+    index or the data type is float32.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from kernels.tiles import Device
 
-    kinds = dict.fromkeys(INTS.split(), "i32") | dict.fromkeys(FLOATS.split(), "fp32") | dict.fromkeys(LONGS, "*i64")
-    kinds |= {"mask_ptr": "*u8"} | dict.fromkeys(data, f"*{constants.pop('TYPE', 'fp32')}") | (descriptors or {})
-    signature = {name: "constexpr" if name in constants else kinds.get(name, "*fp32") for name in kernel.arg_names}
-    wide = ("stride_x", "stride_w", "stride_out", "stride_kept", "stride_row", "stride_head", "stride_page", "stride_place", "plane")
-    aligned = [i for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*") or name in wide]
+    kinds = (
+        dict.fromkeys(INTS.split(), "i32")
+        | dict.fromkeys(FLOATS.split(), "fp32")
+        | dict.fromkeys(LONGS, "*i64")
+    )
+    kinds |= (
+        {"mask_ptr": "*u8"}
+        | dict.fromkeys(data, f"*{constants.pop('TYPE', 'fp32')}")
+        | (descriptors or {})
+    )
+    signature = {
+        name: "constexpr" if name in constants else kinds.get(name, "*fp32")
+        for name in kernel.arg_names
+    }
+    wide = (
+        "stride_x",
+        "stride_w",
+        "stride_out",
+        "stride_kept",
+        "stride_row",
+        "stride_head",
+        "stride_page",
+        "stride_place",
+        "plane",
+    )
+    aligned = [
+        i
+        for i, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or name in wide
+    ]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages})
+    compiled = triton.compile(
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": warps, "num_stages": stages},
+    )
     assert compiled.metadata.shared <= Device(capability).shared
     ptx = tmp_path / "kernel.ptx"
     ptx.write_text(compiled.asm["ptx"])
@@ -61,10 +97,25 @@ def head_options(D, dtype, descriptors, capability=90):
     from kernels.tiles import Device, tiles_for
 
     tiles = tiles_for(D, NAMES[dtype], Device(capability))
-    constants = {"D": D, "BM": tiles.rows, "BN": tiles.columns, "BK": tiles.depth, "SPLITS": SPLITS, "GROUP": GROUP, "UPCAST": False}
-    constants |= {"DESCRIPTORS": descriptors, "PRECISION": "tf32x3" if dtype == "fp32" else "ieee", "TYPE": dtype}
+    constants = {
+        "D": D,
+        "BM": tiles.rows,
+        "BN": tiles.columns,
+        "BK": tiles.depth,
+        "SPLITS": SPLITS,
+        "GROUP": GROUP,
+        "UPCAST": False,
+    }
+    constants |= {
+        "DESCRIPTORS": descriptors,
+        "PRECISION": "tf32x3" if dtype == "fp32" else "ieee",
+        "TYPE": dtype,
+    }
     blocks = {"x": (tiles.rows, tiles.depth), "w": (tiles.columns, tiles.depth)}
-    kinds = {name: f"tensordesc<{dtype}[{a}, {b}]>" if descriptors else f"*{dtype}" for name, (a, b) in blocks.items()}
+    kinds = {
+        name: f"tensordesc<{dtype}[{a}, {b}]>" if descriptors else f"*{dtype}"
+        for name, (a, b) in blocks.items()
+    }
     return constants, kinds, tiles
 
 
@@ -73,33 +124,63 @@ MODELS = [(896, "bf16", True), (2304, "bf16", True), (4096, "bf16", True)]
 MODELS += [(1000, "fp16", False), (3584, "bf16", False), (1024, "fp32", True)]
 
 
-@pytest.mark.parametrize(("D", "dtype", "descriptors"), QUICK + [pytest.param(*m, marks=pytest.mark.slow) for m in MODELS])
+@pytest.mark.parametrize(
+    ("D", "dtype", "descriptors"),
+    QUICK + [pytest.param(*m, marks=pytest.mark.slow) for m in MODELS],
+)
 def test_linear_logprob_kernels(D, dtype, descriptors, tmp_path):
-    """No spills in the two kernels that the default path runs with descriptors; a few hundred bytes in rarer variants."""
+    """No spills in the two kernels that the default path runs with descriptors; a few hundred bytes
+    in rarer variants.
+    """
     from kernels import linear_logprob_triton as kernels
 
     data = ("bias_ptr", "kept_ptr", "out_ptr")
     variants = [
-        (kernels._forward_kernel, {"HAS_BIAS": False, "SOFTCAP": False, "ENTROPY": True, "KEEP": False, "KEEP_SLOPE": False}, 0),
-        (kernels._forward_kernel, {"HAS_BIAS": True, "SOFTCAP": True, "ENTROPY": True, "KEEP": True, "KEEP_SLOPE": True}, 300),
+        (
+            kernels._forward_kernel,
+            {
+                "HAS_BIAS": False,
+                "SOFTCAP": False,
+                "ENTROPY": True,
+                "KEEP": False,
+                "KEEP_SLOPE": False,
+            },
+            0,
+        ),
+        (
+            kernels._forward_kernel,
+            {"HAS_BIAS": True, "SOFTCAP": True, "ENTROPY": True, "KEEP": True, "KEEP_SLOPE": True},
+            300,
+        ),
         (kernels._dlogits_kernel, {"HAS_BIAS": False, "SOFTCAP": False, "HAS_C": False}, 0),
         (kernels._dlogits_kernel, {"HAS_BIAS": True, "SOFTCAP": True, "HAS_C": True}, 800),
     ]
     for kernel, options, allowed in variants:
         constants, kinds, tiles = head_options(D, dtype, descriptors)
-        compiled, spilled = build(kernel, constants | options, data, tiles.warps, tiles.stages, kinds, tmp_path)
+        compiled, spilled = build(
+            kernel, constants | options, data, tiles.warps, tiles.stages, kinds, tmp_path
+        )
         assert "wgmma" in compiled.asm["ptx"]
-        assert spilled <= (allowed if descriptors else allowed + 300), (kernel.__name__, options, spilled)
+        assert spilled <= (allowed if descriptors else allowed + 300), (
+            kernel.__name__,
+            options,
+            spilled,
+        )
         if descriptors:
             assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("name", ["_forward_kernel", "_dlogits_kernel"])
 def test_loops_over_tiles_are_flattened_into_the_products(name, tmp_path):
-    """One loop with one product: loads of the next tile begin under the epilogue of this one. Without the word there are two loops."""
+    """One loop with one product: loads of the next tile begin under the epilogue of this one.
+    Without the word there are two loops.
+    """
     from kernels import linear_logprob_triton as kernels
 
-    options = {"_forward_kernel": {"ENTROPY": True, "KEEP": False, "KEEP_SLOPE": False}, "_dlogits_kernel": {"HAS_C": False}}[name]
+    options = {
+        "_forward_kernel": {"ENTROPY": True, "KEEP": False, "KEEP_SLOPE": False},
+        "_dlogits_kernel": {"HAS_C": False},
+    }[name]
     found = []
     for word in ("flatten=True", "flatten=False"):
         kernel = triton.JITFunction(getattr(kernels, name).fn)
@@ -108,20 +189,40 @@ def test_loops_over_tiles_are_flattened_into_the_products(name, tmp_path):
         constants, kinds, tiles = head_options(2048, "bf16", True)
         constants |= options | {"HAS_BIAS": False, "SOFTCAP": False}
         data = ("bias_ptr", "kept_ptr", "out_ptr")
-        compiled, spilled = build(kernel, constants, data, tiles.warps, tiles.stages, kinds, tmp_path)
-        found.append([len(re.findall(rf"\b{what}\b", compiled.asm["ttgir"])) for what in ("scf.for", "ttng.warp_group_dot")])
+        compiled, spilled = build(
+            kernel, constants, data, tiles.warps, tiles.stages, kinds, tmp_path
+        )
+        found.append(
+            [
+                len(re.findall(rf"\b{what}\b", compiled.asm["ttgir"]))
+                for what in ("scf.for", "ttng.warp_group_dot")
+            ]
+        )
         assert spilled == 0 or word == "flatten=False"
     assert found == [[1, 1], [2, 1]]
 
 
-# What the assembler may spill, bytes a thread, in the forward that keeps under bias and softcap, and in its dlogits; nothing in the others.
+# What the assembler may spill, bytes a thread, in the forward that keeps under bias and softcap,
+# and in its dlogits; nothing in the others.
 SPILLS = {
     "bf16": {80: (150, 0), 86: (100, 0), 89: (100, 0), 90: (300, 300), 100: (60, 0), 120: (40, 0)},
     "fp32": {80: (200, 0), 86: (100, 0), 89: (100, 0), 90: (0, 0), 100: (0, 0), 120: (60, 0)},
 }
-SOME = [("bf16", 80, 4096), ("bf16", 120, 2048), ("bf16", 100, 4096), ("fp16", 89, 2048), ("bf16", 86, 896), ("bf16", 100, 896)]
+SOME = [
+    ("bf16", 80, 4096),
+    ("bf16", 120, 2048),
+    ("bf16", 100, 4096),
+    ("fp16", 89, 2048),
+    ("bf16", 86, 896),
+    ("bf16", 100, 896),
+]
 SOME += [("fp32", 80, 1024), ("fp32", 120, 4096), ("fp16", 120, 4096)]
-EVERY = [(kind, target, D) for kind in NAMES for target in (80, 86, 89, 90, 100, 120) for D in (896, 2048, 4096)]
+EVERY = [
+    (kind, target, D)
+    for kind in NAMES
+    for target in (80, 86, 89, 90, 100, 120)
+    for D in (896, 2048, 4096)
+]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +231,9 @@ EVERY = [(kind, target, D) for kind in NAMES for target in (80, 86, 89, 90, 100,
     + [pytest.param(*case, marks=pytest.mark.campaign) for case in EVERY if case not in SOME],
 )
 def test_linear_logprob_kernels_on_other_gpus(dtype, capability, D, tmp_path):
-    """Below Hopper no copy engine: with descriptors an A100 spilled 20 KB a thread. A consumer's GPU has 99 KiB a block, not 227."""
+    """Below Hopper no copy engine: with descriptors an A100 spilled 20 KB a thread. A consumer's
+    GPU has 99 KiB a block, not 227.
+    """
     from kernels import linear_logprob_triton as kernels
     from kernels.tiles import Device
 
@@ -141,37 +244,74 @@ def test_linear_logprob_kernels_on_other_gpus(dtype, capability, D, tmp_path):
     variants = [
         (kernels._forward_kernel, plain | {"ENTROPY": True, "KEEP": False, "KEEP_SLOPE": False}, 0),
         (kernels._dlogits_kernel, plain | {"HAS_C": False}, 0),
-        (kernels._forward_kernel, plain | {"ENTROPY": True, "KEEP": True, "KEEP_SLOPE": False}, keeps),
-        (kernels._forward_kernel, full | {"ENTROPY": True, "KEEP": True, "KEEP_SLOPE": True}, keeps),
+        (
+            kernels._forward_kernel,
+            plain | {"ENTROPY": True, "KEEP": True, "KEEP_SLOPE": False},
+            keeps,
+        ),
+        (
+            kernels._forward_kernel,
+            full | {"ENTROPY": True, "KEEP": True, "KEEP_SLOPE": True},
+            keeps,
+        ),
         (kernels._dlogits_kernel, full | {"HAS_C": True}, bent),
     ]
     for kernel, options, allowed in variants:
         constants, kinds, tiles = head_options(D, dtype, Device(capability).descriptors, capability)
         data = ("bias_ptr", "kept_ptr", "out_ptr")
-        compiled, spilled = build(kernel, constants | options, data, tiles.warps, tiles.stages, kinds, tmp_path, capability)
+        compiled, spilled = build(
+            kernel,
+            constants | options,
+            data,
+            tiles.warps,
+            tiles.stages,
+            kinds,
+            tmp_path,
+            capability,
+        )
         assert spilled <= allowed, (kernel.__name__, options, spilled)
-        assert copies in compiled.asm["ptx"] and (products in compiled.asm["ptx"] or dtype == "fp32")
+        assert copies in compiled.asm["ptx"] and (
+            products in compiled.asm["ptx"] or dtype == "fp32"
+        )
 
 
-# Numbers that a model, a layout of memory or a run settles; every other one changes from batch to batch.
-SETTLED = set("V columns eps stride_x stride_w stride_kept stride_out stride_row stride_head stride_page stride_place".split())
-SETTLED |= set("plane stride_table positions in_scale out_scale headroom scale beta low high kl_coef ignore_index stride".split())
+# Numbers that a model, a layout of memory or a run settles; every other one changes from batch to
+# batch.
+SETTLED = set(
+    "V columns eps stride_x stride_w stride_kept stride_out stride_row stride_head stride_page stride_place".split()
+)
+SETTLED |= set(
+    "plane stride_table positions in_scale out_scale headroom scale beta low high kl_coef ignore_index stride".split()
+)
 MODULES = "linear_logprob_triton linear_logprob_ws draw_triton step_triton paged_attention_triton token_logprob_triton policy_loss_triton"
 
 
 def test_numbers_of_a_batch_compile_no_variants():
-    """200 micro-batches of 3k to 33k tokens asked for 8 to 20 variants, seconds each, at other steps on each rank."""
+    """200 micro-batches of 3k to 33k tokens asked for 8 to 20 variants, seconds each, at other
+    steps on each rank.
+    """
     from importlib import import_module
 
     found = Counter()
     for module in MODULES.split():
         for name, kernel in vars(import_module(f"kernels.{module}")).items():
             if isinstance(kernel, triton.JITFunction) and name.endswith("_kernel"):
-                numbers = [p for p in kernel.params if not p.is_constexpr and not p.name.endswith("_ptr") and p.name not in ("x", "w")]
+                numbers = [
+                    p
+                    for p in kernel.params
+                    if not p.is_constexpr
+                    and not p.name.endswith("_ptr")
+                    and p.name not in ("x", "w")
+                ]
                 for number in numbers:
-                    assert number.name in SETTLED or number.do_not_specialize, (module, name, number.name)
+                    assert number.name in SETTLED or number.do_not_specialize, (
+                        module,
+                        name,
+                        number.name,
+                    )
                     found[module] += number.name not in SETTLED
-    assert sum(found.values()) > 35, found  # none in step_triton and token_logprob_triton: grids alone say how many rows there are
+    # none in step_triton and token_logprob_triton: grids alone say how many rows there are
+    assert sum(found.values()) > 35, found
 
 
 def test_defect_9_offsets_are_64_bit(tmp_path):
@@ -181,7 +321,15 @@ def test_defect_9_offsets_are_64_bit(tmp_path):
 
     constants, kinds, tiles = head_options(2048, "bf16", False)
     options = {"HAS_BIAS": False, "SOFTCAP": False, "HAS_C": False}
-    compiled, _ = build(head._dlogits_kernel, constants | options, ("bias_ptr", "out_ptr"), tiles.warps, tiles.stages, kinds, tmp_path)
+    compiled, _ = build(
+        head._dlogits_kernel,
+        constants | options,
+        ("bias_ptr", "out_ptr"),
+        tiles.warps,
+        tiles.stages,
+        kinds,
+        tmp_path,
+    )
     products = re.findall(r"arith.muli .* : (tensor<\d+x1xi\d+>)", compiled.asm["ttir"])
     assert products and all(kind.endswith("i64>") for kind in products)
     constants = {"SOFTCAP": False, "BLOCK": 8192, "TYPE": "bf16"}
@@ -202,19 +350,29 @@ def test_defect_12_unaligned_targets_are_not_read_in_wide_words(tmp_path):
     signature = {}
     for name in head._dlogits_kernel.arg_names:
         fallback = "i32" if name in INTS.split() else "fp32" if name in FLOATS.split() else "*fp32"
-        signature[name] = "constexpr" if name in constants else kinds.get(name, "*i64" if name in LONGS else fallback)
+        signature[name] = (
+            "constexpr"
+            if name in constants
+            else kinds.get(name, "*i64" if name in LONGS else fallback)
+        )
     compiled = triton.compile(
-        ASTSource(head._dlogits_kernel, signature, constants), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}
+        ASTSource(head._dlogits_kernel, signature, constants),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": 4},
     )
     assert not re.search(r"ld\.global\S*\.v2\.b64", compiled.asm["ptx"])
 
 
-REST = [pytest.param(n, marks=pytest.mark.slow) for n in (80, 120)] + [pytest.param(n, marks=pytest.mark.campaign) for n in (86, 89, 100)]
+REST = [pytest.param(n, marks=pytest.mark.slow) for n in (80, 120)] + [
+    pytest.param(n, marks=pytest.mark.campaign) for n in (86, 89, 100)
+]
 
 
 @pytest.mark.parametrize("capability", [90, *REST])
 def test_kernels_without_products(capability, tmp_path):
-    """Nothing spilled, in every dtype of what they read, with the tiles of the target's own products."""
+    """Nothing spilled, in every dtype of what they read, with the tiles of the target's own
+    products.
+    """
     from kernels import linear_logprob_triton, policy_loss_triton, token_logprob_triton
     from kernels.tiles import Device, tiles_for
 
@@ -235,17 +393,28 @@ def test_kernels_without_products(capability, tmp_path):
              {"SOFTCAP": False, "HAS_C": True, "BLOCK": 8192, "TYPE": kind}, ("logits_ptr", "out_ptr"), 8),
         ]  # fmt: skip
     options = {"HAS_MASK": True, "HAS_REF": True, "HAS_LOW": True, "HAS_HIGH": True, "BLOCK": 1024}
-    cases += [(policy_loss_triton._policy_loss_kernel, options | {"KIND": kind, "KL_KIND": 2}, (), 4) for kind in range(5)]
+    cases += [
+        (policy_loss_triton._policy_loss_kernel, options | {"KIND": kind, "KL_KIND": 2}, (), 4)
+        for kind in range(5)
+    ]
     for kernel, constants, data, warps in cases:
         _, spilled = build(kernel, constants, data, warps, 3, None, tmp_path, capability)
         assert spilled == 0, (kernel.__name__, constants, spilled)
 
 
-SAMPLER_INTS = {"slices": "i32", "positions": "i32", "plane": "i64", "stride_page": "i64", "stride_place": "i64"}
+SAMPLER_INTS = {
+    "slices": "i32",
+    "positions": "i32",
+    "plane": "i64",
+    "stride_page": "i64",
+    "stride_place": "i64",
+}
 
 
 def sampler_kernels(capability):
-    """(kernel, constants, data, warps, stages, kinds, spills allowed) of the draw and of a decoding step, at the sizes of a real model."""
+    """(kernel, constants, data, warps, stages, kinds, spills allowed) of the draw and of a decoding
+    step, at the sizes of a real model.
+    """
     from kernels import draw_triton, step_triton
     from kernels.tiles import Device, tiles_for
 
@@ -279,42 +448,85 @@ def test_the_samplers_kernels(capability, tmp_path):
 
 
 def hoppers_kernels():
-    """(kernel, constants, data, warps, stages, spilled bytes allowed) of the warp-specialised branch, for heads of real models."""
+    """(kernel, constants, data, warps, stages, spilled bytes allowed) of the warp-specialised
+    branch, for heads of real models.
+    """
     from kernels import linear_logprob_ws as kernels
     from kernels.tiles import SPECIAL
 
-    base = {"BM": SPECIAL.rows, "BN": SPECIAL.columns, "BK": SPECIAL.depth, "GROUP": 16, "UPCAST": False}
+    base = {
+        "BM": SPECIAL.rows,
+        "BN": SPECIAL.columns,
+        "BK": SPECIAL.depth,
+        "GROUP": 16,
+        "UPCAST": False,
+    }
     base |= {"PRECISION": "ieee", "WS": True}
     for kind, D in (("bf16", 896), ("bf16", 2048), ("bf16", 4096), ("fp16", 2048)):
         for kernel, options, allowed in (
-            (kernels._forward_ws_kernel, {"ENTROPY": True, "KEEP": False, "HALVES": 1, "SPLITS": 132}, 0),
-            (kernels._forward_ws_kernel, {"ENTROPY": True, "KEEP": True, "HALVES": 1 if D >= 1536 else 2, "SPLITS": 132}, 100),
+            (
+                kernels._forward_ws_kernel,
+                {"ENTROPY": True, "KEEP": False, "HALVES": 1, "SPLITS": 132},
+                0,
+            ),
+            (
+                kernels._forward_ws_kernel,
+                {"ENTROPY": True, "KEEP": True, "HALVES": 1 if D >= 1536 else 2, "SPLITS": 132},
+                100,
+            ),
             (kernels._dlogits_ws_kernel, {"HAS_C": False}, 100),
             (kernels._dlogits_ws_kernel, {"HAS_C": True}, 100),
         ):
             data = ("x_ptr", "w_ptr", "out_ptr", "kept_ptr")
-            yield kernel, {**base, **options, "TYPE": kind, "D": D}, data, SPECIAL.warps, SPECIAL.stages, allowed
+            yield (
+                kernel,
+                {**base, **options, "TYPE": kind, "D": D},
+                data,
+                SPECIAL.warps,
+                SPECIAL.stages,
+                allowed,
+            )
 
 
 @pytest.mark.slow
 def test_hoppers_branch_has_warps_with_tasks_of_their_own(tmp_path):
-    """384 threads: one group of four warps that copies and two that multiply, with registers given from the one to the others."""
+    """384 threads: one group of four warps that copies and two that multiply, with registers given
+    from the one to the others.
+    """
     for kernel, constants, data, warps, stages, allowed in hoppers_kernels():
         case = (kernel.__name__, constants["D"], constants["TYPE"])
         compiled, spilled = build(kernel, constants, data, warps, stages, None, tmp_path)
         assert spilled <= allowed, (case, spilled)
-        assert "setmaxnreg" in compiled.asm["ptx"] and re.search(r"\.reqntid 384", compiled.asm["ptx"]), case
-        assert "wgmma" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"], case
+        assert "setmaxnreg" in compiled.asm["ptx"] and re.search(
+            r"\.reqntid 384", compiled.asm["ptx"]
+        ), case
+        assert "wgmma" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"], (
+            case
+        )
 
 
 @pytest.mark.parametrize("kind", range(5))
 def test_the_policy_loss_has_no_minimum_that_drops_a_nan(kind, tmp_path):
-    """PTX's min.f32 and max.f32 give the other operand where one is NaN; min.NaN.f32 and max.NaN.f32 give NaN."""
+    """PTX's min.f32 and max.f32 give the other operand where one is NaN; min.NaN.f32 and
+    max.NaN.f32 give NaN.
+    """
     from kernels import policy_loss_triton
 
-    options = {"HAS_MASK": True, "HAS_REF": True, "HAS_LOW": True, "HAS_HIGH": True, "BLOCK": 1024, "KIND": kind, "KL_KIND": 2}
+    options = {
+        "HAS_MASK": True,
+        "HAS_REF": True,
+        "HAS_LOW": True,
+        "HAS_HIGH": True,
+        "BLOCK": 1024,
+        "KIND": kind,
+        "KL_KIND": 2,
+    }
     compiled, _ = build(policy_loss_triton._policy_loss_kernel, options, (), 4, 3, None, tmp_path)
     found = set(re.findall(r"\b(?:min|max)\.(?:\w+\.)*f32", compiled.asm["ptx"]))
     assert found <= {"min.NaN.f32", "max.NaN.f32"}, found
-    clips = kind in (policy_loss_triton.PPO.value, policy_loss_triton.CISPO.value, policy_loss_triton.GSPO.value)
+    clips = kind in (
+        policy_loss_triton.PPO.value,
+        policy_loss_triton.CISPO.value,
+        policy_loss_triton.GSPO.value,
+    )
     assert bool(found) == clips

@@ -1,4 +1,6 @@
-"""`draw`: its torch path, and its kernels in Triton's interpreter, against the path from whole logits for the same random numbers."""
+"""`draw`: its torch path, and its kernels in Triton's interpreter, against the path from whole
+logits for the same random numbers.
+"""
 
 import numpy as np
 import pytest
@@ -22,7 +24,11 @@ test_the_draw_in_the_interpreter.__test__ = not INTERPRETED  # type: ignore[attr
 
 
 def stream(count: int, seed: int = 0) -> torch.Tensor:
-    names = [np.full(count, seed, np.uint64), np.full(count, 7, np.uint64), np.arange(count, dtype=np.uint64)]
+    names = [
+        np.full(count, seed, np.uint64),
+        np.full(count, 7, np.uint64),
+        np.arange(count, dtype=np.uint64),
+    ]
     return torch.from_numpy(uniforms(*names, np.zeros(count, np.uint64)))
 
 
@@ -36,7 +42,9 @@ def kernels(x, w, temperature, uniform, greedy=None):
     patch_once()
 
     tiles = Tiles(64 if len(x) < 500 else 1024, 64 if len(w) < 500 else 1024, 16, 4, 1)
-    return launch(x, w, temperature, uniform, greedy, tiles=tiles, splits=2, pick=(1024, 16), search=(512, 16))
+    return launch(
+        x, w, temperature, uniform, greedy, tiles=tiles, splits=2, pick=(1024, 16), search=(512, 16)
+    )
 
 
 WAYS = {"torch": draw, "kernels": kernels}
@@ -44,8 +52,12 @@ WAY = "kernels" if INTERPRETED else "torch"
 
 
 def test_equal_tokens_to_the_path_from_logits():
-    """Temperatures of each row, greedy rows, a vocabulary of several slices that ends within one; float32."""
-    for seed, (N, D, V) in enumerate([(200, 16, 700), (300, 7, 130), (64, 24, 64), (1, 8, 9), (5, 3, 1)]):
+    """Temperatures of each row, greedy rows, a vocabulary of several slices that ends within one;
+    float32.
+    """
+    for seed, (N, D, V) in enumerate(
+        [(200, 16, 700), (300, 7, 130), (64, 24, 64), (1, 8, 9), (5, 3, 1)]
+    ):
         g = torch.Generator().manual_seed(seed)
         x, w = torch.randn(N, D, generator=g), torch.randn(V, D, generator=g)
         temperatures = np.where(np.arange(N) % 5 == 3, 0.0, 0.3 + np.arange(N) % 4 * 0.4)
@@ -62,7 +74,9 @@ def chi_square(V: int, draws: int, bins: int) -> float:
     """The statistic over `bins` bins of about equal probability, from draws of one distribution."""
     g = torch.Generator().manual_seed(V)
     x, w = torch.randn(1, 6, generator=g), torch.randn(V, 6, generator=g) * 0.5
-    token, logp = WAYS[WAY](x.expand(draws, 6).contiguous(), w, torch.full((draws,), 0.8), stream(draws, 3))
+    token, logp = WAYS[WAY](
+        x.expand(draws, 6).contiguous(), w, torch.full((draws,), 0.8), stream(draws, 3)
+    )
     p = ((x @ w.t()).double() / 0.8).softmax(-1)[0]
     torch.testing.assert_close(logp.double(), p[token].log(), atol=2e-5, rtol=1e-5)
     middle = (p.cumsum(0) - p / 2) * bins
@@ -75,18 +89,24 @@ def chi_square(V: int, draws: int, bins: int) -> float:
 
 
 def test_chi_square_of_a_vocabulary_of_8():
-    """Each token a bin of its own; the statistic over its degrees of freedom, 7: 3.5 is passed once in 1,000 times."""
+    """Each token a bin of its own; the statistic over its degrees of freedom, 7: 3.5 is passed once
+    in 1,000 times.
+    """
     assert chi_square(8, 4000, 4000) < 3.5
 
 
 @pytest.mark.slow
 def test_chi_square_of_a_vocabulary_of_5000():
-    """200 bins of 25 tokens or so, 20,000 draws: over 199 degrees of freedom 1.34 is passed once in 1,000 times."""
+    """200 bins of 25 tokens or so, 20,000 draws: over 199 degrees of freedom 1.34 is passed once in
+    1,000 times.
+    """
     assert chi_square(5000, 20_000, 200) < 1.34
 
 
 def test_where_the_number_is_at_an_end():
-    """0 is the first token, the largest below 1 the last with a weight; one that is impossible is never drawn."""
+    """0 is the first token, the largest below 1 the last with a weight; one that is impossible is
+    never drawn.
+    """
     w = torch.tensor([[-1e4], [0.0], [0.0], [-1e4]])
     uniform = torch.tensor([0.0, 1.0 - 2.0**-53, 0.4999, 0.5001], dtype=torch.float64)
     token, logp = WAYS[WAY](torch.ones(4, 1), w, torch.ones(4), uniform)
@@ -105,19 +125,29 @@ def test_nan_weights_show_in_the_logprob():
 @inside
 @pytest.mark.slow
 def test_a_hundred_random_cases_against_float64():
-    """Sizes, dtypes, temperatures and greedy rows at random. The token is where float64's cumulative sum passes the number, or
-    a neighbour of that place no farther than rounding; the logprob is float64's."""
+    """Sizes, dtypes, temperatures and greedy rows at random. The token is where float64's
+    cumulative sum passes the number, or a neighbour of that place no farther than rounding; the
+    logprob is float64's.
+    """
     rng = np.random.default_rng(1)
     for _ in range(100):
         N, D, V = int(rng.integers(1, 40)), int(rng.integers(1, 40)), int(rng.integers(1, 300))
         dtype = [torch.float32, torch.float16, torch.bfloat16][int(rng.integers(3))]
         g = torch.Generator().manual_seed(int(rng.integers(1 << 30)))
-        x, w = torch.randn(N, D, generator=g).to(dtype), (torch.randn(V, D, generator=g) * 0.7).to(dtype)
-        temperature, uniform = torch.rand(N, generator=g) + 0.2, torch.rand(N, generator=g, dtype=torch.float64)
+        x, w = (
+            torch.randn(N, D, generator=g).to(dtype),
+            (torch.randn(V, D, generator=g) * 0.7).to(dtype),
+        )
+        temperature, uniform = (
+            torch.rand(N, generator=g) + 0.2,
+            torch.rand(N, generator=g, dtype=torch.float64),
+        )
         greedy = torch.rand(N, generator=g) < 0.2
         token, logp = kernels(x, w, temperature, uniform, greedy)
         exact = (x.double() @ w.double().t() / temperature.double()[:, None]).log_softmax(-1)
-        torch.testing.assert_close(logp.double(), exact.gather(1, token[:, None])[:, 0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            logp.double(), exact.gather(1, token[:, None])[:, 0], atol=1e-4, rtol=1e-4
+        )
         after = exact.exp().cumsum(-1).gather(1, token[:, None])[:, 0]
         before = after - exact.gather(1, token[:, None])[:, 0].exp()
         drawn = ~greedy

@@ -1,4 +1,6 @@
-"""The Triton kernels on a CUDA device. Each has a twin without one: test_kernel_interpreter.py and test_kernel_compile.py."""
+"""The Triton kernels on a CUDA device. Each has a twin without one: test_kernel_interpreter.py and
+test_kernel_compile.py.
+"""
 
 import pytest
 import torch
@@ -18,8 +20,13 @@ def problem(T, D, V, dtype, scale=1.0):
 
 
 def run(function, dtype, x, w, y, upstream, frozen=False, bent=True, **settings):
-    """Outputs and gradients; `bent`: the entropy has an upstream gradient too (without one the kept and gathered values are used)."""
-    x, w = x.to(dtype, copy=True).requires_grad_(), w.to(dtype, copy=True).requires_grad_(not frozen)
+    """Outputs and gradients; `bent`: the entropy has an upstream gradient too (without one the kept
+    and gathered values are used).
+    """
+    x, w = (
+        x.to(dtype, copy=True).requires_grad_(),
+        w.to(dtype, copy=True).requires_grad_(not frozen),
+    )
     settings = {key: value.to(dtype) if key == "bias" else value for key, value in settings.items()}
     logp, entropy, *_ = function(x, w, y, **settings)
     if bent:
@@ -30,11 +37,18 @@ def run(function, dtype, x, w, y, upstream, frozen=False, bent=True, **settings)
 
 
 ONE = "one"  # [T, V] fits, and a second one does not
-PATHS = [{"saved_bytes": 0}, {"saved_bytes": ONE}, {"saved_bytes": 1 << 40}, {"saved_bytes": 0, "frozen": True}]
+PATHS = [
+    {"saved_bytes": 0},
+    {"saved_bytes": ONE},
+    {"saved_bytes": 1 << 40},
+    {"saved_bytes": 0, "frozen": True},
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("T", "D", "V"), [(1, 1000, 1000), (257, 896, 50257), (300, 2048, 32000), (64, 100, 1001)])
+@pytest.mark.parametrize(
+    ("T", "D", "V"), [(1, 1000, 1000), (257, 896, 50257), (300, 2048, 32000), (64, 100, 1001)]
+)
 @pytest.mark.parametrize("bent", [True, False])
 @pytest.mark.parametrize("path", PATHS)
 def test_error_rule(dtype, T, D, V, path, bent):
@@ -42,7 +56,11 @@ def test_error_rule(dtype, T, D, V, path, bent):
 
 
 def resolved(path, x, w, dtype):
-    return path | {"saved_bytes": len(x) * len(w) * dtype.itemsize} if path["saved_bytes"] == ONE else path
+    return (
+        path | {"saved_bytes": len(x) * len(w) * dtype.itemsize}
+        if path["saved_bytes"] == ONE
+        else path
+    )
 
 
 def holds(given, dtype, path, bent, **settings):
@@ -54,7 +72,9 @@ def holds(given, dtype, path, bent, **settings):
     ours = run(linear_logprob, dtype, *given, bent=bent, **settings, **path)
     for mine, theirs, truth in zip(ours, plain, exact, strict=True):
         assert mine.isfinite().all()
-        assert (mine - truth).abs().max() <= 2 * (theirs - truth).abs().max() + 1e-4 * max(1.0, float(truth.abs().max()))
+        assert (mine - truth).abs().max() <= 2 * (theirs - truth).abs().max() + 1e-4 * max(
+            1.0, float(truth.abs().max())
+        )
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -62,7 +82,9 @@ def holds(given, dtype, path, bent, **settings):
 @pytest.mark.parametrize("D", [2304, 900])
 def test_softcap_bias_and_a_width_of_no_multiple_of_16_bytes(path, bent, D):
     x, w, y, upstream = problem(300, D, 32_001, torch.bfloat16)
-    bias = torch.randn(32_001, generator=torch.Generator("cuda").manual_seed(1), device="cuda").bfloat16()
+    bias = torch.randn(
+        32_001, generator=torch.Generator("cuda").manual_seed(1), device="cuda"
+    ).bfloat16()
     holds((x, w, y, upstream), torch.bfloat16, path, bent, temperature=0.6, softcap=30.0, bias=bias)
 
 
@@ -70,14 +92,17 @@ def test_softcap_bias_and_a_width_of_no_multiple_of_16_bytes(path, bent, D):
 def test_ignored_rows_and_strides(path):
     x, w, y, upstream = problem(513, 896, 50_257, torch.bfloat16)
     y[::3] = -100
-    strided = torch.stack((x, torch.full_like(x, float("nan"))), 1)[:, 0]  # every second row of memory
+    # every second row of memory
+    strided = torch.stack((x, torch.full_like(x, float("nan"))), 1)[:, 0]
     for bent in (True, False):
         holds((strided, w, y, upstream), torch.bfloat16, path, bent)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_more_tokens_than_go_through_a_slab_at_once(path):
-    """9000 tokens: two chunks. Checked on the rows at the ends and, for dW, on what their sum must be."""
+    """9000 tokens: two chunks. Checked on the rows at the ends and, for dW, on what their sum must
+    be.
+    """
     T, D, V = 9000, 256, 131_072
     x, w, y, upstream = problem(T, D, V, torch.bfloat16)
     path = resolved(path, x, w, torch.bfloat16)
@@ -86,11 +111,17 @@ def test_more_tokens_than_go_through_a_slab_at_once(path):
     linear_logprob(x, w, y, saved_bytes=path["saved_bytes"], entropy=False)[0].backward(upstream[0])
     for rows in (slice(0, 8), slice(8188, 8196), slice(T - 8, T)):
         leaf = x.detach()[rows].double().requires_grad_()
-        linear_logprob_reference(leaf, w.detach().double(), y[rows])[0].backward(upstream[0, rows].double())
-        assert (x.grad[rows].double() - leaf.grad).abs().max() <= 2e-2 * (1.0 + leaf.grad.abs().max())
+        linear_logprob_reference(leaf, w.detach().double(), y[rows])[0].backward(
+            upstream[0, rows].double()
+        )
+        assert (x.grad[rows].double() - leaf.grad).abs().max() <= 2e-2 * (
+            1.0 + leaf.grad.abs().max()
+        )
     if w.requires_grad:
         some = torch.randint(0, V, (64,), device="cuda")
-        lse = torch.cat([(part @ w.detach().t()).float().logsumexp(-1) for part in x.detach().split(512)]).double()
+        lse = torch.cat(
+            [(part @ w.detach().t()).float().logsumexp(-1) for part in x.detach().split(512)]
+        ).double()
         p = (x.detach().double() @ w.detach()[some].double().t() - lse[:, None]).exp()
         a = upstream[0].double()
         exact = ((y[:, None] == some) * a[:, None] - p * a[:, None]).t() @ x.detach().double()
@@ -127,7 +158,11 @@ def test_extra_memory_is_flat_in_v(frozen):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         linear_logprob(x, w, y, entropy=False, saved_bytes=0)[0].backward(upstream[0])
-        extra.append(torch.cuda.max_memory_allocated() - before - (0 if frozen else w.numel() * w.element_size()))
+        extra.append(
+            torch.cuda.max_memory_allocated()
+            - before
+            - (0 if frozen else w.numel() * w.element_size())
+        )
         del x, w, y, upstream
     assert extra[1] <= 1.1 * extra[0]
 
@@ -146,7 +181,9 @@ def test_extra_memory_grows_with_the_tokens_and_no_faster():
 
 
 def test_more_than_two_to_the_31_scores():
-    """Kept whole between forward and backward, so that offsets pass 2^31; the last rows are the far ones."""
+    """Kept whole between forward and backward, so that offsets pass 2^31; the last rows are the far
+    ones.
+    """
     x, w, y, upstream = problem(20_000, 64, 128_256, torch.bfloat16)
     x.requires_grad_()
     ours = linear_logprob(x, w, y, saved_bytes=1 << 40, entropy=False)[0]
@@ -203,7 +240,13 @@ def test_losses_equal_the_cpu():
         for device in ("cpu", "cuda"):
             lp, old, adv, ref = (t.to(device) for t in tensors)
             leaf = lp.clone().requires_grad_()
-            settings = {"kind": kind, "mask_T": mask.to(device), "ref_T": ref, "kl_coef": 0.1, "cu_seqlens": cu.to(device)}
+            settings = {
+                "kind": kind,
+                "mask_T": mask.to(device),
+                "ref_T": ref,
+                "kl_coef": 0.1,
+                "cu_seqlens": cu.to(device),
+            }
             loss, _ = policy_loss(leaf, old, adv, **settings)
             loss.backward()
             losses.append((loss.cpu().detach(), leaf.grad.cpu()))

@@ -1,4 +1,6 @@
-"""The warp-specialised branch's keeping forward, in Triton's interpreter: what it keeps, and that keeping changes no number beside it."""
+"""The warp-specialised branch's keeping forward, in Triton's interpreter: what it keeps, and that
+keeping changes no number beside it.
+"""
 
 import pytest
 import torch
@@ -24,7 +26,8 @@ if INTERPRETED:
 
     patch_once()
     SPECIAL = Tiles(16, 32, 16, 4, 1)
-    # of a kept value: its own rounding, which the interpreter truncates; of a score: the products of rounded operands are exact in float32
+    # of a kept value: its own rounding, which the interpreter truncates; of a score: the products
+    # of rounded operands are exact in float32
     ROUNDING = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 
@@ -35,52 +38,78 @@ def small(monkeypatch):
 
 def problem(dtype, N, D, V, scale=1.0):
     g = torch.Generator().manual_seed(N + D + V)
-    x, w = torch.randn(N, D, generator=g).to(dtype), (scale * torch.randn(V, D, generator=g)).to(dtype)
+    x, w = (
+        torch.randn(N, D, generator=g).to(dtype),
+        (scale * torch.randn(V, D, generator=g)).to(dtype),
+    )
     return x, w, torch.randint(0, V, (N,), generator=g)
 
 
 def room(dtype, N, V, columns):
     """For kept values, in rows that begin at 16 bytes, and exponents."""
-    return torch.full((N, -(-V // 8) * 8), torch.nan).to(dtype).narrow(1, 0, V), torch.full((-(-V // columns), N), torch.nan)
+    return torch.full((N, -(-V // 8) * 8), torch.nan).to(dtype).narrow(1, 0, V), torch.full(
+        (-(-V // columns), N), torch.nan
+    )
 
 
 @inside
 @pytest.mark.parametrize("columns", [32, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("N", "D", "V", "scale"), [(19, 24, 70, 1), (40, 16, 160, 1), (5, 40, 33, 1), (7, 8, 11, 1), (19, 24, 200, 20)])
+@pytest.mark.parametrize(
+    ("N", "D", "V", "scale"),
+    [(19, 24, 70, 1), (40, 16, 160, 1), (5, 40, 33, 1), (7, 8, 11, 1), (19, 24, 200, 20)],
+)
 def test_what_is_kept(small, dtype, columns, N, D, V, scale):
-    """2^(z-k) and k give each probability, for readers of its tiles and of tiles half as wide, scores 2^300 apart too; and the numbers
-    beside them are to the bit those of the launch that keeps nothing.
+    """2^(z-k) and k give each probability, for readers of its tiles and of tiles half as wide,
+    scores 2^300 apart too; and the numbers beside them are to the bit those of the launch that
+    keeps nothing.
     """
     x, w, y = problem(dtype, N, D, V, scale)
     scores = launch.Scores(x, w, y, None, Head(0.8), Tiles(16, columns, 16, 4, 1), SPECIAL)
     kept, exponents = room(dtype, N, V, columns)
-    out, plain = scores.combine(scores.statistics(True, (kept, exponents))), scores.combine(scores.statistics(True))
-    assert torch.equal(out.logp, plain.logp) and torch.equal(out.entropy, plain.entropy) and torch.equal(out.lse, plain.lse)
+    out, plain = (
+        scores.combine(scores.statistics(True, (kept, exponents))),
+        scores.combine(scores.statistics(True)),
+    )
+    assert (
+        torch.equal(out.logp, plain.logp)
+        and torch.equal(out.entropy, plain.entropy)
+        and torch.equal(out.lse, plain.lse)
+    )
     z = x.double() @ w.double().t() / 0.8
     k = exponents.double().repeat_interleave(columns, 0)[:V].t()
     assert (kept <= 1).all() and (exponents == exponents.ceil()).all()
     found, truth = kept.double() * torch.exp2(k - out.lse.double()[:, None] * LOG2E), z.softmax(-1)
-    bound = ROUNDING[dtype] + 4e-6 * float(z.abs().max())  # of a score: float32's rounding, times itself
+    # of a score: float32's rounding, times itself
+    bound = ROUNDING[dtype] + 4e-6 * float(z.abs().max())
     smallest = 2.0**-24 if dtype == torch.float16 else 2.0**-126
     lost = smallest * torch.exp2(k - out.lse.double()[:, None] * LOG2E)  # what underflows in a tile
     assert ((found - truth).abs() <= bound * truth + lost).all()
     gradient = torch.zeros(N, V, dtype=dtype)
     a, b = torch.randn(N), torch.randn(N)
-    scores.saved_dlogits(gradient, 0, V, kept, exponents, None, out.logp * LOG2E, out.lse * LOG2E, a, b)
+    scores.saved_dlogits(
+        gradient, 0, V, kept, exponents, None, out.logp * LOG2E, out.lse * LOG2E, a, b
+    )
     exact = torch.nn.functional.one_hot(y, V) * a.double()[:, None] + truth * b.double()[:, None]
-    assert float((gradient.double() - exact).abs().max()) <= 2 * bound * float(exact.abs().max() + 1)
+    assert float((gradient.double() - exact).abs().max()) <= 2 * bound * float(
+        exact.abs().max() + 1
+    )
 
 
 @inside
 def test_a_tokens_bits_are_those_of_every_plan(small, monkeypatch):
-    """With and without [T, V] kept, and in any batch (products of multiples of 1/8 add up exactly: numpy's own hang on a row's place)."""
+    """With and without [T, V] kept, and in any batch (products of multiples of 1/8 add up exactly:
+    numpy's own hang on a row's place).
+    """
     x, w, y = problem(torch.bfloat16, 40, 24, 96)
     x, w = (8 * x).round() / 8, (8 * w).round() / 8
     monkeypatch.setattr(launch, "special_tiles", lambda hidden: SPECIAL)
     monkeypatch.setattr(launch, "tiles_for", lambda D, dtype, device: Tiles(16, 16, 16, 4, 1))
     keep = room(torch.bfloat16, 40, 96, 16)
-    found = [launch.forward(x, w, y, None, Head(0.7)), launch.saved_forward(x, w, y, None, Head(0.7), *keep, entropy=True)]
+    found = [
+        launch.forward(x, w, y, None, Head(0.7)),
+        launch.saved_forward(x, w, y, None, Head(0.7), *keep, entropy=True),
+    ]
     found.append(launch.forward(x[7:], w, y[7:], None, Head(0.7)))
     for name in ("logp", "entropy", "lse"):
         first, kept, part = (getattr(out, name) for out in found)

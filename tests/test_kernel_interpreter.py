@@ -1,8 +1,10 @@
-"""Every Triton kernel and path in Triton's interpreter, at small tiles, against the torch paths (which are tested against float64).
+"""Every Triton kernel and path in Triton's interpreter, at small tiles, against the torch paths
+(which are tested against float64).
 
-The interpreter has to be chosen before Triton is imported, so the one test that a normal run sees starts this file again with
-TRITON_INTERPRET=1; run it that way by hand to see single tests. Silent faults of the interpreter that are worked around: bfloat16
-products are wrong (operands are upcast), float32 to bfloat16 truncates (tolerances of bfloat16 are doubled for it).
+The interpreter has to be chosen before Triton is imported, so the one test that a normal run sees
+starts this file again with TRITON_INTERPRET=1; run it that way by hand to see single tests. Silent
+faults of the interpreter that are worked around: bfloat16 products are wrong (operands are upcast),
+float32 to bfloat16 truncates (tolerances of bfloat16 are doubled for it).
 """
 
 import sys
@@ -38,7 +40,10 @@ if INTERPRETED:
 
 def problem(N=19, D=24, V=70, dtype=torch.float32, bias=False, scale=1.0):
     g = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(N, D, generator=g)).to(dtype), (scale * torch.randn(V, D, generator=g)).to(dtype)
+    x, w = (
+        (torch.randn(N, D, generator=g)).to(dtype),
+        (scale * torch.randn(V, D, generator=g)).to(dtype),
+    )
     y = torch.randint(0, V, (N,), generator=g)
     y[0] = V - 1
     return x, w, y, torch.randn(V, generator=g).to(dtype) if bias else None
@@ -57,22 +62,36 @@ def small(monkeypatch):
 
 
 QUICK = [(torch.float32, 90, 24, None, False), (torch.bfloat16, 80, 23, 3.0, True)]
-SLOW = [(torch.float32, 80, 23, 3.0, True), (torch.float16, 90, 24, 3.0, False), (torch.bfloat16, 90, 23, None, True)]
+SLOW = [
+    (torch.float32, 80, 23, 3.0, True),
+    (torch.float16, 90, 24, 3.0, False),
+    (torch.bfloat16, 90, 23, None, True),
+]
 
 
 @inside
 @pytest.mark.parametrize(
-    ("dtype", "capability", "D", "softcap", "bias"), QUICK + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
+    ("dtype", "capability", "D", "softcap", "bias"),
+    QUICK + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW],
 )
 def test_linear_logprob(small, monkeypatch, dtype, capability, D, softcap, bias):
-    """Through descriptors (90) and pointers (80), with rows that begin at 16 bytes (24) and rows that do not (23)."""
+    """Through descriptors (90) and pointers (80), with rows that begin at 16 bytes (24) and rows
+    that do not (23).
+    """
     monkeypatch.setattr(operands, "device_of", lambda tensor: Device(capability))
     x, w, y, b = problem(D=D, dtype=dtype, bias=bias)
     head, N = Head(0.7, softcap), len(x)
     truth = path.forward(x, w, y, b, head, expected=True)
-    # A logit is a sum of D products that each side rounds in an order of its own, and a probability is off by as much, relatively.
-    bound = max(ROUNDING[dtype], float32_bound(D, float((x.float().abs() @ w.float().abs().T).max()) / head.temperature))
-    kept, exponents = torch.empty(N, len(w), dtype=dtype), torch.empty(-(-len(w) // TILES.columns), N)
+    # A logit is a sum of D products that each side rounds in an order of its own, and a probability
+    # is off by as much, relatively.
+    bound = max(
+        ROUNDING[dtype],
+        float32_bound(D, float((x.float().abs() @ w.float().abs().T).max()) / head.temperature),
+    )
+    kept, exponents = (
+        torch.empty(N, len(w), dtype=dtype),
+        torch.empty(-(-len(w) // TILES.columns), N),
+    )
     frozen = launch.forward(x, w, y, b, head, expected=True, tiles=TILES)
     saved = launch.saved_forward(x, w, y, b, head, kept, exponents, entropy=True, tiles=TILES)
     for out in (launch.forward(x, w, y, b, head, tiles=TILES), frozen, saved):
@@ -87,7 +106,11 @@ def test_linear_logprob(small, monkeypatch, dtype, capability, D, softcap, bias)
         if g_entropy is None:
             keep = (kept, exponents, truth.logp, None)
             for whole in (False, True):
-                found.append(launch.saved_backward(x, w, y, b, head, co, truth.lse, *keep, whole=whole, tiles=TILES, **need))
+                found.append(
+                    launch.saved_backward(
+                        x, w, y, b, head, co, truth.lse, *keep, whole=whole, tiles=TILES, **need
+                    )
+                )
         for mine, exact in [pair for grads in found for pair in zip(grads, expected, strict=True)]:
             if exact is not None:
                 assert mine.shape == exact.shape
@@ -106,14 +129,28 @@ def test_saved_backward_maps_rows(small):
     keep = (kept, exponents, out.logp[rows], rows)
     exact = path.backward(x[rows], w, y[rows], None, head, co, out.lse[rows], **need)
     for whole in (False, True):
-        mine = launch.saved_backward(x[rows], w, y[rows], None, head, co, out.lse[rows], *keep, whole=whole, tiles=TILES, **need)
+        mine = launch.saved_backward(
+            x[rows],
+            w,
+            y[rows],
+            None,
+            head,
+            co,
+            out.lse[rows],
+            *keep,
+            whole=whole,
+            tiles=TILES,
+            **need,
+        )
         close(mine.x, exact.x, 1e-5)
         close(mine.w, exact.w, 1e-5)
 
 
 @inside
 def test_many_tokens_go_through_a_slab_in_chunks(small, monkeypatch):
-    """19 rows of which 16 fit: every gradient equals the torch path's, and a token's bits on the frozen path are its own."""
+    """19 rows of which 16 fit: every gradient equals the torch path's, and a token's bits on the
+    frozen path are its own.
+    """
     x, w, y, b = problem(bias=True)
     x, w, head = (8 * x).round() / 8, (8 * w).round() / 8, Head(0.7, None)
     alone = launch.forward(x[17:18].contiguous(), w, y[17:18], b, head, expected=True, tiles=TILES)
@@ -122,7 +159,9 @@ def test_many_tokens_go_through_a_slab_in_chunks(small, monkeypatch):
     found = launch.forward(x, w, y, b, head, expected=True, tiles=TILES)
     close(found.logp, truth.logp, 3e-6)
     close(found.expected, truth.expected, 1e-5)
-    assert torch.equal(found.logp[17:18], alone.logp) and torch.equal(found.entropy[17:18], alone.entropy)
+    assert torch.equal(found.logp[17:18], alone.logp) and torch.equal(
+        found.entropy[17:18], alone.entropy
+    )
     kept, exponents = torch.empty(len(x), len(w)), torch.empty(-(-len(w) // TILES.columns), len(x))
     launch.saved_forward(x, w, y, b, head, kept, exponents, entropy=True, tiles=TILES)
     co = path.coefficients(torch.randn(len(x)), None, None, truth.entropy)
@@ -134,7 +173,9 @@ def test_many_tokens_go_through_a_slab_in_chunks(small, monkeypatch):
     for grads in (mine, saved):
         for grad, exact in zip(grads, expected, strict=True):
             close(grad, exact, 1e-5)
-    part = launch.backward(x, w, y, b, head, co, truth.lse, tiles=TILES, frozen_columns=16, **need).w
+    part = launch.backward(
+        x, w, y, b, head, co, truth.lse, tiles=TILES, frozen_columns=16, **need
+    ).w
     assert (part[:, :16] == 0).all()
     close(part[:, 16:], expected.w[:, 16:], 1e-5)
 
@@ -150,9 +191,13 @@ def test_hoppers_branch_gives_the_others_numbers(small, V):
     for special in (None, TILES):
         scores = launch.Scores(x, w, y, None, Head(0.7), TILES, special)
         out = scores.combine(scores.statistics(True))
-        slabs_of = [torch.zeros(len(x), hi - lo) for lo, hi in ((0, min(32, V)), (32, V)) if hi > lo]
+        slabs_of = [
+            torch.zeros(len(x), hi - lo) for lo, hi in ((0, min(32, V)), (32, V)) if hi > lo
+        ]
         for dz, lo in zip(slabs_of, (0, 32), strict=False):
-            scores.dlogits(dz, lo, lo + dz.shape[1], out.lse * launch.LOG2E, Coefficients(a, -a, a.flip(0)))
+            scores.dlogits(
+                dz, lo, lo + dz.shape[1], out.lse * launch.LOG2E, Coefficients(a, -a, a.flip(0))
+            )
         found.append((out.logp, out.entropy, out.lse, *slabs_of))
     for mine, other in zip(*found, strict=True):
         close(mine, other, 3e-6)
@@ -162,8 +207,9 @@ def test_hoppers_branch_gives_the_others_numbers(small, V):
 @inside
 @pytest.mark.slow
 def test_a_hundred_random_cases_of_hoppers_branch_against_float64(small):
-    """Sizes, dtypes, temperatures and upstream gradients at random, with and without one of the entropy: logprobs, entropies, and the
-    gradient of a slab of scores. Operands are rounded before, so that scores differ by float32's sums alone.
+    """Sizes, dtypes, temperatures and upstream gradients at random, with and without one of the
+    entropy: logprobs, entropies, and the gradient of a slab of scores. Operands are rounded before,
+    so that scores differ by float32's sums alone.
     """
     from kernels.linear_logprob_torch import coefficients
 
@@ -173,34 +219,62 @@ def test_a_hundred_random_cases_of_hoppers_branch_against_float64(small):
         return int(torch.randint(1, most, (), generator=g))
 
     for case in range(200):
-        (N, D, V), temperature = (number(60), number(40), number(200)), 0.3 + float(torch.rand((), generator=g))
+        (N, D, V), temperature = (
+            (number(60), number(40), number(200)),
+            0.3 + float(torch.rand((), generator=g)),
+        )
         dtype, bent = (torch.float32, torch.bfloat16, torch.float16)[case % 3], case % 4 > 0
         x, w = torch.randn(N, D, generator=g).to(dtype), torch.randn(V, D, generator=g).to(dtype)
         y, upstream = torch.randint(0, V, (N,), generator=g), torch.randn(2, N, generator=g)
-        z = (x.double() @ w.double().t() / temperature).requires_grad_()  # dlogits are those of the scores over the temperature
+        # dlogits are those of the scores over the temperature
+        z = (x.double() @ w.double().t() / temperature).requires_grad_()
         every = z.log_softmax(-1)
         logp, entropy = every.gather(1, y[:, None])[:, 0], -(every.exp() * every).sum(-1)
         ((logp * upstream[0]).sum() + (entropy * upstream[1]).sum() * bent).backward()
         scores = launch.Scores(x, w, y, None, Head(temperature), TILES, TILES)
-        keep = (torch.zeros(N, -(-V // 16) * 16, dtype=dtype)[:, :V], torch.zeros(-(-V // TILES.columns), N)) if case % 2 else None
+        keep = (
+            (
+                torch.zeros(N, -(-V // 16) * 16, dtype=dtype)[:, :V],
+                torch.zeros(-(-V // TILES.columns), N),
+            )
+            if case % 2
+            else None
+        )
         out = scores.combine(scores.statistics(bent, keep))
         close(out.logp, logp.detach(), 1e-5)
         if keep is not None:  # what the saved plan keeps: each probability, to its rounding
             k = keep[1].repeat_interleave(TILES.columns, 0)[:V].t()
             p = keep[0].float() * torch.exp2(k - out.lse[:, None] * launch.LOG2E)
-            close(p, every.exp().detach(), {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype])
+            close(
+                p,
+                every.exp().detach(),
+                {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype],
+            )
         if bent:
             close(out.entropy, entropy.detach(), 1e-5)
         lo = number(V + 1) // TILES.columns * TILES.columns
         dz = torch.zeros(N, max(V - lo, 0), dtype=dtype)
         if V > lo:
-            scores.dlogits(dz, lo, V, out.lse * launch.LOG2E, coefficients(upstream[0], upstream[1] if bent else None, None, out.entropy))
-            close(dz, z.grad[:, lo:], {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 1e-2}[dtype])  # of storing it: 2^-11, 2^-8
+            scores.dlogits(
+                dz,
+                lo,
+                V,
+                out.lse * launch.LOG2E,
+                coefficients(upstream[0], upstream[1] if bent else None, None, out.entropy),
+            )
+            # of storing it: 2^-11, 2^-8
+            close(
+                dz,
+                z.grad[:, lo:],
+                {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 1e-2}[dtype],
+            )
 
 
 @pytest.fixture(params=["saved", "whole"])
 def forced(small, monkeypatch, request):
-    """The public function with the launches that it makes on CUDA, and [T, V] always kept between forward and backward."""
+    """The public function with the launches that it makes on CUDA, and [T, V] always kept between
+    forward and backward.
+    """
     from functools import partial
 
     from kernels import linear_logprob
@@ -215,25 +289,40 @@ def forced(small, monkeypatch, request):
 
 
 def gradients(function, dtype, x, w, y, upstream, **settings):
-    """(dX, dW) of sum(upstream * outputs), in float64; upstream: of logp, and of the entropy where it is not None."""
+    """(dX, dW) of sum(upstream * outputs), in float64; upstream: of logp, and of the entropy where
+    it is not None.
+    """
     x, w = (t.detach().to(dtype, copy=True).requires_grad_() for t in (x, w))
     outputs = function(x, w, y, **settings)
-    sum((outputs[i].double() * g.double()).sum() for i, g in enumerate(upstream) if g is not None).backward()
+    sum(
+        (outputs[i].double() * g.double()).sum() for i, g in enumerate(upstream) if g is not None
+    ).backward()
     return x.grad.double(), w.grad.double()
 
 
 @inside
-@pytest.mark.parametrize(("dtype", "temperature"), [(torch.float16, 1.0), (torch.bfloat16, 0.25), (torch.float32, 0.15)])
-def test_a_target_far_below_its_tiles_maximum_keeps_its_gradient_under_softcap(forced, dtype, temperature):
-    """2^(z-k) of the target is 0 in `dtype`; its gradient is its upstream times the tanh's slope all the same."""
+@pytest.mark.parametrize(
+    ("dtype", "temperature"), [(torch.float16, 1.0), (torch.bfloat16, 0.25), (torch.float32, 0.15)]
+)
+def test_a_target_far_below_its_tiles_maximum_keeps_its_gradient_under_softcap(
+    forced, dtype, temperature
+):
+    """2^(z-k) of the target is 0 in `dtype`; its gradient is its upstream times the tanh's slope
+    all the same.
+    """
     from kernels import linear_logprob_reference
 
     x, w, y = torch.ones(3, 1), torch.zeros(7, 1), torch.tensor([1, 2, 1])
     w[0], w[1], w[2] = 28.0, 1.0, -20.0
-    settings, upstream = {"temperature": temperature, "softcap": 30.0}, (torch.tensor([1.0, 0.5, -2.0]), None)
+    settings, upstream = (
+        {"temperature": temperature, "softcap": 30.0},
+        (torch.tensor([1.0, 0.5, -2.0]), None),
+    )
     exact = gradients(linear_logprob_reference, torch.float64, x, w, y, upstream, **settings)
     assert exact[1][1].abs() > 0.5 and exact[1][2].abs() > 0.2
-    for mine, truth in zip(gradients(forced, dtype, x, w, y, upstream, **settings), exact, strict=True):
+    for mine, truth in zip(
+        gradients(forced, dtype, x, w, y, upstream, **settings), exact, strict=True
+    ):
         close(mine, truth, ROUNDING[dtype])
 
 
@@ -241,25 +330,36 @@ def test_a_target_far_below_its_tiles_maximum_keeps_its_gradient_under_softcap(f
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_confident_tokens_have_no_noise_in_their_gradient(forced, dtype, softcap):
-    """One token to choose from, and one of probability nearly 1: dX is 0 or next to it, with an entropy gradient and without one.
+    """One token to choose from, and one of probability nearly 1: dX is 0 or next to it, with an
+    entropy gradient and without one.
 
-    What is kept is rounded to 2^-9 (bfloat16), so a gradient made of it alone would be 1e-3 to 1e-2 here.
+    What is kept is rounded to 2^-9 (bfloat16), so a gradient made of it alone would be 1e-3 to 1e-2
+    here.
     """
     from kernels import linear_logprob_reference
 
     g = torch.Generator().manual_seed(0)
-    x, w = torch.randn(9, 8, generator=g).to(dtype).double(), torch.randn(1, 8, generator=g).to(dtype).double()
+    x, w = (
+        torch.randn(9, 8, generator=g).to(dtype).double(),
+        torch.randn(1, 8, generator=g).to(dtype).double(),
+    )
     upstream = (torch.randn(9, generator=g), torch.randn(9, generator=g))
     for given in (upstream, (upstream[0], None), (None, upstream[1])):
-        dx, dw = gradients(forced, dtype, x, w, torch.zeros(9, dtype=torch.long), given, softcap=softcap)
+        dx, dw = gradients(
+            forced, dtype, x, w, torch.zeros(9, dtype=torch.long), given, softcap=softcap
+        )
         assert dx.abs().max() < 1e-5 and dw.abs().max() < 1e-5
     x = torch.nn.functional.normalize(torch.randn(12, 16, generator=g), dim=1) * 5
-    x, y = x.to(dtype).double(), torch.arange(12)  # weight rows are hidden rows: the target's logit is 25
+    # weight rows are hidden rows: the target's logit is 25
+    x, y = x.to(dtype).double(), torch.arange(12)
     for given in (upstream, (upstream[0], None)):
         given = tuple(None if t is None else torch.cat([t, t[:3]]) for t in given)
         exact = gradients(linear_logprob_reference, torch.float64, x, x, y, given, temperature=0.8)
-        rounding = float32_bound(16 + 12, 2 * 25 / 0.8) * float(given[0].abs().max()) * 5  # of log p, which is a difference of two such
-        for mine, truth in zip(gradients(forced, dtype, x, x, y, given, temperature=0.8), exact, strict=True):
+        # of log p, which is a difference of two such
+        rounding = float32_bound(16 + 12, 2 * 25 / 0.8) * float(given[0].abs().max()) * 5
+        for mine, truth in zip(
+            gradients(forced, dtype, x, x, y, given, temperature=0.8), exact, strict=True
+        ):
             assert (mine - truth).abs().max() < 2**-8 * truth.abs().max() + rounding
 
 
@@ -278,7 +378,8 @@ def test_defects_1_and_2_phantom_columns_and_far_logits(small, offset):
 
 @inside
 def test_exponents_move_when_the_target_is_far_below_the_maximum(small):
-    """The frozen path's reference exponent starts at the target's logit; here the maximum is 2^100 to 2^300 above it.
+    """The frozen path's reference exponent starts at the target's logit; here the maximum is 2^100
+    to 2^300 above it.
 
     V = 600 makes slabs of two tiles, whose exponents have to be brought together.
     """
@@ -289,7 +390,8 @@ def test_exponents_move_when_the_target_is_far_below_the_maximum(small):
     assert spread > 128
     truth = path.forward(x, w, y, None, head, expected=True)
     out = launch.forward(x, w, y, None, head, expected=True, tiles=TILES)
-    largest = float((x.abs() @ w.abs().t()).max())  # what a score is a sum of: its rounding is a probability's relative error
+    # what a score is a sum of: its rounding is a probability's relative error
+    largest = float((x.abs() @ w.abs().t()).max())
     close(out.expected, truth.expected, float32_bound(24 + 600, largest))
     close(out.logp, truth.logp, float32_bound(24 + 600, largest) / float(truth.logp.abs().max()))
 
@@ -307,7 +409,9 @@ def test_banned_tokens(small):
 
 @inside
 def test_defect_16_logprobs_do_not_depend_on_the_batch_or_the_run(small):
-    """Multiples of 1/8, whose products add up exactly: numpy's own product depends on a row's place in its tile on some CPUs."""
+    """Multiples of 1/8, whose products add up exactly: numpy's own product depends on a row's place
+    in its tile on some CPUs.
+    """
     x, w, y, _ = problem(N=40)
     x, w = (8 * x).round() / 8, (8 * w).round() / 8
     head = Head(0.7, None)
@@ -316,8 +420,12 @@ def test_defect_16_logprobs_do_not_depend_on_the_batch_or_the_run(small):
         again = launch.forward(x, w, y, None, head, tiles=TILES)
         assert torch.equal(whole.logp, again.logp) and torch.equal(whole.entropy, again.entropy)
     for rows in (slice(0, 1), slice(3, 20), slice(39, 40)):
-        part = launch.forward(x[rows].contiguous(), w, y[rows].contiguous(), None, head, tiles=TILES)
-        assert torch.equal(part.logp, whole.logp[rows]) and torch.equal(part.entropy, whole.entropy[rows])
+        part = launch.forward(
+            x[rows].contiguous(), w, y[rows].contiguous(), None, head, tiles=TILES
+        )
+        assert torch.equal(part.logp, whole.logp[rows]) and torch.equal(
+            part.entropy, whole.entropy[rows]
+        )
 
 
 @inside
@@ -329,10 +437,13 @@ def test_token_logprob(softcap, dtype):
 
     g = torch.Generator().manual_seed(0)
     wide = (3 * torch.randn(9, 160, generator=g)).to(dtype)
-    logits, y, head = wide[:, :150], torch.randint(0, 150, (9,), generator=g), Head(0.7, softcap)  # rows that are not contiguous
+    # rows that are not contiguous
+    logits, y, head = wide[:, :150], torch.randint(0, 150, (9,), generator=g), Head(0.7, softcap)
     y[3] = -100
     truth = _torch_forward(logits, y, head, -100)
-    for mine, exact in zip(token_logprob_triton.forward(logits, y, head, -100, block=64), truth, strict=True):
+    for mine, exact in zip(
+        token_logprob_triton.forward(logits, y, head, -100, block=64), truth, strict=True
+    ):
         close(mine, exact, 1e-5)
     for g_entropy in (None, torch.randn(9) * (y >= 0)):
         co = path.coefficients(torch.randn(9) * (y >= 0), g_entropy, None, truth[1])
@@ -350,13 +461,33 @@ def test_policy_loss():
 
     g = torch.Generator().manual_seed(0)
     lp, old, adv, ref, low = (torch.randn(37, generator=g) for _ in range(5))
-    low, cu, mask = 0.7 + 0.1 * low, torch.tensor([0, 5, 5, 20, 37]), torch.rand(37, generator=g) < 0.6
+    low, cu, mask = (
+        0.7 + 0.1 * low,
+        torch.tensor([0, 5, 5, 20, 37]),
+        torch.rand(37, generator=g) < 0.6,
+    )
     old = torch.where(mask, lp + 0.3 * old, float("nan"))  # defect 13
     for kind, kl_kind in [(kind, "k3") for kind in KINDS] + [("ppo", kl) for kl in KL_KINDS]:
         for lower, reference in ((None, None), (low, ref)):
             expected = _torch_pass(lp, old, adv, mask, reference, 0.8 if lower is None else lower,
                                    1.2 if lower is None else torch.tensor(1.2), cu, kind, 0.05, 0.1, kl_kind)  # fmt: skip
-            mine = policy_loss_pass(lp, old, adv, mask, reference, lower, None, cu, kind, 0.8, 1.2, 0.05, 0.1, kl_kind, block=16)
+            mine = policy_loss_pass(
+                lp,
+                old,
+                adv,
+                mask,
+                reference,
+                lower,
+                None,
+                cu,
+                kind,
+                0.8,
+                1.2,
+                0.05,
+                0.1,
+                kl_kind,
+                block=16,
+            )
             close(mine[0], expected[0], 1e-5)
             close(mine[1], expected[1], 1e-5)
 
@@ -364,20 +495,28 @@ def test_policy_loss():
 @inside
 @pytest.mark.parametrize("mask_name", ["mask", "sequence_ratio_mask"])
 def test_a_datums_mask_decides_in_every_fused_loss(monkeypatch, mask_name):
-    """The losses of the clients, as they call the kernel, against the formulas token by token in float64."""
+    """The losses of the clients, as they call the kernel, against the formulas token by token in
+    float64.
+    """
     import test_loss_mask as by_hand
 
     import kernels.policy_loss  # noqa: F401
     from rl.losses.losses import get_loss
 
     calls = []
-    monkeypatch.setattr(sys.modules["kernels.policy_loss"], "triton_works", lambda tensor: calls.append(tensor) or True)
+    monkeypatch.setattr(
+        sys.modules["kernels.policy_loss"],
+        "triton_works",
+        lambda tensor: calls.append(tensor) or True,
+    )
     for name in by_hand.POLICY:
         logp, inputs = by_hand.given(1, mask_name)
         exact, leaf = logp.clone().requires_grad_(True), logp.float().requires_grad_(True)
         expected, counted = by_hand.reference(name, exact, inputs, mask_name)
         fields = {field: value.float() for field, value in inputs.items()}
-        value, metrics = get_loss(name).fused(leaf, torch.zeros(11), fields, torch.tensor(by_hand.CU), {})
+        value, metrics = get_loss(name).fused(
+            leaf, torch.zeros(11), fields, torch.tensor(by_hand.CU), {}
+        )
         close(value, expected, 1e-5)
         close(torch.autograd.grad(value, leaf)[0], torch.autograd.grad(expected, exact)[0], 1e-5)
         assert {key: int(count) for key, count in metrics.items()} == counted
@@ -386,16 +525,28 @@ def test_a_datums_mask_decides_in_every_fused_loss(monkeypatch, mask_name):
 
 @inside
 def test_a_nan_in_the_policy_loss_is_not_dropped():
-    """At an active token of any field: the loss is NaN, and the token's own gradient. (The compile test sees to the device's min.)"""
+    """At an active token of any field: the loss is NaN, and the token's own gradient. (The compile
+    test sees to the device's min.)
+    """
     from kernels.policy_loss import KINDS, _torch_pass
     from kernels.policy_loss_triton import policy_loss_pass
 
     cu, mask = torch.tensor([0, 3, 5]), torch.ones(5)
     for kind in KINDS:
         for field in range(3):
-            fields = [torch.full((5,), -0.5), torch.full((5,), -0.7), torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])]
+            fields = [
+                torch.full((5,), -0.5),
+                torch.full((5,), -0.7),
+                torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]),
+            ]
             fields[field][1] = float("nan")
             rest = (mask, None, None, None, cu, kind, 0.8, 1.2, 0.05, 0.0, "k2")
             plain = (mask, None, 0.8, 1.2, cu, kind, 0.05, 0.0, "k2")
-            for sums, grad in (policy_loss_pass(*fields, *rest, block=16), _torch_pass(*fields, *plain)):
-                assert sums[0].isnan() and grad[1].isnan() and not grad[3:].isnan().any(), (kind, field)
+            for sums, grad in (
+                policy_loss_pass(*fields, *rest, block=16),
+                _torch_pass(*fields, *plain),
+            ):
+                assert sums[0].isnan() and grad[1].isnan() and not grad[3:].isnan().any(), (
+                    kind,
+                    field,
+                )

@@ -1,4 +1,6 @@
-"""linear_logprob off CUDA: against float64, and each defect known from other implementations as a test that fails with it."""
+"""linear_logprob off CUDA: against float64, and each defect known from other implementations as a
+test that fails with it.
+"""
 
 import ast
 import itertools
@@ -43,67 +45,146 @@ def run(function, dtype, x, w, y, bias, upstream, used=(0, 1, 2), frozen=False, 
 
 
 def assert_close_to_float64(ours, plain, exact):
-    """The error rule: at most twice the error of plain torch in the same precision, plus 1e-4 of the value's size."""
+    """The error rule: at most twice the error of plain torch in the same precision, plus 1e-4 of
+    the value's size.
+    """
     for mine, theirs, truth in zip(ours, plain, exact, strict=True):
         bound = 2 * (theirs - truth).abs().max() + 1e-4 * max(1.0, float(truth.abs().max()))
         assert (mine - truth).abs().max() <= bound
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("T", "D", "V"), [(1, 8, 3), (33, 20, 5003), (70, 100, 1000), (3, 16, 50257)])
+@pytest.mark.parametrize(
+    ("T", "D", "V"), [(1, 8, 3), (33, 20, 5003), (70, 100, 1000), (3, 16, 50257)]
+)
 def test_error_rule(dtype, T, D, V):
-    x, w, y, bias, upstream = (t.to(dtype).double() if t is not None and t.is_floating_point() else t for t in problem(T, D, V, bias=True))
+    x, w, y, bias, upstream = (
+        t.to(dtype).double() if t is not None and t.is_floating_point() else t
+        for t in problem(T, D, V, bias=True)
+    )
     settings = {"temperature": 0.7, "softcap": 5.0}
     exact = run(linear_logprob_reference, torch.float64, x, w, y, bias, upstream, **settings)
     plain = run(linear_logprob_reference, dtype, x, w, y, bias, upstream, **settings)
     for saved in (RECOMPUTE, SAVED):
-        assert_close_to_float64(run(linear_logprob, dtype, x, w, y, bias, upstream, saved_bytes=saved, **settings), plain, exact)
+        assert_close_to_float64(
+            run(linear_logprob, dtype, x, w, y, bias, upstream, saved_bytes=saved, **settings),
+            plain,
+            exact,
+        )
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_every_setting_equals_the_definition(frozen):
-    choices = itertools.product((1.0, 0.6), (None, 3.0), (False, True), (RECOMPUTE, SAVED), ((0,), (1,), (0, 1), (0, 1, 2)))
+    choices = itertools.product(
+        (1.0, 0.6), (None, 3.0), (False, True), (RECOMPUTE, SAVED), ((0,), (1,), (0, 1), (0, 1, 2))
+    )
     for temperature, softcap, bias, saved, used in choices:
         x, w, y, b, upstream = problem(13, 8, 300, bias=bias)
         y[::4] = -100
         settings = {"temperature": temperature, "softcap": softcap}
-        exact = run(linear_logprob_reference, torch.float64, x, w, y, b, upstream, used, frozen, **settings)
-        ours = run(linear_logprob, torch.float32, x, w, y, b, upstream, used, frozen, saved_bytes=saved, **settings)
+        exact = run(
+            linear_logprob_reference, torch.float64, x, w, y, b, upstream, used, frozen, **settings
+        )
+        ours = run(
+            linear_logprob,
+            torch.float32,
+            x,
+            w,
+            y,
+            b,
+            upstream,
+            used,
+            frozen,
+            saved_bytes=saved,
+            **settings,
+        )
         for mine, truth in zip(ours, exact, strict=True):
             torch.testing.assert_close(mine, truth, atol=2e-5, rtol=1e-5)
 
 
 def test_many_blocks_equal_one(monkeypatch):
-    """Blocks of 64 rows and 7 columns give what one block gives, also for the frozen head's running expectation."""
+    """Blocks of 64 rows and 7 columns give what one block gives, also for the frozen head's running
+    expectation.
+    """
     path = sys.modules["kernels.linear_logprob_torch"]
     x, w, y, bias, upstream = problem(150, 8, 100, bias=True)
-    whole = [run(linear_logprob, torch.float32, x, w, y, bias, upstream, frozen=f, saved_bytes=0, softcap=2.0) for f in (False, True)]
+    whole = [
+        run(
+            linear_logprob,
+            torch.float32,
+            x,
+            w,
+            y,
+            bias,
+            upstream,
+            frozen=f,
+            saved_bytes=0,
+            softcap=2.0,
+        )
+        for f in (False, True)
+    ]
     monkeypatch.setattr(path, "COLUMNS", 7)
     monkeypatch.setattr(path, "BLOCK", 64 * 7)
-    parts = [run(linear_logprob, torch.float32, x, w, y, bias, upstream, frozen=f, saved_bytes=0, softcap=2.0) for f in (False, True)]
+    parts = [
+        run(
+            linear_logprob,
+            torch.float32,
+            x,
+            w,
+            y,
+            bias,
+            upstream,
+            frozen=f,
+            saved_bytes=0,
+            softcap=2.0,
+        )
+        for f in (False, True)
+    ]
     for a, b in zip(whole[0] + whole[1], parts[0] + parts[1], strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-    frozen = run(linear_logprob, torch.float32, x, 9 * w, y, bias, upstream, (0,), frozen=True, saved_bytes=0)  # no entropy: E_p[W] is used
-    exact = run(linear_logprob_reference, torch.float64, x, 9 * w, y, bias, upstream, (0,), frozen=True)
+    # no entropy: E_p[W] is used
+    frozen = run(
+        linear_logprob, torch.float32, x, 9 * w, y, bias, upstream, (0,), frozen=True, saved_bytes=0
+    )
+    exact = run(
+        linear_logprob_reference, torch.float64, x, 9 * w, y, bias, upstream, (0,), frozen=True
+    )
     torch.testing.assert_close(frozen[3], exact[3], atol=1e-3, rtol=1e-4)  # of gradients up to 20
 
 
 def test_frozen_head_with_and_without_an_entropy_gradient_agrees_with_a_training_head():
     x, w, y, _, upstream = problem(20, 8, 500)
     for used in ((0,), (0, 2), (0, 1)):
-        trained = run(linear_logprob, torch.float32, x, w, y, None, upstream, used, frozen=False, saved_bytes=0)[3]
-        frozen = run(linear_logprob, torch.float32, x, w, y, None, upstream, used, frozen=True, saved_bytes=0)[3]
+        trained = run(
+            linear_logprob,
+            torch.float32,
+            x,
+            w,
+            y,
+            None,
+            upstream,
+            used,
+            frozen=False,
+            saved_bytes=0,
+        )[3]
+        frozen = run(
+            linear_logprob, torch.float32, x, w, y, None, upstream, used, frozen=True, saved_bytes=0
+        )[3]
         torch.testing.assert_close(frozen, trained, atol=1e-6, rtol=1e-5)
 
 
-# ------------------------------------------------------------------------------------- defects known from other implementations
+# --------------------------------------------------------- defects known from other implementations
 
 
 @pytest.mark.parametrize("saved", [RECOMPUTE, SAVED])
 def test_defect_1_no_phantom_columns(saved):
-    """V one more than a block, all true logits far below 0: a phantom column of 0 would take all the probability."""
+    """V one more than a block, all true logits far below 0: a phantom column of 0 would take all
+    the probability.
+    """
     x, w, y, bias, _ = problem(4, 8, 2049, bias=True)
-    logp, entropy, _ = linear_logprob(x.float(), w.float(), y, bias.float() - 500.0, saved_bytes=saved)
+    logp, entropy, _ = linear_logprob(
+        x.float(), w.float(), y, bias.float() - 500.0, saved_bytes=saved
+    )
     expected = linear_logprob_reference(x, w, y, bias)
     assert (logp <= 0).all()
     torch.testing.assert_close(logp.double(), expected[0], atol=2e-4, rtol=1e-5)
@@ -115,13 +196,24 @@ def test_defect_2_all_logits_far_from_zero(offset):
     x, w, y, bias, upstream = problem(6, 8, 300, bias=True)
     exact = run(linear_logprob_reference, torch.float64, x, w, y, bias + offset, upstream)
     for saved in (RECOMPUTE, SAVED):
-        ours = run(linear_logprob, torch.float32, x, w, y, bias + offset, upstream, saved_bytes=saved)
-        assert_close_to_float64(ours, run(linear_logprob_reference, torch.float32, x, w, y, bias + offset, upstream), exact)
+        ours = run(
+            linear_logprob, torch.float32, x, w, y, bias + offset, upstream, saved_bytes=saved
+        )
+        assert_close_to_float64(
+            ours,
+            run(linear_logprob_reference, torch.float32, x, w, y, bias + offset, upstream),
+            exact,
+        )
 
 
 def test_defect_3_inputs_stay_as_they_are_and_nothing_is_autotuned():
     x, w, y, bias, _ = problem(9, 8, 300, bias=True)
-    tensors = [x.float().requires_grad_(), w.float().requires_grad_(), y, bias.float().requires_grad_()]
+    tensors = [
+        x.float().requires_grad_(),
+        w.float().requires_grad_(),
+        y,
+        bias.float().requires_grad_(),
+    ]
     before = [t.detach().clone() for t in tensors]
     for saved in (RECOMPUTE, SAVED):
         sum(o.sum() for o in linear_logprob(*tensors, saved_bytes=saved)).backward()
@@ -154,7 +246,9 @@ def test_defect_5_every_upstream_gradient_counts_once():
 
 
 def test_defect_6_low_precision_dw_does_not_accumulate_in_low_precision(monkeypatch):
-    """64 blocks of rows: a bfloat16 accumulator would be wrong by per cents, a float32 one is rounded once."""
+    """64 blocks of rows: a bfloat16 accumulator would be wrong by per cents, a float32 one is
+    rounded once.
+    """
     monkeypatch.setattr(sys.modules["kernels.linear_logprob_torch"], "BLOCK", 1)
     x, w, y, _, _ = problem(4096, 8, 16)
     upstream = torch.ones(3, 4096, dtype=torch.float64)
@@ -172,7 +266,11 @@ def test_defect_7_under_torch_compile(frozen, saved):
     settings = {"temperature": 0.7, "saved_bytes": saved}
     eager = run(linear_logprob, torch.float32, x, w, y, bias, upstream, frozen=frozen, **settings)
     compiled = torch.compile(linear_logprob, fullgraph=True, backend="aot_eager")
-    for a, b in zip(eager, run(compiled, torch.float32, x, w, y, bias, upstream, frozen=frozen, **settings), strict=True):
+    for a, b in zip(
+        eager,
+        run(compiled, torch.float32, x, w, y, bias, upstream, frozen=frozen, **settings),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
@@ -180,7 +278,16 @@ def test_defect_7_under_torch_compile(frozen, saved):
 def test_defect_7_under_inductor():
     x, w, y, bias, upstream = problem(9, 8, 300, bias=True)
     eager = run(linear_logprob, torch.float32, x, w, y, bias, upstream, temperature=0.7)
-    compiled = run(torch.compile(linear_logprob, fullgraph=True), torch.float32, x, w, y, bias, upstream, temperature=0.7)
+    compiled = run(
+        torch.compile(linear_logprob, fullgraph=True),
+        torch.float32,
+        x,
+        w,
+        y,
+        bias,
+        upstream,
+        temperature=0.7,
+    )
     for a, b in zip(eager, compiled, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
@@ -189,17 +296,25 @@ def test_defect_7_under_inductor():
 def test_opcheck(plan):
     x, w, y, bias, _ = problem(5, 4, 40, bias=True)
     grad = plan != "none"
-    x, w, bias = x.float().requires_grad_(grad), w.float().requires_grad_(grad and plan != "expected"), bias.float()
+    x, w, bias = (
+        x.float().requires_grad_(grad),
+        w.float().requires_grad_(grad and plan != "expected"),
+        bias.float(),
+    )
     torch.library.opcheck(forward_op, (x, w, y, bias, 0.7, 3.0, -100, True, plan))
     with torch.no_grad():
         outputs = forward_op(x, w, y, bias, 0.7, 3.0, -100, True, plan)
         need = [True, plan not in ("expected", "none"), False]
         upstream = torch.randn(3, 5)
-        torch.library.opcheck(backward_op, (*upstream, x, w, y, bias, *outputs, 0.7, 3.0, -100, plan, need))
+        torch.library.opcheck(
+            backward_op, (*upstream, x, w, y, bias, *outputs, 0.7, 3.0, -100, plan, need)
+        )
 
 
 def test_defect_8_a_changed_input_is_noticed():
-    """Hidden states that were overwritten between forward and backward: an error, not a wrong gradient."""
+    """Hidden states that were overwritten between forward and backward: an error, not a wrong
+    gradient.
+    """
     x, w, y, _, _ = problem(5, 4, 40)
     hidden = x.float().requires_grad_() * 1.0
     logp, _, _ = linear_logprob(hidden, w.float(), y, saved_bytes=0)
@@ -239,7 +354,9 @@ def test_defect_12_targets_of_any_alignment_and_integer_type():
     pairs = torch.stack((y, torch.zeros_like(y)), dim=1)
     for target in (y[1:], y.int()[1:], y.to(torch.uint8)[1:], pairs[1:, 0]):
         for saved in (RECOMPUTE, SAVED):
-            torch.testing.assert_close(linear_logprob(x[1:].float(), w.float(), target, saved_bytes=saved)[0], expected)
+            torch.testing.assert_close(
+                linear_logprob(x[1:].float(), w.float(), target, saved_bytes=saved)[0], expected
+            )
 
 
 @pytest.mark.parametrize("saved", [RECOMPUTE, SAVED])
@@ -249,17 +366,34 @@ def test_defect_13_nan_where_ignored_changes_nothing(saved):
     upstream[:, ::3] = 5.0  # whatever arrives there
     clean = run(linear_logprob, torch.float32, x, w, y, None, upstream, saved_bytes=saved)
     x[::3] = float("nan")
-    for a, b in zip(clean, run(linear_logprob, torch.float32, x, w, y, None, upstream, saved_bytes=saved), strict=True):
+    for a, b in zip(
+        clean,
+        run(linear_logprob, torch.float32, x, w, y, None, upstream, saved_bytes=saved),
+        strict=True,
+    ):
         assert torch.equal(a, b)
 
 
 def test_rows_without_upstream_gradient_are_left_out_exactly():
-    """NaN in rows with zero upstream gradient: forward NaN there, gradients as if the rows were absent."""
+    """NaN in rows with zero upstream gradient: forward NaN there, gradients as if the rows were
+    absent.
+    """
     x, w, y, _, upstream = problem(12, 8, 100)
     upstream[:, 1::2] = 0.0
-    half = run(linear_logprob, torch.float32, x[::2], w, y[::2], None, upstream[:, ::2], saved_bytes=0)
+    half = run(
+        linear_logprob, torch.float32, x[::2], w, y[::2], None, upstream[:, ::2], saved_bytes=0
+    )
     x[1::2] = float("nan")
-    full = run(lambda *a, **k: [o.nan_to_num() for o in linear_logprob(*a, **k)], torch.float32, x, w, y, None, upstream, saved_bytes=0)
+    full = run(
+        lambda *a, **k: [o.nan_to_num() for o in linear_logprob(*a, **k)],
+        torch.float32,
+        x,
+        w,
+        y,
+        None,
+        upstream,
+        saved_bytes=0,
+    )
     torch.testing.assert_close(full[4], half[4], atol=1e-6, rtol=1e-5)
     assert (full[3][1::2] == 0).all()
 
@@ -276,7 +410,7 @@ def test_banned_tokens_have_probability_zero():
             torch.testing.assert_close(mine, truth, atol=1e-5, rtol=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------------------------ shapes
+# ------------------------------------------------------------------------------------------- shapes
 
 
 @pytest.mark.parametrize("saved", [RECOMPUTE, SAVED])
@@ -299,16 +433,22 @@ def test_peaked_softmax():
     exact = run(linear_logprob_reference, torch.float64, *args)
     for saved in (RECOMPUTE, SAVED):
         plain = run(linear_logprob_reference, torch.float32, *args)
-        assert_close_to_float64(run(linear_logprob, torch.float32, *args, saved_bytes=saved), plain, exact)
+        assert_close_to_float64(
+            run(linear_logprob, torch.float32, *args, saved_bytes=saved), plain, exact
+        )
 
 
 def test_leading_dimensions_and_strides():
     x, w, y, _, _ = problem(24, 8, 60)
     flat = linear_logprob(x.float(), w.float(), y)
     shaped = linear_logprob(x.float().view(2, 3, 4, 8), w.float(), y.view(2, 3, 4))
-    strided = linear_logprob(x.float().t().contiguous().t(), w.float().t().contiguous().t(), y, saved_bytes=0)
+    strided = linear_logprob(
+        x.float().t().contiguous().t(), w.float().t().contiguous().t(), y, saved_bytes=0
+    )
     every_other = torch.stack((x.float(), x.float()), dim=1)[:, 0]
-    for a, b, c, d in zip(flat, shaped, strided, linear_logprob(every_other, w.float(), y, saved_bytes=0), strict=True):
+    for a, b, c, d in zip(
+        flat, shaped, strided, linear_logprob(every_other, w.float(), y, saved_bytes=0), strict=True
+    ):
         assert b.shape == (2, 3, 4)
         torch.testing.assert_close(a, b.flatten())
         torch.testing.assert_close(a, c, atol=1e-5, rtol=1e-5)
@@ -317,14 +457,18 @@ def test_leading_dimensions_and_strides():
 
 def test_five_runs_have_the_same_bits():
     x, w, y, _, upstream = problem(50, 16, 3000)
-    runs = [run(linear_logprob, torch.float32, x, w, y, None, upstream, saved_bytes=0) for _ in range(5)]
+    runs = [
+        run(linear_logprob, torch.float32, x, w, y, None, upstream, saved_bytes=0) for _ in range(5)
+    ]
     assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
 
 
 def test_entropy_can_be_left_out():
     x, w, y, _, _ = problem(5, 4, 40)
     for saved in (RECOMPUTE, SAVED):
-        logp, entropy, _ = linear_logprob(x.float().requires_grad_(), w.float(), y, entropy=False, saved_bytes=saved)
+        logp, entropy, _ = linear_logprob(
+            x.float().requires_grad_(), w.float(), y, entropy=False, saved_bytes=saved
+        )
         assert entropy is None
         torch.testing.assert_close(logp.detach(), linear_logprob_reference(x, w, y)[0].float())
 
@@ -351,11 +495,14 @@ def test_gradients_twice_over_a_retained_graph():
     for saved in (RECOMPUTE, SAVED):
         hidden = x.float().requires_grad_()
         logp = linear_logprob(hidden, w.float().requires_grad_(), y, saved_bytes=saved)[0]
-        first, second = (torch.autograd.grad(logp, hidden, upstream[0].float(), retain_graph=True)[0] for _ in range(2))
+        first, second = (
+            torch.autograd.grad(logp, hidden, upstream[0].float(), retain_graph=True)[0]
+            for _ in range(2)
+        )
         assert torch.equal(first, second)
 
 
-# -------------------------------------------------------------------------------------------------------------- the package
+# -------------------------------------------------------------------------------------- the package
 
 
 def test_works_without_triton():
@@ -366,7 +513,9 @@ def test_works_without_triton():
         "logp, entropy, _ = kernels.linear_logprob(torch.ones(2, 3), torch.eye(3), torch.tensor([0, 2]), saved_bytes=0)\n"
         "assert abs(float(logp[0]) + 1.0986123) < 1e-6 and abs(float(entropy[1]) - 1.0986123) < 1e-6\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=KERNELS.parent, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=KERNELS.parent, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -383,9 +532,22 @@ def test_imports_torch_and_triton_only():
 
 @pytest.mark.slow
 def test_memory_on_a_cpu_with_a_real_head():
-    """Qwen2.5-0.5B's head, 512 tokens, in a process of its own: plain torch holds 0.4 to 1 GB above weights and gradients."""
+    """Qwen2.5-0.5B's head, 512 tokens, in a process of its own: plain torch holds 0.4 to 1 GB above
+    weights and gradients.
+    """
     script = KERNELS.parent / "bench" / "kernel_cpu.py"
     for variant in ("fused", "fused_frozen", "fused_entropy"):
-        command = [sys.executable, str(script), "--one", variant, "--tokens", "512", "--threads", "1"]
-        figures = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        command = [
+            sys.executable,
+            str(script),
+            "--one",
+            variant,
+            "--tokens",
+            "512",
+            "--threads",
+            "1",
+        ]
+        figures = json.loads(
+            subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        )
         assert figures["extra_mb"] < 100 and figures["error"] < 1e-5, (variant, figures)

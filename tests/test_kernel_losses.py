@@ -20,7 +20,12 @@ def case(seed, per_token_clip=False, masked=True, ref=False):
         return torch.randn(T, generator=g, dtype=torch.float64)
 
     logp = -randn().abs()
-    tensors = {"old_T": logp + 0.3 * randn(), "advantage_T": randn(), "mask_T": None, "ref_T": randn() - 1 if ref else None}
+    tensors = {
+        "old_T": logp + 0.3 * randn(),
+        "advantage_T": randn(),
+        "mask_T": None,
+        "ref_T": randn() - 1 if ref else None,
+    }
     if masked:
         tensors["mask_T"] = torch.rand(T, generator=g) < 0.6
         tensors["mask_T"][5:20] = False  # a whole sequence without an action
@@ -34,21 +39,29 @@ def low_precision(value):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradient_equal_the_formula(kind):
-    for seed, (kl_kind, ref, per_token) in enumerate(itertools.product(KL_KINDS, (False, True), (False, True))):
+    for seed, (kl_kind, ref, per_token) in enumerate(
+        itertools.product(KL_KINDS, (False, True), (False, True))
+    ):
         logp, settings = case(seed, per_token, ref=ref)
         settings |= {"kind": kind, "kl_kind": kl_kind, "kl_coef": 0.1 if ref else 0.0}
         exact, ours = logp.clone().requires_grad_(), logp.float().requires_grad_()
         expected = policy_loss_reference(exact, **settings)
         expected.backward()
-        loss, metrics = policy_loss(ours, **{key: low_precision(value) for key, value in settings.items()})
+        loss, metrics = policy_loss(
+            ours, **{key: low_precision(value) for key, value in settings.items()}
+        )
         (3.0 * loss).backward()  # an upstream gradient that is not 1
         torch.testing.assert_close(loss.double(), expected.detach(), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(ours.grad.double(), 3.0 * exact.grad, atol=1e-5, rtol=1e-5)
-        assert set(metrics) == set(METRICS) and float(metrics["tokens"]) == float(settings["mask_T"].sum())
+        assert set(metrics) == set(METRICS) and float(metrics["tokens"]) == float(
+            settings["mask_T"].sum()
+        )
 
 
 def test_ppo_by_hand():
-    """r = 2 and 0.5 with A = +1 and -1: clipped at 1.2 above for A > 0, not clipped for A < 0; and the mirror image."""
+    """r = 2 and 0.5 with A = +1 and -1: clipped at 1.2 above for A > 0, not clipped for A < 0; and
+    the mirror image.
+    """
     two = math.log(2.0)
     logp = torch.tensor([two, two, -two, -two], requires_grad=True)
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0])
@@ -61,10 +74,14 @@ def test_ppo_by_hand():
 
 
 def test_gspo_by_hand():
-    """Sequence means of d are 0.1 and 0; the ratio of every token of a sequence is the same, its gradient its own advantage's."""
+    """Sequence means of d are 0.1 and 0; the ratio of every token of a sequence is the same, its
+    gradient its own advantage's.
+    """
     logp = torch.tensor([0.3, -0.1, 0.0], requires_grad=True)
     cu, mask = torch.tensor([0, 2, 3]), torch.ones(3)
-    loss, _ = policy_loss(logp, torch.zeros(3), torch.tensor([1.0, 2.0, 3.0]), kind="gspo", cu_seqlens=cu, mask_T=mask)
+    loss, _ = policy_loss(
+        logp, torch.zeros(3), torch.tensor([1.0, 2.0, 3.0]), kind="gspo", cu_seqlens=cu, mask_T=mask
+    )
     loss.backward()
     s = math.exp(0.1)
     assert float(loss.detach()) == pytest.approx(-(s * 1 + s * 2 + 3))
@@ -74,7 +91,11 @@ def test_gspo_by_hand():
 def test_defect_13_nothing_behind_the_mask_matters():
     for kind in KINDS:
         logp, settings = case(3, ref=True)
-        settings = {key: low_precision(value) for key, value in settings.items()} | {"kind": kind, "kl_coef": 0.1, "kl_kind": "k3"}
+        settings = {key: low_precision(value) for key, value in settings.items()} | {
+            "kind": kind,
+            "kl_coef": 0.1,
+            "kl_kind": "k3",
+        }
         results = []
         for garbage in (0.0, float("nan"), float("inf")):
             off = ~settings["mask_T"]
@@ -98,9 +119,18 @@ def test_all_masked_is_a_zero_loss_on_the_graph():
 
 def test_opcheck_and_compile():
     logp, settings = case(5)
-    lp, old, adv = logp.float().requires_grad_(), settings["old_T"].float(), settings["advantage_T"].float()
-    torch.library.opcheck(forward_op, (lp, old, adv, settings["mask_T"], None, None, None, CU, "gspo", 0.8, 1.2, 0.05, 0.0, "k2"))
-    compiled = torch.compile(lambda x: policy_loss(x, old, adv)[0], fullgraph=True, backend="aot_eager")
+    lp, old, adv = (
+        logp.float().requires_grad_(),
+        settings["old_T"].float(),
+        settings["advantage_T"].float(),
+    )
+    torch.library.opcheck(
+        forward_op,
+        (lp, old, adv, settings["mask_T"], None, None, None, CU, "gspo", 0.8, 1.2, 0.05, 0.0, "k2"),
+    )
+    compiled = torch.compile(
+        lambda x: policy_loss(x, old, adv)[0], fullgraph=True, backend="aot_eager"
+    )
     torch.testing.assert_close(compiled(lp), policy_loss(lp, old, adv)[0])
 
 

@@ -1,4 +1,6 @@
-"""Attention over pages: torch's gathered way and the kernels (in Triton's interpreter) against each row's whole softmax in float64."""
+"""Attention over pages: torch's gathered way and the kernels (in Triton's interpreter) against each
+row's whole softmax in float64.
+"""
 
 import numpy as np
 import pytest
@@ -10,7 +12,8 @@ from kernels.paged_attention import trial_inputs
 from rl.sampler.attention_paged import pages_of
 
 pytest.importorskip("triton", reason="triton is not installed")
-# of the largest value: float32's sums; what rounding the weights of values to the operands' dtype, and the output, loses
+# of the largest value: float32's sums; what rounding the weights of values to the operands' dtype,
+# and the output, loses
 ROUNDING = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 
 
@@ -41,7 +44,9 @@ def way(monkeypatch):
 
 
 def batch(rng, size, most):
-    """Tables, lengths and groups of a few rows: pages in any order, each group's first ones its own, lengths at and around pages' ends."""
+    """Tables, lengths and groups of a few rows: pages in any order, each group's first ones its
+    own, lengths at and around pages' ends.
+    """
     tables, lengths, shared = [], [], []
     pages = iter(rng.permutation(200).tolist())
 
@@ -75,7 +80,9 @@ def exact(q, kv, tables, lengths):
 
 
 def test_against_whole_softmaxes(way):
-    """100 batches: every repeat of key heads, widths that are no power of two, pages of any size, groups of any rows, three dtypes."""
+    """100 batches: every repeat of key heads, widths that are no power of two, pages of any size,
+    groups of any rows, three dtypes.
+    """
     rng = np.random.default_rng(0)
     with_groups, most_splits = 0, 0
     for _ in range(100):
@@ -87,11 +94,18 @@ def test_against_whole_softmaxes(way):
         kv = torch.randn(2, 200, size, key_heads, width, generator=g).to(dtype)
         whole = torch.randn(len(tables), key_heads * repeat + 2, width + 3, generator=g).to(dtype)
         q = whole[:, 1:-1, :width]  # rows and heads that do not lie side by side
-        kv[:, [page for page in range(200) if not any(page in table for table in tables)]] = torch.nan  # nobody reads these
-        found = way(int(rng.choice([1, 8, 40])))(q, kv, *pages_of(tables, lengths, shared, size, kv.device))
+        # nobody reads these
+        kv[:, [page for page in range(200) if not any(page in table for table in tables)]] = (
+            torch.nan
+        )
+        found = way(int(rng.choice([1, 8, 40])))(
+            q, kv, *pages_of(tables, lengths, shared, size, kv.device)
+        )
         truth = exact(q, kv, tables, lengths)
         assert found.dtype == dtype and found.shape == truth.shape
-        assert float((found.double() - truth).abs().max()) <= ROUNDING[dtype] * (1.0 + float(truth.abs().max()))
+        assert float((found.double() - truth).abs().max()) <= ROUNDING[dtype] * (
+            1.0 + float(truth.abs().max())
+        )
         with_groups += bool(shared)
         most_splits = max(most_splits, int(lengths.max()))
     assert with_groups > 30 and most_splits > 256
@@ -113,17 +127,25 @@ def test_what_lies_behind_a_sequence_says_nothing(way):
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_scores_far_from_zero(way, sign):
-    """All of them near -300, or 300, where a sum of exponentials that nothing is taken from has no number."""
+    """All of them near -300, or 300, where a sum of exponentials that nothing is taken from has no
+    number.
+    """
     q, kv, table, length, shared = trial_inputs(torch.device("cpu"), torch.float32, 4, 2, 16, 8)
     q, kv = sign * (300 + q), (kv / 10).add_(torch.tensor([0.25, 0.0]).view(2, 1, 1, 1, 1))
     every = shared.table[shared.group[shared.place]].long()
     tables, lengths = [], []
     for i in range(7):
-        first = every[i, : int(shared.length[shared.group[shared.place[i]]]) // 8].tolist() if shared.shares[i] else []
+        first = (
+            every[i, : int(shared.length[shared.group[shared.place[i]]]) // 8].tolist()
+            if shared.shares[i]
+            else []
+        )
         tables.append(first + table[i].tolist())
         lengths.append(8 * len(first) + int(length[i]))
     truth = exact(q, kv, tables, np.array(lengths))
-    torch.testing.assert_close(way()(q, kv, table, length, shared).double(), truth, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        way()(q, kv, table, length, shared).double(), truth, atol=1e-4, rtol=0
+    )
 
 
 def test_a_rows_bits_do_not_hang_on_its_neighbours(way):
@@ -136,19 +158,37 @@ def test_a_rows_bits_do_not_hang_on_its_neighbours(way):
     lengths = torch.tensor([128, 3, 77, 128, int(length[row]), 1, 90], dtype=torch.int32)
     tables = table.flip(0)
     tables[row] = table[row]
-    for given in (shared, SharedPages(**{name: getattr(shared, name) for name in shared.__slots__} | {"length": shared.length // 2})):
+    for given in (
+        shared,
+        SharedPages(
+            **{name: getattr(shared, name) for name in shared.__slots__}
+            | {"length": shared.length // 2}
+        ),
+    ):
         assert torch.equal(way()(other, kv, tables, lengths, given)[row], found[row])
 
 
 def test_splits_hang_on_the_number_of_rows_alone():
     from kernels.paged_attention_triton import SPLITS, splits_for
 
-    assert [splits_for(n) for n in (1, 8, 33, 64, 528, 529, 1056, 1057, 32_768)] == [32, 32, 32, 16, 2, 1, 1, 1, 1]
+    assert [splits_for(n) for n in (1, 8, 33, 64, 528, 529, 1056, 1057, 32_768)] == [
+        32,
+        32,
+        32,
+        16,
+        2,
+        1,
+        1,
+        1,
+        1,
+    ]
     assert SPLITS == 32
 
 
 def test_a_way_that_fails_or_differs_is_not_taken(monkeypatch):
-    """As on a device: the first way that gives the gathered numbers; one that raises, differs or is not there is passed by, aloud."""
+    """As on a device: the first way that gives the gathered numbers; one that raises, differs or is
+    not there is passed by, aloud.
+    """
     from kernels import paged_attention as module
 
     here = torch.device("cpu")
@@ -172,7 +212,10 @@ def test_a_way_that_fails_or_differs_is_not_taken(monkeypatch):
             module._tried.cache_clear()
 
     assert taken(right, right) == "triton"
-    with pytest.warns(UserWarning, match="by triton is not right on this device .RuntimeError: no kernel image.; another way"):
+    with pytest.warns(
+        UserWarning,
+        match="by triton is not right on this device .RuntimeError: no kernel image.; another way",
+    ):
         assert taken(RuntimeError("no kernel image\nand more"), right) == "varlen"
     for wrong in (right + 0.5, right * torch.nan):
         with pytest.warns(UserWarning, match="outputs are .* apart"):

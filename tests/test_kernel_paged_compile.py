@@ -1,4 +1,6 @@
-"""Attention over pages compiled for every kind of GPU at the heads of real models: spills, shared memory, loads under the products."""
+"""Attention over pages compiled for every kind of GPU at the heads of real models: spills, shared
+memory, loads under the products.
+"""
 
 import itertools
 
@@ -6,48 +8,87 @@ import pytest
 from test_kernel_compile import assembled, triton
 from test_kernel_compile import pytestmark as pytestmark
 
-# query heads, key heads, width: Qwen2.5-0.5B, Llama-3.1-8B; every width that models have, and one key head for all
+# query heads, key heads, width: Qwen2.5-0.5B, Llama-3.1-8B; every width that models have, and one
+# key head for all
 MODELS = [(14, 2, 64), (32, 8, 128)]
 WIDTHS = [(16, 8, 256), (32, 32, 80), (24, 8, 96), (32, 1, 64)]
 
 
 def paged_kernels(heads, key_heads, width, dtype):
-    """Each kernel of a launch with its constants, as test_kernel_compile's `assembled` wants them; what it may spill."""
+    """Each kernel of a launch with its constants, as test_kernel_compile's `assembled` wants them;
+    what it may spill.
+    """
     from kernels import paged_attention_triton as kernels
 
     tile, one, several = kernels.sizes(width, 4 if dtype == "fp32" else 2, heads // key_heads)
     warps, stages = tile.pop("num_warps"), tile.pop("num_stages")
     some = {"K": key_heads, "REPEAT": heads // key_heads, "S": 256, "UPCAST": False, **tile}
     some["PRECISION"] = "tf32x3" if dtype == "fp32" else "ieee"
-    kinds = dict.fromkeys(("table_ptr", "length_ptr"), "*i32") | dict.fromkeys(("order_ptr", "group_ptr"), "*i64") | {"shares_ptr": "*i1"}
+    kinds = (
+        dict.fromkeys(("table_ptr", "length_ptr"), "*i32")
+        | dict.fromkeys(("order_ptr", "group_ptr"), "*i64")
+        | {"shares_ptr": "*i1"}
+    )
     kinds |= dict.fromkeys(("q_ptr", "kv_ptr"), f"*{dtype}") | {"plane": "i64"}
     alone, few = kinds | {"out_ptr": f"*{dtype}"}, 32 if dtype == "fp32" else 16
     merge = {"D": width, "MOST": 64, "SOME": 8, "BLOCK": tile["BLOCK"]}
     return [
         (kernels._own_kernel, some | {"BM": one, "PARTIAL": False}, warps, stages, alone, few),
         (kernels._own_kernel, some | {"BM": one, "PARTIAL": True}, warps, stages, kinds, few),
-        (kernels._shared_kernel, some | {"BM": several, "HEADS": triton.next_power_of_2(heads // key_heads)}, warps, stages, kinds, 180),
+        (
+            kernels._shared_kernel,
+            some | {"BM": several, "HEADS": triton.next_power_of_2(heads // key_heads)},
+            warps,
+            stages,
+            kinds,
+            180,
+        ),
         (kernels._merge_kernel, merge, 1, 3, alone, 0),
     ]
 
 
 CASES = [(90, "bf16", *MODELS[0])]
-SOME = [(80, "bf16", *MODELS[1]), (89, "bf16", *MODELS[0]), (100, "bf16", *MODELS[1]), (120, "bf16", *MODELS[1]), (90, "bf16", *MODELS[1])]
-SOME += [(90, "bf16", *WIDTHS[0]), (90, "bf16", *WIDTHS[1]), (80, "bf16", *WIDTHS[3]), (90, "fp16", *MODELS[1]), (89, "fp32", *WIDTHS[0])]
+SOME = [
+    (80, "bf16", *MODELS[1]),
+    (89, "bf16", *MODELS[0]),
+    (100, "bf16", *MODELS[1]),
+    (120, "bf16", *MODELS[1]),
+    (90, "bf16", *MODELS[1]),
+]
+SOME += [
+    (90, "bf16", *WIDTHS[0]),
+    (90, "bf16", *WIDTHS[1]),
+    (80, "bf16", *WIDTHS[3]),
+    (90, "fp16", *MODELS[1]),
+    (89, "fp32", *WIDTHS[0]),
+]
 TARGETS, KINDS = (80, 86, 89, 90, 100, 120), ("bf16", "fp16", "fp32")
-EVERY = [(target, kind, *model) for target, kind, model in itertools.product(TARGETS, KINDS, MODELS + WIDTHS)]
+EVERY = [
+    (target, kind, *model)
+    for target, kind, model in itertools.product(TARGETS, KINDS, MODELS + WIDTHS)
+]
 
 
 @pytest.mark.parametrize(
     ("target", "dtype", "heads", "key_heads", "width"),
     CASES
     + [pytest.param(*case, marks=pytest.mark.slow) for case in SOME]
-    + [pytest.param(*case, marks=pytest.mark.campaign) for case in EVERY if case not in CASES + SOME],
+    + [
+        pytest.param(*case, marks=pytest.mark.campaign)
+        for case in EVERY
+        if case not in CASES + SOME
+    ],
 )
 def test_attention_over_pages(target, dtype, heads, key_heads, width, tmp_path):
-    """The hot kernel spills next to nothing and asks for the next keys while it multiplies (cp.async); the tensor cores multiply."""
-    for kernel, constants, warps, stages, kinds, allowed in paged_kernels(heads, key_heads, width, dtype):
-        compiled, _, spilled = assembled(kernel, constants, (), warps, stages, kinds, tmp_path, target)
+    """The hot kernel spills next to nothing and asks for the next keys while it multiplies
+    (cp.async); the tensor cores multiply.
+    """
+    for kernel, constants, warps, stages, kinds, allowed in paged_kernels(
+        heads, key_heads, width, dtype
+    ):
+        compiled, _, spilled = assembled(
+            kernel, constants, (), warps, stages, kinds, tmp_path, target
+        )
         assert spilled <= allowed, (kernel.__name__, spilled)
         if "_merge" not in kernel.__name__:
             assert "cp.async.cg" in compiled.asm["ptx"] and "mma" in compiled.asm["ptx"]

@@ -1,4 +1,6 @@
-"""Corners of the kernels that need no kernel: what the references say, what is left unwritten, which attention torch may pick."""
+"""Corners of the kernels that need no kernel: what the references say, what is left unwritten,
+which attention torch may pick.
+"""
 
 import pytest
 import torch
@@ -8,18 +10,29 @@ from kernels import linear_logprob, linear_logprob_reference
 
 def test_the_reference_has_an_entropy_where_tokens_are_banned():
     """p log p of a token whose bias is -inf is 0; it was NaN."""
-    x, w, y = torch.randn(3, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64), torch.tensor([0, 1, 2])
+    x, w, y = (
+        torch.randn(3, 4, dtype=torch.float64),
+        torch.randn(6, 4, dtype=torch.float64),
+        torch.tensor([0, 1, 2]),
+    )
     bias = torch.zeros(6, dtype=torch.float64)
     bias[4:] = -torch.inf
     logp, entropy, lse = linear_logprob_reference(x, w, y, bias)
     expected = linear_logprob_reference(x, w[:4], y)
     for mine, exact in zip((logp, entropy, lse), expected, strict=True):
         torch.testing.assert_close(mine, exact)
-    torch.testing.assert_close(linear_logprob(x.float(), w.float(), y, bias.float())[1].double(), entropy, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        linear_logprob(x.float(), w.float(), y, bias.float())[1].double(),
+        entropy,
+        atol=1e-5,
+        rtol=1e-5,
+    )
 
 
 def test_attention_never_goes_through_cudnn():
-    """It builds a graph for every key length, 23 to 37 ms each on Hopper, and a sampler's grows with every token."""
+    """It builds a graph for every key length, 23 to 37 ms each on Hopper, and a sampler's grows
+    with every token.
+    """
     from helpers import make_worker
 
     from rl.models.load import load_model
@@ -34,15 +47,22 @@ def test_attention_never_goes_through_cudnn():
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_logprobs_of_several_tokens_without_logits(softcap, frozen):
-    """K targets a position, some of them equal, against whole logits in float64: values and every gradient; no [T, V] is made."""
+    """K targets a position, some of them equal, against whole logits in float64: values and every
+    gradient; no [T, V] is made.
+    """
     from test_kernel_tripwire import Tripwire
 
     from kernels import soft_logprob
 
     g = torch.Generator().manual_seed(0)
     T, D, V, K = 40, 12, 30_000, 5
-    x, w, bias = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in ((T, D), (V, D), (V,)))
-    y, upstream = torch.randint(0, 50, (T, K), generator=g), torch.randn(T, K + 1, generator=g, dtype=torch.float64)
+    x, w, bias = (
+        torch.randn(shape, generator=g, dtype=torch.float64) for shape in ((T, D), (V, D), (V,))
+    )
+    y, upstream = (
+        torch.randint(0, 50, (T, K), generator=g),
+        torch.randn(T, K + 1, generator=g, dtype=torch.float64),
+    )
     exact = [t.clone().requires_grad_(not frozen or t is x) for t in (x, w, bias)]
     logits = exact[0] @ exact[1].t() + exact[2]
     logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / 0.7
@@ -83,7 +103,11 @@ def test_the_setting_reaches_the_head(monkeypatch):
 
     seen = []
     original = kernels.linear_logprob
-    monkeypatch.setattr(kernels, "linear_logprob", lambda *args, **how: seen.append((args, how)) or original(*args, **how))
+    monkeypatch.setattr(
+        kernels,
+        "linear_logprob",
+        lambda *args, **how: seen.append((args, how)) or original(*args, **how),
+    )
     worker = make_worker(lora=LoraConfig(3), kept_bytes=12_345)
     worker.forward_backward(0, random_datums(3), "importance_sampling", {}, 1.0, True)
     args, how = seen[-1]
@@ -93,7 +117,9 @@ def test_the_setting_reaches_the_head(monkeypatch):
 
 @pytest.mark.parametrize("entropy", [True, False])
 def test_logprobs_from_logits_on_a_gpu_are_the_plain_ones(entropy):
-    """What a head that cannot be fused goes through on CUDA, here by its torch path: values and gradients."""
+    """What a head that cannot be fused goes through on CUDA, here by its torch path: values and
+    gradients.
+    """
     from rl.learner.logprobs import kernel_logprobs, plain_logprobs
 
     g = torch.Generator().manual_seed(0)
@@ -102,7 +128,9 @@ def test_logprobs_from_logits_on_a_gpu_are_the_plain_ones(entropy):
     for way in (kernel_logprobs, plain_logprobs):
         leaf = logits.clone().requires_grad_()
         logp, ent = way(leaf, targets, 0.7, entropy)
-        torch.autograd.backward((logp, ent), tuple(upstream)) if entropy else logp.backward(upstream[0])
+        torch.autograd.backward((logp, ent), tuple(upstream)) if entropy else logp.backward(
+            upstream[0]
+        )
         found.append((logp, ent, leaf.grad))
     for mine, plain in zip(*found, strict=True):
         torch.testing.assert_close(mine, plain, atol=1e-5, rtol=1e-5)
@@ -118,7 +146,10 @@ def test_a_branch_that_fails_or_differs_is_not_taken(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
     def giving(value):
-        return lambda newer, index, dtype: (torch.ones(3), torch.full((3,), value if newer else 1.0))
+        return lambda newer, index, dtype: (
+            torch.ones(3),
+            torch.full((3,), value if newer else 1.0),
+        )
 
     def raising(kind):
         def trial(newer, index, dtype):
@@ -131,5 +162,8 @@ def test_a_branch_that_fails_or_differs_is_not_taken(monkeypatch):
         with pytest.warns(UserWarning, match="gives other numbers than the older one"):
             assert not branches_agree(trial, 0, torch.bfloat16)
     for kind in (RuntimeError, AttributeError, TypeError):
-        with pytest.warns(UserWarning, match=rf"does not run here, the older one is taken \({kind.__name__}: PassManager::run failed\)"):
+        with pytest.warns(
+            UserWarning,
+            match=rf"does not run here, the older one is taken \({kind.__name__}: PassManager::run failed\)",
+        ):
             assert not branches_agree(raising(kind), 0, torch.bfloat16)

@@ -1,4 +1,6 @@
-"""The kernels between the products of a decoding step: torch's path by hand in float64, the kernels in Triton's interpreter."""
+"""The kernels between the products of a decoding step: torch's path by hand in float64, the kernels
+in Triton's interpreter.
+"""
 
 import numpy as np
 import pytest
@@ -57,7 +59,9 @@ def test_residual_and_norm():
 
 def test_gated_activation():
     for rng, g, dtype in cases():
-        gate_up = (2 * torch.randn(int(rng.integers(1, 4)), 2 * int(rng.integers(1, 50)), generator=g)).to(dtype)
+        gate_up = (
+            2 * torch.randn(int(rng.integers(1, 4)), 2 * int(rng.integers(1, 50)), generator=g)
+        ).to(dtype)
         gate, up = gate_up.double().chunk(2, dim=-1)
         close(ways().silu_mul(gate_up), gate / (1 + (-gate).exp()) * up, dtype)
 
@@ -73,7 +77,10 @@ def test_rotation_and_cache():
         cos, sin = angles.cos().to(dtype).double(), angles.sin().to(dtype).double()
         rope = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)]).to(dtype)
         position = torch.randint(0, 12, (rows,), generator=g)
-        page, place = torch.randperm(5, generator=g)[:rows], torch.randint(0, 4, (rows,), generator=g)
+        page, place = (
+            torch.randperm(5, generator=g)[:rows],
+            torch.randint(0, 4, (rows,), generator=g),
+        )
         kv = torch.full((2, 5, 4, key_heads, width), 7.0).to(dtype)
         x = qkv.double()
         qk, v = x[:, : heads + key_heads], x[:, heads + key_heads :]

@@ -1,7 +1,8 @@
-"""What is allocated and how many operations are done, counted at every torch operation and every kernel launch.
+"""What is allocated and how many operations are done, counted at every torch operation and every
+kernel launch.
 
-On a CPU the custom ops are entered, so that what they do inside is counted. For CUDA fake tensors run through the launch code,
-with kernels replaced by counters of the products they would do.
+On a CPU the custom ops are entered, so that what they do inside is counted. For CUDA fake tensors
+run through the launch code, with kernels replaced by counters of the products they would do.
 """
 
 import sys
@@ -54,7 +55,9 @@ def count(frozen=False, active=T, ignored=0, entropy=False, saved=0):
     upstream[active:] = 0.0
     with Tripwire() as wire:
         logp, ent, _ = linear_logprob(x, w, y, saved_bytes=saved)
-        torch.autograd.backward((logp, ent), (upstream, upstream)) if entropy else logp.backward(upstream)
+        torch.autograd.backward((logp, ent), (upstream, upstream)) if entropy else logp.backward(
+            upstream
+        )
     return wire
 
 
@@ -89,10 +92,11 @@ def test_entropy_gradient_stays_within_the_bounds():
 
 
 def test_defect_15_at_most_one_wait_for_numbers_each_way():
-    assert count(ignored=3).reads <= 4  # on a CPU: two bounds, then nothing from the counts, which come as one list
+    # on a CPU: two bounds, then nothing from the counts, which come as one list
+    assert count(ignored=3).reads <= 4
 
 
-# --------------------------------------------------------------------------------------------------------------- fake CUDA
+# ---------------------------------------------------------------------------------------- fake CUDA
 
 
 class Counter:
@@ -128,7 +132,8 @@ def launches(monkeypatch):
     from kernels import operands
     from kernels.tiles import Device, tiles_for
 
-    monkeypatch.setattr(operands, "device_of", lambda tensor: Device(80))  # pointers: descriptors look at addresses
+    # pointers: descriptors look at addresses
+    monkeypatch.setattr(operands, "device_of", lambda tensor: Device(80))
     monkeypatch.setattr(launch, "device_of", lambda tensor: Device(80))
     monkeypatch.setattr(launch, "tiles_for", lambda D, dtype, device: tiles_for(D, dtype))
     return launch, log
@@ -147,12 +152,29 @@ def fake_run(launch, log, tokens, vocab, frozen=False, saved=False, hidden=896):
             kept = torch.empty(tokens, vocab, device="cuda", dtype=torch.bfloat16)
             exponents = torch.empty(-(-vocab // 128), tokens, device="cuda")
             launch.saved_forward(x, w, y, None, head, kept, exponents, entropy=True)
-            launch.saved_backward(x, w, y, None, head, co, row, kept, exponents, row, None, need_x=True, need_w=True, need_bias=False)
+            launch.saved_backward(
+                x,
+                w,
+                y,
+                None,
+                head,
+                co,
+                row,
+                kept,
+                exponents,
+                row,
+                None,
+                need_x=True,
+                need_w=True,
+                need_bias=False,
+            )
         else:
             launch.forward(x, w, y, None, head, expected=frozen)
             if not frozen:
                 wire.largest_forward = wire.largest
-                launch.backward(x, w, y, None, head, co, row, need_x=True, need_w=True, need_bias=False)
+                launch.backward(
+                    x, w, y, None, head, co, row, need_x=True, need_w=True, need_bias=False
+                )
     return wire, wire.flops + sum(flops for _, flops in log)
 
 
@@ -177,7 +199,9 @@ def test_fake_cuda_frozen_and_saved(launches):
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_every_thread_that_launches_gives_descriptors_their_memory(launches, monkeypatch, where):
-    """Triton keeps who gives it by thread, and autograd runs a backward in one of its own. (Hopper's kernels make descriptors.)"""
+    """Triton keeps who gives it by thread, and autograd runs a backward in one of its own.
+    (Hopper's kernels make descriptors.)
+    """
     launch, _ = launches
     allocation = pytest.importorskip("triton.runtime._allocation")
     asked = []
@@ -193,12 +217,17 @@ def test_every_thread_that_launches_gives_descriptors_their_memory(launches, mon
     def run():
         with FakeTensorMode():
             x, w = (torch.empty(n, 896, device="cuda", dtype=torch.bfloat16) for n in (512, 40_000))
-            y, row = torch.empty(512, device="cuda", dtype=torch.int64), torch.empty(512, device="cuda")
+            y, row = (
+                torch.empty(512, device="cuda", dtype=torch.int64),
+                torch.empty(512, device="cuda"),
+            )
             if where == "forward":
                 launch.forward(x, w, y, None, Head(), expected=False)
             else:
                 co = Coefficients(row, row, None)
-                launch.backward(x, w, y, None, Head(), co, row, need_x=True, need_w=True, need_bias=False)
+                launch.backward(
+                    x, w, y, None, Head(), co, row, need_x=True, need_w=True, need_bias=False
+                )
 
     run()  # here, and then in a thread that has seen nothing of it
     here = len(asked)
@@ -209,7 +238,10 @@ def test_every_thread_that_launches_gives_descriptors_their_memory(launches, mon
 
 def test_fake_cuda_extra_memory_is_flat_in_v(launches):
     launch, log = launches
-    sizes = [fake_run(launch, log, 8192, vocab, frozen=True)[0].largest for vocab in (151_936, 303_872, 607_744)]
+    sizes = [
+        fake_run(launch, log, 8192, vocab, frozen=True)[0].largest
+        for vocab in (151_936, 303_872, 607_744)
+    ]
     assert max(sizes) <= 1.01 * sizes[0]
 
 
@@ -219,7 +251,7 @@ def test_defect_9_grids_are_one_dimensional_at_any_length(launches):
     assert log and all(len(grid) == 1 and grid[0] < 2**31 for grid, _ in log)
 
 
-# ------------------------------------------------------------------------------------------------------- bytes, and waits
+# --------------------------------------------------------------------------------- bytes, and waits
 
 
 class Peak(TorchDispatchMode):
@@ -240,7 +272,9 @@ class Peak(TorchDispatchMode):
         key = storage._cdata
         if key not in self.live:
             self.sizes[key] = storage.nbytes()
-            self.live[key] = weakref.ref(storage, lambda _: (self.live.pop(key), self.sizes.pop(key)))
+            self.live[key] = weakref.ref(
+                storage, lambda _: (self.live.pop(key), self.sizes.pop(key))
+            )
             self.peak = max(self.peak, sum(self.sizes.values()))
 
 
@@ -256,19 +290,38 @@ def peak_bytes(launch, tokens, vocab, hidden, frozen):
         if frozen:
             return forward.peak
         with Peak(x, w, y, row) as backward:
-            launch.backward(x, w, y, None, Head(), Coefficients(row, row, None), row, need_x=True, need_w=True, need_bias=False)
+            launch.backward(
+                x,
+                w,
+                y,
+                None,
+                Head(),
+                Coefficients(row, row, None),
+                row,
+                need_x=True,
+                need_w=True,
+                need_bias=False,
+            )
         return max(forward.peak, backward.peak - vocab * hidden * 2)
 
 
 def test_the_frozen_paths_memory_grows_with_the_tokens_and_no_faster(launches):
     """It grew with their square: 347 MiB at 8k tokens, 8.5 GiB at 131k."""
     launch, _ = launches
-    peaks = [peak_bytes(launch, tokens, 151_936, 896, True) for tokens in (8_192, 32_768, 65_536, 131_072)]
+    peaks = [
+        peak_bytes(launch, tokens, 151_936, 896, True)
+        for tokens in (8_192, 32_768, 65_536, 131_072)
+    ]
     assert peaks[0] < 400 << 20 and peaks[3] < 1300 << 20
     assert all(b <= 2.1 * a for a, b in zip(peaks[1:], peaks[2:], strict=False))
 
 
-SIZES = [(8_192, 896, 151_936), (8_192, 4096, 128_256), (32_768, 4096, 128_256), (512, 2048, 32_000)]
+SIZES = [
+    (8_192, 896, 151_936),
+    (8_192, 4096, 128_256),
+    (32_768, 4096, 128_256),
+    (512, 2048, 32_000),
+]
 
 
 @pytest.mark.parametrize(("tokens", "D", "V"), SIZES)
@@ -281,9 +334,14 @@ def test_the_memory_plan_counts_what_the_kernels_hold(launches, tokens, D, V, fr
     assert 0.9 * held <= head_bytes(tokens, D, V, 2, frozen=frozen) <= 1.15 * held
 
 
-@pytest.mark.parametrize(("capability", "widths"), [(80, {896: 896, 900: 912, 904: 912}), (90, {896: 896, 900: 904, 904: 904})])
+@pytest.mark.parametrize(
+    ("capability", "widths"),
+    [(80, {896: 896, 900: 912, 904: 912}), (90, {896: 896, 900: 904, 904: 904})],
+)
 def test_operands_rows_are_what_copies_and_loads_take_for_aligned(monkeypatch, capability, widths):
-    """16 bytes for the copy engine; multiples of 16 elements where Triton has to know it of a stride."""
+    """16 bytes for the copy engine; multiples of 16 elements where Triton has to know it of a
+    stride.
+    """
     operands = pytest.importorskip("kernels.operands", reason="triton is not installed")
     from kernels.tiles import Device
 
@@ -291,13 +349,18 @@ def test_operands_rows_are_what_copies_and_loads_take_for_aligned(monkeypatch, c
     for width, whole in widths.items():
         x = torch.randn(5, width).bfloat16()
         found = operands.operand(x)
-        assert found.shape == (5, whole) and torch.equal(found[:, :width], x) and (found[:, width:] == 0).all()
+        assert (
+            found.shape == (5, whole)
+            and torch.equal(found[:, :width], x)
+            and (found[:, width:] == 0).all()
+        )
         assert whole != width or found is x
 
 
 def test_every_row_of_scores_begins_at_16_elements(launches, monkeypatch):
-    """Whatever the vocabulary: kept ones, a slab's gradient, the frozen head's. Unaligned ones spilled 1.4 KB a thread on Hopper, and
-    Triton takes none for aligned whose stride is no multiple of 16.
+    """Whatever the vocabulary: kept ones, a slab's gradient, the frozen head's. Unaligned ones
+    spilled 1.4 KB a thread on Hopper, and Triton takes none for aligned whose stride is no multiple
+    of 16.
     """
     launch, _ = launches
     strides = []
@@ -309,21 +372,31 @@ def test_every_row_of_scores_begins_at_16_elements(launches, monkeypatch):
         def __getitem__(self, grid):
             return lambda *args, **options: strides.append(args[self.at].stride(0))
 
-    for name, at in (("_forward_kernel", 6), ("_dlogits_kernel", 8), ("_saved_dlogits_kernel", 8), ("_align_kernel", 0)):
+    for name, at in (
+        ("_forward_kernel", 6),
+        ("_dlogits_kernel", 8),
+        ("_saved_dlogits_kernel", 8),
+        ("_align_kernel", 0),
+    ):
         monkeypatch.setattr(launch, name, Stores(at))
     head = sys.modules["kernels.linear_logprob"]
     monkeypatch.setattr(head, "triton_works", lambda tensor: True)
     with FakeTensorMode():
         x, w = (torch.empty(n, 896, device="cuda", dtype=torch.bfloat16) for n in (512, 50_257))
         y, row = torch.empty(512, device="cuda", dtype=torch.int64), torch.empty(512, device="cuda")
-        co, need = Coefficients(row, row, None), {"need_x": True, "need_w": True, "need_bias": False}
+        co, need = (
+            Coefficients(row, row, None),
+            {"need_x": True, "need_w": True, "need_bias": False},
+        )
         launch.forward(x, w, y, None, Head(), expected=True)
         launch.backward(x, w, y, None, Head(), co, row, **need)
         kept = head._kept(x, 50_257, "saved")
         assert kept[0].shape == (512, 50_257)
         launch.saved_forward(x, w, y, None, Head(), *kept, entropy=True)
         for whole in (False, True):
-            launch.saved_backward(x, w, y, None, Head(), co, row, *kept, row, None, whole=whole, **need)
+            launch.saved_backward(
+                x, w, y, None, Head(), co, row, *kept, row, None, whole=whole, **need
+            )
     assert len(strides) > 30 and not [stride for stride in strides if stride % 16]
 
 
@@ -331,8 +404,8 @@ def test_every_row_of_scores_begins_at_16_elements(launches, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_memory_plan_counts_what_is_kept(launches, monkeypatch, tokens, D, V, dtype, whole):
-    """[T, V] and its exponents; the backward from them holds no more beside them than the one that computes scores again, and where all
-    of its own [T, V] may be there at once, that.
+    """[T, V] and its exponents; the backward from them holds no more beside them than the one that
+    computes scores again, and where all of its own [T, V] may be there at once, that.
     """
     from kernels import head_bytes, kept_bytes
 
@@ -340,11 +413,17 @@ def test_the_memory_plan_counts_what_is_kept(launches, monkeypatch, tokens, D, V
     head = sys.modules["kernels.linear_logprob"]
     monkeypatch.setattr(head, "triton_works", lambda tensor: True)
     with FakeTensorMode():
-        x, w = torch.empty(tokens, D, device="cuda", dtype=dtype), torch.empty(V, D, device="cuda", dtype=dtype)
+        x, w = (
+            torch.empty(tokens, D, device="cuda", dtype=dtype),
+            torch.empty(V, D, device="cuda", dtype=dtype),
+        )
         kept = head._kept(x, V, "whole" if whole else "saved")
         scores, size = tokens * V * x.element_size(), sum(tensor.nbytes for tensor in kept)
         assert size <= kept_bytes(tokens, V, x.element_size(), 2 * scores - 1) <= 1.02 * size
-        y, row = torch.empty(tokens, device="cuda", dtype=torch.int64), torch.empty(tokens, device="cuda")
+        y, row = (
+            torch.empty(tokens, device="cuda", dtype=torch.int64),
+            torch.empty(tokens, device="cuda"),
+        )
         with Peak(x, w, y, row, *kept) as wire:
             launch.saved_backward(x, w, y, None, Head(), Coefficients(row, row, None), row, *kept, row, None, need_x=True, need_w=True,
                                   need_bias=False, whole=whole)  # fmt: skip
@@ -352,7 +431,10 @@ def test_the_memory_plan_counts_what_is_kept(launches, monkeypatch, tokens, D, V
     held = wire.peak - w.nbytes
     assert held <= 1.15 * beside + scores * whole
     if whole:
-        assert scores <= held and size + held <= kept_bytes(tokens, V, x.element_size(), 2 * scores) + 1.15 * beside
+        assert (
+            scores <= held
+            and size + held <= kept_bytes(tokens, V, x.element_size(), 2 * scores) + 1.15 * beside
+        )
     assert kept_bytes(tokens, V, x.element_size(), scores - 1) == 0
 
 
@@ -362,7 +444,9 @@ def test_few_rows_fill_the_gpu(launches):
     for tokens in (1, 128, 512, 640, 1024, 8192):
         log.clear()
         fake_run(launch, log, tokens, 151_936, hidden=2048)
-        assert all(grid[0] >= 132 * min(-(-tokens // 128), 4) for grid, flops in log if flops), tokens
+        assert all(grid[0] >= 132 * min(-(-tokens // 128), 4) for grid, flops in log if flops), (
+            tokens
+        )
 
 
 def test_a_checked_call_does_not_wait_before_the_backward():
@@ -375,7 +459,9 @@ def test_a_checked_call_does_not_wait_before_the_backward():
 
 
 def test_ops_that_wait_are_left_out_of_captured_graphs():
-    """torch.compile's reduce-overhead mode asks the tag; without it a wait inside a capture is an error."""
+    """torch.compile's reduce-overhead mode asks the tag; without it a wait inside a capture is an
+    error.
+    """
     for name in ("linear_logprob", "linear_logprob_backward", "token_logprob"):
         assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.whetstone, name).default.tags, name
 
@@ -394,7 +480,11 @@ def test_a_check_of_targets_sorts_nothing():
 @pytest.mark.parametrize("saved", [0, 1 << 30])
 def test_columns_without_a_gradient_cost_none(saved):
     """A LoRA'd head is [W, s B] with W frozen: dW of W was a quarter of all products, for nothing."""
-    x, y, upstream = torch.randn(T, D, requires_grad=True), torch.randint(0, 8192, (T,)), torch.randn(T)
+    x, y, upstream = (
+        torch.randn(T, D, requires_grad=True),
+        torch.randint(0, 8192, (T,)),
+        torch.randn(T),
+    )
     w = torch.randn(8192, D, requires_grad=True)
     found = []
     for frozen in (0, D - 4):

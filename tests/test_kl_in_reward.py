@@ -1,4 +1,6 @@
-"""The KL that is charged to advantages: discounted by actions, not by positions, whatever stands between the turns of an episode."""
+"""The KL that is charged to advantages: discounted by actions, not by positions, whatever stands
+between the turns of an episode.
+"""
 
 import numpy as np
 import pytest
@@ -8,7 +10,9 @@ from rl.types import Datum, ModelInput
 
 
 def charges_by_hand(gap_T: np.ndarray, mask_T: np.ndarray, discount: float) -> np.ndarray:
-    """Each action's own gap and those of the k-th action after it times discount^k, one pair of actions after the other."""
+    """Each action's own gap and those of the k-th action after it times discount^k, one pair of
+    actions after the other.
+    """
     actions = np.flatnonzero(mask_T)
     found = np.zeros(len(gap_T))
     for i, t in enumerate(actions):
@@ -24,13 +28,20 @@ def test_observations_between_actions_discount_nothing(discount):
         pattern = ([1, 1] + [0] * observations) * 3 + [1]
         mask = np.array([0, 0, *pattern], np.float32)
         q, ref = (rng.normal(-1, 0.5, len(mask)).astype(np.float32) for _ in range(2))
-        fields = {"target_tokens": [1] * len(mask), "logprobs": q * mask, "advantages": mask * 0.25, "mask": mask}
+        fields = {
+            "target_tokens": [1] * len(mask),
+            "logprobs": q * mask,
+            "advantages": mask * 0.25,
+            "mask": mask,
+        }
         datums.append(Datum(ModelInput.from_ints([1] * len(mask)), fields))
         references.append(ref)
         gaps.append((q.astype(np.float64) - ref) * mask)
         masks.append(mask != 0)
     charges = [charges_by_hand(gap, mask, discount) for gap, mask in zip(gaps, masks, strict=True)]
-    mean = np.concatenate([charge[mask] for charge, mask in zip(charges, masks, strict=True)]).mean()
+    mean = np.concatenate(
+        [charge[mask] for charge, mask in zip(charges, masks, strict=True)]
+    ).mean()
     found, _ = penalised(datums, references, 0.3, discount)
     for datum, charge, mask in zip(found, charges, masks, strict=True):
         expected = np.where(mask, 0.25 + 0.3 * (mean - charge), 0.0)

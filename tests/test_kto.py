@@ -1,4 +1,6 @@
-"""KTO's z: the mean over the batch's prompts of how far the policy is from the reference on the answer to the next prompt, at least 0."""
+"""KTO's z: the mean over the batch's prompts of how far the policy is from the reference on the
+answer to the next prompt, at least 0.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,20 @@ def rows_of(pairs: bool) -> list[Problem]:
     rows = []
     for i, answer in enumerate(ANSWERS):
         label = {"meta": {"label": i % 2 == 0}} if not pairs else {"rejected": str(i) * (1 + i % 3)}
-        rows.append(Problem([{"role": "user", "content": f"{i}+{i}="}], response=answer, index=i, **label))
+        rows.append(
+            Problem([{"role": "user", "content": f"{i}+{i}="}], response=answer, index=i, **label)
+        )
     return rows
 
 
 def logprobs(client, datums):
-    plain = [Datum(d.model_input, {"target_tokens": d.loss_fn_inputs["target_tokens"]}) for d in datums]
-    return [output["logprobs"].array.astype(np.float64) for output in client.forward(plain, "cross_entropy").result().loss_fn_outputs]
+    plain = [
+        Datum(d.model_input, {"target_tokens": d.loss_fn_inputs["target_tokens"]}) for d in datums
+    ]
+    return [
+        output["logprobs"].array.astype(np.float64)
+        for output in client.forward(plain, "cross_entropy").result().loss_fn_outputs
+    ]
 
 
 @pytest.mark.parametrize("pairs", [False, True])
@@ -44,23 +53,49 @@ def test_z_is_of_other_prompts_answers_and_never_below_zero(sign, pairs, tmp_pat
         rows = rows_of(pairs)
 
         def datum(row: Problem, answer: str) -> Datum:
-            return supervised_datum(*renderer.build_supervised_example([*row.messages, {"role": "assistant", "content": answer}]))
+            return supervised_datum(
+                *renderer.build_supervised_example(
+                    [*row.messages, {"role": "assistant", "content": answer}]
+                )
+            )
 
         texts = [[row.response, row.rejected] if pairs else [row.response] for row in rows]
         own = [datum(row, text) for row, told in zip(rows, texts, strict=True) for text in told]
-        turned = [datum(row, text) for row, told in zip(rows, [*texts[1:], texts[0]], strict=True) for text in told]
-        weights = [sign * (1 + 5 * (i % 2)) * d.loss_fn_inputs["weights"].array for i, d in enumerate(own)]
-        policy.forward_backward([with_fields(d, weights=w) for d, w in zip(own, weights, strict=True)], "cross_entropy", divisor=len(own))
+        turned = [
+            datum(row, text)
+            for row, told in zip(rows, [*texts[1:], texts[0]], strict=True)
+            for text in told
+        ]
+        weights = [
+            sign * (1 + 5 * (i % 2)) * d.loss_fn_inputs["weights"].array for i, d in enumerate(own)
+        ]
+        policy.forward_backward(
+            [with_fields(d, weights=w) for d, w in zip(own, weights, strict=True)],
+            "cross_entropy",
+            divisor=len(own),
+        )
         policy.optim_step(ADAM).result()
 
         def mean_gap(datums) -> float:
             gaps = zip(datums, logprobs(policy, datums), logprobs(frozen, datums), strict=True)
-            return float(np.mean([(lp - ref)[d.loss_fn_inputs["weights"].array != 0].sum() for d, lp, ref in gaps]))
+            return float(
+                np.mean(
+                    [
+                        (lp - ref)[d.loss_fn_inputs["weights"].array != 0].sum()
+                        for d, lp, ref in gaps
+                    ]
+                )
+            )
 
         expected, of_own = mean_gap(turned), mean_gap(own)
         assert expected * sign > 0.05 and abs(expected - of_own) > 0.05
-        settings = KtoSettings(loop=LoopSettings(batch_size=len(rows), steps=1), optim=OptimSettings(learning_rate=1e-3))
-        models = Models(policy, {"reference": SimpleNamespace(logprobs=lambda datums: logprobs(frozen, datums))})
+        settings = KtoSettings(
+            loop=LoopSettings(batch_size=len(rows), steps=1),
+            optim=OptimSettings(learning_rate=1e-3),
+        )
+        models = Models(
+            policy, {"reference": SimpleNamespace(logprobs=lambda datums: logprobs(frozen, datums))}
+        )
         method = Kto(settings)
         metrics = method.learn(models, method.datums(rows, renderer, models, 0), Progress(0, 1))
         assert metrics["optim/kl_ref_k1"] == pytest.approx(max(0.0, expected), abs=1e-5)

@@ -1,4 +1,6 @@
-"""What is read of a model's layers, against what its architecture is known to be, and the first layers that stand for all."""
+"""What is read of a model's layers, against what its architecture is known to be, and the first
+layers that stand for all.
+"""
 
 import copy
 
@@ -11,7 +13,8 @@ from rl.learner.probe import find_faults
 from rl.models import load
 
 FULL, SLIDING = ("full",) * 4, ("sliding",) * 4
-# By hand, from the published architectures: kinds of the layers, positions, (experts, experts a token, blocks with experts).
+# By hand, from the published architectures: kinds of the layers, positions, (experts, experts a
+# token, blocks with experts).
 KNOWN = {
     "llama": (FULL, "rotary", None),
     "gpt2": (FULL, "learned", None),
@@ -43,17 +46,22 @@ def test_what_is_read_is_what_the_architecture_is(name):
     model = tiny_model(name, **changes)
     found, (kinds, positions, experts) = describe(model), KNOWN[name]
     assert (found.kinds, found.positions) == (kinds, positions)
-    assert found.experts is None if experts is None else (
-        (found.experts.count, found.experts.per_token, len(found.experts.blocks)) == experts
+    assert (
+        found.experts is None
+        if experts is None
+        else ((found.experts.count, found.experts.per_token, len(found.experts.blocks)) == experts)
     )
     assert found.states == any(kind not in ("full", "sliding", "chunked") for kind in kinds)
-    assert found.keeping_keys == sum("full" in kind or kind in ("sliding", "chunked") for kind in kinds)
+    assert found.keeping_keys == sum(
+        "full" in kind or kind in ("sliding", "chunked") for kind in kinds
+    )
     assert found.takes_positions == (name not in ("bloom", "mpt", "mamba2"))
 
 
 def test_experts_are_counted_in_numbers():
     model = tiny_model("qwen3_moe", sliding_window=None)
-    assert describe(model).experts.parameters == 4 * 4 * (2 * 24 * 32 + 32 * 24)  # layers, experts, gate and up, down
+    # layers, experts, gate and up, down
+    assert describe(model).experts.parameters == 4 * 4 * (2 * 24 * 32 + 32 * 24)
 
 
 def depth(model) -> int:
@@ -62,7 +70,16 @@ def depth(model) -> int:
 
 def test_the_first_layers_of_every_make_stand_for_all():
     assert depth(tiny_model("llama", num_hidden_layers=12)) == 2
-    assert depth(tiny_model("qwen3_next", num_hidden_layers=12, layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 3)) == 4
+    assert (
+        depth(
+            tiny_model(
+                "qwen3_next",
+                num_hidden_layers=12,
+                layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 3,
+            )
+        )
+        == 4
+    )
     assert depth(tiny_model("deepseek_v3", num_hidden_layers=12)) == 2  # a dense one, then experts
     patched = tiny_model("llama", num_hidden_layers=12)
     layer = patched.model.layers[7].mlp

@@ -1,9 +1,19 @@
-"""The gradient does not depend on how a batch is cut, laid out, or computed; packing by hand; steps that must not happen."""
+"""The gradient does not depend on how a batch is cut, laid out, or computed; packing by hand; steps
+that must not happen.
+"""
 
 import numpy as np
 import pytest
 import torch
-from helpers import ADAM, GRADIENT_BOUND, call, gradient, make_worker, random_datums, relative_difference
+from helpers import (
+    ADAM,
+    GRADIENT_BOUND,
+    call,
+    gradient,
+    make_worker,
+    random_datums,
+    relative_difference,
+)
 
 from rl.learner.logprobs import plain_logprobs
 from rl.learner.packing import choose_layout, collate, plan, unit_cost, units
@@ -18,7 +28,16 @@ LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo"]
 def as_loss(datums: list[Datum], loss: str) -> list[Datum]:
     if loss != "cross_entropy":
         return datums
-    return [Datum(d.model_input, {"target_tokens": d.loss_fn_inputs["target_tokens"], "weights": d.loss_fn_inputs["mask"]}) for d in datums]
+    return [
+        Datum(
+            d.model_input,
+            {
+                "target_tokens": d.loss_fn_inputs["target_tokens"],
+                "weights": d.loss_fn_inputs["mask"],
+            },
+        )
+        for d in datums
+    ]
 
 
 def run(worker, datums, loss, calls=None, divisor=7.0):
@@ -26,7 +45,9 @@ def run(worker, datums, loss, calls=None, divisor=7.0):
     worker.drop_gradients(0)
     outputs, start = [], 0
     for size in calls or [len(datums)]:
-        out, _ = call(worker, "forward_backward", 0, datums[start : start + size], loss, {}, divisor, True)
+        out, _ = call(
+            worker, "forward_backward", 0, datums[start : start + size], loss, {}, divisor, True
+        )
         outputs += out
         start += size
     assert start == len(datums)
@@ -34,21 +55,32 @@ def run(worker, datums, loss, calls=None, divisor=7.0):
 
 
 def grouped(datums: list[Datum]) -> list[Datum]:
-    """The same datums with, for some neighbours, a prompt in common: three groups, of 4, 3 and 1, and four alone."""
+    """The same datums with, for some neighbours, a prompt in common: three groups, of 4, 3 and 1,
+    and four alone.
+    """
     rng, result = np.random.default_rng(7), list(datums)
     for members, prompt in (([0, 1, 2, 3], 5), ([5, 6, 7], 2), ([9], 4)):
         tokens = rng.integers(0, 14, prompt).tolist()
         for i in members:
-            fields = {n: np.concatenate([np.zeros(prompt - 1), v.array]) for n, v in datums[i].loss_fn_inputs.items()}
+            fields = {
+                n: np.concatenate([np.zeros(prompt - 1), v.array])
+                for n, v in datums[i].loss_fn_inputs.items()
+            }
             fields["mask"][prompt - 1] = 1.0
-            fields["target_tokens"] = np.concatenate([tokens[1:], datums[i].loss_fn_inputs["target_tokens"].array]).astype(int)
-            result[i] = Datum(ModelInput.from_ints(tokens + datums[i].model_input.to_ints()[1:]), fields)
+            fields["target_tokens"] = np.concatenate(
+                [tokens[1:], datums[i].loss_fn_inputs["target_tokens"].array]
+            ).astype(int)
+            result[i] = Datum(
+                ModelInput.from_ints(tokens + datums[i].model_input.to_ints()[1:]), fields
+            )
     return result
 
 
 @pytest.fixture(scope="module")
 def reference():
-    """One sequence at a time, no padding, no packing, plain autograd on the model's own logits, in float64."""
+    """One sequence at a time, no padding, no packing, plain autograd on the model's own logits, in
+    float64.
+    """
     worker = make_worker(token_budget=4096)
     datums = grouped(random_datums(12))
 
@@ -62,7 +94,10 @@ def reference():
             inputs = {k: torch.from_numpy(v.array) for k, v in datum.loss_fn_inputs.items()}
             inputs = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
             logp = torch.log_softmax(logits, -1).gather(-1, inputs["target_tokens"][:, None])[:, 0]
-            total = total + get_loss(loss).fn(logp, logp, inputs, torch.tensor([0, len(logp)]), {})[0] / 7.0
+            total = (
+                total
+                + get_loss(loss).fn(logp, logp, inputs, torch.tensor([0, len(logp)]), {})[0] / 7.0
+            )
             logprobs.append(logp.detach().numpy())
         total.backward()
         named = dict(twin.named_parameters())
@@ -104,7 +139,9 @@ def test_a_wrong_divisor_would_be_seen(reference):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_any_single_token_left_out_would_be_seen(reference, loss):
-    """Off by a hundred times the bound at least, whichever it is (of those that the loss does not clip away)."""
+    """Off by a hundred times the bound at least, whichever it is (of those that the loss does not
+    clip away).
+    """
     datums, worker = as_loss(reference[0], loss), make_worker()
     whole, _ = run(worker, datums, loss)
     field, seen = "weights" if loss == "cross_entropy" else "advantages", []
@@ -130,7 +167,13 @@ def test_lora_gradient_is_the_same_however_cut_and_fused(layout, alpha):
 def test_soft_targets_with_one_target_are_cross_entropy():
     worker, datums = make_worker(), as_loss(random_datums(5), "cross_entropy")
     soft = [
-        Datum(d.model_input, {n: v.array[:, None].repeat(2, 1) * (1 if n == "target_tokens" else 0.5) for n, v in d.loss_fn_inputs.items()})
+        Datum(
+            d.model_input,
+            {
+                n: v.array[:, None].repeat(2, 1) * (1 if n == "target_tokens" else 0.5)
+                for n, v in d.loss_fn_inputs.items()
+            },
+        )
         for d in datums
     ]
     hard_grad, _ = run(worker, datums, "cross_entropy")
@@ -141,16 +184,25 @@ def test_soft_targets_with_one_target_are_cross_entropy():
 
 def test_temperature_is_that_of_the_config():
     worker, (datum, *_) = make_worker(), random_datums(1)
-    out, _ = call(worker, "forward_backward", 0, [datum], "ppo", {"temperature": 0.7}, 1.0, False, True)
-    logits = worker.learners[0].model(input_ids=torch.tensor([datum.model_input.to_ints()])).logits[0] / 0.7
+    out, _ = call(
+        worker, "forward_backward", 0, [datum], "ppo", {"temperature": 0.7}, 1.0, False, True
+    )
+    logits = (
+        worker.learners[0].model(input_ids=torch.tensor([datum.model_input.to_ints()])).logits[0]
+        / 0.7
+    )
     logp = torch.log_softmax(logits, -1)
-    expected = logp.gather(-1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None])[:, 0]
+    expected = logp.gather(
+        -1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None]
+    )[:, 0]
     np.testing.assert_allclose(out[0]["logprobs"], expected.detach(), atol=1e-5)
     np.testing.assert_allclose(out[0]["entropy"], -(logp.exp() * logp).sum(-1).detach(), atol=1e-5)
 
 
 def test_logprobs_over_a_large_vocabulary_are_exact_to_1e_5():
-    """torch's own fp32 log_softmax on a CPU is off by 1e-4 and more here, which would hide a sampler that disagrees."""
+    """torch's own fp32 log_softmax on a CPU is off by 1e-4 and more here, which would hide a
+    sampler that disagrees.
+    """
     logits = 4 * torch.randn(8, 151_665, generator=torch.Generator().manual_seed(0))
     targets = torch.arange(8) * 1000
     expected = torch.log_softmax(logits.double(), -1).gather(-1, targets[:, None])[:, 0]
@@ -160,13 +212,15 @@ def test_logprobs_over_a_large_vocabulary_are_exact_to_1e_5():
     assert (torch.tensor(reader.logprobs[1:]) - expected).abs().max() < 1e-5
 
 
-# ------------------------------------------------------------------------------------------------------------- packing
+# ------------------------------------------------------------------------------------------ packing
 
 
 def test_plan_by_hand():
     assert plan([3, 9, 4, 2], 10, "packed") == [[1], [2, 0, 3]]
-    assert plan([3, 9, 4, 2], 10, "padded") == [[1], [2, 0], [3]]  # two rows of 4 are 8 positions, three would be 12
-    assert plan([50], 10, "packed") == plan([50], 10, "padded") == [[0]]  # longer than the budget: alone
+    # two rows of 4 are 8 positions, three would be 12
+    assert plan([3, 9, 4, 2], 10, "padded") == [[1], [2, 0], [3]]
+    # longer than the budget: alone
+    assert plan([50], 10, "packed") == plan([50], 10, "padded") == [[0]]
     with pytest.raises(ValueError, match="at least 1"):
         plan([1], 0, "packed")
 
@@ -179,25 +233,48 @@ def test_property_a_plan_holds_every_datum_once_within_its_budget(layout, seed):
     batches = plan(lengths, budget, layout)
     assert sorted(i for batch in batches for i in batch) == list(range(40))
     for batch in batches:
-        cost = sum(lengths[i] for i in batch) if layout == "packed" else len(batch) * max(lengths[i] for i in batch)
+        cost = (
+            sum(lengths[i] for i in batch)
+            if layout == "packed"
+            else len(batch) * max(lengths[i] for i in batch)
+        )
         assert cost <= budget or len(batch) == 1
 
 
 def test_collate_by_hand():
-    datums = [Datum(ModelInput.from_ints(t), {"target_tokens": t, "weights": [1.0] * len(t)}) for t in ([5, 6, 7], [8, 9])]
+    datums = [
+        Datum(ModelInput.from_ints(t), {"target_tokens": t, "weights": [1.0] * len(t)})
+        for t in ([5, 6, 7], [8, 9])
+    ]
     padded, packed = collate(datums, [[0], [1]], "padded"), collate(datums, [[0], [1]], "packed")
-    assert padded.input_ids.tolist() == [[5, 6, 7], [8, 9, 0]] and padded.token_index.tolist() == [0, 1, 2, 3, 4]
-    assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9]] and packed.position_ids.tolist() == [[0, 1, 2, 0, 1]]
+    assert padded.input_ids.tolist() == [[5, 6, 7], [8, 9, 0]] and padded.token_index.tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
+    assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9]] and packed.position_ids.tolist() == [
+        [0, 1, 2, 0, 1]
+    ]
     for batch in (padded, packed):
-        assert batch.cu_seqlens.tolist() == [0, 3, 5] and batch.inputs["target_tokens"].tolist() == [5, 6, 7, 8, 9]
+        assert batch.cu_seqlens.tolist() == [0, 3, 5] and batch.inputs[
+            "target_tokens"
+        ].tolist() == [5, 6, 7, 8, 9]
 
 
 def test_shared_prompts_by_hand():
     answers = ([5, 6, 7], [5, 6, 8, 9], [4])
     masks = ([0.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0], [1.0])
-    datums = [Datum(ModelInput.from_ints(t), {"target_tokens": t, "mask": m}) for t, m in zip(answers, masks, strict=True)]
+    datums = [
+        Datum(ModelInput.from_ints(t), {"target_tokens": t, "mask": m})
+        for t, m in zip(answers, masks, strict=True)
+    ]
     together = units(datums, "shared", 100)
-    assert together == [[0, 1], [2]] and [unit_cost(datums, unit) for unit in together] == [2 + 1 + 2, 1]
+    assert together == [[0, 1], [2]] and [unit_cost(datums, unit) for unit in together] == [
+        2 + 1 + 2,
+        1,
+    ]
     batch = collate(datums, together, "shared")
     assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9], [4, 0, 0, 0, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 2, 3], [0, 0, 0, 0, 0]]
@@ -212,19 +289,34 @@ def test_shared_prompts_by_hand():
 
 
 def test_a_unit_does_not_outgrow_the_budget():
-    datums = [Datum(ModelInput.from_ints([5, 6, 7, 8]), {"target_tokens": [1] * 4, "mask": [0.0, 1.0, 1.0, 1.0]}) for _ in range(4)]
-    assert units(datums, "shared", 6) == [[0, 1], [2, 3]] and units(datums, "shared", 3) == [[0], [1], [2], [3]]
+    datums = [
+        Datum(
+            ModelInput.from_ints([5, 6, 7, 8]),
+            {"target_tokens": [1] * 4, "mask": [0.0, 1.0, 1.0, 1.0]},
+        )
+        for _ in range(4)
+    ]
+    assert units(datums, "shared", 6) == [[0, 1], [2, 3]] and units(datums, "shared", 3) == [
+        [0],
+        [1],
+        [2],
+        [3],
+    ]
 
 
 def test_the_layout_is_chosen_by_the_work_it_makes():
     def group(prompt, answer, size=8):
         tokens, mask = [1] * (prompt + answer), [0.0] * (prompt - 1) + [1.0] * (answer + 1)
-        return [Datum(ModelInput.from_ints(tokens), {"target_tokens": tokens, "mask": mask}) for _ in range(size)]
+        return [
+            Datum(ModelInput.from_ints(tokens), {"target_tokens": tokens, "mask": mask})
+            for _ in range(size)
+        ]
 
     assert choose_layout(group(6, 3), 10**6, 128) == "shared"
     assert choose_layout(group(6, 3, 1), 10**6, 128) == "padded"  # nobody to share with
     assert choose_layout(group(500, 100), 10**6, 1024) == "shared"
-    assert choose_layout(group(20, 2000), 10**6, 1024) == "padded"  # long answers see each other's masked scores
+    # long answers see each other's masked scores
+    assert choose_layout(group(20, 2000), 10**6, 1024) == "padded"
 
 
 def test_a_sliding_window_is_not_given_a_mask_of_its_own(tmp_path):
@@ -232,7 +324,9 @@ def test_a_sliding_window_is_not_given_a_mask_of_its_own(tmp_path):
 
     tiny_model("mistral", sliding_window=4).save_pretrained(tmp_path / "m")
     learner = make_worker(str(tmp_path / "m")).learners[0]
-    assert learner.layouts == {"padded"} and all(batch.attention_mask is None for batch in learner._my_batches(random_datums(8)))
+    assert learner.layouts == {"padded"} and all(
+        batch.attention_mask is None for batch in learner._my_batches(random_datums(8))
+    )
     with pytest.raises(ValueError, match="layout shared is not exact.*MistralForCausalLM"):
         make_worker(str(tmp_path / "m"), layout="shared")
 
@@ -250,9 +344,16 @@ def test_shared_prompts_on_other_architectures(name):
         mask = np.concatenate([np.zeros(5), np.ones(n + 1)])
         datums.append(Datum(ModelInput.from_ints(tokens), {"target_tokens": tokens, "mask": mask}))
     batch = collate(datums, units(datums, "shared", 100), "shared")
-    out = model(input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=batch.attention_mask, use_cache=False)
+    out = model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        attention_mask=batch.attention_mask,
+        use_cache=False,
+    )
     got = out.logits.flatten(0, 1)[batch.token_index]
-    expected = torch.cat([model(input_ids=torch.tensor([d.model_input.to_ints()])).logits[0] for d in datums])
+    expected = torch.cat(
+        [model(input_ids=torch.tensor([d.model_input.to_ints()])).logits[0] for d in datums]
+    )
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -269,11 +370,13 @@ def test_what_stands_in_the_padding_is_not_read():
     assert torch.equal(learner._forward(batch, loss, {}, 1.0, False)[1]["logprobs"], clean)
 
 
-# --------------------------------------------------------------------------------------------------------------- steps
+# -------------------------------------------------------------------------------------------- steps
 
 
 def weights(worker) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1).clone() for p in worker.learners[0].trainable.values()])
+    return torch.cat(
+        [p.detach().reshape(-1).clone() for p in worker.learners[0].trainable.values()]
+    )
 
 
 def test_step_against_a_hand_written_adamw_with_clipping():
@@ -285,14 +388,18 @@ def test_step_against_a_hand_written_adamw_with_clipping():
     grad = grad * 0.5 / grad.norm()
     m, v = 0.2 * grad, 0.1 * grad**2
     expected = before * (1 - 0.01 * 0.1) - 0.01 * (m / 0.2) / ((v / 0.1).sqrt() + 1e-6)
-    # AdamW's first step is lr * sign(g) where |g| >> eps; where |g| is near eps, fp32 rounding of g shows
+    # AdamW's first step is lr * sign(g) where |g| >> eps; where |g| is near eps, fp32 rounding of g
+    # shows
     torch.testing.assert_close(weights(worker).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_step_on_nothing_and_on_infinity_changes_nothing():
     worker = make_worker()
     before = weights(worker)
-    assert call(worker, "forward_backward", 0, [], "ppo", {}, 1.0, True) == ([], {"loss:sum": 0.0, "temperature:mean": 1.0})
+    assert call(worker, "forward_backward", 0, [], "ppo", {}, 1.0, True) == (
+        [],
+        {"loss:sum": 0.0, "temperature:mean": 1.0},
+    )
     assert worker.optim_step(0, ADAM)["skipped"] == 1.0
     run(worker, random_datums(3), "ppo")
     next(iter(worker.learners[0].trainable.values())).grad[0] = float("inf")
@@ -320,6 +427,11 @@ def test_decode_cost_is_not_changed_by_gradient_checkpointing():
     for checkpointing in (False, True):
         worker = make_worker(gradient_checkpointing=checkpointing)
         worker.snapshot(0, 1)
-        _, counters = call(worker, "sample", 1, [Request(prompt=[3, 4], num_samples=2, params=SamplingParams(max_tokens=20, stop=[]))])
+        _, counters = call(
+            worker,
+            "sample",
+            1,
+            [Request(prompt=[3, 4], num_samples=2, params=SamplingParams(max_tokens=20, stop=[]))],
+        )
         fed.append(counters["fed_tokens"])
     assert fed == [2 * 19, 2 * 19]  # one token a row and step: nothing is recomputed

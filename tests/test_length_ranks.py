@@ -1,4 +1,6 @@
-"""Two ranks of which one may have a pair that needs two forwards: no rank waits for the other, and the gradient is that of one process."""
+"""Two ranks of which one may have a pair that needs two forwards: no rank waits for the other, and
+the gradient is that of one process.
+"""
 
 import numpy as np
 import pytest
@@ -13,10 +15,21 @@ pytestmark = pytest.mark.campaign  # on one process: test_architectures
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
     rng = np.random.default_rng(0)
-    factors = {"short_factor": rng.uniform(1, 2, 4).tolist(), "long_factor": rng.uniform(3, 9, 4).tolist()}
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32, **factors}
+    factors = {
+        "short_factor": rng.uniform(1, 2, 4).tolist(),
+        "long_factor": rng.uniform(3, 9, 4).tolist(),
+    }
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        **factors,
+    }
     folder = tmp_path_factory.mktemp("start") / "longrope"
-    tiny_model("phi3", rope_parameters=rope, sliding_window=None, original_max_position_embeddings=32).save_pretrained(folder)
+    tiny_model(
+        "phi3", rope_parameters=rope, sliding_window=None, original_max_position_embeddings=32
+    ).save_pretrained(folder)
     return folder
 
 
@@ -27,4 +40,6 @@ def alone(start, tmp_path_factory):
 
 @pytest.mark.parametrize("config", ["zero3", "ddp", "zero2", "fsdp2"])
 def test_two_ranks_have_the_gradient_of_one_process(config, start, alone, tmp_path):
-    assert_same_gradients(alone, case_on_ranks("length_ranks_case.py", start, tmp_path, config, 280), CASES)
+    assert_same_gradients(
+        alone, case_on_ranks("length_ranks_case.py", start, tmp_path, config, 280), CASES
+    )

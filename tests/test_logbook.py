@@ -1,4 +1,6 @@
-"""A run's folder: resumed files equal undisturbed ones; pages and console output are what a reader can use."""
+"""A run's folder: resumed files equal undisturbed ones; pages and console output are what a reader
+can use.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +38,23 @@ def one_step(book: Logbook, step: int) -> None:
     book.log(step, {"stage": "grpo", "reward/total": math.sin(step) / 3, "optim/grad_norm": norm})
     if step % 2 == 0:
         book.rollouts(step, [row(response=str(step))])
-        book.checkpoint({"name": f"step-{step}", "batch": step, "state_path": f"s/{step}", "sampler_path": None})
+        book.checkpoint(
+            {"name": f"step-{step}", "batch": step, "state_path": f"s/{step}", "sampler_path": None}
+        )
 
 
 @pytest.mark.parametrize("torn", ["", '{"step": 6, "rew'])
-def test_a_killed_and_resumed_run_leaves_the_files_of_an_undisturbed_one(tmp_path: Path, torn: str) -> None:
+def test_a_killed_and_resumed_run_leaves_the_files_of_an_undisturbed_one(
+    tmp_path: Path, torn: str
+) -> None:
     whole, broken = tmp_path / "whole" / "run", tmp_path / "broken" / "run"
     with Logbook(whole) as book:
         for step in range(9):
             one_step(book, step)
     first = Logbook(broken)
     for step in range(6):
-        one_step(first, step)  # killed here: never closed; the newest whole checkpoint is that of step 4
+        # killed here: never closed; the newest whole checkpoint is that of step 4
+        one_step(first, step)
     first.checkpoint({"name": "lost", "batch": 5, "state_path": "s/5", "sampler_path": None})
     first.rollouts(5, [row(response="lost")])
     with (broken / "metrics.jsonl").open("a") as file:
@@ -63,8 +70,12 @@ def test_a_killed_and_resumed_run_leaves_the_files_of_an_undisturbed_one(tmp_pat
 
 def test_lines_are_strict_json_and_complete_at_once(tmp_path: Path) -> None:
     book = Logbook(tmp_path)
-    book.log(0, {"b": np.float32(0.5), "a": float("inf"), "n": np.int64(3), "z": float("nan"), "s": "sft"})
-    text = (tmp_path / "metrics.jsonl").read_text()  # before close: the line is there for whoever watches
+    book.log(
+        0,
+        {"b": np.float32(0.5), "a": float("inf"), "n": np.int64(3), "z": float("nan"), "s": "sft"},
+    )
+    # before close: the line is there for whoever watches
+    text = (tmp_path / "metrics.jsonl").read_text()
     assert text == '{"step": 0, "b": 0.5, "a": null, "n": 3, "z": null, "s": "sft"}\n'
     json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     with pytest.raises(ValueError, match="step -1 after step 0"):
@@ -81,7 +92,9 @@ def test_a_checkpoint_noted_twice_is_there_once(tmp_path: Path) -> None:
     book = Logbook(tmp_path)
     for path in ("a", "b"):
         book.checkpoint({"name": "last", "batch": 3, "state_path": path, "sampler_path": None})
-    assert book.checkpoints() == [{"name": "last", "batch": 3, "state_path": "b", "sampler_path": None}]
+    assert book.checkpoints() == [
+        {"name": "last", "batch": 3, "state_path": "b", "sampler_path": None}
+    ]
     with pytest.raises(ValueError, match="needs"):
         book.checkpoint({"name": "x"})
     book.checkpoint({"name": "other", "batch": 4})
@@ -89,7 +102,9 @@ def test_a_checkpoint_noted_twice_is_there_once(tmp_path: Path) -> None:
     assert [row["name"] for row in book.checkpoints()] == ["other"]
 
 
-def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "f.json"
     write_atomically(path, "old")
 
@@ -102,9 +117,13 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     assert path.read_text() == "old"
 
 
-# ----------------------------------------------------------------------------------------------------------- the folder
+# --------------------------------------------------------------------------------------- the folder
 
-CONFIG: dict[str, Any] = {"name": "x", "options": {}, "stages": [{"method": "sft", "name": "sft", "settings": {}}]}
+CONFIG: dict[str, Any] = {
+    "name": "x",
+    "options": {},
+    "stages": [{"method": "sft", "name": "sft", "settings": {}}],
+}
 
 
 def test_a_folder_is_claimed_once(tmp_path: Path) -> None:
@@ -113,7 +132,8 @@ def test_a_folder_is_claimed_once(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(RunFolderError, match="--resume continues it, --overwrite deletes it"):
         claim(folder, CONFIG)
-    assert claim(folder, CONFIG | {"name": "other"}, resume=True) == CONFIG  # the saved one, untouched
+    # the saved one, untouched
+    assert claim(folder, CONFIG | {"name": "other"}, resume=True) == CONFIG
     assert json.loads((folder / "config.json").read_text()) == CONFIG
     assert claim(folder, CONFIG | {"name": "new"}, overwrite=True) is None
     assert [path.name for path in folder.iterdir()] == ["config.json"]
@@ -137,17 +157,21 @@ def test_a_second_logbook_in_a_folder_is_refused(tmp_path: Path) -> None:
         Logbook(tmp_path)
 
 
-# ------------------------------------------------------------------------------------------------------------- wandb
+# -------------------------------------------------------------------------------------------- wandb
 
 
-def test_wandb_that_is_not_installed_is_said_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_that_is_not_installed_is_said_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(RunFolderError, match="pip install wandb"):
         Logbook(tmp_path, wandb_project="p")
 
 
 @pytest.mark.slow
-def test_wandb_offline_keeps_its_files_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_keeps_its_files_in_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb", reason="the optional package wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.chdir(tmp_path)
@@ -157,11 +181,13 @@ def test_wandb_offline_keeps_its_files_in_the_folder(tmp_path: Path, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-# -------------------------------------------------------------------------------------------------------- the page
+# ----------------------------------------------------------------------------------------- the page
 
 
 class Page(HTMLParser):
-    """Tags in order, whether they nest, the text of each article, the classes of each token's span, and what it would load."""
+    """Tags in order, whether they nest, the text of each article, the classes of each token's span,
+    and what it would load.
+    """
 
     def __init__(self, text: str):
         super().__init__()
@@ -197,17 +223,42 @@ class Page(HTMLParser):
 def test_the_page_shows_each_answer_escaped_and_loads_nothing() -> None:
     evil = "<script>alert('x')</script>&amp;"
     rows = [
-        row(prompt=evil, response=evil, tag="maths", problem=3, stop_reason="length", answer="<b>", error="reward <timed> out"),
-        row(prompt=evil, tag="maths", problem=3, advantage=-0.5, tokens=["a", "<b>", " c"], logprobs=[-0.001, None, -5.0]),
+        row(
+            prompt=evil,
+            response=evil,
+            tag="maths",
+            problem=3,
+            stop_reason="length",
+            answer="<b>",
+            error="reward <timed> out",
+        ),
+        row(
+            prompt=evil,
+            tag="maths",
+            problem=3,
+            advantage=-0.5,
+            tokens=["a", "<b>", " c"],
+            logprobs=[-0.001, None, -5.0],
+        ),
         row(tag="maths", problem=4, reward=None, advantage=None, group=1),
         row(tag="maths", problem=4, group=2),  # the same problem again, in a group of its own
     ]
     page = Page(html.page(rows, title="run & step", step=7))
-    assert page.tags.count("section") == 3 and len(page.articles) == 4  # two answers side by side, then single ones
-    assert evil in page.articles[0] and "reward <timed> out" in page.articles[0] and "length" in page.articles[0]
-    assert "script" not in page.tags and page.loads == [] and "url(" not in html.page(rows, title="", step=0)
+    # two answers side by side, then single ones
+    assert page.tags.count("section") == 3 and len(page.articles) == 4
+    assert (
+        evil in page.articles[0]
+        and "reward <timed> out" in page.articles[0]
+        and "length" in page.articles[0]
+    )
+    assert (
+        "script" not in page.tags
+        and page.loads == []
+        and "url(" not in html.page(rows, title="", step=0)
+    )
     assert "reward n/a" in page.articles[2]
-    # p = 0.999 is the band of what was expected (5), p = 0.0067 that of surprises (0); None was not written by the model.
+    # p = 0.999 is the band of what was expected (5), p = 0.0067 that of surprises (0); None was not
+    # written by the model.
     assert page.spans == [("p5 adown", "a"), ("ob", "<b>"), ("p0 adown", " c")]
 
 
@@ -215,10 +266,13 @@ def test_the_page_says_what_it_leaves_out() -> None:
     rows = [row(problem=i, tokens=["x"] * 10, logprobs=[-1.0] * 10) for i in range(10)]
     page = html.page(rows, title="", step=12, max_tokens=35)
     assert len(Page(page).articles) == 3
-    assert "10 problems, 10 answers, mean reward 1; the first 3 problems are shown, all are in step_000012.jsonl" in page
+    assert (
+        "10 problems, 10 answers, mean reward 1; the first 3 problems are shown, all are in step_000012.jsonl"
+        in page
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- the console
+# -------------------------------------------------------------------------------------- the console
 
 
 class Clock:
@@ -237,12 +291,20 @@ def play(**how: Any) -> str:
         out.stage("grpo", 200, first=50)
         for step in range(51, 251):
             clock.now += 2
-            metrics = {"reward/total": step / 1000, "time/tokens_per_second": 12345.0, "optim/loss": 9.0}
+            metrics = {
+                "reward/total": step / 1000,
+                "time/tokens_per_second": 12345.0,
+                "optim/loss": 9.0,
+            }
             out.update(step, metrics | ({"test/env/all/correct": 0.9} if step == 77 else {}))
             if step == 60:
                 out.note("a note")
                 out.warn("a [warning]")
-        out.end("done", results={"held-out accuracy": (0.3512, 0.97), "x": (None, 1.0)}, commands=["python plot.py"])
+        out.end(
+            "done",
+            results={"held-out accuracy": (0.3512, 0.97), "x": (None, 1.0)},
+            commands=["python plot.py"],
+        )
     return stream.getvalue()
 
 
@@ -250,18 +312,30 @@ def test_plain_output_has_round_steps_true_times_and_no_control_characters() -> 
     text = play(terminal=False)
     assert not re.search(r"[^\x20-\x7e\n]", text)
     lines = [line for line in text.splitlines() if line.startswith("grpo")]
-    assert [int(re.split(r"[ /]+", line)[1]) for line in lines] == sorted([1, 27, *range(10, 201, 10)])
+    assert [int(re.split(r"[ /]+", line)[1]) for line in lines] == sorted(
+        [1, 27, *range(10, 201, 10)]
+    )
     # After 10 of 200 steps at 2 s each: 20 s spent, 380 s left.
     assert "grpo  10/200  reward 0.060  12.3k tok/s  0:20, 6:20 left" in lines
     assert lines[-1] == "grpo 200/200  reward 0.250  12.3k tok/s  6:40"
     assert next(line for line in lines if " 27/" in line).endswith("held-out accuracy 0.900")
-    assert "warning: a [warning]" in text and "note: a note" in text and "loss" not in text  # a policy loss is not shown
-    assert "held-out accuracy  0.351 -> 0.970" in text and "n/a -> 1.000" in text and "writes to  runs/[a]" in text
+    # a policy loss is not shown
+    assert "warning: a [warning]" in text and "note: a note" in text and "loss" not in text
+    assert (
+        "held-out accuracy  0.351 -> 0.970" in text
+        and "n/a -> 1.000" in text
+        and "writes to  runs/[a]" in text
+    )
 
 
 def test_quiet_keeps_warnings_and_the_end() -> None:
     text = play(terminal=False, quiet=True)
-    assert text.splitlines()[0] == "warning: a [warning]" and "grpo" not in text and "note" not in text and "0.351" in text
+    assert (
+        text.splitlines()[0] == "warning: a [warning]"
+        and "grpo" not in text
+        and "note" not in text
+        and "0.351" in text
+    )
 
 
 def test_a_resumed_stage_counts_from_where_it_was() -> None:
@@ -275,22 +349,31 @@ def test_a_resumed_stage_counts_from_where_it_was() -> None:
 
 def test_a_terminal_gets_a_bar_and_boxes() -> None:
     text = play(terminal=True, width=120)
-    assert "\x1b[2K" in text and "held-out accuracy 0.900" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    assert "\x1b[2K" in text and "held-out accuracy 0.900" in re.sub(
+        r"\x1b\[[0-9;?]*[a-zA-Z]", "", text
+    )
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
     assert "a [warning]" in plain and "200/200 reward 0.250" in plain and "runs/[a]" in plain
 
 
-@pytest.mark.parametrize(("seconds", "expected"), [(0, "0:00"), (59.6, "1:00"), (125, "2:05"), (3725, "1:02:05"), (-1, "0:00")])
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0, "0:00"), (59.6, "1:00"), (125, "2:05"), (3725, "1:02:05"), (-1, "0:00")],
+)
 def test_durations(seconds: float, expected: str) -> None:
     assert console.duration(seconds) == expected
 
 
-@pytest.mark.parametrize(("count", "expected"), [(7, "7"), (999.6, "1k"), (12345, "12.3k"), (4.512e6, "4.51M")])
+@pytest.mark.parametrize(
+    ("count", "expected"), [(7, "7"), (999.6, "1k"), (12345, "12.3k"), (4.512e6, "4.51M")]
+)
 def test_counts(count: float, expected: str) -> None:
     assert console.compact(count) == expected
 
 
-@pytest.mark.parametrize(("total", "interval"), [(1, 1), (25, 1), (26, 2), (125, 5), (126, 10), (10_000, 500), (0, 1)])
+@pytest.mark.parametrize(
+    ("total", "interval"), [(1, 1), (25, 1), (26, 2), (125, 5), (126, 10), (10_000, 500), (0, 1)]
+)
 def test_round_intervals(total: int, interval: int) -> None:
     assert console.round_interval(total) == interval
     assert total / interval <= 25

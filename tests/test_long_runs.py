@@ -1,4 +1,6 @@
-"""What a run keeps beside its model does not grow with its steps: a stage's own loop on batches that a stub learns from."""
+"""What a run keeps beside its model does not grow with its steps: a stage's own loop on batches
+that a stub learns from.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,17 @@ class StubPolicy:
 def stage_of(folder: Path, console: Console, logbook: Logbook, steps: int) -> Stage:
     settings = METHODS["grpo"].settings()
     data = DataSettings(curriculum="success")
-    loop = LoopSettings(steps=steps, save_every=50, keep_best="optim/loss", keep_best_mode="min", batch_size=4)
+    loop = LoopSettings(
+        steps=steps, save_every=50, keep_best="optim/loss", keep_best_mode="min", batch_size=4
+    )
     settings = replace(settings, loop=loop, data=data)
-    problems = ProblemSet([Problem([{"role": "user", "content": "?"}], {"level": i % 3}, tag="p", index=i) for i in range(30)], name="p")
+    problems = ProblemSet(
+        [
+            Problem([{"role": "user", "content": "?"}], {"level": i % 3}, tag="p", index=i)
+            for i in range(30)
+        ],
+        name="p",
+    )
     return Stage(
         name="grpo", index=0, method=METHODS["grpo"].hooks(settings), models=Models(StubPolicy(folder), {}),  # type: ignore[arg-type]
         problems=Curriculum(problems, data), test_problems=None, renderer=None, scorer=SimpleNamespace(),  # type: ignore[arg-type]
@@ -61,8 +71,17 @@ def batch_metrics(step: int) -> dict[str, float]:
              "env/all/reward/total", "env/all/reward/std", "env/all/by_group/frac_mixed", "env/all/correct", "env/all/format",
              "env/all/distinct_beginnings", "env/all/ac_tokens_per_turn", "env/all/frac_truncated")  # fmt: skip
     row = {name: 0.5 + 0.001 * ((step * 7 + i) % 13) for i, name in enumerate(names)}
-    row |= {"env/all/reward/min": 0.0, "env/all/reward/max": 1.0, "env/all/total_groups": 4, "env/all/total_episodes": 16}
-    return row | {"optim/loss": 1.0 / (1 + step % 100), "sampler/temperature": 0.8, "env/all/correct": float(step % 40 < 20)}
+    row |= {
+        "env/all/reward/min": 0.0,
+        "env/all/reward/max": 1.0,
+        "env/all/total_groups": 4,
+        "env/all/total_episodes": 16,
+    }
+    return row | {
+        "optim/loss": 1.0 / (1 + step % 100),
+        "sampler/temperature": 0.8,
+        "env/all/correct": float(step % 40 < 20),
+    }
 
 
 @pytest.mark.slow
@@ -70,7 +89,11 @@ def batch_metrics(step: int) -> dict[str, float]:
 def test_a_stages_loop_keeps_nothing_by_the_step(tmp_path: Path, terminal: bool) -> None:
     steps, marks = 1700, (1100, 1400, 1699)  # rich's bar keeps its last thousand times
     held, seconds, since = [], [], time.process_time()
-    with open(os.devnull, "w") as sink, Logbook(tmp_path) as logbook, Console(stream=sink, terminal=terminal, width=120) as console:
+    with (
+        open(os.devnull, "w") as sink,
+        Logbook(tmp_path) as logbook,
+        Console(stream=sink, terminal=terminal, width=120) as console,
+    ):
         stage = stage_of(tmp_path, console, logbook, steps)
         console.stage("grpo", steps)
         tracemalloc.start()
@@ -86,12 +109,17 @@ def test_a_stages_loop_keeps_nothing_by_the_step(tmp_path: Path, terminal: bool)
             tracemalloc.stop()
         assert len(logbook.checkpoints()) <= 4, "checkpoints are pruned"
         logbook._metrics.flush()
-    assert held[2] - held[1] < 40_000, f"300 steps more hold {held[2] - held[1]} bytes more"  # the old alarms: 3.2 kB a step
+    # the old alarms: 3.2 kB a step
+    assert held[2] - held[1] < 40_000, f"300 steps more hold {held[2] - held[1]} bytes more"
     assert seconds[2] < 3 * seconds[0], "300 steps take as long as the first"
 
 
 def test_errors_that_differ_at_every_step_are_not_kept_nor_said_without_end(tmp_path: Path) -> None:
-    with open(os.devnull, "w") as sink, Logbook(tmp_path) as logbook, Console(stream=sink, terminal=False) as console:
+    with (
+        open(os.devnull, "w") as sink,
+        Logbook(tmp_path) as logbook,
+        Console(stream=sink, terminal=False) as console,
+    ):
         stage = stage_of(tmp_path, console, logbook, 10)
         warned: list[str] = []
         console.warn = warned.append  # type: ignore[method-assign]

@@ -1,4 +1,6 @@
-"""What a stage does between the five steps, each part by itself: held-out streams, samplers let go, state that goes on."""
+"""What a stage does between the five steps, each part by itself: held-out streams, samplers let go,
+state that goes on.
+"""
 
 import json
 from types import SimpleNamespace
@@ -14,11 +16,17 @@ from rl.run.held_out import HeldOut
 from rl.run.stage import Stage
 from rl.settings.tables import LoopSettings, OptimSettings, SamplingSettings
 
-SETTINGS = GrpoSettings(loop=LoopSettings(eval_every=2), sampling=SamplingSettings(max_tokens=4, temperature=0.8))
+SETTINGS = GrpoSettings(
+    loop=LoopSettings(eval_every=2), sampling=SamplingSettings(max_tokens=4, temperature=0.8)
+)
 
 
-def bare_stage(*, method=None, models=None, problems=None, keeper=None, seed=5, **overridden) -> Stage:
-    """A stage of no more than these parts, that asks for pairs of a problem and a size; `overridden`: methods of its own."""
+def bare_stage(
+    *, method=None, models=None, problems=None, keeper=None, seed=5, **overridden
+) -> Stage:
+    """A stage of no more than these parts, that asks for pairs of a problem and a size;
+    `overridden`: methods of its own.
+    """
     method = method or SimpleNamespace()
     method.settings = SETTINGS
     stage = Stage(
@@ -34,7 +42,9 @@ def bare_stage(*, method=None, models=None, problems=None, keeper=None, seed=5, 
 
 
 def test_held_out_answers_are_always_drawn_with_the_same_streams(monkeypatch):
-    """Whichever step it is, and from whichever sampler: what changes between two evaluations is the policy alone."""
+    """Whichever step it is, and from whichever sampler: what changes between two evaluations is the
+    policy alone.
+    """
     drawn = []
 
     def rollout(builders, sampler, params, *, seed, players):
@@ -47,17 +57,30 @@ def test_held_out_answers_are_always_drawn_with_the_same_streams(monkeypatch):
         stage.done = done
         stage.evaluator.sampled(SimpleNamespace(version=version))
         stage.evaluator.greedy(SimpleNamespace(version=version))
-    assert len(set(drawn)) == 2 and drawn[0][:2] == ((("a", 1), ("b", 1)), 0.8) and drawn[1][1] == 0.0
-    bare_stage(seed=6).evaluator.sampled(SimpleNamespace(version=0))  # another run's are other streams
+    assert (
+        len(set(drawn)) == 2 and drawn[0][:2] == ((("a", 1), ("b", 1)), 0.8) and drawn[1][1] == 0.0
+    )
+    # another run's are other streams
+    bare_stage(seed=6).evaluator.sampled(SimpleNamespace(version=0))
     assert drawn[-1] not in drawn[:-1] and drawn[-1][:2] == drawn[0][:2]
 
 
 def test_training_samples_have_streams_of_their_own_at_each_batch(monkeypatch):
     """Neither those of another batch nor those that held-out answers are drawn with."""
     drawn = []
-    monkeypatch.setattr(samples, "rollout", lambda *_, seed, players: drawn.append(seed) or Rollouts([], [], {}, 0, 0))
-    monkeypatch.setattr(evaluator, "rollout", lambda *_, seed, players: drawn.append(seed) or Rollouts([], [], {}, 0, 0))
-    nothing = {name: lambda *_, **__: None for name in ("stop_if_late", "check", "end_batch", "end")}
+    monkeypatch.setattr(
+        samples,
+        "rollout",
+        lambda *_, seed, players: drawn.append(seed) or Rollouts([], [], {}, 0, 0),
+    )
+    monkeypatch.setattr(
+        evaluator,
+        "rollout",
+        lambda *_, seed, players: drawn.append(seed) or Rollouts([], [], {}, 0, 0),
+    )
+    nothing = {
+        name: lambda *_, **__: None for name in ("stop_if_late", "check", "end_batch", "end")
+    }
     stage = bare_stage(
         **nothing, start=lambda: object(), next_sampler=lambda old: old, batches=lambda: range(4), fill=lambda rollouts, *_: rollouts,
         problems=SimpleNamespace(batch=lambda step, size, seed: []), progress=lambda batch: None,
@@ -75,7 +98,9 @@ def test_the_old_sampler_is_let_go_before_the_new_weights_are_taken():
     """Else every step would keep a copy of the weights."""
     happened = []
     old = SimpleNamespace(release=lambda: happened.append("released"))
-    policy = SimpleNamespace(save_weights_and_get_sampling_client=lambda: happened.append("taken") or "new")
+    policy = SimpleNamespace(
+        save_weights_and_get_sampling_client=lambda: happened.append("taken") or "new"
+    )
     stage = bare_stage(models=SimpleNamespace(policy=policy))
     assert stage.next_sampler(old) == "new" and happened == ["released", "taken"]
     assert stage.next_sampler(None) == "new"
@@ -99,18 +124,25 @@ class Notes:
 
 @pytest.mark.parametrize("curriculum", ["success", "steps", None])
 def test_what_a_stage_saves_is_where_it_goes_on(curriculum):
-    """The curriculum in the middle of a window, what was held out, the method's own; through JSON, as a checkpoint has it."""
+    """The curriculum in the middle of a window, what was held out, the method's own; through JSON,
+    as a checkpoint has it.
+    """
 
     keeper = Notes()
 
     def fresh():
-        given = {"curriculum_window": 3} if curriculum == "success" else {"curriculum_steps": (2, 4)}
+        given = (
+            {"curriculum_window": 3} if curriculum == "success" else {"curriculum_steps": (2, 4)}
+        )
         problems = None if curriculum is None else levelled(curriculum=curriculum, **given)
         models = SimpleNamespace(policy=None, learning={}, opponents=None)
         return bare_stage(problems=problems, method=Notes(), keeper=keeper, models=models)
 
     first, second = fresh(), fresh()
-    first.evaluator.held_out, first.method.method = HeldOut(0.25, 0.5, 0.3, 0.6, "reward", "loss", {"": (2.0, 1.0)}), {"kl_coef": 0.7}
+    first.evaluator.held_out, first.method.method = (
+        HeldOut(0.25, 0.5, 0.3, 0.6, "reward", "loss", {"": (2.0, 1.0)}),
+        {"kl_coef": 0.7},
+    )
     for success in (0.9, 0.9, 0.9, 0.9, 0.9):
         if curriculum:
             first.problems.learn(success)
@@ -121,18 +153,39 @@ def test_what_a_stage_saves_is_where_it_goes_on(curriculum):
     assert second.method.method == {"kl_coef": 0.7}
     assert json.dumps(vars(second.held_out)) == json.dumps(vars(first.held_out))
     if curriculum:
-        assert second.problems.state() == first.problems.state() != fresh().problems.state() or curriculum == "steps"
+        assert (
+            second.problems.state() == first.problems.state() != fresh().problems.state()
+            or curriculum == "steps"
+        )
         for success in (0.9, 0.9):
             first.problems.learn(success), second.problems.learn(success)
-        assert second.problems.level == first.problems.level == (2 if curriculum == "success" else 0)
+        assert (
+            second.problems.level == first.problems.level == (2 if curriculum == "success" else 0)
+        )
 
 
 def test_every_setting_of_adam_reaches_the_update():
-    optim = OptimSettings(beta1=0.7, beta2=0.8, adam_eps=1e-5, weight_decay=0.03, grad_clip_norm=0.4, warmup_steps=4, schedule="linear")
+    optim = OptimSettings(
+        beta1=0.7,
+        beta2=0.8,
+        adam_eps=1e-5,
+        weight_decay=0.03,
+        grad_clip_norm=0.4,
+        warmup_steps=4,
+        schedule="linear",
+    )
     params = adam_params(optim, LoopSettings(steps=24), 14, 0.02)
-    assert (params.beta1, params.beta2, params.eps, params.weight_decay, params.grad_clip_norm) == (0.7, 0.8, 1e-5, 0.03, 0.4)
+    assert (params.beta1, params.beta2, params.eps, params.weight_decay, params.grad_clip_norm) == (
+        0.7,
+        0.8,
+        1e-5,
+        0.03,
+        0.4,
+    )
     assert params.learning_rate == pytest.approx(0.02 * (1 - 10 / 20))
-    assert adam_params(optim, LoopSettings(steps=24), 1, 0.02).learning_rate == pytest.approx(0.02 * 2 / 5)
+    assert adam_params(optim, LoopSettings(steps=24), 1, 0.02).learning_rate == pytest.approx(
+        0.02 * 2 / 5
+    )
 
 
 def test_held_out_answers_have_the_temperature_asked_for():

@@ -1,4 +1,6 @@
-"""LoRA on experts that are one tensor: which models take it, what it learns, how it is sampled, kept and read by plain PEFT."""
+"""LoRA on experts that are one tensor: which models take it, what it learns, how it is sampled,
+kept and read by plain PEFT.
+"""
 
 import copy
 import warnings
@@ -28,7 +30,17 @@ STACKED = [
     "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open", "zaya",
 ]  # fmt: skip
 QUICK = ("mixtral", "gpt_oss", "deepseek_v3")
-THROUGH = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_next", "llama4_text", "jetmoe")  # to sampler and back
+# to sampler and back
+THROUGH = (
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "glm4_moe",
+    "qwen3_next",
+    "llama4_text",
+    "jetmoe",
+)
 
 
 def some(names, quick=QUICK):
@@ -41,10 +53,19 @@ def base_of(name: str, **changes):
 
 def adapted(base, moved: bool = True, **parts):
     """A copy of the model under an adapter, whose B is made other than zero."""
-    asked = {"train_mlp": False, "train_attn": False, "train_unembed": False, "train_experts": True, **parts}
+    asked = {
+        "train_mlp": False,
+        "train_attn": False,
+        "train_unembed": False,
+        "train_experts": True,
+        **parts,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = add_lora(load.LoadedModel(copy.deepcopy(base), None, "tiny", ()), LoraConfig(RANK, 0, alpha=ALPHA, **asked)).model
+        model = add_lora(
+            load.LoadedModel(copy.deepcopy(base), None, "tiny", ()),
+            LoraConfig(RANK, 0, alpha=ALPHA, **asked),
+        ).model
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -54,21 +75,33 @@ def adapted(base, moved: bool = True, **parts):
 
 
 def pairs(model):
-    """(the base's parameter, A's name, B's name, whether it is [experts, in, out]) of every tensor of experts that has an adapter."""
+    """(the base's parameter, A's name, B's name, whether it is [experts, in, out]) of every tensor
+    of experts that has an adapter.
+    """
     from peft.tuners.lora.layer import ParamWrapper
 
     names = {id(p): n for n, p in model.named_parameters()}
     for module in model.modules():
         if isinstance(module, ParamWrapper):
             parts = module.lora_A["default"].weight, module.lora_B["default"].weight
-            yield module.get_param(), *(names[id(p)] for p in parts), bool(getattr(module.get_base_layer(), "is_transposed", False))
+            yield (
+                module.get_param(),
+                *(names[id(p)] for p in parts),
+                bool(getattr(module.get_base_layer(), "is_transposed", False)),
+            )
 
 
 def in_float64(base, model):
-    """The base in float64, its weights as a function of the adapter's by hand: expert e's is W_e + alpha / rank * B_e A_e."""
+    """The base in float64, its weights as a function of the adapter's by hand: expert e's is W_e +
+    alpha / rank * B_e A_e.
+    """
     wide = copy.deepcopy(base).double()
     wide.set_experts_implementation("eager")  # the others take no float64
-    leaves = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters() if p.requires_grad}
+    leaves = {
+        n: p.detach().double().requires_grad_()
+        for n, p in model.named_parameters()
+        if p.requires_grad
+    }
     own = {id(p): plain_name(n) for n, p in model.named_parameters()}
 
     def weights():
@@ -76,8 +109,10 @@ def in_float64(base, model):
         for parameter, a, b, turned in pairs(model):
             name = own[id(parameter)]
             for e in range(1, 1 + len(parameter)):
-                down = leaves[a][(e - 1) * RANK : e * RANK]  # [rank, in]: an expert's rows stand together
-                up = leaves[b][:, e - 1 :: len(parameter)]  # [out, rank]: an expert's columns, one of each rank
+                # [rank, in]: an expert's rows stand together
+                down = leaves[a][(e - 1) * RANK : e * RANK]
+                # [out, rank]: an expert's columns, one of each rank
+                up = leaves[b][:, e - 1 :: len(parameter)]
                 delta = ALPHA / RANK * (up @ down)
                 parts = [*found[name].unbind(0)]
                 parts[e - 1] = parts[e - 1] + (delta.T if turned else delta)
@@ -88,14 +123,18 @@ def in_float64(base, model):
 
 
 def reference(base, model, data):
-    """Logprobs, and the gradient at A and B of the weighted sum, one sequence a forward, without PEFT."""
+    """Logprobs, and the gradient at A and B of the weighted sum, one sequence a forward, without
+    PEFT.
+    """
     wide, leaves, weights = in_float64(base, model)
     made, logprobs = weights(), []
     total = torch.zeros((), dtype=torch.float64)
     for datum in data:
         ids = torch.tensor([datum.model_input.to_ints()])
         logits = functional_call(wide, made, (), {"input_ids": ids, "use_cache": False}).logits[0]
-        logp = logits.log_softmax(-1).gather(-1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None])[:, 0]
+        logp = logits.log_softmax(-1).gather(
+            -1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None]
+        )[:, 0]
         total = total - (logp * torch.from_numpy(datum.loss_fn_inputs["weights"].array)).sum()
         logprobs.append(logp.detach().numpy())
     total.backward()
@@ -117,7 +156,11 @@ def test_every_stack_of_experts_has_an_adapter_that_is_seen_and_merges(name):
     base = base_of(name)
     model = adapted(base)
     names = {id(p): plain_name(n) for n, p in model.named_parameters()}
-    stacks = {n for n, p in base.named_parameters() if p.ndim == 3 and len(p) > 1 and (".experts." in n or "put_linear.weight" in n)}
+    stacks = {
+        n
+        for n, p in base.named_parameters()
+        if p.ndim == 3 and len(p) > 1 and (".experts." in n or "put_linear.weight" in n)
+    }
     assert {names[id(p)] for p, *_ in pairs(model)} == stacks and len(stacks) > 1
     with torch.no_grad():
         before, merged = forward(base), forward(merge(copy.deepcopy(model)))
@@ -154,7 +197,9 @@ def test_checkpointed_layers_have_the_same_gradient():
     plain, again = make_learner(model), make_learner(model, gradient_checkpointing=True)
     np.testing.assert_array_equal(learnt(plain, data), learnt(again, data))
     for key, parameter in plain.trainable.items():
-        torch.testing.assert_close(again.trainable[key].grad, parameter.grad, atol=1e-6, rtol=1e-5, msg=key)
+        torch.testing.assert_close(
+            again.trainable[key].grad, parameter.grad, atol=1e-6, rtol=1e-5, msg=key
+        )
 
 
 @pytest.mark.parametrize("name", some(THROUGH, ("qwen3_moe",)))
@@ -162,12 +207,19 @@ def test_it_is_sampled_with_saved_read_by_plain_peft_and_gone_on_with(name, tmp_
     from peft import PeftModel
 
     base_of(name).save_pretrained(tmp_path / "base")
-    spec = ModelSpec(str(tmp_path / "base"), lora=LoraConfig(RANK, 0, alpha=ALPHA, train_unembed=False, train_experts=True))
+    spec = ModelSpec(
+        str(tmp_path / "base"),
+        lora=LoraConfig(RANK, 0, alpha=ALPHA, train_unembed=False, train_experts=True),
+    )
 
     def made():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return Learner(add_lora(load_model(spec.base_model), spec.lora), accelerator(), LearnerSettings(token_budget=300))
+            return Learner(
+                add_lora(load_model(spec.base_model), spec.lora),
+                accelerator(),
+                LearnerSettings(token_budget=300),
+            )
 
     def updates(learner, steps):
         for step in steps:
@@ -176,9 +228,13 @@ def test_it_is_sampled_with_saved_read_by_plain_peft_and_gone_on_with(name, tmp_
 
     learner = made()
     updates(learner, range(2))
-    saving.save_state(learner, spec, tmp_path / "state", [torch.get_rng_state()], saving.Words({}), None)
+    saving.save_state(
+        learner, spec, tmp_path / "state", [torch.get_rng_state()], saving.Words({}), None
+    )
     updates(learner, range(2, 4))
-    saving.save_for_sampler(learner, spec, tmp_path / "adapter", False, None, False, saving.Words({}))
+    saving.save_for_sampler(
+        learner, spec, tmp_path / "adapter", False, None, False, saving.Words({})
+    )
 
     other = made()
     saving.load_state(other, tmp_path / "state", True, 0)
@@ -198,16 +254,36 @@ def test_it_is_sampled_with_saved_read_by_plain_peft_and_gone_on_with(name, tmp_
     engine = Engine(decoder, eos_token_ids=(2,), max_rows=3)
     prompts = [[5, 9, 4, 7, 11], [6, 3]]
     for i, prompt in enumerate(prompts):
-        engine.add(Request(prompt=prompt, num_samples=3, params=SamplingParams(max_tokens=8, temperature=0.7), problem=i))
-    answers = [(p, sequence) for p, response in zip(prompts, engine.run(), strict=True) for sequence in response.sequences]
+        engine.add(
+            Request(
+                prompt=prompt,
+                num_samples=3,
+                params=SamplingParams(max_tokens=8, temperature=0.7),
+                problem=i,
+            )
+        )
+    answers = [
+        (p, sequence)
+        for p, response in zip(prompts, engine.run(), strict=True)
+        for sequence in response.sequences
+    ]
     whole = [[*p, *s.tokens] for p, s in answers]
-    scored = [Datum(ModelInput.from_ints(t[:-1]), {"target_tokens": t[1:], "weights": [1.0] * (len(t) - 1)}) for t in whole]
-    outputs, _ = learner.run(scored, get_loss("cross_entropy"), {}, temperature=0.7, divisor=1.0, backward=False)
+    scored = [
+        Datum(
+            ModelInput.from_ints(t[:-1]), {"target_tokens": t[1:], "weights": [1.0] * (len(t) - 1)}
+        )
+        for t in whole
+    ]
+    outputs, _ = learner.run(
+        scored, get_loss("cross_entropy"), {}, temperature=0.7, divisor=1.0, backward=False
+    )
     for i, (p, sequence) in enumerate(answers):
-        np.testing.assert_allclose(outputs[i]["logprobs"][len(p) - 1 :], sequence.logprobs, atol=1e-4)
+        np.testing.assert_allclose(
+            outputs[i]["logprobs"][len(p) - 1 :], sequence.logprobs, atol=1e-4
+        )
 
 
-# ------------------------------------------------------------------------------------------------------------ what is said
+# ------------------------------------------------------------------------------------- what is said
 
 
 @pytest.mark.parametrize(
@@ -225,7 +301,9 @@ def test_a_model_without_such_experts_is_refused(name, why):
 def test_experts_that_are_linear_layers_are_left_to_train_mlp():
     base = tiny_model("qwen3_moe", large=False)
     for layer in base.model.layers:
-        layer.mlp.experts = torch.nn.ModuleList(torch.nn.ModuleDict({"up": torch.nn.Linear(4, 4)}) for _ in range(4))
+        layer.mlp.experts = torch.nn.ModuleList(
+            torch.nn.ModuleDict({"up": torch.nn.Linear(4, 4)}) for _ in range(4)
+        )
     with pytest.raises(UserError, match="linear layers, which train_mlp adapts"):
         adapted(base)
 
@@ -233,9 +311,13 @@ def test_experts_that_are_linear_layers_are_left_to_train_mlp():
 def test_the_share_without_an_adapter_is_that_of_the_routers():
     base = base_of("qwen3_moe")
     sizes = {n: p.numel() for n, p in base.named_parameters()}
-    routers = sum(size for n, size in sizes.items() if n.endswith("mlp.gate.weight")) / sum(sizes.values())
+    routers = sum(size for n, size in sizes.items() if n.endswith("mlp.gate.weight")) / sum(
+        sizes.values()
+    )
     loaded = load.LoadedModel(base, None, "tiny", ())
     with pytest.warns(UserWarning, match="--train-experts gives them one"):
         add_lora(load.LoadedModel(copy.deepcopy(base), None, "tiny", ()), LoraConfig(RANK))
     assert routers < 0.02
-    assert add_lora(loaded, LoraConfig(RANK, train_experts=True)).unadapted == pytest.approx(routers)
+    assert add_lora(loaded, LoraConfig(RANK, train_experts=True)).unadapted == pytest.approx(
+        routers
+    )

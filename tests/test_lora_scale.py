@@ -1,4 +1,6 @@
-"""The scale of a LoRA adapter: 32 / rank at every rank, as on Tinker, and of what was saved the scale that it was trained with."""
+"""The scale of a LoRA adapter: 32 / rank at every rank, as on Tinker, and of what was saved the
+scale that it was trained with.
+"""
 
 import json
 from pathlib import Path
@@ -34,17 +36,33 @@ def train(client, steps=2, seed=0):
 
 
 def logprobs_by_hand(folder, scale):
-    """Of `random_datums`, in float64: every matrix of the base plus scale B A of the adapter saved in `folder`."""
-    twin, saved = load_model(BASE).model.double(), load_file(Path(folder) / "adapter_model.safetensors")
-    twin.lm_head.weight = torch.nn.Parameter(twin.lm_head.weight.detach().clone())  # tied, and the adapter is the head's alone
+    """Of `random_datums`, in float64: every matrix of the base plus scale B A of the adapter saved
+    in `folder`.
+    """
+    twin, saved = (
+        load_model(BASE).model.double(),
+        load_file(Path(folder) / "adapter_model.safetensors"),
+    )
+    # tied, and the adapter is the head's alone
+    twin.lm_head.weight = torch.nn.Parameter(twin.lm_head.weight.detach().clone())
     rows = []
     with torch.no_grad():
         for name, module in twin.named_modules():
             if (a := saved.get(f"base_model.model.{name}.lora_A.weight")) is not None:
-                module.weight += scale * saved[f"base_model.model.{name}.lora_B.weight"].double() @ a.double()
+                module.weight += (
+                    scale * saved[f"base_model.model.{name}.lora_B.weight"].double() @ a.double()
+                )
         for datum in random_datums(4):
-            logp = twin(input_ids=torch.tensor([datum.model_input.to_ints()])).logits[0].log_softmax(-1)
-            rows.append(logp.gather(-1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None])[:, 0].numpy())
+            logp = (
+                twin(input_ids=torch.tensor([datum.model_input.to_ints()]))
+                .logits[0]
+                .log_softmax(-1)
+            )
+            rows.append(
+                logp.gather(
+                    -1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None]
+                )[:, 0].numpy()
+            )
     return np.concatenate(rows)
 
 
@@ -55,17 +73,26 @@ def test_a_script_of_tinkers_trains_an_adapter_that_is_scaled_by_32_over_its_ran
     folder = client.save_weights_for_sampler("end").result().path
     assert json.loads((Path(folder) / "adapter_config.json").read_text())["lora_alpha"] == 32
     np.testing.assert_allclose(after, logprobs_by_hand(folder, 32 / rank), atol=2e-5)
-    assert not np.allclose(after, logprobs_by_hand(folder, 1.0), atol=1e-3)  # the step is large enough to tell the scales apart
+    # the step is large enough to tell the scales apart
+    assert not np.allclose(after, logprobs_by_hand(folder, 1.0), atol=1e-3)
 
 
 def first_step(service, rank, **alpha):
-    """The norm of what a first step of Adam, whose size at every entry of B is the learning rate, adds to the matrices of the model."""
+    """The norm of what a first step of Adam, whose size at every entry of B is the learning rate,
+    adds to the matrices of the model.
+    """
     client = service.create_lora_training_client(BASE, rank, 5, **alpha)
     train(client, steps=1)
-    folder = Path(client.save_weights_for_sampler(f"r{rank}{''.join(map(str, alpha.values()))}").result().path)
+    folder = Path(
+        client.save_weights_for_sampler(f"r{rank}{''.join(map(str, alpha.values()))}").result().path
+    )
     saved = load_file(folder / "adapter_model.safetensors")
     scale = json.loads((folder / "adapter_config.json").read_text())["lora_alpha"] / rank
-    moved = [scale * saved[name.replace("lora_A", "lora_B")] @ saved[name] for name in saved if "lora_A" in name]
+    moved = [
+        scale * saved[name.replace("lora_A", "lora_B")] @ saved[name]
+        for name in saved
+        if "lora_A" in name
+    ]
     return float(torch.cat([delta.reshape(-1) for delta in moved]).norm())
 
 
@@ -73,16 +100,22 @@ def test_the_first_step_is_that_of_alpha_32_whatever_the_rank(service):
     for rank in (8, 64):
         by_default = first_step(service, rank)
         assert by_default == first_step(service, rank, alpha=32)
-        assert by_default == pytest.approx(32 / rank * first_step(service, rank, alpha=rank), rel=0.01)
+        assert by_default == pytest.approx(
+            32 / rank * first_step(service, rank, alpha=rank), rel=0.01
+        )
 
 
 def test_alpha_none_is_the_rank(service):
-    explicit, none = (service.create_lora_training_client(BASE, 4, 5, alpha=alpha) for alpha in (4, None))
+    explicit, none = (
+        service.create_lora_training_client(BASE, 4, 5, alpha=alpha) for alpha in (4, None)
+    )
     assert np.array_equal(train(explicit), train(none))
 
 
 def saved_before(service, rank=4):
-    """(folder of a checkpoint that states no alpha, as they did when alpha was the rank by default; the client it was saved from)."""
+    """(folder of a checkpoint that states no alpha, as they did when alpha was the rank by default;
+    the client it was saved from).
+    """
     client = service.create_lora_training_client(BASE, rank, 5, alpha=None)
     train(client, steps=1)
     folder = client.save_state("before").result().path
@@ -92,7 +125,11 @@ def saved_before(service, rank=4):
 
 def drawn(client):
     sampler = client.save_weights_and_get_sampling_client()
-    sequences = sampler.sample(ModelInput.from_ints([1, 2, 3]), 3, SamplingParams(6, seed=1)).result().sequences
+    sequences = (
+        sampler.sample(ModelInput.from_ints([1, 2, 3]), 3, SamplingParams(6, seed=1))
+        .result()
+        .sequences
+    )
     return [(sequence.tokens, sequence.logprobs) for sequence in sequences]
 
 
@@ -105,7 +142,9 @@ def test_a_checkpoint_that_states_no_alpha_goes_on_at_the_scale_it_was_trained_w
 
 @pytest.mark.parametrize("had_sampled", [False, True])
 def test_loading_a_checkpoint_of_another_alpha_takes_its_scale_over(service, had_sampled):
-    """`load_state` into a client of today's default: function, sampler and further steps are those of the checkpoint."""
+    """`load_state` into a client of today's default: function, sampler and further steps are those
+    of the checkpoint.
+    """
     folder, client = saved_before(service)
     other = service.create_lora_training_client(BASE, 4, 9)
     train(other, steps=1)
@@ -114,10 +153,14 @@ def test_loading_a_checkpoint_of_another_alpha_takes_its_scale_over(service, had
     before = older.compute_logprobs(prompt).result() if older else None
     other.load_state_with_optimizer(folder).result()
     assert drawn(other) == drawn(client)
-    assert older is None or older.compute_logprobs(prompt).result() == before  # it keeps the weights, and the scale, of its time
+    # it keeps the weights, and the scale, of its time
+    assert older is None or older.compute_logprobs(prompt).result() == before
     assert np.array_equal(train(other, seed=1), train(client, seed=1))
     assert drawn(other) == drawn(client)
     saved = Path(other.save_weights_for_sampler("loaded").result().path)
     assert json.loads((saved / "adapter_config.json").read_text())["lora_alpha"] == 4
     of_path = service.create_sampling_client(model_path=str(saved))
-    assert of_path.compute_logprobs(prompt).result() == client.save_weights_and_get_sampling_client().compute_logprobs(prompt).result()
+    assert (
+        of_path.compute_logprobs(prompt).result()
+        == client.save_weights_and_get_sampling_client().compute_logprobs(prompt).result()
+    )

@@ -1,4 +1,6 @@
-"""The mask of a datum says which tokens are actions, to every policy loss: value, gradient, metrics; plain and fused."""
+"""The mask of a datum says which tokens are actions, to every policy loss: value, gradient,
+metrics; plain and fused.
+"""
 
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ CLIPPED = ("ppo", "cispo", "gspo")
 
 
 def given(seed: int, mask_name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logprobs and fields whose advantages are nowhere 0 where the mask is, and are 0 at some actions."""
+    """Logprobs and fields whose advantages are nowhere 0 where the mask is, and are 0 at some
+    actions.
+    """
     rng = np.random.default_rng(seed)
     mask = (rng.random(11) < 0.6).astype(float)
     mask[4] = 0.0  # a datum without an action
@@ -22,13 +26,24 @@ def given(seed: int, mask_name: str) -> tuple[torch.Tensor, dict[str, torch.Tens
     advantages = rng.standard_normal(11)
     advantages[[0, 6]] = 0.0
     logp = -3 * rng.random(11)
-    fields = {"advantages": advantages, "logprobs": logp + 0.4 * rng.standard_normal(11), mask_name: mask}
+    fields = {
+        "advantages": advantages,
+        "logprobs": logp + 0.4 * rng.standard_normal(11),
+        mask_name: mask,
+    }
     return torch.tensor(logp), {name: torch.tensor(value) for name, value in fields.items()}
 
 
-def reference(name: str, logp: torch.Tensor, inputs: dict[str, torch.Tensor], mask_name: str) -> tuple[torch.Tensor, dict[str, float]]:
-    """The formulas of the table in design and docs, token by token over the actions alone, in float64."""
-    total, seen = torch.zeros((), dtype=torch.float64), {"active_tokens:sum": 0, "clipped_low:sum": 0, "clipped_high:sum": 0}
+def reference(
+    name: str, logp: torch.Tensor, inputs: dict[str, torch.Tensor], mask_name: str
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """The formulas of the table in design and docs, token by token over the actions alone, in
+    float64.
+    """
+    total, seen = (
+        torch.zeros((), dtype=torch.float64),
+        {"active_tokens:sum": 0, "clipped_low:sum": 0, "clipped_high:sum": 0},
+    )
     for start, end in zip(CU[:-1], CU[1:], strict=True):
         here = [t for t in range(start, end) if inputs[mask_name][t] != 0]
         mean = sum((logp[t] - inputs["logprobs"][t]).detach() for t in here) / max(1, len(here))
@@ -36,13 +51,16 @@ def reference(name: str, logp: torch.Tensor, inputs: dict[str, torch.Tensor], ma
             lp, gap, a = logp[t], logp[t] - inputs["logprobs"][t], inputs["advantages"][t]
             ratio = torch.exp(mean + lp - lp.detach()) if name == "gspo" else torch.exp(gap)
             clipped = torch.clamp(ratio, 0.8, 1.2)
-            total = total - {
-                "importance_sampling": ratio * a,
-                "ppo": torch.minimum(ratio * a, clipped * a),
-                "gspo": torch.minimum(ratio * a, clipped * a),
-                "cispo": clipped.detach() * lp * a,
-                "dro": lp * a - 0.025 * gap**2,
-            }[name]
+            total = (
+                total
+                - {
+                    "importance_sampling": ratio * a,
+                    "ppo": torch.minimum(ratio * a, clipped * a),
+                    "gspo": torch.minimum(ratio * a, clipped * a),
+                    "cispo": clipped.detach() * lp * a,
+                    "dro": lp * a - 0.025 * gap**2,
+                }[name]
+            )
             seen["active_tokens:sum"] += 1
             seen["clipped_low:sum"] += int(ratio < 0.8)
             seen["clipped_high:sum"] += int(ratio > 1.2)
@@ -61,9 +79,13 @@ def test_the_mask_decides_what_is_trained_and_counted(name, mask_name, form):
         spec, dtype = get_loss(name), torch.float64 if form == "plain" else torch.float32
         leaf = logp.to(dtype).requires_grad_(True)
         fields = {field: value.to(dtype) for field, value in inputs.items()}
-        value, metrics = (spec.fn if form == "plain" else spec.fused)(leaf, torch.zeros(11), fields, torch.tensor(CU), {})
+        value, metrics = (spec.fn if form == "plain" else spec.fused)(
+            leaf, torch.zeros(11), fields, torch.tensor(CU), {}
+        )
         (found,) = torch.autograd.grad(value, leaf)
-        tolerance = {"rtol": 1e-12, "atol": 1e-12} if form == "plain" else {"rtol": 1e-5, "atol": 1e-5}
+        tolerance = (
+            {"rtol": 1e-12, "atol": 1e-12} if form == "plain" else {"rtol": 1e-5, "atol": 1e-5}
+        )
         torch.testing.assert_close(value.double(), expected, **tolerance)
         torch.testing.assert_close(found.double(), expected_gradient, **tolerance)
         assert {k: int(v) for k, v in metrics.items()} == counted
@@ -84,9 +106,15 @@ def test_what_stands_outside_the_mask_changes_nothing(name, form):
             leaf[out] = float("nan")
         leaf.requires_grad_(True)
         spec = get_loss(name)
-        value, metrics = (spec.fn if form == "plain" else spec.fused)(leaf, torch.zeros(11), fields, torch.tensor(CU), {})
+        value, metrics = (spec.fn if form == "plain" else spec.fused)(
+            leaf, torch.zeros(11), fields, torch.tensor(CU), {}
+        )
         results.append((value, torch.autograd.grad(value, leaf)[0], metrics))
-    assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1]) and results[0][2] == results[1][2]
+    assert (
+        results[0][0] == results[1][0]
+        and torch.equal(results[0][1], results[1][1])
+        and results[0][2] == results[1][2]
+    )
     assert not results[1][1][out].any()
 
 
@@ -103,6 +131,8 @@ def test_a_model_is_trained_as_if_advantages_outside_the_mask_were_zero(name):
     found = []
     for batch in (datums, spoiled):
         worker = make_worker(token_budget=24)
-        worker.learners[0].run(batch, get_loss(name), {}, temperature=1.0, divisor=1.0, backward=True)
+        worker.learners[0].run(
+            batch, get_loss(name), {}, temperature=1.0, divisor=1.0, backward=True
+        )
         found.append(gradient(worker))
     assert relative_difference(found[1], found[0]) < 1e-6

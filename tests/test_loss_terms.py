@@ -1,4 +1,6 @@
-"""dro, gspo and the terms of policy losses: by hand, one sequence after the other, and enumerated on a tiny vocabulary."""
+"""dro, gspo and the terms of policy losses: by hand, one sequence after the other, and enumerated
+on a tiny vocabulary.
+"""
 
 import itertools
 import math
@@ -24,24 +26,34 @@ def inputs_of(seed=0):
 
 
 def logp_of(seed=0):
-    return (-torch.rand(8, generator=torch.Generator().manual_seed(seed + 100), dtype=torch.float64) * 3).requires_grad_(True)
+    return (
+        -torch.rand(8, generator=torch.Generator().manual_seed(seed + 100), dtype=torch.float64) * 3
+    ).requires_grad_(True)
 
 
 def compute(name, logp, inputs, config=None, entropy=None):
-    return get_loss(name).compute(logp, torch.zeros_like(logp) if entropy is None else entropy, inputs, CU, config or {})
+    return get_loss(name).compute(
+        logp, torch.zeros_like(logp) if entropy is None else entropy, inputs, CU, config or {}
+    )
 
 
 def test_dro_and_gspo_by_hand():
     lp, q = torch.tensor([-9.0, -1.0, -2.0]), torch.tensor([-1.0, -1.5, -1.0])
-    inputs = {"advantages": torch.tensor([0.0, 2.0, 0.0]), "logprobs": q, "mask": torch.tensor([0.0, 1.0, 1.0])}
+    inputs = {
+        "advantages": torch.tensor([0.0, 2.0, 0.0]),
+        "logprobs": q,
+        "mask": torch.tensor([0.0, 1.0, 1.0]),
+    }
     cu = torch.tensor([0, 3])
-    # the first token is no action: its gap of 8 counts nowhere; the third is one, though its advantage is 0
+    # the first token is no action: its gap of 8 counts nowhere; the third is one, though its
+    # advantage is 0
     dro = get_loss("dro").fn(lp, lp, inputs, cu, {"beta": 0.1})[0]
     assert dro.item() == pytest.approx(-(-1.0 * 2.0 - 0.05 * (0.5**2 + 1.0**2)))
     inputs["advantages"] = torch.tensor([0.0, 2.0, 1.0])
     s = math.exp((0.5 - 1.0) / 2)
     gspo = get_loss("gspo").fn(lp, lp, inputs, cu, {})[0]
-    assert s < 0.8 and gspo.item() == pytest.approx(-3 * s)  # below the range, but an advantage above 0 is not held there
+    # below the range, but an advantage above 0 is not held there
+    assert s < 0.8 and gspo.item() == pytest.approx(-3 * s)
     inputs["advantages"] = -inputs["advantages"]
     assert get_loss("gspo").fn(lp, lp, inputs, cu, {})[0].item() == pytest.approx(3 * 0.8)
 
@@ -54,7 +66,11 @@ def test_the_fused_and_plain_forms_are_the_formula_sequence_by_sequence(name, se
 
     inputs, config = {k: v.detach().float() for k, v in inputs_of(seed).items()}, {}
     if wide:
-        config = {"beta": 0.5} if name == "dro" else {"clip_low_threshold": 0.1, "clip_high_threshold": 5.0}
+        config = (
+            {"beta": 0.5}
+            if name == "dro"
+            else {"clip_low_threshold": 0.1, "clip_high_threshold": 5.0}
+        )
     low, high = config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2)
     leaf = logp_of(seed).detach().float().requires_grad_(True)
     expected = policy_loss_reference(
@@ -73,7 +89,9 @@ def test_the_fused_and_plain_forms_are_the_formula_sequence_by_sequence(name, se
 
 
 def test_identities_to_1e_6():
-    """PPO without a clip is importance sampling, dro at beta 0 is REINFORCE, cispo on policy is importance sampling."""
+    """PPO without a clip is importance sampling, dro at beta 0 is REINFORCE, cispo on policy is
+    importance sampling.
+    """
 
     def gradient(name, inputs, config=None):
         logp = logp_of(3)
@@ -84,23 +102,37 @@ def test_identities_to_1e_6():
     open_clip = {"clip_low_threshold": 0.0, "clip_high_threshold": math.inf}
     torch.testing.assert_close(gradient("ppo", inputs, open_clip), truth, rtol=1e-6, atol=1e-9)
     assert (gradient("ppo", inputs) - truth).abs().max() > 0.01  # and with one it is not
-    reinforce = gradient("importance_sampling", {k: v for k, v in inputs.items() if k != "logprobs"})
-    torch.testing.assert_close(gradient("dro", inputs, {"beta": 0.0}), reinforce, rtol=1e-6, atol=1e-9)
+    reinforce = gradient(
+        "importance_sampling", {k: v for k, v in inputs.items() if k != "logprobs"}
+    )
+    torch.testing.assert_close(
+        gradient("dro", inputs, {"beta": 0.0}), reinforce, rtol=1e-6, atol=1e-9
+    )
     torch.testing.assert_close(reinforce, -inputs["advantages"], rtol=1e-12, atol=0)
     on_policy = inputs | {"logprobs": logp_of(3).detach()}
     torch.testing.assert_close(
-        gradient("cispo", on_policy), gradient("importance_sampling", on_policy), rtol=1e-6, atol=1e-9
+        gradient("cispo", on_policy),
+        gradient("importance_sampling", on_policy),
+        rtol=1e-6,
+        atol=1e-9,
     )
 
 
 @pytest.mark.parametrize("kind", KL_KINDS)
 def test_expected_gradient_of_each_kl_estimator_by_enumeration(kind):
-    """Over every token of a vocabulary of 5: that of KL(policy || reference), for k3_pathwise that of KL(reference || policy)."""
+    """Over every token of a vocabulary of 5: that of KL(policy || reference), for k3_pathwise that
+    of KL(reference || policy).
+    """
     torch.manual_seed(1)
-    logits, ref = torch.randn(5, dtype=torch.float64, requires_grad=True), torch.log_softmax(torch.randn(5, dtype=torch.float64), 0)
+    logits, ref = (
+        torch.randn(5, dtype=torch.float64, requires_grad=True),
+        torch.log_softmax(torch.randn(5, dtype=torch.float64), 0),
+    )
     logp = torch.log_softmax(logits, 0)
     forward_kl, reverse_kl = (ref.exp() * (ref - logp)).sum(), (logp.exp() * (logp - ref)).sum()
-    truth = torch.autograd.grad(forward_kl if kind == "k3_pathwise" else reverse_kl, logits, retain_graph=True)[0]
+    truth = torch.autograd.grad(
+        forward_kl if kind == "k3_pathwise" else reverse_kl, logits, retain_graph=True
+    )[0]
     expected = (logp.detach().exp() * kl_estimate(logp, ref, kind)).sum()
     found = torch.autograd.grad(expected, logits)[0]
     torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
@@ -111,16 +143,21 @@ def test_expected_gradient_of_each_kl_estimator_by_enumeration(kind):
 
 @pytest.mark.parametrize("kind", KL_KINDS)
 def test_expected_gradient_of_each_kl_estimator_over_samples_of_another_policy(kind):
-    """Enumerated over a vocabulary of 5 that q draws from: the gradient of KL(policy || reference) still, through the loss's own term."""
+    """Enumerated over a vocabulary of 5 that q draws from: the gradient of KL(policy || reference)
+    still, through the loss's own term.
+    """
     torch.manual_seed(1)
     logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
     ref, q = (torch.log_softmax(torch.randn(5, dtype=torch.float64), 0) for _ in range(2))
     logp = torch.log_softmax(logits, 0)
     kl = (logp.exp() * (logp - ref)).sum()
     truth = torch.autograd.grad(kl, logits, retain_graph=True)[0]
-    # one datum of a token each, told apart by what q says of it: the mask carries the chance that q draws it
+    # one datum of a token each, told apart by what q says of it: the mask carries the chance that q
+    # draws it
     inputs = {"advantages": torch.zeros(5), "logprobs": q, "ref_logprobs": ref, "mask": q.exp()}
-    loss, _ = get_loss("ppo").compute(logp, torch.zeros(5), inputs, torch.arange(6), {"kl_coef": 1.0, "kl_kind": kind})
+    loss, _ = get_loss("ppo").compute(
+        logp, torch.zeros(5), inputs, torch.arange(6), {"kl_coef": 1.0, "kl_kind": kind}
+    )
     found = torch.autograd.grad(loss, logits, retain_graph=True)[0]
     if kind == "k3_pathwise":  # as GRPO's paper has it: not weighted
         plain = (q.exp() * (torch.exp(ref - logp) - 1 + logp - ref)).sum()
@@ -131,7 +168,9 @@ def test_expected_gradient_of_each_kl_estimator_over_samples_of_another_policy(k
 
 
 def test_the_kl_term_over_stale_samples_is_deepseeks_unbiased_estimate():
-    """The gradient of r k3 differentiated with its ratio r (arXiv 2512.02556), sample by sample; on policy that of k3 as it was."""
+    """The gradient of r k3 differentiated with its ratio r (arXiv 2512.02556), sample by sample; on
+    policy that of k3 as it was.
+    """
     logp, inputs = logp_of(4), inputs_of(4)
     ref, q = inputs["ref_logprobs"], inputs["logprobs"]
     published = (MASK * (logp - q).exp() * (torch.exp(ref - logp) - 1 + logp - ref)).sum()
@@ -139,12 +178,22 @@ def test_the_kl_term_over_stale_samples_is_deepseeks_unbiased_estimate():
     bare = inputs | {"advantages": torch.zeros(8, dtype=torch.float64)}
     loss = compute("ppo", logp, bare, config)[0]
     assert loss.item() == pytest.approx(published.item(), rel=1e-12)
-    torch.testing.assert_close(torch.autograd.grad(loss, logp)[0], torch.autograd.grad(published, logp)[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, logp)[0],
+        torch.autograd.grad(published, logp)[0],
+        rtol=1e-12,
+        atol=1e-12,
+    )
     now = bare | {"logprobs": logp.detach()}
     unweighted = (MASK * kl_estimate(logp, ref, "k3")).sum()
     loss = compute("ppo", logp, now, config)[0]
     assert loss.item() == pytest.approx(unweighted.item(), rel=1e-12)
-    torch.testing.assert_close(torch.autograd.grad(loss, logp)[0], torch.autograd.grad(unweighted, logp)[0], rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, logp)[0],
+        torch.autograd.grad(unweighted, logp)[0],
+        rtol=1e-12,
+        atol=0,
+    )
 
 
 def test_value_loss_against_brute_force():
@@ -152,7 +201,9 @@ def test_value_loss_against_brute_force():
     values, returns, old = (torch.randn(40, generator=g, dtype=torch.float64) for _ in range(3))
     for clip in (0.1, 0.5, None):
         found = value_loss(values, returns, old, clip)
-        for v, r, o, loss in zip(values.tolist(), returns.tolist(), old.tolist(), found.tolist(), strict=True):
+        for v, r, o, loss in zip(
+            values.tolist(), returns.tolist(), old.tolist(), found.tolist(), strict=True
+        ):
             candidates = [0.5 * (v - r) ** 2]
             if clip is not None:
                 candidates.append(0.5 * (min(max(v, o - clip), o + clip) - r) ** 2)
@@ -161,8 +212,14 @@ def test_value_loss_against_brute_force():
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_terms_heed_the_masks_weights_and_what_drew_the_tokens(kind):
-    """A mask of other values than 0 and 1 weighs; `drawn_logprobs` come before `logprobs`, which another version may have set."""
-    inputs, logp, config = inputs_of(4), logp_of(4), {"entropy_coef": 0.3, "kl_coef": 0.2, "kl_kind": kind}
+    """A mask of other values than 0 and 1 weighs; `drawn_logprobs` come before `logprobs`, which
+    another version may have set.
+    """
+    inputs, logp, config = (
+        inputs_of(4),
+        logp_of(4),
+        {"entropy_coef": 0.3, "kl_coef": 0.2, "kl_kind": kind},
+    )
     weights = MASK * torch.tensor([9.0, 0.5, 2.0, 1.0, 9.0, 9.0, 0.25, 3.0], dtype=torch.float64)
     drawn = logp.detach() - torch.linspace(-1, 1, 8, dtype=torch.float64)
     entropy = torch.rand(8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -182,7 +239,13 @@ def test_terms_heed_the_masks_weights_and_what_drew_the_tokens(kind):
 def test_terms_are_sums_over_actions_added_to_the_loss(name):
     inputs, logp = inputs_of(2), logp_of(2)
     entropy = torch.rand(8, dtype=torch.float64, requires_grad=True)
-    config = {"entropy_coef": 0.3, "kl_coef": 0.2, "kl_kind": "k2", "value_coef": 0.5, "value_clip": 0.4}
+    config = {
+        "entropy_coef": 0.3,
+        "kl_coef": 0.2,
+        "kl_kind": "k2",
+        "value_coef": 0.5,
+        "value_clip": 0.4,
+    }
     total, metrics = compute(name, logp, inputs, config, entropy)
     bare = compute(name, logp, inputs)[0]
     expected = bare.item()
@@ -192,7 +255,9 @@ def test_terms_are_sums_over_actions_added_to_the_loss(name):
         expected += 0.2 * ratio * 0.5 * (logp[t] - inputs["ref_logprobs"][t]).item() ** 2
         old = inputs["values_old"][t].item()
         held = min(max(inputs["values"][t].item(), old - 0.4), old + 0.4)
-        expected += 0.25 * max((v - inputs["returns"][t].item()) ** 2 for v in (held, inputs["values"][t].item()))
+        expected += 0.25 * max(
+            (v - inputs["returns"][t].item()) ** 2 for v in (held, inputs["values"][t].item())
+        )
     assert total.item() == pytest.approx(expected, rel=1e-12)
     assert metrics["policy_loss:sum"].item() == bare.item() and metrics["action_tokens:sum"] == 5
     grads = torch.autograd.grad(total, [logp, entropy, inputs["values"]])
@@ -201,25 +266,45 @@ def test_terms_are_sums_over_actions_added_to_the_loss(name):
     assert not grads[0][off].any() and not grads[2][off].any() and grads[2].any()
     # what stands where nothing is an action counts for nothing
     read_at_actions = ("ref_logprobs", "returns", "values_old", "values")
-    spoiled = {k: torch.where(off, float("nan"), v) if k in read_at_actions else v for k, v in inputs.items()}
-    assert compute(name, logp, spoiled, config, torch.where(off, float("nan"), entropy))[0].item() == total.item()
+    spoiled = {
+        k: torch.where(off, float("nan"), v) if k in read_at_actions else v
+        for k, v in inputs.items()
+    }
+    assert (
+        compute(name, logp, spoiled, config, torch.where(off, float("nan"), entropy))[0].item()
+        == total.item()
+    )
 
 
 def test_no_terms_change_no_bit():
     inputs, logp = inputs_of(1), logp_of(1)
     off = {"entropy_coef": 0.0, "kl_coef": 0.0, "value_coef": 0.0}
-    assert compute("ppo", logp, inputs, off)[0].item() == get_loss("ppo").fn(logp, logp, inputs, CU, {})[0].item()
+    assert (
+        compute("ppo", logp, inputs, off)[0].item()
+        == get_loss("ppo").fn(logp, logp, inputs, CU, {})[0].item()
+    )
 
 
 def test_the_entropy_bonus_has_the_gradient_of_the_entropy():
-    """Through the learner's own head: the summed entropy at actions falls along the gradient by its norm."""
+    """Through the learner's own head: the summed entropy at actions falls along the gradient by its
+    norm.
+    """
     from helpers import call, make_worker, random_datums
 
     worker, datums = make_worker(), random_datums(4)
     for d in datums:
         d.loss_fn_inputs["advantages"].array[:] = 0.0
     trainable = worker.learners[0].trainable
-    call(worker, "forward_backward", 0, datums, "ppo", {"entropy_coef": 1.0, "temperature": 0.7}, 1.0, True)
+    call(
+        worker,
+        "forward_backward",
+        0,
+        datums,
+        "ppo",
+        {"entropy_coef": 1.0, "temperature": 0.7},
+        1.0,
+        True,
+    )
     slope = torch.stack([p.grad.norm() for p in trainable.values()]).norm().item()
     direction = [p.grad / slope for p in trainable.values()]
 
@@ -227,29 +312,46 @@ def test_the_entropy_bonus_has_the_gradient_of_the_entropy():
         with torch.no_grad():
             for p, d in zip(trainable.values(), direction, strict=True):
                 p.add_(step * d)
-        outputs, _ = call(worker, "forward_backward", 0, datums, "ppo", {"temperature": 0.7}, 1.0, False, True)
+        outputs, _ = call(
+            worker, "forward_backward", 0, datums, "ppo", {"temperature": 0.7}, 1.0, False, True
+        )
         with torch.no_grad():
             for p, d in zip(trainable.values(), direction, strict=True):
                 p.sub_(step * d)
-        return sum((o["entropy"] * d.loss_fn_inputs["mask"].array).sum() for o, d in zip(outputs, datums, strict=True))
+        return sum(
+            (o["entropy"] * d.loss_fn_inputs["mask"].array).sum()
+            for o, d in zip(outputs, datums, strict=True)
+        )
 
     eps = 1e-3
     assert slope == pytest.approx(-(entropy_at(eps) - entropy_at(-eps)) / (2 * eps), rel=2e-2)
 
 
 def test_on_policy_dro_and_gspo_have_the_gradient_of_the_expected_reward():
-    """The mean gradient over every sequence of 2 tokens from 3. gspo: on policy its ratio is 1, as for the others."""
+    """The mean gradient over every sequence of 2 tokens from 3. gspo: on policy its ratio is 1, as
+    for the others.
+    """
     torch.manual_seed(0)
     logits = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     rewards = torch.randn(3, 3, dtype=torch.float64)
     logp = torch.log_softmax(logits, -1)
-    value = sum(logp[0, a].exp() * logp[1 + a, b].exp() * rewards[a, b] for a, b in itertools.product(range(3), range(3)))
+    value = sum(
+        logp[0, a].exp() * logp[1 + a, b].exp() * rewards[a, b]
+        for a, b in itertools.product(range(3), range(3))
+    )
     (truth,) = torch.autograd.grad(-value, logits, retain_graph=True)
     for name in ("dro", "gspo"):
         total = torch.zeros_like(logits)
         for a, b in itertools.product(range(3), range(3)):
             chosen = torch.stack([logp[0, a], logp[1 + a, b]])
-            inputs = {"advantages": rewards[a, b].repeat(2), "logprobs": chosen.detach(), "mask": torch.ones(2)}
+            inputs = {
+                "advantages": rewards[a, b].repeat(2),
+                "logprobs": chosen.detach(),
+                "mask": torch.ones(2),
+            }
             loss = get_loss(name).fn(chosen, torch.zeros(2), inputs, torch.tensor([0, 2]), {})[0]
-            total += chosen.detach().sum().exp() * torch.autograd.grad(loss, logits, retain_graph=True)[0]
+            total += (
+                chosen.detach().sum().exp()
+                * torch.autograd.grad(loss, logits, retain_graph=True)[0]
+            )
         torch.testing.assert_close(total, truth, rtol=1e-12, atol=1e-12)

@@ -1,4 +1,6 @@
-"""Losses: by hand, gradients against float64 finite differences, and expectations enumerated on a tiny vocabulary."""
+"""Losses: by hand, gradients against float64 finite differences, and expectations enumerated on a
+tiny vocabulary.
+"""
 
 import itertools
 import math
@@ -22,7 +24,10 @@ def inputs_of(seed: int = 0, n: int = 6) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     advantages = torch.randn(n, generator=g, dtype=torch.float64)
     advantages[::3] = 0.0
-    return {"advantages": advantages, "logprobs": -torch.rand(n, generator=g, dtype=torch.float64) * 3}
+    return {
+        "advantages": advantages,
+        "logprobs": -torch.rand(n, generator=g, dtype=torch.float64) * 3,
+    }
 
 
 def value(name, logp, inputs, config=None):
@@ -35,12 +40,18 @@ def test_by_hand():
     a = torch.tensor([1.0, 2.0, 3.0])
     r = (lp - q).exp()  # 1, 0.3679, 2.7183
     given = {"advantages": a, "logprobs": q}
-    assert value("importance_sampling", lp, given) == pytest.approx(-(1 + 2 * r[1] + 3 * r[2]).item())
-    assert value("ppo", lp, given) == pytest.approx(-(1 + 2 * r[1] + 3 * 1.2).item())  # only the high ratio is clipped
+    assert value("importance_sampling", lp, given) == pytest.approx(
+        -(1 + 2 * r[1] + 3 * r[2]).item()
+    )
+    # only the high ratio is clipped
+    assert value("ppo", lp, given) == pytest.approx(-(1 + 2 * r[1] + 3 * 1.2).item())
     negative = {"advantages": -a, "logprobs": q}
-    assert value("ppo", lp, negative) == pytest.approx((1 + 2 * 0.8 + 3 * r[2]).item())  # pessimistic: min of the two
+    # pessimistic: min of the two
+    assert value("ppo", lp, negative) == pytest.approx((1 + 2 * 0.8 + 3 * r[2]).item())
     assert value("cispo", lp, given) == pytest.approx(-(1 * -1.0 + 0.8 * -2.0 * 2 + 1.2 * -0.5 * 3))
-    assert value("cross_entropy", lp, {"target_tokens": a.long(), "weights": torch.tensor([0.0, 1.0, 0.5])}) == pytest.approx(2.25)
+    assert value(
+        "cross_entropy", lp, {"target_tokens": a.long(), "weights": torch.tensor([0.0, 1.0, 0.5])}
+    ) == pytest.approx(2.25)
     assert value("cross_entropy", lp, {"target_tokens": a.long()}) == pytest.approx(3.5)
 
 
@@ -53,12 +64,19 @@ def test_soft_targets_by_hand():
 def test_thresholds_from_config_and_per_token():
     lp, q = torch.tensor([0.0, 0.0, 0.0]), torch.log(torch.tensor([0.25, 0.25, 0.25]))  # ratio 4
     a = torch.ones(3)
-    assert value("ppo", lp, {"advantages": a, "logprobs": q}, {"clip_high_threshold": 3.0}) == pytest.approx(-9.0)
-    per_token = {"advantages": a, "logprobs": q, "clip_high_threshold": torch.tensor([1.0, 2.0, 5.0])}
+    assert value(
+        "ppo", lp, {"advantages": a, "logprobs": q}, {"clip_high_threshold": 3.0}
+    ) == pytest.approx(-9.0)
+    per_token = {
+        "advantages": a,
+        "logprobs": q,
+        "clip_high_threshold": torch.tensor([1.0, 2.0, 5.0]),
+    }
     assert value("ppo", lp, per_token) == pytest.approx(-(1 + 2 + 4))
     # the datum's come before the call's
     assert value("ppo", lp, per_token, {"clip_high_threshold": 1.5}) == pytest.approx(-(1 + 2 + 4))
-    low = {"advantages": -a, "logprobs": -q, "clip_low_threshold": torch.tensor([0.5, 0.3, 0.2])}  # ratio 1/4
+    # ratio 1/4
+    low = {"advantages": -a, "logprobs": -q, "clip_low_threshold": torch.tensor([0.5, 0.3, 0.2])}
     assert value("ppo", lp, low, {"clip_low_threshold": 0.9}) == pytest.approx(0.5 + 0.3 + 0.25)
 
 
@@ -68,10 +86,13 @@ def test_gradient_against_finite_differences(name, seed):
     inputs = inputs_of(seed)
     if name == "cross_entropy":
         inputs = {"weights": inputs["advantages"]}
-    logp = -torch.rand(6, generator=torch.Generator().manual_seed(seed + 100), dtype=torch.float64) * 3
+    logp = (
+        -torch.rand(6, generator=torch.Generator().manual_seed(seed + 100), dtype=torch.float64) * 3
+    )
     logp.requires_grad_(True)
     (gradient,) = torch.autograd.grad(value(name, logp, inputs), logp)
-    # cispo's coefficient is a constant of the step: hold it at the point where the gradient is taken
+    # cispo's coefficient is a constant of the step: hold it at the point where the gradient is
+    # taken
     ratio = (logp.detach() - inputs["logprobs"]).exp().clamp(0.8, 1.2) if name == "cispo" else None
     eps = 1e-6
     for i in range(6):
@@ -83,17 +104,25 @@ def test_gradient_against_finite_differences(name, seed):
                 ends.append(-(ratio * moved * inputs["advantages"]).sum())
             else:
                 ends.append(value(name, moved, inputs))
-        assert gradient[i].item() == pytest.approx(((ends[0] - ends[1]) / (2 * eps)).item(), abs=1e-8)
+        assert gradient[i].item() == pytest.approx(
+            ((ends[0] - ends[1]) / (2 * eps)).item(), abs=1e-8
+        )
 
 
 @pytest.mark.parametrize("name", RL_LOSSES)
 def test_expected_gradient_is_that_of_the_expected_reward(name):
-    """On policy, the mean gradient over every sequence of 2 tokens from 3 equals minus the gradient of E[reward], exactly."""
+    """On policy, the mean gradient over every sequence of 2 tokens from 3 equals minus the gradient
+    of E[reward], exactly.
+    """
     torch.manual_seed(0)
-    logits = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)  # row 0: first token; rows 1-3: second given first
+    # row 0: first token; rows 1-3: second given first
+    logits = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     rewards = torch.randn(3, 3, dtype=torch.float64)
     logp = torch.log_softmax(logits, -1)
-    expected = sum(logp[0, a].exp() * logp[1 + a, b].exp() * rewards[a, b] for a, b in itertools.product(range(3), range(3)))
+    expected = sum(
+        logp[0, a].exp() * logp[1 + a, b].exp() * rewards[a, b]
+        for a, b in itertools.product(range(3), range(3))
+    )
     (truth,) = torch.autograd.grad(-expected, logits, retain_graph=True)
     total = torch.zeros_like(logits)
     for a, b in itertools.product(range(3), range(3)):
@@ -108,7 +137,9 @@ def test_expected_gradient_is_that_of_the_expected_reward(name):
 def test_without_sampler_logprobs_importance_sampling_is_reinforce():
     logp = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     advantages = torch.tensor([1.0, -2.0, 0.5])
-    (gradient,) = torch.autograd.grad(value("importance_sampling", logp, {"advantages": advantages}), logp)
+    (gradient,) = torch.autograd.grad(
+        value("importance_sampling", logp, {"advantages": advantages}), logp
+    )
     assert gradient.tolist() == [-1.0, 2.0, -0.5]
 
 
@@ -128,7 +159,9 @@ def test_nan_at_masked_positions_changes_nothing(name):
     dirty = value(name, spoiled, inputs | {"logprobs": old})
     (dirty_gradient,) = torch.autograd.grad(dirty, spoiled)
     assert dirty.item() == clean.item()
-    assert torch.equal(dirty_gradient[~dead], clean_gradient[~dead]) and not dirty_gradient[dead].any()
+    assert (
+        torch.equal(dirty_gradient[~dead], clean_gradient[~dead]) and not dirty_gradient[dead].any()
+    )
 
 
 @pytest.mark.parametrize("name", RL_LOSSES)
@@ -143,14 +176,22 @@ def test_clip_metrics_count_by_hand():
     lp = torch.log(torch.tensor([0.5, 1.0, 1.5, 1.0]))
     inputs = {"advantages": torch.tensor([1.0, 1.0, 1.0, 0.0]), "logprobs": torch.zeros(4)}
     _, metrics = get_loss("ppo").fn(lp, lp, inputs, torch.tensor([0, 4]), {})
-    assert {k: int(v) for k, v in metrics.items()} == {"clipped_low:sum": 1, "clipped_high:sum": 1, "active_tokens:sum": 3}
+    assert {k: int(v) for k, v in metrics.items()} == {
+        "clipped_low:sum": 1,
+        "clipped_high:sum": 1,
+        "active_tokens:sum": 3,
+    }
 
 
 @pytest.mark.parametrize("name", RL_LOSSES)
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("case", ["plain", "config", "per token", "no logprobs", "nan where masked"])
+@pytest.mark.parametrize(
+    "case", ["plain", "config", "per token", "no logprobs", "nan where masked"]
+)
 def test_the_fused_form_has_the_same_value_gradient_and_metrics(name, seed, case):
-    """kernels.policy_loss (its path on this device) against the plain formula, in the learner's own calling form."""
+    """kernels.policy_loss (its path on this device) against the plain formula, in the learner's own
+    calling form.
+    """
     spec, inputs = get_loss(name), {k: v.float() for k, v in inputs_of(seed).items()}
     logp, config = -torch.rand(6, generator=torch.Generator().manual_seed(seed + 50)) * 3, {}
     if case == "config" and spec.config:
@@ -165,7 +206,9 @@ def test_the_fused_form_has_the_same_value_gradient_and_metrics(name, seed, case
     for function in (spec.fn, spec.fused):
         leaf = logp.clone().requires_grad_(True)
         value, metrics = function(leaf, torch.zeros(6), inputs, CU, config)
-        results.append((value, torch.autograd.grad(value, leaf)[0], {k: float(v) for k, v in metrics.items()}))
+        results.append(
+            (value, torch.autograd.grad(value, leaf)[0], {k: float(v) for k, v in metrics.items()})
+        )
     torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-5, atol=1e-6)
     assert results[1][2] == results[0][2]
@@ -179,17 +222,31 @@ def test_a_loss_has_a_kernel_where_its_entry_names_one(name):
     spec = LOSSES[name]
     assert spec.fused_kind is None or spec.fused_kind in KINDS
     assert (spec.on(GPU, fused=True) is spec.fn) == (spec.fused_kind is None)
-    assert spec.on(GPU, fused=False) is spec.fn and spec.on(torch.device("cpu"), fused=True) is spec.fn
+    assert (
+        spec.on(GPU, fused=False) is spec.fn and spec.on(torch.device("cpu"), fused=True) is spec.fn
+    )
 
 
-@pytest.mark.parametrize("name", [name for name, spec in LOSSES.items() if "advantages" in spec.required])
+@pytest.mark.parametrize(
+    "name", [name for name, spec in LOSSES.items() if "advantages" in spec.required]
+)
 def test_what_has_no_gradient_without_advantages_is_declared(name):
     """Off the policy, and with every other field in place: the slopes say it."""
     generator, spec = torch.Generator().manual_seed(3), LOSSES[name]
     leaf = (-torch.rand(6, generator=generator)).requires_grad_(True)
-    inputs = {"advantages": torch.zeros(6), "mask": torch.ones(6), "logprobs": -torch.rand(6, generator=generator)}
+    inputs = {
+        "advantages": torch.zeros(6),
+        "mask": torch.ones(6),
+        "logprobs": -torch.rand(6, generator=generator),
+    }
     inputs |= {"values": leaf + 1, "returns": torch.ones(6)}
-    total, _ = spec.fn(leaf, torch.zeros(6), inputs, CU, {"tau": 1.0, "cql_coef": 0.1, "value_coef": 1.0, "expectile": 0.7})
+    total, _ = spec.fn(
+        leaf,
+        torch.zeros(6),
+        inputs,
+        CU,
+        {"tau": 1.0, "cql_coef": 0.1, "value_coef": 1.0, "expectile": 0.7},
+    )
     (slope,) = torch.autograd.grad(total, leaf)
     assert spec.needs_advantages == (not slope.any())
 
@@ -199,31 +256,67 @@ def soft_gate(logp_T, entropy_T, inputs, cu_seqlens, config):
     active_T = inputs["mask"] != 0
     ratio_T = torch.where(active_T, logp_T - inputs["logprobs"], 0.0).exp()
     advantages_T = torch.where(active_T, inputs["advantages"], 0.0)
-    return -4 * (torch.sigmoid(ratio_T - 1) * advantages_T).sum(), {"active_tokens:sum": active_T.sum()}
+    return -4 * (torch.sigmoid(ratio_T - 1) * advantages_T).sum(), {
+        "active_tokens:sum": active_T.sum()
+    }
 
 
-def test_a_loss_without_a_kernel_is_one_entry_and_runs_where_a_gpu_would_choose_kernels(monkeypatch):
-    """The choice of a GPU, made on this device: the new loss takes its plain formula, and the learner's gradient is that formula's."""
-    spec = LossSpec(soft_gate, ("target_tokens", "advantages", "logprobs"), needs_advantages=True, as_sampled=True, terms=True, masked=True)
+def test_a_loss_without_a_kernel_is_one_entry_and_runs_where_a_gpu_would_choose_kernels(
+    monkeypatch,
+):
+    """The choice of a GPU, made on this device: the new loss takes its plain formula, and the
+    learner's gradient is that formula's.
+    """
+    spec = LossSpec(
+        soft_gate,
+        ("target_tokens", "advantages", "logprobs"),
+        needs_advantages=True,
+        as_sampled=True,
+        terms=True,
+        masked=True,
+    )
     monkeypatch.setitem(LOSSES, "soft_gate", spec)
     choose = LossSpec.on
-    monkeypatch.setattr(LossSpec, "on", lambda self, device, *, fused: choose(self, GPU, fused=True))
+    monkeypatch.setattr(
+        LossSpec, "on", lambda self, device, *, fused: choose(self, GPU, fused=True)
+    )
     datums = random_datums(3)
     worker = make_worker()
-    outputs, metrics = call(worker, "forward_backward", 0, datums, get_loss("soft_gate"), {"temperature": 1.0}, 1.0, True)
+    outputs, metrics = call(
+        worker,
+        "forward_backward",
+        0,
+        datums,
+        get_loss("soft_gate"),
+        {"temperature": 1.0},
+        1.0,
+        True,
+    )
     expected = 0.0
     for datum, output in zip(datums, outputs, strict=True):
-        fields = {name: value.array.astype(np.float64) for name, value in datum.loss_fn_inputs.items()}
+        fields = {
+            name: value.array.astype(np.float64) for name, value in datum.loss_fn_inputs.items()
+        }
         ratio = np.exp(output["logprobs"].astype(np.float64) - fields["logprobs"])
         gate = 1 / (1 + np.exp(1 - ratio))
-        expected -= 4 * math.fsum(a * g for a, g, m in zip(fields["advantages"], gate, fields["mask"], strict=True) if m)
+        expected -= 4 * math.fsum(
+            a * g for a, g, m in zip(fields["advantages"], gate, fields["mask"], strict=True) if m
+        )
     assert metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
     assert any(p.grad is not None and p.grad.any() for p in worker.learners[0].trainable.values())
-    assert not has_signal([with_fields(d, advantages=np.zeros(d.model_input.length)) for d in datums], "soft_gate", {})
+    assert not has_signal(
+        [with_fields(d, advantages=np.zeros(d.model_input.length)) for d in datums], "soft_gate", {}
+    )
     assert has_signal(datums, "soft_gate", {})
     unknown = replace(spec, fused_kind="soft_gate")  # what every entry was taken to have
     with pytest.raises(ValueError, match="soft_gate"):
-        unknown.on(GPU, fused=True)(torch.zeros(2), torch.zeros(2), {"advantages": torch.ones(2), "mask": torch.ones(2)}, CU[:2], {})
+        unknown.on(GPU, fused=True)(
+            torch.zeros(2),
+            torch.zeros(2),
+            {"advantages": torch.ones(2), "mask": torch.ones(2)},
+            CU[:2],
+            {},
+        )
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -27,7 +27,8 @@ def test_gsm8k_agrees_with_every_judged_pair():
     differ = [
         (expected, answer, right)
         for expected, answer, right in NUMBERS
-        if (reward.evaluate("", f"#### {answer}", {"answer": expected}).metrics["correct"] == 1.0) != right
+        if (reward.evaluate("", f"#### {answer}", {"answer": expected}).metrics["correct"] == 1.0)
+        != right
     ]
     assert len(NUMBERS) > 90 and differ == []
 
@@ -46,7 +47,11 @@ def test_gsm8k_agrees_with_every_judged_pair():
 )
 def test_an_unmarked_answer_is_the_last_expression(response: str, answer: str):
     reward = resolve_reward("math_correctness")
-    assert reward.evaluate("", response, {"answer": answer}).metrics == {"correct": 1.0, "format": 0.0, "gave_up": 0.0}
+    assert reward.evaluate("", response, {"answer": answer}).metrics == {
+        "correct": 1.0,
+        "format": 0.0,
+        "gave_up": 0.0,
+    }
     assert reward("", response, {"answer": "77"}) == 0.0
 
 
@@ -57,15 +62,26 @@ def _answers(shared_data: Path) -> list[str]:
 
 def _other_spelling(answer: str) -> str:
     """The same answer in other LaTeX, so that more than the text is compared."""
-    return answer.replace("\\frac", "\\dfrac").replace("(", "\\left(").replace(")", "\\right)").replace("{,}", ",\\!") + " "
+    return (
+        answer.replace("\\frac", "\\dfrac")
+        .replace("(", "\\left(")
+        .replace(")", "\\right)")
+        .replace("{,}", ",\\!")
+        + " "
+    )
 
 
-ALIKE = {("50", "50^{\\circ}"), ("\\frac12", "\\frac{1}{2}"), ("80 \\%", "80"), (" \\$ 5", "5")}  # neighbours with one answer
+# neighbours with one answer
+ALIKE = {("50", "50^{\\circ}"), ("\\frac12", "\\frac{1}{2}"), ("80 \\%", "80"), (" \\$ 5", "5")}
 
 
 def _check_population(answers: list[str]) -> None:
     reward = resolve_reward("math_correctness")
-    wrong = [answer for answer in answers if reward("", f"\\boxed{{{_other_spelling(answer)}}}", {"answer": answer}) != 1.0]
+    wrong = [
+        answer
+        for answer in answers
+        if reward("", f"\\boxed{{{_other_spelling(answer)}}}", {"answer": answer}) != 1.0
+    ]
     assert wrong == []
     positives = [
         (answer, other)

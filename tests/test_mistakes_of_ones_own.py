@@ -1,4 +1,6 @@
-"""What is typed wrong about one's own files, and about flags that scripts share with training; and figures that were not told."""
+"""What is typed wrong about one's own files, and about flags that scripts share with training; and
+figures that were not told.
+"""
 
 from pathlib import Path
 
@@ -18,7 +20,11 @@ RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "addition.yaml"
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("Nope", "has no class Nope; it has Method"), ("Method", "has no learn"), ("nofile.py:Method", "there is no such file")],
+    [
+        ("Nope", "has no class Nope; it has Method"),
+        ("Method", "has no learn"),
+        ("nofile.py:Method", "there is no such file"),
+    ],
 )
 def test_a_method_that_is_none(name, says, tmp_path, capsys):
     file = tmp_path / "mine.py"
@@ -46,30 +52,64 @@ def test_what_a_file_imports_is_not_offered_as_its_own(tmp_path):
 
 def test_a_mistyped_flag_of_a_script_is_recognised():
     with pytest.raises(SettingsError) as error:
-        override((DataSettings(dataset="addition"),), ["--limt", "5", "--evl-limit", "3"], {"limit": 1, "samples": 1})
+        override(
+            (DataSettings(dataset="addition"),),
+            ["--limt", "5", "--evl-limit", "3"],
+            {"limit": 1, "samples": 1},
+        )
     meant = {"--limt": "--limit", "--evl-limit": "--eval-limit"}
-    assert error.value.problems == [f"{typed}: no such setting; did you mean {flag}?" for typed, flag in meant.items()]
+    assert error.value.problems == [
+        f"{typed}: no such setting; did you mean {flag}?" for typed, flag in meant.items()
+    ]
 
 
 def test_a_setting_that_was_left_out_is_said_to_be_not_set():
-    was = {"options": {}, "stages": [{"name": "sft", "method": "sft", "settings": {"learning_rate": None, "top_p": 1.0}}]}
-    now = {"options": {}, "stages": [{"name": "sft", "method": "sft", "settings": {"learning_rate": 1e-5, "top_p": 1.0}}]}
-    assert [line.rpartition(": ")[2] for line in difference(was, now)] == ["learning_rate (not set) -> 1e-05"]
+    was = {
+        "options": {},
+        "stages": [
+            {"name": "sft", "method": "sft", "settings": {"learning_rate": None, "top_p": 1.0}}
+        ],
+    }
+    now = {
+        "options": {},
+        "stages": [
+            {"name": "sft", "method": "sft", "settings": {"learning_rate": 1e-5, "top_p": 1.0}}
+        ],
+    }
+    assert [line.rpartition(": ")[2] for line in difference(was, now)] == [
+        "learning_rate (not set) -> 1e-05"
+    ]
 
 
 def test_several_held_out_sets_are_told_each():
     found = HeldOut()
     for loss in (2.0, 1.0):
-        found.note_rows("test/loss", {"test/loss": loss, "test/msgs/loss": loss + 1, "test/msgs/token_accuracy": 0.5, "time/loss": 9.0})
+        found.note_rows(
+            "test/loss",
+            {
+                "test/loss": loss,
+                "test/msgs/loss": loss + 1,
+                "test/msgs/token_accuracy": 0.5,
+                "time/loss": 9.0,
+            },
+        )
     assert found.headline == "loss" and found.rows == {"": (2.0, 1.0), "msgs": (3.0, 2.0)}
     found = HeldOut()
-    found.note_rows("test/rewards/accuracies", {"test/rewards/accuracies": 0.5, "test/a/rewards/accuracies": 0.25})
-    assert found.headline == "rewards/accuracies" and found.rows == {"": (0.5, 0.5), "a": (0.25, 0.25)}
+    found.note_rows(
+        "test/rewards/accuracies",
+        {"test/rewards/accuracies": 0.5, "test/a/rewards/accuracies": 0.25},
+    )
+    assert found.headline == "rewards/accuracies" and found.rows == {
+        "": (0.5, 0.5),
+        "a": (0.25, 0.25),
+    }
 
 
 def test_held_out_figures_of_a_checkpoint_that_knew_one_of_them():
     was = {"before": 0.25, "what": "reward"}
-    assert HeldOut.of(was | {"rows": ("test/loss", 2.0, 1.0)}) == HeldOut(0.25, what="reward", headline="loss", rows={"": (2.0, 1.0)})
+    assert HeldOut.of(was | {"rows": ("test/loss", 2.0, 1.0)}) == HeldOut(
+        0.25, what="reward", headline="loss", rows={"": (2.0, 1.0)}
+    )
     assert HeldOut.of(was | {"rows": None}) == HeldOut(0.25, what="reward")
     kept = HeldOut(0.25, headline="loss", rows={"msgs": (2.0, 1.0)})
     assert HeldOut.of(vars(kept)) == kept

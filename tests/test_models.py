@@ -1,4 +1,6 @@
-"""What is loaded is the function its weights say: an adapter's scale, and nothing that is dropped at random."""
+"""What is loaded is the function its weights say: an adapter's scale, and nothing that is dropped
+at random.
+"""
 
 import json
 
@@ -16,26 +18,44 @@ from rl.types import LoraConfig
 
 @pytest.mark.parametrize(("alpha", "scale"), [(None, 1.0), (8, 2.0), (2, 0.5)])
 def test_an_adapter_is_scaled_by_alpha_over_rank_and_alpha_is_the_rank_by_default(alpha, scale):
-    """Logprobs by hand: every layer's weight plus scale B A, the tied head's apart from the embedding, in float64."""
-    worker, (datum, *_) = make_worker(lora=LoraConfig(rank=4, alpha=alpha, seed=5)), random_datums(1)
+    """Logprobs by hand: every layer's weight plus scale B A, the tied head's apart from the
+    embedding, in float64.
+    """
+    worker, (datum, *_) = (
+        make_worker(lora=LoraConfig(rank=4, alpha=alpha, seed=5)),
+        random_datums(1),
+    )
     out, _ = call(worker, "forward_backward", 0, [datum], "ppo", {}, 1.0, False)
-    twin, state = load_model("tiny:addition", seed=1).model.double(), dict(worker.learners[0].trainable)
+    twin, state = (
+        load_model("tiny:addition", seed=1).model.double(),
+        dict(worker.learners[0].trainable),
+    )
     twin.lm_head.weight = torch.nn.Parameter(twin.lm_head.weight.detach().clone())
     with torch.no_grad():
         for name, module in twin.named_modules():
             if (a := state.get(f"base_model.model.{name}.lora_A.default.weight")) is not None:
-                module.weight += scale * state[f"base_model.model.{name}.lora_B.default.weight"].double() @ a.double()
+                module.weight += (
+                    scale
+                    * state[f"base_model.model.{name}.lora_B.default.weight"].double()
+                    @ a.double()
+                )
         logp = twin(input_ids=torch.tensor([datum.model_input.to_ints()])).logits[0].log_softmax(-1)
-    expected = logp.gather(-1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None])[:, 0]
+    expected = logp.gather(
+        -1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None]
+    )[:, 0]
     np.testing.assert_allclose(out[0]["logprobs"], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral", "qwen2", "qwen3"])
 def test_nothing_is_dropped_in_training(kind, tmp_path):
-    """A model saved with dropout everywhere: in training mode (as under gradient checkpointing) it is the function it is in eval mode."""
+    """A model saved with dropout everywhere: in training mode (as under gradient checkpointing) it
+    is the function it is in eval mode.
+    """
     tiny_model(kind).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    rates = ("attn_pdrop", "resid_pdrop", "embd_pdrop") if kind == "gpt2" else ("attention_dropout",)
+    rates = (
+        ("attn_pdrop", "resid_pdrop", "embd_pdrop") if kind == "gpt2" else ("attention_dropout",)
+    )
     (tmp_path / "config.json").write_text(json.dumps({**config, **dict.fromkeys(rates, 0.5)}))
     model, ids = load_model(str(tmp_path)).model, torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
     assert not model.training
@@ -45,24 +65,41 @@ def test_nothing_is_dropped_in_training(kind, tmp_path):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_softcap_holds_in_the_fused_head_too(fused, tmp_path):
-    """Gemma 2 with logits held within 2: by hand from the hidden states, and the fused head is really what was used."""
+    """Gemma 2 with logits held within 2: by hand from the hidden states, and the fused head is
+    really what was used.
+    """
     shape = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2)
     torch.manual_seed(0)
-    config = Gemma2Config(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, head_dim=16, final_logit_softcapping=2.0, **shape)
+    config = Gemma2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        head_dim=16,
+        final_logit_softcapping=2.0,
+        **shape,
+    )
     model = Gemma2ForCausalLM(config).eval()
     with torch.no_grad():
         model.lm_head.weight.mul_(20.0)  # raw logits far beyond 2
     model.save_pretrained(tmp_path)
     worker, (datum, *_) = make_worker(str(tmp_path), fused=fused), random_datums(1)
     assert worker.learners[0].head.fused == fused
-    out, _ = call(worker, "forward_backward", 0, [datum], "ppo", {"temperature": 0.7}, 1.0, False, True)
+    out, _ = call(
+        worker, "forward_backward", 0, [datum], "ppo", {"temperature": 0.7}, 1.0, False, True
+    )
     trained = worker.learners[0].model
     with torch.no_grad():
-        hidden = trained.model(input_ids=torch.tensor([datum.model_input.to_ints()])).last_hidden_state[0].double()
+        hidden = (
+            trained.model(input_ids=torch.tensor([datum.model_input.to_ints()]))
+            .last_hidden_state[0]
+            .double()
+        )
         raw = hidden @ trained.lm_head.weight.double().T
         assert raw.abs().max() > 6
         logp = (2 * torch.tanh(raw / 2) / 0.7).log_softmax(-1)
-    expected = logp.gather(-1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None])[:, 0]
+    expected = logp.gather(
+        -1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None]
+    )[:, 0]
     np.testing.assert_allclose(out[0]["logprobs"], expected, atol=1e-5)
     np.testing.assert_allclose(out[0]["entropy"], -(logp.exp() * logp).sum(-1), atol=1e-5)
 
@@ -70,5 +107,8 @@ def test_a_softcap_holds_in_the_fused_head_too(fused, tmp_path):
 @pytest.mark.parametrize("load", [load_model, load_skeleton])
 def test_without_the_hub_a_model_that_is_not_cached_says_why(load, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UserError, match=r"'nobody/nothing' \(HF_HUB_OFFLINE=1 is set: only cached models can be had\)"):
+    with pytest.raises(
+        UserError,
+        match=r"'nobody/nothing' \(HF_HUB_OFFLINE=1 is set: only cached models can be had\)",
+    ):
         load("nobody/nothing")

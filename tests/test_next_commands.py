@@ -39,9 +39,18 @@ eval_limit: 4
 """
 # what is run, with {here} for a folder outside the current one -> the scripts that it must name
 RUNS = {
-    "reward of a file": (f"grpo --dataset {{here}}/sums.jsonl --reward {{here}}/odd.py:score {SAMPLED}", 4),
-    "scalar reward model": (f"reward_model --base-model tiny:ascii --dataset {{here}}/named.jsonl --chosen-column good {SMALL}", 3),
-    "comparison": (f"reward_model --base-model tiny:ascii --form comparison --dataset {{here}}/pairs.jsonl {SMALL}", 3),
+    "reward of a file": (
+        f"grpo --dataset {{here}}/sums.jsonl --reward {{here}}/odd.py:score {SAMPLED}",
+        4,
+    ),
+    "scalar reward model": (
+        f"reward_model --base-model tiny:ascii --dataset {{here}}/named.jsonl --chosen-column good {SMALL}",
+        3,
+    ),
+    "comparison": (
+        f"reward_model --base-model tiny:ascii --form comparison --dataset {{here}}/pairs.jsonl {SMALL}",
+        3,
+    ),
     "adapter": (f"grpo --lora-rank 2 {SAMPLED}", 4),
     "two rewards": (f"grpo --rewards exact_match 1 {{here}}/odd.py:score 0.5 {SAMPLED}", 4),
     "environment of a file": (f"grpo --environment {{here}}/guess.py:Guess {SAMPLED}", 4),
@@ -60,7 +69,16 @@ def checkout(tmp_path, monkeypatch) -> Path:
     """A current folder with the scripts, in which commands may write."""
     folder = tmp_path / "checkout"
     folder.mkdir()
-    for name in ("rl", "kernels", "recipes", "train.py", "sample.py", "evaluate.py", "plot.py", "export.py"):
+    for name in (
+        "rl",
+        "kernels",
+        "recipes",
+        "train.py",
+        "sample.py",
+        "evaluate.py",
+        "plot.py",
+        "export.py",
+    ):
         (folder / name).symlink_to(REPO / name)
     monkeypatch.chdir(folder)
     return folder
@@ -85,20 +103,31 @@ def printed_commands(text: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", [kind if kind in ALWAYS else pytest.param(kind, marks=pytest.mark.campaign) for kind in RUNS]
+    "kind",
+    [kind if kind in ALWAYS else pytest.param(kind, marks=pytest.mark.campaign) for kind in RUNS],
 )
 def test_printed_commands_run_as_printed(kind, checkout, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "1000")  # a terminal's lines may be wrapped; a copied command is not
+    # a terminal's lines may be wrapped; a copied command is not
+    monkeypatch.setenv("COLUMNS", "1000")
     here = tmp_path / "here"
     write_inputs(here)
     words, count = RUNS[kind]
     words = words.format(here=here)
-    run = parse([*words.split(), "--output-dir", "runs/it"], METHODS, REPO / "recipes" / "addition.yaml", options=RunSettings)
+    run = parse(
+        [*words.split(), "--output-dir", "runs/it"],
+        METHODS,
+        REPO / "recipes" / "addition.yaml",
+        options=RunSettings,
+    )
     execute(run)
     commands = printed_commands(capsys.readouterr().out)
     assert len(commands) == count
     for command in commands:
-        more = ["--steps", "1", "--batch-size", "4", "--max-tokens", "4"] if "train.py" in command else []
+        more = (
+            ["--steps", "1", "--batch-size", "4", "--max-tokens", "4"]
+            if "train.py" in command
+            else []
+        )
         done = subprocess.run(
             [sys.executable, *shlex.split(command)[1:], *more],
             cwd=checkout, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,

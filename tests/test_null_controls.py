@@ -1,5 +1,7 @@
-"""What learns must be the reward: from one taught model, true rewards raise held-out accuracy, permuted ones do not, negated ones
-lower it. Every run is a whole run of the product; only the rewards that reach `credit` are edited."""
+"""What learns must be the reward: from one taught model, true rewards raise held-out accuracy,
+permuted ones do not, negated ones lower it. Every run is a whole run of the product; only the
+rewards that reach `credit` are edited.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -36,7 +38,12 @@ def with_rewards(groups: Sequence[TrajectoryGroup], edit: Edit) -> list[Trajecto
     """The groups with all their total rewards, as one list, replaced by `edit` of them."""
     old = [reward for group in groups for reward in group.get_total_rewards()]
     change = iter(float(b - a) for a, b in zip(old, edit(old), strict=True))
-    return [dataclasses.replace(g, final_rewards_G=[final + next(change) for final in g.final_rewards_G]) for g in groups]
+    return [
+        dataclasses.replace(
+            g, final_rewards_G=[final + next(change) for final in g.final_rewards_G]
+        )
+        for g in groups
+    ]
 
 
 @cache
@@ -45,33 +52,45 @@ def accuracy(model: Path, folder: Path) -> float:
     with ServiceClient(output_dir=folder) as service, Scorer("exact_match") as scorer:
         sampler = service.create_sampling_client(model_path=str(model))
         renderer = make_renderer(sampler, None)
-        builders = [ProblemGroupBuilder(problem, SAMPLES, renderer, scorer) for problem in addition("test")]
+        builders = [
+            ProblemGroupBuilder(problem, SAMPLES, renderer, scorer) for problem in addition("test")
+        ]
         groups = rollout(builders, sampler, SamplingParams(max_tokens=4), seed=7).groups
     return group_metrics(groups)["env/all/correct"]
 
 
 def gain(taught: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, edit: Edit | None) -> float:
-    """How much held-out accuracy rises over GRPO steps whose rewards are edited before credit is given."""
+    """How much held-out accuracy rises over GRPO steps whose rewards are edited before credit is
+    given.
+    """
 
     class Edited(PolicyGradient):
         def credit(self, groups, models):
             return super().credit(with_rewards(groups, edit) if edit else groups, models)
 
     monkeypatch.setitem(METHODS, "grpo", dataclasses.replace(METHODS["grpo"], hooks=Edited))
-    # The default recipe's second stage at a low learning rate: at 3e-4 the noise of permuted rewards alone breaks the model, which
-    # would hide a small leak.
+    # The default recipe's second stage at a low learning rate: at 3e-4 the noise of permuted
+    # rewards alone breaks the model, which would hide a small leak.
     words = f"""grpo --base-model {taught} --dataset addition --reward exact_match --max-tokens 4 --temperature 1.0 --batch-size 64
         --group-size 8 --advantage mean_std --learning-rate 5e-5 --steps {STEPS} --eval-every 0 --save-every 0 --rollouts-every 0
         --seed {learning.seed()} --output-dir {folder / "run"} --quiet""".split()
     execute(parse(words, METHODS, RECIPE, options=RunSettings))
-    return accuracy(folder / "run" / "checkpoints" / "grpo-final" / "model", folder) - accuracy(taught, taught.parent)  # once for all
+    # once for all
+    return accuracy(folder / "run" / "checkpoints" / "grpo-final" / "model", folder) - accuracy(
+        taught, taught.parent
+    )
 
 
 def test_edited_rewards_are_those_that_credit_sees():
-    """By hand: two groups of two, rewards reversed over the batch, then the advantages of the reversed ones."""
+    """By hand: two groups of two, rewards reversed over the batch, then the advantages of the
+    reversed ones.
+    """
 
     def group(step: float, final: float) -> TrajectoryGroup:
-        turns = [Transition(ModelInput.from_ints([1]), SampledSequence([2], [-0.5], "stop"), r, True) for r in (step, 0.0)]
+        turns = [
+            Transition(ModelInput.from_ints([1]), SampledSequence([2], [-0.5], "stop"), r, True)
+            for r in (step, 0.0)
+        ]
         return TrajectoryGroup([Trajectory([turn]) for turn in turns], [0.0, final], [{}, {}])
 
     groups = [group(1.0, 0.0), group(2.0, 0.5)]
@@ -79,7 +98,12 @@ def test_edited_rewards_are_those_that_credit_sees():
     assert [g.get_total_rewards() for g in groups] == [[1.0, 0.0], [2.0, 0.5]]
     assert [g.get_total_rewards() for g in edited] == [[0.5, 2.0], [0.0, 1.0]]
     datums = PolicyGradient(METHODS["grpo"].settings()).credit(edited, None)  # type: ignore[arg-type]  # it needs no models
-    assert [float(d.loss_fn_inputs["advantages"].array[-1]) for d in datums] == [-0.75, 0.75, -0.5, 0.5]
+    assert [float(d.loss_fn_inputs["advantages"].array[-1]) for d in datums] == [
+        -0.75,
+        0.75,
+        -0.5,
+        0.5,
+    ]
 
 
 @pytest.mark.slow
@@ -87,12 +111,18 @@ def test_edited_rewards_are_those_that_credit_sees():
 @pytest.mark.parametrize("rewards", ["true", "permuted", "negated"])
 def test_only_true_rewards_raise_accuracy(rewards, tmp_path, tmp_path_factory, monkeypatch):
     taught = taught_model(tmp_path_factory.getbasetemp())
-    shuffle = np.random.default_rng(0).permutation  # over the whole batch, so that a group's mean says nothing of its problem
-    edits: dict[str, Edit | None] = {"true": None, "permuted": shuffle, "negated": lambda old: [-r for r in old]}
+    # over the whole batch, so that a group's mean says nothing of its problem
+    shuffle = np.random.default_rng(0).permutation
+    edits: dict[str, Edit | None] = {
+        "true": None,
+        "permuted": shuffle,
+        "negated": lambda old: [-r for r in old],
+    }
     rise = gain(taught, tmp_path, monkeypatch, edits[rewards])
     match rewards:
         case "true":
-            learning.clears("rise of accuracy", rise, above=0.15)  # the setting the controls are compared with must learn
+            # the setting the controls are compared with must learn
+            learning.clears("rise of accuracy", rise, above=0.15)
         case "permuted":
             learning.clears("rise of accuracy", rise, below=0.03)
         case "negated":

@@ -1,4 +1,6 @@
-"""Offline RL: rows read in every shape, each loss's datums by hand, the Q-loss against float64 arithmetic, and what is learnt."""
+"""Offline RL: rows read in every shape, each loss's datums by hand, the Q-loss against float64
+arithmetic, and what is learnt.
+"""
 
 import gzip
 import json
@@ -28,18 +30,33 @@ from rl.settings.cli import parse
 from rl.settings.tables import LoopSettings, RunSettings
 from rl.types import Problem, StoredAnswer
 
-# ---------------------------------------------------------------------------------------------------------------- rows
+# --------------------------------------------------------------------------------------------- rows
 
 
 def drawn(group=0, reward=1.0, tokens=(4, 6, 12), logprobs=(-0.5, -0.25, -0.125), **more):
     """A row as a run writes it."""
-    row = {"group": group, "index": 0, "tag": "addition", "problem": 7 + group, "prompt": "12+34=", "response": "46", "reward": reward}
-    row |= {"prompt_tokens": [1, 2, 10, 3, 4, 11], "response_tokens": list(tokens), "logprobs": list(logprobs), "temperature": 1.0}
+    row = {
+        "group": group,
+        "index": 0,
+        "tag": "addition",
+        "problem": 7 + group,
+        "prompt": "12+34=",
+        "response": "46",
+        "reward": reward,
+    }
+    row |= {
+        "prompt_tokens": [1, 2, 10, 3, 4, 11],
+        "response_tokens": list(tokens),
+        "logprobs": list(logprobs),
+        "temperature": 1.0,
+    }
     return {**row, **more}
 
 
 def write(path, *rows):
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
+    path.write_text(
+        "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n"
+    )
     return path
 
 
@@ -52,14 +69,22 @@ def test_a_runs_own_rows_are_grouped_as_they_were_sampled(tmp_path):
     problems = load_rollouts(tmp_path / "run")
     assert [[a.reward for a in p.answers] for p in problems] == [[1.0, 0.0], [1.0], [0.5]]
     answer = problems[0].answers[0]
-    assert (answer.tokens, answer.logprobs, answer.temperature, answer.text) == ((4, 6, 12), (-0.5, -0.25, -0.125), 1.0, "46")
+    assert (answer.tokens, answer.logprobs, answer.temperature, answer.text) == (
+        (4, 6, 12),
+        (-0.5, -0.25, -0.125),
+        1.0,
+        "46",
+    )
     assert answer.place == "step_000001.jsonl line 1"
     assert [p.answers for p in load_rollouts(folder)] == [p.answers for p in problems]
     assert len(load_rollouts(folder, limit=2)) == 2
 
 
 def test_published_shapes(tmp_path):
-    solved = {"big": {"solution": "s", "is_correct": True}, "small": {"solution": "t", "is_correct": "False"}}
+    solved = {
+        "big": {"solution": "s", "is_correct": True},
+        "small": {"solution": "t", "is_correct": "False"},
+    }
     rows = [
         {"prompt": "a?", "response": "x", "reward": 0.5},
         {"prompt": "b?", "response": "y", "reward": True, "level": 3},
@@ -77,7 +102,10 @@ def test_published_shapes(tmp_path):
     assert [m["content"] for m in problems[2].messages] == ["Think.", "c?"]
     assert problems[1].meta == {"level": 3} and problems[3].meta == {"ground_truth": "G"}
     named = {"prompt_column": "q", "response_column": "texts", "reward_column": "points"}
-    (problem,) = load_rollouts(write(tmp_path / "named.jsonl", {"q": "a?", "texts": ["x"], "points": [2], "score": [9]}), **named)
+    (problem,) = load_rollouts(
+        write(tmp_path / "named.jsonl", {"q": "a?", "texts": ["x"], "points": [2], "score": [9]}),
+        **named,
+    )
     assert [(a.text, a.reward) for a in problem.answers] == [("x", 2.0)]
 
 
@@ -85,15 +113,27 @@ def test_published_shapes(tmp_path):
     ("row", "says"),
     [
         ("{", "no JSON"),
-        ({"response": "x", "reward": 1}, "no column of prompt, question, problem, instruction.*--prompt-column"),
+        (
+            {"response": "x", "reward": 1},
+            "no column of prompt, question, problem, instruction.*--prompt-column",
+        ),
         ({"prompt": "a", "response": "x"}, "no column of reward.*--reward-column"),
-        ({"prompt": "a", "response": ["x", "y"], "reward": [1]}, "'response' has 2 answers and 'reward' 1 rewards"),
-        ({"prompt": "a", "response": "x", "reward": "good"}, "'reward' is a number or a truth value, this is 'good'"),
+        (
+            {"prompt": "a", "response": ["x", "y"], "reward": [1]},
+            "'response' has 2 answers and 'reward' 1 rewards",
+        ),
+        (
+            {"prompt": "a", "response": "x", "reward": "good"},
+            "'reward' is a number or a truth value, this is 'good'",
+        ),
         ({"prompt": "a", "response": "x", "reward": float("nan")}, "'reward' is a number"),
         ({"prompt": "a", "response": 3, "reward": 1}, "'response' is a text, this is '3'"),
         (drawn(tokens=[]), "'response_tokens' is a list of one or more token ids"),
         (drawn(logprobs=[-1.0]), "'logprobs' has one number for each of the 3"),
-        ({"prompt": "a", "m": {"solution": "x", "is_correct": None}}, "'m.is_correct' is a number or a truth value"),
+        (
+            {"prompt": "a", "m": {"solution": "x", "is_correct": None}},
+            "'m.is_correct' is a number or a truth value",
+        ),
     ],
 )
 def test_bad_rows_are_named_with_file_and_line(row, says, tmp_path):
@@ -105,9 +145,17 @@ def test_bad_rows_are_named_with_file_and_line(row, says, tmp_path):
 
 def test_published_files(shared_data):
     maths = load_rollouts(shared_data / "rollouts" / "qwen25math" / "math_cot_100.jsonl")
-    rows = [json.loads(line) for line in (shared_data / "rollouts/qwen25math/math_cot_100.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (shared_data / "rollouts/qwen25math/math_cot_100.jsonl")
+        .read_text()
+        .splitlines()
+    ]
     assert [sum(a.reward for a in p.answers) for p in maths] == [sum(row["score"]) for row in rows]
-    assert all(len(p.answers) == 8 for p in maths) and maths[3].answers[2].text == rows[3]["response"][2]
+    assert (
+        all(len(p.answers) == 8 for p in maths)
+        and maths[3].answers[2].text == rows[3]["response"][2]
+    )
     grade = load_rollouts(shared_data / "gsm8k" / "example_model_solutions.jsonl")
     text = (shared_data / "gsm8k/example_model_solutions.jsonl").read_text()
     assert sum(len(p.answers) for p in grade) == 4 * len(text.splitlines()) == 4 * 1319
@@ -115,16 +163,25 @@ def test_published_files(shared_data):
 
 
 def test_a_published_file_is_trained_on_as_it_is(shared_data, tmp_path, capsys):
-    """Its answers came without logprobs: the first batch is scored by the very weights that learn from it, and the console says so."""
+    """Its answers came without logprobs: the first batch is scored by the very weights that learn
+    from it, and the console says so.
+    """
     data = shared_data / "gsm8k" / "example_model_solutions.jsonl"
     model = f"--base-model tiny:chat --tokenizer {shared_data / 'tokenizers' / 'minimind_6400'}"
     words = f"offline --dataset {data} {model} --train-limit 3 --steps 1 --batch-size 2 --output-dir {tmp_path / 'run'}"
     run.execute(parse(words.split(), METHODS, RECIPE, options=RunSettings))
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
-    assert abs(row["optim/kl_behaviour_v1"]) < 1e-5 and row["optim/tokens"] > 500 and row["progress/epoch"] == pytest.approx(2 / 3)
+    assert (
+        abs(row["optim/kl_behaviour_v1"]) < 1e-5
+        and row["optim/tokens"] > 500
+        and row["progress/epoch"] == pytest.approx(2 / 3)
+    )
     shown = capsys.readouterr()
     said = " ".join((shown.out + shown.err).split())
-    assert "The stored answers have no logprobs: the policy as it is at the beginning scores them" in said
+    assert (
+        "The stored answers have no logprobs: the policy as it is at the beginning scores them"
+        in said
+    )
 
 
 def test_a_gzipped_file_and_nothing_at_all(tmp_path):
@@ -143,7 +200,10 @@ def test_a_gzipped_file_and_nothing_at_all(tmp_path):
 
 
 def stored(*rewards, **more):
-    return Problem([{"role": "user", "content": "12+34="}], answers=tuple(StoredAnswer(r, "46", place="here", **more) for r in rewards))
+    return Problem(
+        [{"role": "user", "content": "12+34="}],
+        answers=tuple(StoredAnswer(r, "46", place="here", **more) for r in rewards),
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,7 +219,9 @@ def stored(*rewards, **more):
 def test_filters_keep_the_best_and_their_ties(top_fraction, threshold, kept):
     problems = ProblemSet([stored(0.9, 0.1, 0.5), stored(0.2, 1.0, 0.5), stored(0.0, 0.0)])
     found = filtered(problems, top_fraction, threshold)
-    assert [[a.reward for a in p.answers] for p in found] == kept and [p.index for p in found] == list(range(len(kept)))
+    assert [[a.reward for a in p.answers] for p in found] == kept and [
+        p.index for p in found
+    ] == list(range(len(kept)))
 
 
 def test_a_filter_that_keeps_nothing_says_what_there_was():
@@ -167,11 +229,13 @@ def test_a_filter_that_keeps_nothing_says_what_there_was():
         filtered(ProblemSet([stored(0.9)]), None, 2.0)
 
 
-# -------------------------------------------------------------------------------------------------------------- datums
+# ------------------------------------------------------------------------------------------- datums
 
 
 class Policy:
-    """Stands for a client with a value head: the value at a position is the sum of the tokens so far."""
+    """Stands for a client with a value head: the value at a position is the sum of the tokens so
+    far.
+    """
 
     def compute_values(self, inputs):
         found = [np.cumsum(one.to_ints()).astype(np.float32) for one in inputs]
@@ -184,14 +248,19 @@ class Beginning:
 
     def logprobs(self, datums, temperature):
         self.asked += len(datums)
-        return [-0.01 * d.loss_fn_inputs["target_tokens"].array.astype(np.float32) * temperature for d in datums]
+        return [
+            -0.01 * d.loss_fn_inputs["target_tokens"].array.astype(np.float32) * temperature
+            for d in datums
+        ]
 
 
 def datums_of(rows, **options):
     beginning = Beginning()
     renderer = get_renderer("plain", Digits())
     method = Offline(OfflineSettings(offline=OfflineOptions(**options)))
-    return method.datums(rows, renderer, Models(Policy(), {"beginning": lambda: beginning}), 0), beginning
+    return method.datums(
+        rows, renderer, Models(Policy(), {"beginning": lambda: beginning}), 0
+    ), beginning
 
 
 class Digits:
@@ -211,50 +280,83 @@ def fields(datum, *names):
 
 
 def test_group_baseline_and_stored_or_scored_behaviour():
-    row = Problem([{"role": "user", "content": "1+"}], answers=(StoredAnswer(1.0, **TOKENS), StoredAnswer(0.25, "34")))
+    row = Problem(
+        [{"role": "user", "content": "1+"}],
+        answers=(StoredAnswer(1.0, **TOKENS), StoredAnswer(0.25, "34")),
+    )
     (exact, scored), beginning = datums_of([row], loss="dro")
     assert exact.model_input.to_ints() == [1, 2, 3]
-    targets, mask, logprobs, advantages = fields(exact, "target_tokens", "mask", "logprobs", "advantages")
+    targets, mask, logprobs, advantages = fields(
+        exact, "target_tokens", "mask", "logprobs", "advantages"
+    )
     assert targets == [2, 3, 4] and mask == [0, 1, 1] and advantages == [0, 0.375, 0.375]
     assert logprobs == pytest.approx([0, -0.5, -0.7])
-    targets, mask, logprobs, advantages = fields(scored, "target_tokens", "mask", "logprobs", "advantages")
-    assert targets == [10, 3, 4, 12] and mask == [0, 1, 1, 1] and advantages == [0, -0.375, -0.375, -0.375]
+    targets, mask, logprobs, advantages = fields(
+        scored, "target_tokens", "mask", "logprobs", "advantages"
+    )
+    assert (
+        targets == [10, 3, 4, 12]
+        and mask == [0, 1, 1, 1]
+        and advantages == [0, -0.375, -0.375, -0.375]
+    )
     assert logprobs == pytest.approx([0, -0.03, -0.04, -0.12]) and beginning.asked == 1
     said = Offline.remark(OfflineSettings(), [row])
-    assert said is not None and said.startswith("1 of 2 stored answers have no logprobs: the policy as it is at the beginning scores them")
-    assert Offline.remark(OfflineSettings(offline=OfflineOptions(loss="bc", top_fraction=0.5)), [row]) is None
+    assert said is not None and said.startswith(
+        "1 of 2 stored answers have no logprobs: the policy as it is at the beginning scores them"
+    )
+    assert (
+        Offline.remark(OfflineSettings(offline=OfflineOptions(loss="bc", top_fraction=0.5)), [row])
+        is None
+    )
 
 
 def test_learned_baseline_by_hand():
     row = Problem([], answers=(StoredAnswer(10.0, **TOKENS),))
     (datum,), beginning = datums_of([row], loss="importance_sampling", baseline="learned")
-    # values of the prefixes (1), (1, 2), (1, 2, 3): 1, 3, 6; those before the two actions are 3 and 6
-    assert fields(datum, "advantages", "returns") == [[0, 7, 4], [0, 10, 10]] and beginning.asked == 0
+    # values of the prefixes (1), (1, 2), (1, 2, 3): 1, 3, 6; those before the two actions are 3 and
+    # 6
+    assert (
+        fields(datum, "advantages", "returns") == [[0, 7, 4], [0, 10, 10]] and beginning.asked == 0
+    )
 
 
 def test_q_targets_by_hand():
-    (datum,), _ = datums_of([Problem([], answers=(StoredAnswer(10.0, **TOKENS),))], loss="ilql", gamma=0.5)
-    # the first action leads to the value 6 of (1, 2, 3), discounted; the last to the reward and to nothing after it
+    (datum,), _ = datums_of(
+        [Problem([], answers=(StoredAnswer(10.0, **TOKENS),))], loss="ilql", gamma=0.5
+    )
+    # the first action leads to the value 6 of (1, 2, 3), discounted; the last to the reward and to
+    # nothing after it
     assert fields(datum, "returns", "advantages") == [[0, 3, 10], [0, 0, 4]]
     assert fields(datum, "logprobs")[0] == pytest.approx([0, -0.5, -0.7])
 
 
 def test_cloning_weighs_the_answer_alone():
-    (datum,), _ = datums_of([Problem([], answers=(StoredAnswer(1.0, **TOKENS),))], loss="bc", reward_threshold=1.0)
-    assert fields(datum, "weights") == [[0, 1, 1]] and set(datum.loss_fn_inputs) == {"target_tokens", "weights"}
+    (datum,), _ = datums_of(
+        [Problem([], answers=(StoredAnswer(1.0, **TOKENS),))], loss="bc", reward_threshold=1.0
+    )
+    assert fields(datum, "weights") == [[0, 1, 1]] and set(datum.loss_fn_inputs) == {
+        "target_tokens",
+        "weights",
+    }
 
 
-# -------------------------------------------------------------------------------------------------------------- Q-loss
+# ------------------------------------------------------------------------------------------- Q-loss
 
 
 def test_q_loss_is_the_formula_over_all_of_q():
-    """With Q(s, a) = V(s) + tau log (pi / pi_b)(a | s) written out over the vocabulary, in float64, and its gradient by autograd."""
+    """With Q(s, a) = V(s) + tau log (pi / pi_b)(a | s) written out over the vocabulary, in float64,
+    and its gradient by autograd.
+    """
     torch.manual_seed(0)
     steps, vocabulary = 7, 5
     tau, cql, c, kappa = 0.3, 0.7, 0.4, 0.8
     logits = torch.randn(steps, vocabulary, dtype=torch.float64, requires_grad=True)
     values = torch.randn(steps, dtype=torch.float64, requires_grad=True)
-    actions, old, returns = torch.randint(0, vocabulary, (steps,)), torch.randn(steps).double(), torch.randn(steps).double()
+    actions, old, returns = (
+        torch.randint(0, vocabulary, (steps,)),
+        torch.randn(steps).double(),
+        torch.randn(steps).double(),
+    )
     behaviour = torch.log_softmax(torch.randn(steps, vocabulary).double(), -1)
     mask = torch.tensor([0, 1, 1, 0, 1, 1, 1]).double()
     expected = torch.zeros((), dtype=torch.float64)
@@ -269,14 +371,27 @@ def test_q_loss_is_the_formula_over_all_of_q():
         td = returns[t] - (old[t] + q[actions[t]] - v)
         conservative = soft - q[actions[t]]
         u = returns[t] - values[t]
-        expected = expected + (td**2 / 2 + cql * conservative) / tau + c * (kappa if u > 0 else 1 - kappa) * u**2
+        expected = (
+            expected
+            + (td**2 / 2 + cql * conservative) / tau
+            + c * (kappa if u > 0 else 1 - kappa) * u**2
+        )
     wanted = torch.autograd.grad(expected, (logits, values))
     logp = torch.log_softmax(logits, -1).gather(1, actions[:, None])[:, 0]
     drew = behaviour.gather(1, actions[:, None])[:, 0]
-    inputs = {"mask": mask, "values": values, "returns": returns, "advantages": returns - old, "logprobs": drew}
+    inputs = {
+        "mask": mask,
+        "values": values,
+        "returns": returns,
+        "advantages": returns - old,
+        "logprobs": drew,
+    }
     config = {"tau": tau, "cql_coef": cql, "value_coef": c, "expectile": kappa}
     loss, metrics = get_loss("ilql").fn(logp, logp, inputs, torch.tensor([0, 3, steps]), config)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-12) and metrics["active_tokens:sum"] == 5
+    assert (
+        loss.item() == pytest.approx(expected.item(), rel=1e-12)
+        and metrics["active_tokens:sum"] == 5
+    )
     for found, right in zip(torch.autograd.grad(loss, (logits, values)), wanted, strict=True):
         torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-12)
 
@@ -288,8 +403,16 @@ def test_an_expectile_of_one_half_is_the_mean_and_a_higher_one_lies_above_it():
         value = torch.zeros((), dtype=torch.float64, requires_grad=True)
         for _ in range(2000):
             logp = torch.zeros(4, dtype=torch.float64)
-            inputs = {"mask": torch.ones(4), "values": value.expand(4), "returns": returns, "advantages": logp, "logprobs": logp}
-            loss, _ = get_loss("ilql").fn(logp, logp, inputs, torch.tensor([0, 4]), {"expectile": kappa})
+            inputs = {
+                "mask": torch.ones(4),
+                "values": value.expand(4),
+                "returns": returns,
+                "advantages": logp,
+                "logprobs": logp,
+            }
+            loss, _ = get_loss("ilql").fn(
+                logp, logp, inputs, torch.tensor([0, 4]), {"expectile": kappa}
+            )
             (slope,) = torch.autograd.grad(loss, value)
             value = (value - 0.1 * slope).detach().requires_grad_(True)
         found[kappa] = value.item()
@@ -298,18 +421,28 @@ def test_an_expectile_of_one_half_is_the_mean_and_a_higher_one_lies_above_it():
         assert value == pytest.approx(kappa / (kappa + 3 * (1 - kappa)), abs=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------------------ whole runs
+# --------------------------------------------------------------------------------------- whole runs
 
 
 def mixed_answers(path, copies: int = 8):
-    """Stored answers of mixed quality: to two digits, their larger one is right; a quarter of the answers are."""
+    """Stored answers of mixed quality: to two digits, their larger one is right; a quarter of the
+    answers are.
+    """
     rng = np.random.default_rng(0)
     rows = []
     for a in range(10):
         for b in range(10):
             wrong = [d for d in range(10) if d != max(a, b)]
-            answers = [max(a, b) if i < copies // 4 else int(rng.choice(wrong)) for i in range(copies)]
-            rows.append({"prompt": f"{a}+{b}=", "response": [str(x) for x in answers], "reward": [float(x == max(a, b)) for x in answers]})
+            answers = [
+                max(a, b) if i < copies // 4 else int(rng.choice(wrong)) for i in range(copies)
+            ]
+            rows.append(
+                {
+                    "prompt": f"{a}+{b}=",
+                    "response": [str(x) for x in answers],
+                    "reward": [float(x == max(a, b)) for x in answers],
+                }
+            )
     return write(path, *(rows[i] for i in rng.permutation(len(rows))))
 
 
@@ -327,14 +460,17 @@ LOSSES = {
     "importance_sampling": 50,
     "dro": 50,
     "dro --baseline learned": 50,
-    "ilql --schedule linear": 300,  # a token's worth has to reach the value of the token before it first
+    # a token's worth has to reach the value of the token before it first
+    "ilql --schedule linear": 300,
 }
 
 
 @pytest.mark.slow
 @pytest.mark.campaign
 def test_it_improves_on_the_behaviour_policy_from_mixed_rollouts(tmp_path):
-    """The behaviour is cloned first, so that its own score is known: a quarter. Then every loss goes on from its weights."""
+    """The behaviour is cloned first, so that its own score is known: a quarter. Then every loss
+    goes on from its weights.
+    """
     data, asked = mixed_answers(tmp_path / "answers.jsonl"), of_it(tmp_path / "asked")
     words = f"offline --dataset {data} --eval-dataset {asked} --reward exact_match --max-tokens 3 --batch-size 25 --save-every 0"
     clone = f"{words} --loss bc --top-fraction 1 --steps 120 --learning-rate 2e-3 --eval-every 120 --warmup-steps 10"
@@ -354,9 +490,18 @@ def test_it_improves_on_the_behaviour_policy_from_mixed_rollouts(tmp_path):
 def test_a_runs_rollouts_are_learnt_from_token_for_token(tmp_path):
     """At the weights that drew them, the stored logprobs are the learner's own."""
     words = "--batch-size 8 --max-tokens 4 --learning-rate 1e-12 --eval-every 0"
-    train(f"grpo {words} --group-size 4 --steps 2 --rollouts-every 1 --temperature 0.7", tmp_path / "run")
-    rows = train(f"offline {words} --steps 2 --dataset {tmp_path / 'run'} --temperature 0.7", tmp_path / "offline")
-    assert all(abs(row["optim/kl_behaviour_v1"]) < 1e-5 and row["optim/kl_behaviour_v2"] < 1e-8 for row in rows)
+    train(
+        f"grpo {words} --group-size 4 --steps 2 --rollouts-every 1 --temperature 0.7",
+        tmp_path / "run",
+    )
+    rows = train(
+        f"offline {words} --steps 2 --dataset {tmp_path / 'run'} --temperature 0.7",
+        tmp_path / "offline",
+    )
+    assert all(
+        abs(row["optim/kl_behaviour_v1"]) < 1e-5 and row["optim/kl_behaviour_v2"] < 1e-8
+        for row in rows
+    )
     with pytest.raises(UserError, match="drawn at temperature 0.7.*give --temperature 0.7"):
         train(f"offline {words} --steps 1 --dataset {tmp_path / 'run'}", tmp_path / "other")
 
@@ -386,7 +531,8 @@ def test_a_stage_learns_from_the_rollouts_of_an_earlier_one(tmp_path):
     recipe.write_text(STAGES)
     whole = train(str(recipe), tmp_path / "whole")
     rows = [row for row in whole if row["stage"] == "offline"]
-    assert rows[0]["progress/epoch"] == 0.5  # 8 of the 16 problems that the two steps of grpo-1 were of
+    # 8 of the 16 problems that the two steps of grpo-1 were of
+    assert rows[0]["progress/epoch"] == 0.5
     # drawn by the weights that this stage begins from again, since grpo-1 hardly moved them
     assert abs(rows[0]["optim/kl_behaviour_v1"]) < 1e-5 < 1e-3 < rows[-1]["optim/kl_behaviour_v2"]
 
@@ -400,25 +546,47 @@ def test_a_stage_learns_from_the_rollouts_of_an_earlier_one(tmp_path):
         patch.setattr(run, "Stage", CutStage)
         train(str(recipe), tmp_path / "cut")
     assert train(f"{recipe} --resume", tmp_path / "cut") == whole
-    # a run that is done needs them no longer; one that is not says which are gone, in place of learning from the others
+    # a run that is done needs them no longer; one that is not says which are gone, in place of
+    # learning from the others
     (tmp_path / "cut" / "rollouts" / "step_000001.jsonl").unlink()
     assert train(f"{recipe} --resume", tmp_path / "cut") == whole
     rows = (tmp_path / "cut" / "checkpoints.jsonl").read_text().splitlines()
-    (tmp_path / "cut" / "checkpoints.jsonl").write_text("".join(row + "\n" for row in rows if "offline-final" not in row))
-    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "offline-final")  # or the list would be made from it again
-    with pytest.raises(UserError, match="lacks the rollouts of 1 of the 2 steps asked for .step 1 first"):
+    (tmp_path / "cut" / "checkpoints.jsonl").write_text(
+        "".join(row + "\n" for row in rows if "offline-final" not in row)
+    )
+    # or the list would be made from it again
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "offline-final")
+    with pytest.raises(
+        UserError, match="lacks the rollouts of 1 of the 2 steps asked for .step 1 first"
+    ):
         train(f"{recipe} --resume", tmp_path / "cut")
 
 
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("grpo-1", "gpro", "stage offline: stored rollouts gpro do not exist .* earlier stages that sample: grpo-1, grpo-2"),
+        (
+            "grpo-1",
+            "gpro",
+            "stage offline: stored rollouts gpro do not exist .* earlier stages that sample: grpo-1, grpo-2",
+        ),
         ("grpo-1", "offline", "stored rollouts offline do not exist"),
         ("grpo-1", "''", "offline needs stored answers: .* the name of an earlier stage"),
-        ("steps: 2, rollouts_every: 1", "steps: 2, rollouts_every: 0", "of stage grpo-1, which keeps none: set its rollouts_every"),
-        ("steps: 2,", "steps: 2, temperature: 0.7,", "drawn at temperature 0.7, .* score them at 1: give stage offline temperature: 0.7"),
-        ("method: grpo, base_model", "name: grpo-1, method: sft, base_model", "of stage grpo-1, but sft samples no answers"),
+        (
+            "steps: 2, rollouts_every: 1",
+            "steps: 2, rollouts_every: 0",
+            "of stage grpo-1, which keeps none: set its rollouts_every",
+        ),
+        (
+            "steps: 2,",
+            "steps: 2, temperature: 0.7,",
+            "drawn at temperature 0.7, .* score them at 1: give stage offline temperature: 0.7",
+        ),
+        (
+            "method: grpo, base_model",
+            "name: grpo-1, method: sft, base_model",
+            "of stage grpo-1, but sft samples no answers",
+        ),
     ],
 )
 def test_an_earlier_stage_without_usable_rollouts_is_named_before_it_runs(old, new, says, tmp_path):
@@ -435,9 +603,18 @@ def test_answers_that_cannot_be_learnt_are_named(tmp_path):
         policy = service.create_full_training_client("tiny:addition")
         renderer = make_renderer(policy, None)
         for answer, says in (
-            (StoredAnswer(1.0, prompt_tokens=(1,), tokens=(99,), place="a line 3"), "a line 3: token 99 is none of the policy's 14"),
-            (StoredAnswer(1.0, "ten", place="a line 5"), "tokenizer has no tokens for some of the text .*ten.*: take a model"),
-            (StoredAnswer(1.0, "1" * 600, place="a line 4"), "a line 4: prompt and answer take 60. tokens, .* context holds 512"),
+            (
+                StoredAnswer(1.0, prompt_tokens=(1,), tokens=(99,), place="a line 3"),
+                "a line 3: token 99 is none of the policy's 14",
+            ),
+            (
+                StoredAnswer(1.0, "ten", place="a line 5"),
+                "tokenizer has no tokens for some of the text .*ten.*: take a model",
+            ),
+            (
+                StoredAnswer(1.0, "1" * 600, place="a line 4"),
+                "a line 4: prompt and answer take 60. tokens, .* context holds 512",
+            ),
         ):
             row = Problem([{"role": "user", "content": "1+1="}], answers=(answer,))
             with pytest.raises(UserError, match=says):
@@ -452,7 +629,10 @@ def test_answers_that_cannot_be_learnt_are_named(tmp_path):
         ("offline --loss bc", "loss bc needs one of --top-fraction"),
         ("offline --top-fraction 0.1", "other losses neither"),
         ("offline --tau 0 --loss ilql", "tau is at least 1e-06"),
-        ("offline --more-datasets x", "--more-datasets x has no effect: stored answers are read from one dataset"),
+        (
+            "offline --more-datasets x",
+            "--more-datasets x has no effect: stored answers are read from one dataset",
+        ),
     ],
 )
 def test_misuse_is_named_before_anything_is_written(words, says, tmp_path, capsys):
@@ -464,5 +644,9 @@ def test_misuse_is_named_before_anything_is_written(words, says, tmp_path, capsy
 
 def test_defaults():
     settings = OfflineSettings(loop=LoopSettings(batch_size=4))
-    assert (settings.learning_rate, settings.offline.loss, settings.offline.baseline) == (1e-6, "dro", "group")
+    assert (settings.learning_rate, settings.offline.loss, settings.offline.baseline) == (
+        1e-6,
+        "dro",
+        "group",
+    )
     assert math.isclose(settings.sampling.temperature, 1.0)

@@ -1,4 +1,6 @@
-"""The pool of older versions: which are kept, which are chosen and how often, ratings, and its state."""
+"""The pool of older versions: which are kept, which are chosen and how often, ratings, and its
+state.
+"""
 
 import json
 import math
@@ -13,20 +15,27 @@ def filled(by, size=4, steps=range(0, 60, 10)):
     pool = OpponentPool(size, by)
     for step in steps:
         pool.add(step)
-        pool.note([(pool.opponents[-1].name, 1.0)] * 3)  # it grows stronger: the newest loses to it, and it gains
+        # it grows stronger: the newest loses to it, and it gains
+        pool.note([(pool.opponents[-1].name, 1.0)] * 3)
     return pool
 
 
 def test_ratings_are_elos_by_hand():
-    assert expected_score(1000, 1000) == 0.5 and expected_score(1400, 1000) == pytest.approx(10 / 11)
+    assert expected_score(1000, 1000) == 0.5 and expected_score(1400, 1000) == pytest.approx(
+        10 / 11
+    )
     pool = OpponentPool(3, k=32)
     pool.add(0)
     pool.note([("step-000000", 1.0), ("step-000000", 0.5), ("unknown", 0.0)])
     # 1016 against 984 after the win; then expected 0.5459 and half a point
     expected = 1 / (1 + 10 ** (-32 / 400))
     assert pool.rating == pytest.approx(1016 + 32 * (0.5 - expected))
-    assert pool.opponents[0].rating == pytest.approx(984 - 32 * (0.5 - expected)) and pool.opponents[0].games == 2
-    assert pool.rating + pool.opponents[0].rating == pytest.approx(2000)  # what one gains the other loses
+    assert (
+        pool.opponents[0].rating == pytest.approx(984 - 32 * (0.5 - expected))
+        and pool.opponents[0].games == 2
+    )
+    # what one gains the other loses
+    assert pool.rating + pool.opponents[0].rating == pytest.approx(2000)
 
 
 @pytest.mark.parametrize("by", ["elo", "age", "any"])
@@ -36,7 +45,9 @@ def test_it_never_holds_more_than_its_size_nor_loses_its_newest(by):
         gone += pool.add(step)
         assert len(pool.opponents) == min(3, step + 1) and pool.opponents[-1].step == step
         pool.note([(pool.opponents[step % len(pool.opponents)].name, step % 2)])
-    assert {one.step for one in gone} | {one.step for one in pool.opponents} == set(range(20)) and len(gone) == 17
+    assert {one.step for one in gone} | {one.step for one in pool.opponents} == set(
+        range(20)
+    ) and len(gone) == 17
     if by != "elo":
         assert [one.step for one in gone] == list(range(17))
 
@@ -58,7 +69,9 @@ def test_it_is_chosen_as_often_as_its_weight_says(by):
         assert weights == [0.125, 0.25, 0.5, 1.0]
     if by == "elo":  # nearest to its own strength likeliest
         gaps = [abs(one.rating - pool.rating) for one in pool.opponents]
-        assert sorted(range(4), key=lambda i: -weights[i]) == sorted(range(4), key=lambda i: gaps[i])
+        assert sorted(range(4), key=lambda i: -weights[i]) == sorted(
+            range(4), key=lambda i: gaps[i]
+        )
     for one, weight in zip(pool.opponents, weights, strict=True):
         share = weight / sum(weights)
         assert abs(draws[one.step] / 4000 - share) < 4 * math.sqrt(share * (1 - share) / 4000)
@@ -72,7 +85,9 @@ def test_what_its_state_says_goes_on_bit_for_bit(by):
     for pool in (whole, again):
         pool.note([(pool.opponents[1].name, 0.5)])
         pool.add(99)
-    assert again.state() == whole.state() and [again.choose(s) for s in range(50)] == [whole.choose(s) for s in range(50)]
+    assert again.state() == whole.state() and [again.choose(s) for s in range(50)] == [
+        whole.choose(s) for s in range(50)
+    ]
 
 
 def test_what_is_wrong_is_said():

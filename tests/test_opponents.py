@@ -1,4 +1,6 @@
-"""Older versions of the policy as opponents: kept in the run's folder, bounded, chosen, rated, and resumed to the bit."""
+"""Older versions of the policy as opponents: kept in the run's folder, bounded, chosen, rated, and
+resumed to the bit.
+"""
 
 import json
 import subprocess
@@ -23,13 +25,17 @@ def versions(folder: Path) -> set[str]:
 
 
 def state(folder: Path, name: str) -> dict:
-    return json.loads((folder / "checkpoints" / name / "state.json").read_text())["metadata"]["opponents"]
+    return json.loads((folder / "checkpoints" / name / "state.json").read_text())["metadata"][
+        "opponents"
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["elo", "age"])
 def test_two_steps_and_two_resumed_are_four_to_the_bit_with_the_pool(by, tmp_path, monkeypatch):
-    """Broken off in the third step, after the pool has lost a version that the checkpoint of the second still names."""
+    """Broken off in the third step, after the pool has lost a version that the checkpoint of the
+    second still names.
+    """
     played: dict[str, list[str]] = {}
     load = opponents_room.Opponents._load
 
@@ -47,10 +53,15 @@ def test_two_steps_and_two_resumed_are_four_to_the_bit_with_the_pool(by, tmp_pat
     assert state(whole, "grpo-000002") == state(cut, "grpo-000002")
     assert versions(whole) == versions(cut)
     for name in versions(whole):  # the same weights, and of different versions different ones
-        a, b = (load_file(str(folder / "sampler_weights" / name / "model.safetensors")) for folder in (whole, cut))
+        a, b = (
+            load_file(str(folder / "sampler_weights" / name / "model.safetensors"))
+            for folder in (whole, cut)
+        )
         assert all(torch.equal(a[key], b[key]) for key in a)
     named = {f"grpo-opponent-step-{one['step']:06d}" for one in finals[0]["opponents"]}
-    named |= {f"grpo-opponent-step-{one['step']:06d}" for one in state(whole, "grpo-000002")["opponents"]}
+    named |= {
+        f"grpo-opponent-step-{one['step']:06d}" for one in state(whole, "grpo-000002")["opponents"]
+    }
     assert versions(whole) == named, "those that the pool or a checkpoint names, and no others"
 
 
@@ -58,13 +69,24 @@ def test_two_steps_and_two_resumed_are_four_to_the_bit_with_the_pool(by, tmp_pat
 def test_the_folder_is_bounded_and_a_lost_version_is_named(tmp_path):
     words = f"{POOL} --eval-every 3 --eval-limit 4 --save-every 1 --keep-last 1 --steps 3"
     rows = train(words, tmp_path / "run")
-    assert all("opponents/own_rating" in row for row in rows[1:]) and all("test/env/all/lost" in row for row in (rows[0], rows[-1]))
-    assert len(versions(tmp_path / "run")) <= 4  # two of the pool, and those of one checkpoint before it
+    assert all("opponents/own_rating" in row for row in rows[1:]) and all(
+        "test/env/all/lost" in row for row in (rows[0], rows[-1])
+    )
+    # two of the pool, and those of one checkpoint before it
+    assert len(versions(tmp_path / "run")) <= 4
     step = state(tmp_path / "run", "grpo-000002")["opponents"][-1]["step"]
-    (tmp_path / "run" / "sampler_weights" / f"grpo-opponent-step-{step:06d}" / "model.safetensors").write_bytes(b"")
+    (
+        tmp_path
+        / "run"
+        / "sampler_weights"
+        / f"grpo-opponent-step-{step:06d}"
+        / "model.safetensors"
+    ).write_bytes(b"")
     final = tmp_path / "run" / "checkpoints" / "grpo-final"
     final.rename(tmp_path / "aside")
-    with pytest.raises(RunFolderError, match="an older version that the run plays against is not whole"):
+    with pytest.raises(
+        RunFolderError, match="an older version that the run plays against is not whole"
+    ):
         train(f"{words} --resume", tmp_path / "run")
 
 
@@ -81,14 +103,25 @@ def test_the_folder_is_bounded_and_a_lost_version_is_named(tmp_path):
 )
 def test_seats_are_played_by_whoever_is_named(words, tmp_path):
     rows = train(f"grpo {words} {SMALL} --eval-every 0 --save-every 0 --steps 1", tmp_path / "run")
-    episodes = rows[-1]["env/all/total_episodes"]  # O has none in a game that ended with X's first move, which may be none
-    least, most = (8, 16) if "policy" in words else (16, 16) if "debate" in words else (4, 8) if "tic_tac_toe" in words else (8, 8)
+    # O has none in a game that ended with X's first move, which may be none
+    episodes = rows[-1]["env/all/total_episodes"]
+    least, most = (
+        (8, 16)
+        if "policy" in words
+        else (16, 16)
+        if "debate" in words
+        else (4, 8)
+        if "tic_tac_toe" in words
+        else (8, 8)
+    )
     assert least <= episodes <= most
     assert rows[-1]["optim/max_logprob_difference"] < 1e-4
 
 
 def test_a_player_that_is_not_there_is_named_before_anything_is_written(tmp_path):
-    words = f"grpo --environment tic_tac_toe --environment.opponent nowhere/at/all {SMALL} --steps 1"
+    words = (
+        f"grpo --environment tic_tac_toe --environment.opponent nowhere/at/all {SMALL} --steps 1"
+    )
     with pytest.raises(UserError, match="no folder nowhere/at/all"):
         train(words, tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -100,9 +133,14 @@ def test_saved_weights_are_evaluated_against_whoever_is_named(tmp_path):
     found = {}
     for opponent in ("perfect", "pool"):
         words = f"evaluate.py {tmp_path / 'run'} --limit 6 --environment.held_out_opponent {opponent} --output {tmp_path}/{opponent}.json"
-        done = subprocess.run([sys.executable, *words.split()], capture_output=True, text=True, cwd=REPO)
+        done = subprocess.run(
+            [sys.executable, *words.split()], capture_output=True, text=True, cwd=REPO
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         found[opponent] = json.loads((tmp_path / f"{opponent}.json").read_text())
-    assert found["perfect"]["answers"] == 6 and 3 <= found["pool"]["answers"] <= 6  # a version of the pool may end a game at its first move
-    players = {name: {tuple(sorted(row["players"])) for row in one["rows"]} for name, one in found.items()}
+    # a version of the pool may end a game at its first move
+    assert found["perfect"]["answers"] == 6 and 3 <= found["pool"]["answers"] <= 6
+    players = {
+        name: {tuple(sorted(row["players"])) for row in one["rows"]} for name, one in found.items()
+    }
     assert players == {"perfect": {("perfect", "policy")}, "pool": {("policy", "pool")}}

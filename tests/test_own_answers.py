@@ -1,4 +1,6 @@
-"""online_dpo and best_of_n: which answers are chosen, the loss and its gradient by float64 from the papers' formulas, what is learnt."""
+"""online_dpo and best_of_n: which answers are chosen, the loss and its gradient by float64 from the
+papers' formulas, what is learnt.
+"""
 
 import copy
 
@@ -28,7 +30,9 @@ def groups(rewards_P_G):
         members = []
         for answer, reward in zip(ANSWERS[p], rewards_G, strict=True):
             drawn = SampledSequence(list(answer), [-2.5] * len(answer), temperature=TEMPERATURE)
-            members.append(Trajectory([Transition(ModelInput.from_ints(PROMPTS[p]), drawn, reward, True)]))
+            members.append(
+                Trajectory([Transition(ModelInput.from_ints(PROMPTS[p]), drawn, reward, True)])
+            )
         found.append(TrajectoryGroup(members, [0.0] * 3, [{}] * 3, problem_index=p))
     return found
 
@@ -43,7 +47,11 @@ class Reference:
         found = []
         for datum in datums:
             targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array).long()
-            found.append(every_logprob(self.worker, datum.model_input.to_ints(), temperature).gather(1, targets[:, None])[:, 0].numpy())
+            found.append(
+                every_logprob(self.worker, datum.model_input.to_ints(), temperature)
+                .gather(1, targets[:, None])[:, 0]
+                .numpy()
+            )
         return found
 
 
@@ -68,31 +76,48 @@ def gradients(model, value):
 def moved_by(policy):
     """What AdamW's first moment says that the gradient was, by the worker's own verb."""
     tensors = policy.worker.learners[0].optimizer_tensors()
-    return torch.cat([tensors[f"{name}/exp_avg"].reshape(-1) for name in policy.worker.learners[0].trainable]).double()
+    return torch.cat(
+        [tensors[f"{name}/exp_avg"].reshape(-1) for name in policy.worker.learners[0].trainable]
+    ).double()
 
 
 LOOK = OptimSettings(learning_rate=1e-30, beta1=0.0, grad_clip_norm=0.0)
 
 
-@pytest.mark.parametrize(("loss", "pairs"), [("dpo", "best_worst"), ("ipo", "best_worst"), ("dpo", "all")])
+@pytest.mark.parametrize(
+    ("loss", "pairs"), [("dpo", "best_worst"), ("ipo", "best_worst"), ("dpo", "all")]
+)
 def test_online_dpo_is_dpos_loss_on_the_better_and_the_worse_answer(loss, pairs):
     policy, reference = Policy(), Reference()
-    preference = OnlinePreferenceSettings(loss=loss, pairs=pairs, beta=0.3, group_size=3, length_normalise=False)
+    preference = OnlinePreferenceSettings(
+        loss=loss, pairs=pairs, beta=0.3, group_size=3, length_normalise=False
+    )
     sampling = SamplingSettings(temperature=TEMPERATURE, max_tokens=8)
     method = OnlineDpo(OnlineDpoSettings(preference=preference, sampling=sampling, optim=LOOK))
     models = Models(policy, {"reference": reference})
     rewards = [[0.0, 1.0, 0.25], [0.5, 0.5, 0.5]]
     datums = method.credit(groups(rewards), models)
     expected_pairs = {"best_worst": [(0, 1, 0)], "all": [(0, 1, 0), (0, 1, 2), (0, 2, 0)]}[pairs]
-    model, other = (copy.deepcopy(one.learners[0].model).double() for one in (policy.worker, reference.worker))
+    model, other = (
+        copy.deepcopy(one.learners[0].model).double() for one in (policy.worker, reference.worker)
+    )
     total = torch.zeros((), dtype=torch.float64)
     for p, best, worst in expected_pairs:
-        ratios = [sums(model, p, i, TEMPERATURE) - sums(other, p, i, TEMPERATURE).detach() for i in (best, worst)]
+        ratios = [
+            sums(model, p, i, TEMPERATURE) - sums(other, p, i, TEMPERATURE).detach()
+            for i in (best, worst)
+        ]
         delta = ratios[0] - ratios[1]
-        total = total + (-torch.nn.functional.logsigmoid(0.3 * delta) if loss == "dpo" else (delta - 1 / 0.6) ** 2)
+        total = total + (
+            -torch.nn.functional.logsigmoid(0.3 * delta)
+            if loss == "dpo"
+            else (delta - 1 / 0.6) ** 2
+        )
     total = total / len(expected_pairs)
     metrics = method.learn(models, datums, Progress(0, 1))
-    assert metrics["optim/pairs"] == len(expected_pairs) and metrics["optim/loss"] == pytest.approx(float(total), rel=1e-5)
+    assert metrics["optim/pairs"] == len(expected_pairs) and metrics["optim/loss"] == pytest.approx(
+        float(total), rel=1e-5
+    )
     expected = gradients(model, total)
     assert float((moved_by(policy) - expected).norm() / expected.norm()) < 1e-5
     assert metrics["optim/kl_sample_train_v2"] > 0  # the sampler's logprobs here are made up
@@ -101,7 +126,9 @@ def test_online_dpo_is_dpos_loss_on_the_better_and_the_worse_answer(loss, pairs)
 def test_best_of_n_is_the_mean_of_the_best_answers_tokens():
     policy = Policy()
     sampling = SamplingSettings(temperature=TEMPERATURE, max_tokens=8)
-    method = BestOfN(BestOfNSettings(selection=SelectionSettings(group_size=3), sampling=sampling, optim=LOOK))
+    method = BestOfN(
+        BestOfNSettings(selection=SelectionSettings(group_size=3), sampling=sampling, optim=LOOK)
+    )
     datums = method.credit(groups([[0.0, 1.0, 1.0], [0.2, 0.1, 0.3]]), Models(policy))
     model = copy.deepcopy(policy.worker.learners[0].model).double()
     total = -(sums(model, 0, 1, TEMPERATURE) + sums(model, 1, 2, TEMPERATURE)) / (3 + 4)
@@ -131,23 +158,39 @@ def test_which_answers_are_chosen_by_hand():
 @pytest.mark.parametrize("name", ["online_dpo", "best_of_n"])
 def test_answers_that_all_earn_the_same_move_no_weight(name):
     policy = Policy()
-    sampling, optim = SamplingSettings(temperature=TEMPERATURE, max_tokens=8), OptimSettings(learning_rate=1e-2, weight_decay=0.1)
+    sampling, optim = (
+        SamplingSettings(temperature=TEMPERATURE, max_tokens=8),
+        OptimSettings(learning_rate=1e-2, weight_decay=0.1),
+    )
     if name == "online_dpo":
         preference = OnlinePreferenceSettings(group_size=3)
         method = OnlineDpo(OnlineDpoSettings(preference=preference, sampling=sampling, optim=optim))
     else:
-        method = BestOfN(BestOfNSettings(selection=SelectionSettings(group_size=3), sampling=sampling, optim=optim))
+        method = BestOfN(
+            BestOfNSettings(
+                selection=SelectionSettings(group_size=3), sampling=sampling, optim=optim
+            )
+        )
     models = Models(policy, {"reference": Reference()})
-    method.learn(models, method.credit(groups([[0.0, 1.0, 0.5], [0.0, 0.0, 1.0]]), models), Progress(0, 2))
+    method.learn(
+        models, method.credit(groups([[0.0, 1.0, 0.5], [0.0, 0.0, 1.0]]), models), Progress(0, 2)
+    )
     before = policy.weights()
-    metrics = method.learn(models, method.credit(groups([[1.0] * 3, [0.0] * 3]), models), Progress(1, 2))
+    metrics = method.learn(
+        models, method.credit(groups([[1.0] * 3, [0.0] * 3]), models), Progress(1, 2)
+    )
     assert torch.equal(policy.weights(), before) and metrics["optim/skipped_no_signal"] == 1
     assert policy.worker.learners[0].version == 2
 
 
 def test_an_episode_of_several_sequences_is_refused_by_online_dpo():
     (group, *_) = groups([[0.0, 1.0, 0.5], [0.0] * 3])
-    again = Transition(ModelInput.from_ints([9, 9]), SampledSequence([3, 1], [-1.0] * 2, temperature=TEMPERATURE), 0.0, True)
+    again = Transition(
+        ModelInput.from_ints([9, 9]),
+        SampledSequence([3, 1], [-1.0] * 2, temperature=TEMPERATURE),
+        0.0,
+        True,
+    )
     group.trajectories_G[1].transitions.append(again)
     preference = OnlinePreferenceSettings(group_size=3, reference_free=True)
     with pytest.raises(UserError, match="one sequence of tokens"):
@@ -156,7 +199,9 @@ def test_an_episode_of_several_sequences_is_refused_by_online_dpo():
 
 @pytest.fixture(scope="module")
 def careless(tmp_path_factory):
-    """A policy that knows sums and answers badly, as at the beginning of the default recipe's second stage."""
+    """A policy that knows sums and answers badly, as at the beginning of the default recipe's
+    second stage.
+    """
     folder = tmp_path_factory.mktemp("careless") / "sft"
     how = "--steps 700 --batch-size 128 --learning-rate 4e-3 --schedule cosine --warmup-steps 20 --beta2 0.99 --eval-every 0 --save-every 0"
     train(f"sft --dataset addition:noise=0.7,from=8 {how}", folder)
@@ -167,10 +212,16 @@ def careless(tmp_path_factory):
 @pytest.mark.campaign
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("online_dpo", "--group-size 6 --beta 0.05 --learning-rate 1e-3"), ("best_of_n", "--group-size 6 --learning-rate 1e-3")],
+    [
+        ("online_dpo", "--group-size 6 --beta 0.05 --learning-rate 1e-3"),
+        ("best_of_n", "--group-size 6 --learning-rate 1e-3"),
+    ],
 )
 def test_addition_is_learnt_from_ones_own_answers(name, words, careless, tmp_path):
     asked = "--dataset addition --reward exact_match --max-tokens 4 --temperature 1.0 --steps 40 --batch-size 48 --eval-every 40"
-    rows = train(f"{name} --base-model {careless} {asked} {words} --eval-limit 256 --save-every 0 --rollouts-every 0", tmp_path / name)
+    rows = train(
+        f"{name} --base-model {careless} {asked} {words} --eval-limit 256 --save-every 0 --rollouts-every 0",
+        tmp_path / name,
+    )
     held_out = [row["test/env/all/correct"] for row in rows if "test/env/all/correct" in row]
     clears(f"{name}: gain in held-out accuracy", held_out[-1] - held_out[0], above=0.15)

@@ -1,4 +1,6 @@
-"""A method in a user's file: what its class inherits, and the judges that a run applies to any method."""
+"""A method in a user's file: what its class inherits, and the judges that a run applies to any
+method.
+"""
 
 import pytest
 
@@ -6,7 +8,14 @@ import rl
 from rl.errors import UserError
 from rl.methods import METHODS
 
-SMALL = {"steps": 1, "batch_size": 2, "group_size": 2, "max_tokens": 4, "eval_every": 0, "quiet": True}
+SMALL = {
+    "steps": 1,
+    "batch_size": 2,
+    "group_size": 2,
+    "max_tokens": 4,
+    "eval_every": 0,
+    "quiet": True,
+}
 FILE = '''
 from rl.episodes import trajectory_to_datums
 from rl.methods import GrpoSettings, METHODS, PolicyGradient
@@ -43,7 +52,10 @@ class Whole:
     def load_state(self, state):
         pass
 '''
-FILE += "".join(f'\nclass From_{name}(METHODS["{name}"].hooks):\n    Settings = METHODS["{name}"].settings\n' for name in METHODS)
+FILE += "".join(
+    f'\nclass From_{name}(METHODS["{name}"].hooks):\n    Settings = METHODS["{name}"].settings\n'
+    for name in METHODS
+)
 JUDGES = {
     "reward_model": {"reward_model": "/nonexistent"},
     "comparison_model": {"comparison_model": "/nonexistent"},
@@ -59,8 +71,11 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-CASES = [(method, judge) for method in ("grpo", "mine.py:Derived", "mine.py:Whole") for judge in JUDGES]
-CASES.remove(("mine.py:Whole", "reference_model"))  # it derives from nothing and declares no reference
+CASES = [
+    (method, judge) for method in ("grpo", "mine.py:Derived", "mine.py:Whole") for judge in JUDGES
+]
+# it derives from nothing and declares no reference
+CASES.remove(("mine.py:Whole", "reference_model"))
 
 
 @pytest.mark.parametrize(("method", "judge"), CASES)
@@ -72,9 +87,12 @@ def test_a_judge_that_is_not_there_stops_any_method(here, method, judge):
 
 @pytest.mark.parametrize("method", ["mine.py:Derived", "mine.py:Whole"])
 def test_a_judge_rewards_the_samples_of_a_users_method(here, method):
-    given = {"comparison_model": "tiny:ascii"} | ({"kl_coef": 0.1} if method == "mine.py:Derived" else {})
+    given = {"comparison_model": "tiny:ascii"} | (
+        {"kl_coef": 0.1} if method == "mine.py:Derived" else {}
+    )
     row = rl.train(method, output_dir=here / "run", **given, **SMALL).metrics[-1]
-    assert row["env/all/reward/learned"] == pytest.approx(0.5)  # the mean of shares that add up to one in each group of two
+    # the mean of shares that add up to one in each group of two
+    assert row["env/all/reward/learned"] == pytest.approx(0.5)
     assert row["reward/total"] == pytest.approx(row["env/all/reward/learned"])
     assert ("optim/kl_ref_k3" in row) == (method == "mine.py:Derived")
 
@@ -87,7 +105,8 @@ def test_a_reference_that_no_class_declares_is_explained(here):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_derived_class_is_prepared_as_its_parent(here, name):
     parent, derived = METHODS[name], METHODS[f"mine.py:From_{name}"]
-    changed = {"rlhf": ("needs_reward", "weights"), "reinforce": ("variants",)}.get(name, ())  # set beside the class
+    # set beside the class
+    changed = {"rlhf": ("needs_reward", "weights"), "reinforce": ("variants",)}.get(name, ())
     properties = ("reads", "needs_reward", "ranks_held_out", "ranks_where_there", "clients", "weights", "value_head", "critic",
                   "keeps_beginning", "remark", "variants")  # fmt: skip
     for item in properties:
@@ -95,5 +114,7 @@ def test_a_derived_class_is_prepared_as_its_parent(here, name):
 
 
 def test_a_derived_class_of_rows_runs(here):
-    row = rl.train("mine.py:From_sft", output_dir=here / "run", steps=1, batch_size=2, eval_every=0, quiet=True).metrics[-1]
+    row = rl.train(
+        "mine.py:From_sft", output_dir=here / "run", steps=1, batch_size=2, eval_every=0, quiet=True
+    ).metrics[-1]
     assert row["optim/loss"] > 0

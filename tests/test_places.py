@@ -1,4 +1,6 @@
-"""Places that texts name are there: paths, modules and names, in docs, docstrings and comments, and in the scripts that tests write."""
+"""Places that texts name are there: paths, modules and names, in docs, docstrings and comments, and
+in the scripts that tests write.
+"""
 
 import ast
 import re
@@ -15,13 +17,26 @@ import rl.types  # which gives addresses to what is in it
 REPO = Path(__file__).resolve().parent.parent
 TEXTS = [
     path
-    for pattern in ("*.md", "docs/*.md", "bench/*.*", "*.py", "rl/**/*.py", "kernels/**/*.py", "tests/*.py", "recipes/*.yaml")
+    for pattern in (
+        "*.md",
+        "docs/*.md",
+        "bench/*.*",
+        "*.py",
+        "rl/**/*.py",
+        "kernels/**/*.py",
+        "tests/*.py",
+        "recipes/*.yaml",
+    )
     for path in sorted(REPO.glob(pattern))
-    if path.suffix in (".md", ".py", ".yaml") and path.name not in ("test_imports.py", "test_places.py")  # these name what is not there
+    # these name what is not there
+    if path.suffix in (".md", ".py", ".yaml")
+    and path.name not in ("test_imports.py", "test_places.py")
 ]
 MODULE = re.compile(r"(?<![\w./\"'-])(rl(?:\.[A-Za-z_]\w*)+)(?!\w*[\"'(]?/)")
 FILE = re.compile(r"(?<![\w./-])((?:rl|kernels)/(?:[\w.-]+/)*[\w-]+\.py)(?:::([\w.]+))?")
-FOLDER = re.compile(r"`((?:rl|kernels|docs|tests|bench|recipes|slurm|accelerate_configs|ds_configs)/(?:[\w-]+/)*)`")
+FOLDER = re.compile(
+    r"`((?:rl|kernels|docs|tests|bench|recipes|slurm|accelerate_configs|ds_configs)/(?:[\w-]+/)*)`"
+)
 
 
 @cache
@@ -39,7 +54,12 @@ def names_in(file: Path) -> set[str]:
                 found.update(prefix + (alias.asname or alias.name) for alias in node.names)
             elif isinstance(node, ast.Assign | ast.AnnAssign):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                found.update(prefix + name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+                found.update(
+                    prefix + name.id
+                    for target in targets
+                    for name in ast.walk(target)
+                    if isinstance(name, ast.Name)
+                )
             elif isinstance(node, ast.If | ast.With | ast.Try):
                 visit(node.body, prefix)
 
@@ -48,7 +68,9 @@ def names_in(file: Path) -> set[str]:
 
 
 def is_there(dotted: str) -> bool:
-    """Whether a dotted name is a module, or a name that one has; what a name's own attributes are is not asked."""
+    """Whether a dotted name is a module, or a name that one has; what a name's own attributes are
+    is not asked.
+    """
     parts = dotted.split(".")
     for end in range(len(parts), 0, -1):
         place = REPO.joinpath(*parts[:end])
@@ -57,13 +79,21 @@ def is_there(dotted: str) -> bool:
             if end == len(parts):
                 return True
             names = names_in(file)
-            return parts[end] in names or (parts[:end] == ["rl"] and parts[end] in rl.__all__) or alias(dotted)
+            return (
+                parts[end] in names
+                or (parts[:end] == ["rl"] and parts[end] in rl.__all__)
+                or alias(dotted)
+            )
     return False
 
 
 def alias(dotted: str) -> bool:
     """Addresses of Tinker's client, which are no files here."""
-    known = ["rl.model_info", "rl.lib.public_interfaces", *(name for name in sys.modules if name.startswith("rl.types."))]
+    known = [
+        "rl.model_info",
+        "rl.lib.public_interfaces",
+        *(name for name in sys.modules if name.startswith("rl.types.")),
+    ]
     return any(f"{dotted}.".startswith(f"{name}.") for name in known)
 
 
@@ -71,8 +101,14 @@ def alias(dotted: str) -> bool:
 def test_what_a_text_names_is_there(text):
     wrong = []
     for number, line in enumerate(text.read_text().splitlines(), 1):
-        wrong += [f"{number}: {name}" for name in MODULE.findall(line) if not is_there(name.removesuffix(".py"))]
-        wrong += [f"{number}: {path}" for path in FOLDER.findall(line) if not (REPO / path).is_dir()]
+        wrong += [
+            f"{number}: {name}"
+            for name in MODULE.findall(line)
+            if not is_there(name.removesuffix(".py"))
+        ]
+        wrong += [
+            f"{number}: {path}" for path in FOLDER.findall(line) if not (REPO / path).is_dir()
+        ]
         for path, name in FILE.findall(line):
             if not (REPO / path).is_file() or (name and name not in names_in(REPO / path)):
                 wrong.append(f"{number}: {path}{'::' + name if name else ''}")
@@ -104,5 +140,7 @@ def test_modules_that_scripts_import_by_their_old_names_are_there():
 
     assert model_info.get_recommended_lora_lr is get_recommended_lora_lr
     code = "import sys, rl.model_info; print([name for name in ('rl.models', 'torch') if name in sys.modules])"
-    light = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
+    light = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True
+    )
     assert light.stdout.strip() == "[]"

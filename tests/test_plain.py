@@ -29,17 +29,41 @@ def test_by_hand(given, shown):
 
 def test_any_text_is_bounded_printable_and_stays_as_it_is_the_second_time():
     rng = random.Random(0)
-    kinds = ["\x1b", "[", "]", "0", "m", ";", "\x07", "\\", "a", "\n", "\r", "\ud800", "\u202e", "é", "\x9b", "P"]
+    kinds = [
+        "\x1b",
+        "[",
+        "]",
+        "0",
+        "m",
+        ";",
+        "\x07",
+        "\\",
+        "a",
+        "\n",
+        "\r",
+        "\ud800",
+        "\u202e",
+        "é",
+        "\x9b",
+        "P",
+    ]
     for _ in range(500):
         text = "".join(rng.choice(kinds) for _ in range(rng.randrange(60)))
         plain = plain_text(text, 1000)
-        assert all(c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs") for c in plain), (text, plain)
+        assert all(c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs") for c in plain), (
+            text,
+            plain,
+        )
         assert plain.encode("utf-8") and plain_text(plain, 10_000) == plain or not plain
 
 
 def test_what_is_left_out_is_counted():
     text = plain_text("x" * 1_000_000 + "end", 100)
-    assert text.startswith("x" * 75 + " [... 999903 characters left out ...] ") and text.endswith("end") and len(text) < 200
+    assert (
+        text.startswith("x" * 75 + " [... 999903 characters left out ...] ")
+        and text.endswith("end")
+        and len(text) < 200
+    )
 
 
 def test_an_exceptions_text_may_fail():
@@ -47,4 +71,7 @@ def test_an_exceptions_text_may_fail():
         def __str__(self):
             raise KeyError("x")
 
-    assert says(Bad()) == "Bad: (its text could not be had: KeyError)" and says(ValueError("why")) == "ValueError: why"
+    assert (
+        says(Bad()) == "Bad: (its text could not be had: KeyError)"
+        and says(ValueError("why")) == "ValueError: why"
+    )

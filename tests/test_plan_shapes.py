@@ -1,4 +1,6 @@
-"""The plan's numbers for every architecture: of a model that is cut those of the whole, of mixtures of experts in every precision."""
+"""The plan's numbers for every architecture: of a model that is cut those of the whole, of mixtures
+of experts in every precision.
+"""
 
 import contextlib
 import csv
@@ -32,7 +34,11 @@ def deep_config(name):
     config = tiny_config(name)
     if name == "reformer":  # a kind for each of its layers, and an index into them
         return config
-    changes = {key: 12 for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers") if config.to_dict().get(key) == 4}
+    changes = {
+        key: 12
+        for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+        if config.to_dict().get(key) == 4
+    }
     try:
         return tiny_config(name, **changes)
     except Exception:  # noqa: BLE001  (a config of another length than its lists)
@@ -45,7 +51,9 @@ def skeletons(folder, lora=None):
         return Skeleton(str(folder), None, lora), Skeleton(str(folder), None, lora, whole=True)
 
 
-@pytest.mark.parametrize("name", some(NAMES, ("qwen3", "gpt2", "gemma3_text", "gemma4_text", "mixtral", "zamba2")))
+@pytest.mark.parametrize(
+    "name", some(NAMES, ("qwen3", "gpt2", "gemma3_text", "gemma4_text", "mixtral", "zamba2"))
+)
 def test_a_cut_model_has_the_numbers_of_the_whole(name, tmp_path):
     deep_config(name).save_pretrained(tmp_path)
     for lora in (None, LoraConfig(2)):
@@ -57,8 +65,16 @@ def test_a_cut_model_has_the_numbers_of_the_whole(name, tmp_path):
         assert cut.shape == whole.shape
 
 
-# Their forward asks which tokens go to an expert, before it goes on; MiniMax's own code mixes precisions where all weights are in bfloat16.
-REFUSED = {"dbrx", "jetmoe", "longcat_flash", "qwen4_exp", "qwen4_exp_text", ("minimax", torch.bfloat16)}
+# Their forward asks which tokens go to an expert, before it goes on; MiniMax's own code mixes
+# precisions where all weights are in bfloat16.
+REFUSED = {
+    "dbrx",
+    "jetmoe",
+    "longcat_flash",
+    "qwen4_exp",
+    "qwen4_exp_text",
+    ("minimax", torch.bfloat16),
+}
 HOW = {
     "fp32": Arithmetic(fused=False),
     "bf16": Arithmetic(dtype=torch.bfloat16, fused=False),
@@ -69,7 +85,9 @@ HOW = {
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", some(MIXTURES, ("mixtral", "gpt_oss", "jetmoe")))
 def test_a_mixture_of_experts_is_planned_in_every_precision(name, how, tmp_path, monkeypatch):
-    """What tensors without memory say is what real ones hold, the kernels of grouped products among them; or it is said why not."""
+    """What tensors without memory say is what real ones hold, the kernels of grouped products among
+    them; or it is said why not.
+    """
     tiny_config(name).save_pretrained(tmp_path)
     skeleton, way = Skeleton(str(tmp_path), None, None), HOW[how]
     if {name, (name, way.dtype)} & REFUSED:
@@ -79,7 +97,8 @@ def test_a_mixture_of_experts_is_planned_in_every_precision(name, how, tmp_path,
     planned = skeleton.held(BATCH, way)
     monkeypatch.setattr(trace, "FakeTensorMode", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(trace.torch, "empty", torch.zeros)
-    if (name, how) == ("inkling2_text", "bf16"):  # real tensors do not run: its own code mixes precisions
+    # real tensors do not run: its own code mixes precisions
+    if (name, how) == ("inkling2_text", "bf16"):
         with pytest.raises(UserError, match="to have the same dtype"):
             skeleton.held(BATCH, way)
     else:  # torch cuts some operations up on the one and not on the other
@@ -87,10 +106,21 @@ def test_a_mixture_of_experts_is_planned_in_every_precision(name, how, tmp_path,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("a,b", [((24, 16), (3, 16, 32)), ((16, 24), (24, 32)), ((3, 8, 16), (16, 24)), ((3, 8, 16), (3, 16, 32))])
+@pytest.mark.parametrize(
+    "a,b",
+    [
+        ((24, 16), (3, 16, 32)),
+        ((16, 24), (24, 32)),
+        ((3, 8, 16), (16, 24)),
+        ((3, 8, 16), (3, 16, 32)),
+    ],
+)
 def test_a_grouped_product_has_the_shape_of_the_real_one(a, b, dtype):
     offs = None if len(a) == len(b) == 3 else torch.tensor([8, 16, 24], dtype=torch.int32)
-    a_, b_ = torch.zeros(a, dtype=dtype), torch.zeros(b, dtype=dtype).transpose(-2, -1).contiguous().transpose(-2, -1)
+    a_, b_ = (
+        torch.zeros(a, dtype=dtype),
+        torch.zeros(b, dtype=dtype).transpose(-2, -1).contiguous().transpose(-2, -1),
+    )
     real = torch.nn.functional.grouped_mm(a_, b_, offs=offs)
     ours = storages._grouped_product(a_, b_, offs)
     assert (ours.shape, ours.dtype) == (real.shape, real.dtype)

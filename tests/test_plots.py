@@ -1,4 +1,6 @@
-"""Curves: what is drawn is what was logged; odd inputs (one point, no series, several stages or runs) draw too."""
+"""Curves: what is drawn is what was logged; odd inputs (one point, no series, several stages or
+runs) draw too.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,14 @@ def write(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def two_stages() -> list[dict[str, Any]]:
-    sft = [{"step": i, "stage": "sft", "optim/loss": 1 / i, "optim/grad_norm": 10.0} for i in range(1, 61)]
-    rl: list[dict[str, Any]] = [{"step": i, "stage": "grpo", "optim/loss": 5.0, "optim/grad_norm": 1.0} for i in range(61, 101)]
+    sft = [
+        {"step": i, "stage": "sft", "optim/loss": 1 / i, "optim/grad_norm": 10.0}
+        for i in range(1, 61)
+    ]
+    rl: list[dict[str, Any]] = [
+        {"step": i, "stage": "grpo", "optim/loss": 5.0, "optim/grad_norm": 1.0}
+        for i in range(61, 101)
+    ]
     for row in rl:
         row["reward/total"] = row["step"] / 100
     for row in (sft[-1], rl[-1]):
@@ -53,21 +61,32 @@ def drawn(axis: Any) -> list[tuple[list[float], list[float]]]:
 def test_what_is_drawn_is_what_was_logged(tmp_path: Path) -> None:
     curve = plots.read_curve(write(tmp_path / "a", two_stages()))
     axes = axes_by_title([curve])
-    assert drawn(axes["held-out accuracy"]) == [([60, 100], [0.3, 0.5])]  # across the stages, unsmoothed
-    assert [text.get_text() for text in axes["held-out accuracy"].texts if "." in text.get_text()] == ["0.30", "0.50"]
+    # across the stages, unsmoothed
+    assert drawn(axes["held-out accuracy"]) == [([60, 100], [0.3, 0.5])]
+    assert [
+        text.get_text() for text in axes["held-out accuracy"].texts if "." in text.get_text()
+    ] == ["0.30", "0.50"]
     raw, mean = drawn(axes["reward"])
     assert raw == (list(range(61, 101)), [i / 100 for i in range(61, 101)])
-    assert mean[1][20] == pytest.approx(0.81)  # the middle of a straight line is its own running mean
+    # the middle of a straight line is its own running mean
+    assert mean[1][20] == pytest.approx(0.81)
     # The loss of the RL stage (5.0 throughout) is no supervised loss and is not drawn.
-    assert all(max(ys) <= 1 and max(xs) == 60 for xs, ys in drawn(axes["loss, supervised (nats a token or pair)"]))
+    assert all(
+        max(ys) <= 1 and max(xs) == 60
+        for xs, ys in drawn(axes["loss, supervised (nats a token or pair)"])
+    )
 
 
 def test_no_line_and_no_mean_runs_over_the_end_of_a_stage(tmp_path: Path) -> None:
     axes = axes_by_title([plots.read_curve(write(tmp_path / "a", two_stages()))])
     lines = drawn(axes["gradient norm, before clipping"])
     assert sorted({(min(xs), max(xs)) for xs, _ in lines}) == [(1, 60), (61, 100)]
-    assert {value for _, ys in lines for value in ys} == {10.0, 1.0}  # a mean over both would show values between
-    assert {text.get_text() for text in axes["gradient norm, before clipping"].texts} == {"sft", "grpo"}
+    # a mean over both would show values between
+    assert {value for _, ys in lines for value in ys} == {10.0, 1.0}
+    assert {text.get_text() for text in axes["gradient norm, before clipping"].texts} == {
+        "sft",
+        "grpo",
+    }
 
 
 def test_smoothing_against_hand_values() -> None:
@@ -76,17 +95,25 @@ def test_smoothing_against_hand_values() -> None:
 
 
 def test_null_and_missing_values_are_left_out(tmp_path: Path) -> None:
-    rows = [{"step": 0, "reward/total": None}, {"step": 1, "reward/total": 0.5}, {"step": 2, "optim/entropy": 1.0}]
+    rows = [
+        {"step": 0, "reward/total": None},
+        {"step": 1, "reward/total": 0.5},
+        {"step": 2, "optim/entropy": 1.0},
+    ]
     axes = axes_by_title([plots.read_curve(write(tmp_path / "a", rows))])
     assert set(axes) == {"reward", "entropy (nats a token)"}
     assert drawn(axes["reward"]) == [([1], [0.5])]
 
 
 def test_odd_folders_draw(tmp_path: Path) -> None:
-    one = write(tmp_path / "one", [{"step": 3, "test/env/all/correct": 0.5, "optim/grad_norm": 0.0}])
+    one = write(
+        tmp_path / "one", [{"step": 3, "test/env/all/correct": 0.5, "optim/grad_norm": 0.0}]
+    )
     two = write(tmp_path / "two", two_stages())
     assert is_png(plots.draw(one, tmp_path / "one.png"))
-    assert is_png(plots.draw([one, two / "metrics.jsonl"], tmp_path / "both.png", labels=["a", "b"]))
+    assert is_png(
+        plots.draw([one, two / "metrics.jsonl"], tmp_path / "both.png", labels=["a", "b"])
+    )
     none = write(tmp_path / "none", [{"step": 1, "something": 1.0}])
     with pytest.raises(plots.NothingToDraw, match="none"):
         plots.draw(none, tmp_path / "none.png")
@@ -128,7 +155,11 @@ def test_the_script(tmp_path: Path) -> None:
     subprocess.run([*script, *folders, "-o", str(tmp_path / "out.png")], check=True)
     assert is_png(tmp_path / "out.png")
     failed = subprocess.run([*script, str(tmp_path / "absent")], capture_output=True, text=True)
-    assert failed.returncode == 2 and failed.stderr.startswith("plot.py: no metrics at") and "Traceback" not in failed.stderr
+    assert (
+        failed.returncode == 2
+        and failed.stderr.startswith("plot.py: no metrics at")
+        and "Traceback" not in failed.stderr
+    )
 
 
 def test_where_the_picture_goes(tmp_path: Path) -> None:
@@ -136,15 +167,30 @@ def test_where_the_picture_goes(tmp_path: Path) -> None:
     (tmp_path / "pictures").mkdir()
 
     def plot(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, str(REPO / "plot.py"), *words], capture_output=True, text=True)
+        return subprocess.run(
+            [sys.executable, str(REPO / "plot.py"), *words], capture_output=True, text=True
+        )
 
     done = plot(str(folder), str(tmp_path / "named.png"))  # as one types a file to write
-    assert done.stdout.strip() == str(tmp_path / "named.png") and is_png(tmp_path / "named.png"), done.stderr
-    assert plot(str(folder), "-o", str(tmp_path / "pictures")).stdout.strip() == str(tmp_path / "pictures/curves.png")
-    assert plot(str(folder), "-o", str(tmp_path / "a.svg")).returncode == 0 and "<svg" in (tmp_path / "a.svg").read_text()
-    for words in (["-o", str(tmp_path / "a.xyz")], [str(tmp_path / "x.png"), "-o", str(tmp_path / "y.png")]):
+    assert done.stdout.strip() == str(tmp_path / "named.png") and is_png(tmp_path / "named.png"), (
+        done.stderr
+    )
+    assert plot(str(folder), "-o", str(tmp_path / "pictures")).stdout.strip() == str(
+        tmp_path / "pictures/curves.png"
+    )
+    assert (
+        plot(str(folder), "-o", str(tmp_path / "a.svg")).returncode == 0
+        and "<svg" in (tmp_path / "a.svg").read_text()
+    )
+    for words in (
+        ["-o", str(tmp_path / "a.xyz")],
+        [str(tmp_path / "x.png"), "-o", str(tmp_path / "y.png")],
+    ):
         failed = plot(str(folder), *words)
-        assert failed.returncode == 2 and ("let it end with .png, .svg, .pdf" in failed.stderr or "give one of them" in failed.stderr)
+        assert failed.returncode == 2 and (
+            "let it end with .png, .svg, .pdf" in failed.stderr
+            or "give one of them" in failed.stderr
+        )
         assert not (tmp_path / "a.xyz").exists() and not (tmp_path / "y.png").exists()
 
 
@@ -152,6 +198,9 @@ def test_a_backend_that_means_nothing_is_not_asked_for(tmp_path: Path) -> None:
     """MPLBACKEND of another machine, or mistyped: matplotlib itself would not even be imported."""
     folder = write(tmp_path / "a", two_stages())
     done = subprocess.run(
-        [sys.executable, str(REPO / "plot.py"), str(folder)], env={**os.environ, "MPLBACKEND": "nonsense"}, capture_output=True, text=True
+        [sys.executable, str(REPO / "plot.py"), str(folder)],
+        env={**os.environ, "MPLBACKEND": "nonsense"},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0 and is_png(folder / "curves.png"), done.stderr

@@ -1,4 +1,6 @@
-"""KTO, ORPO and SimPO: losses and gradients against the papers' formulas one answer after the other in float64, and what is learnt."""
+"""KTO, ORPO and SimPO: losses and gradients against the papers' formulas one answer after the other
+in float64, and what is learnt.
+"""
 
 import math
 
@@ -17,8 +19,17 @@ def flat(datums, logprobs):
     """What a loss gets of datums, in float64."""
     logp = torch.tensor(np.concatenate(logprobs), requires_grad=True)
     names = [name for name in datums[0].loss_fn_inputs if name != "target_tokens"]
-    inputs = {k: torch.from_numpy(np.concatenate([d.loss_fn_inputs[k].array for d in datums]).astype(np.float64)) for k in names}
-    return logp, inputs, torch.tensor(np.concatenate([[0], np.cumsum([len(lp) for lp in logprobs])]))
+    inputs = {
+        k: torch.from_numpy(
+            np.concatenate([d.loss_fn_inputs[k].array for d in datums]).astype(np.float64)
+        )
+        for k in names
+    }
+    return (
+        logp,
+        inputs,
+        torch.tensor(np.concatenate([[0], np.cumsum([len(lp) for lp in logprobs])])),
+    )
 
 
 def answers_of(datums, logprobs):
@@ -41,15 +52,26 @@ def orpo_by_hand(datums, logprobs, beta: float) -> float:
 
 def simpo_by_hand(datums, logprobs, beta: float, gamma: float) -> float:
     means = [float(np.mean(lp)) for lp in answers_of(datums, logprobs)]
-    return sum(-math.log(sigmoid(beta * w - beta * r - gamma)) for w, r in zip(means[0::2], means[1::2], strict=True))
+    return sum(
+        -math.log(sigmoid(beta * w - beta * r - gamma))
+        for w, r in zip(means[0::2], means[1::2], strict=True)
+    )
 
 
-def kto_by_hand(datums, logprobs, beta: float, kl: float, desirable: float, undesirable: float) -> float:
+def kto_by_hand(
+    datums, logprobs, beta: float, kl: float, desirable: float, undesirable: float
+) -> float:
     total = 0.0
     for i, (datum, own) in enumerate(zip(datums, answers_of(datums, logprobs), strict=True)):
         mask = datum.loss_fn_inputs["mask"].array != 0
-        ratio = float(own.sum() - datum.loss_fn_inputs["ref_logprobs"].array.astype(np.float64)[mask].sum())
-        value = desirable * sigmoid(beta * (ratio - kl)) if i % 2 == 0 else undesirable * sigmoid(beta * (kl - ratio))
+        ratio = float(
+            own.sum() - datum.loss_fn_inputs["ref_logprobs"].array.astype(np.float64)[mask].sum()
+        )
+        value = (
+            desirable * sigmoid(beta * (ratio - kl))
+            if i % 2 == 0
+            else undesirable * sigmoid(beta * (kl - ratio))
+        )
         total += (desirable if i % 2 == 0 else undesirable) - value
     return total
 
@@ -60,7 +82,11 @@ CASES = [
     ("simpo", {"beta": 2.0, "gamma": 1.0}, lambda d, lp: simpo_by_hand(d, lp, 2.0, 1.0)),
     ("simpo", {"beta": 0.7, "gamma": 0.0}, lambda d, lp: simpo_by_hand(d, lp, 0.7, 0.0)),
     ("kto", {"beta": 0.3, "kl": 0.4}, lambda d, lp: kto_by_hand(d, lp, 0.3, 0.4, 1.0, 1.0)),
-    ("kto", {"beta": 0.1, "desirable_weight": 1.5, "undesirable_weight": 0.5}, lambda d, lp: kto_by_hand(d, lp, 0.1, 0.0, 1.5, 0.5)),
+    (
+        "kto",
+        {"beta": 0.1, "desirable_weight": 1.5, "undesirable_weight": 0.5},
+        lambda d, lp: kto_by_hand(d, lp, 0.1, 0.0, 1.5, 0.5),
+    ),
 ]
 
 
@@ -78,7 +104,8 @@ def test_value_and_gradient_are_those_of_the_formula(name, config, formula):
     assert value.item() == pytest.approx(formula(datums, logprobs), rel=1e-12)
     (found,) = torch.autograd.grad(value, logp)
     step, place = 1e-6, 0
-    for lp in logprobs:  # central differences of the formula, at every position: masked ones have none
+    # central differences of the formula, at every position: masked ones have none
+    for lp in logprobs:
         for t in range(len(lp)):
             before = lp[t]
             ends = []
@@ -95,7 +122,9 @@ def test_value_and_gradient_are_those_of_the_formula(name, config, formula):
 
 
 def test_hand_values():
-    """ORPO's and SimPO's losses where answers are equally likely: log 2 beside the likelihood; SimPO's margin shifts it by gamma."""
+    """ORPO's and SimPO's losses where answers are equally likely: log 2 beside the likelihood;
+    SimPO's margin shifts it by gamma.
+    """
     datums = pairs(1)
     for datum in datums:
         datum.loss_fn_inputs.pop("ref_logprobs")
@@ -108,7 +137,9 @@ def test_hand_values():
 
     assert value("orpo", logp, beta=1.0) == pytest.approx(2 * math.log(2), rel=1e-12)
     assert value("simpo", logp, beta=2.0, gamma=0.0) == pytest.approx(math.log(2), rel=1e-12)
-    assert value("simpo", logp, beta=2.0, gamma=1.0) == pytest.approx(math.log(1 + math.e), rel=1e-12)
+    assert value("simpo", logp, beta=2.0, gamma=1.0) == pytest.approx(
+        math.log(1 + math.e), rel=1e-12
+    )
     certain = [np.full(d.model_input.length, -1e-9) for d in datums]  # odds without end stay finite
     assert math.isfinite(value("orpo", flat(datums, certain)[0], beta=1.0))
 

@@ -41,7 +41,10 @@ def spoil(model, change) -> None:
 def test_a_faint_leak_from_the_right_is_seen(strength):
     model = model_of()
     spoil(model, lambda out: out + strength * out.mean(1, keepdim=True))
-    assert "is not told apart from what stands to its right" in find_faults(model, ["padded"])["padded"]
+    assert (
+        "is not told apart from what stands to its right"
+        in find_faults(model, ["padded"])["padded"]
+    )
 
 
 @pytest.mark.parametrize("strength", [1.0, 1e-5])
@@ -49,33 +52,58 @@ def test_a_faint_state_that_goes_on_is_seen(strength):
     model = model_of()
     spoil(model, lambda out: out + strength * out.cumsum(1))
     faults = find_faults(model, LAYOUTS)
-    assert faults.keys() == {"packed", "shared"} and all("is not told apart" in why for why in faults.values())
+    assert faults.keys() == {"packed", "shared"} and all(
+        "is not told apart" in why for why in faults.values()
+    )
 
 
 def test_positions_that_are_not_heeded_are_seen():
-    """Rows are kept apart, yet each begins where the one before ended: no token of another row is seen, and all is wrong."""
+    """Rows are kept apart, yet each begins where the one before ended: no token of another row is
+    seen, and all is wrong.
+    """
     model = model_of("gpt2")
     table = model.transformer.wpe
-    table.register_forward_pre_hook(lambda module, args: (torch.arange(args[0].shape[-1])[None].expand_as(args[0]),))
+    table.register_forward_pre_hook(
+        lambda module, args: (torch.arange(args[0].shape[-1])[None].expand_as(args[0]),)
+    )
     faults = find_faults(model, LAYOUTS)
-    assert faults.keys() == {"packed", "shared"} and "differ from those of a sequence alone" in faults["packed"]
+    assert (
+        faults.keys() == {"packed", "shared"}
+        and "differ from those of a sequence alone" in faults["packed"]
+    )
 
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_weights_as_they_begin_are_judged_like_large_ones(bf16):
-    """They attend nearly uniformly, so that a fault moves a logprob by next to nothing; it would grow in training."""
-    for name, taken in (("lfm2", {"padded"}), ("gpt_neo", {"padded"}), ("mistral", {"padded", "packed"}), ("mixtral", set(LAYOUTS))):
+    """They attend nearly uniformly, so that a fault moves a logprob by next to nothing; it would
+    grow in training.
+    """
+    for name, taken in (
+        ("lfm2", {"padded"}),
+        ("gpt_neo", {"padded"}),
+        ("mistral", {"padded", "packed"}),
+        ("mixtral", set(LAYOUTS)),
+    ):
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            assert set(LAYOUTS) - find_faults(load._prepared(tiny_model(name, large=False)), LAYOUTS).keys() == taken, name
+            assert (
+                set(LAYOUTS)
+                - find_faults(load._prepared(tiny_model(name, large=False)), LAYOUTS).keys()
+                == taken
+            ), name
 
 
 def test_a_window_is_proved_by_making_it_small_or_not_used():
-    near, far = model_of("mistral", sliding_window=8), model_of("mistral", sliding_window=100_000, max_position_embeddings=200_000)
+    near, far = (
+        model_of("mistral", sliding_window=8),
+        model_of("mistral", sliding_window=100_000, max_position_embeddings=200_000),
+    )
     for model in (near, far):
         faults = find_faults(model, LAYOUTS)
         assert faults.keys() == {"shared"} and "differ" in faults["shared"]
     assert far.config.sliding_window == 100_000  # and is as it was
-    assert "window_size=40 reaches farther" in find_faults(model_of("gpt_neo"), ["packed"])["packed"]
+    assert (
+        "window_size=40 reaches farther" in find_faults(model_of("gpt_neo"), ["packed"])["packed"]
+    )
 
 
 def test_a_model_that_looks_ahead_is_refused_by_name():
@@ -91,7 +119,9 @@ def test_randomness_under_any_name_is_found_in_training_mode():
             return x + 1e-3 * torch.randn_like(x) if self.training else x
 
     model = model_of()
-    model.model.layers[1].mlp.down_proj = nn.Sequential(model.model.layers[1].mlp.down_proj, Shaky())
+    model.model.layers[1].mlp.down_proj = nn.Sequential(
+        model.model.layers[1].mlp.down_proj, Shaky()
+    )
     assert find_faults(model, ["padded"]) == {}
     assert find_faults(model, ["padded"], training=True).keys() == {"training"}
 
@@ -105,8 +135,12 @@ def test_randomness_that_seldom_matters_is_found():
 
     model = model_of()
     model.model.layers[1].mlp.down_proj = nn.Sequential(model.model.layers[1].mlp.down_proj, Rare())
-    assert "draws random numbers (rand_like)" in find_faults(model, ["padded"], training=True)["training"]
-    assert find_faults(model_of("opt", layerdrop=0.5), ["padded"], training=True) == {}  # it draws a number a layer, to no effect
+    assert (
+        "draws random numbers (rand_like)"
+        in find_faults(model, ["padded"], training=True)["training"]
+    )
+    # it draws a number a layer, to no effect
+    assert find_faults(model_of("opt", layerdrop=0.5), ["padded"], training=True) == {}
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -119,9 +153,12 @@ def test_it_leaves_no_trace(training):
     modes, state = [m.training for m in model.modules()], copy.deepcopy(model.state_dict())
     config, rng = model.config.to_dict(), torch.get_rng_state()
     find_faults(model, LAYOUTS, training=True)
-    assert torch.equal(torch.get_rng_state(), rng) and [m.training for m in model.modules()] == modes
+    assert (
+        torch.equal(torch.get_rng_state(), rng) and [m.training for m in model.modules()] == modes
+    )
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert model.config.to_dict() == config and all(p.grad is None for p in model.parameters())
-    assert not any(m._forward_pre_hooks for m in model.modules()) and not model.get_input_embeddings()._forward_hooks
-
-
+    assert (
+        not any(m._forward_pre_hooks for m in model.modules())
+        and not model.get_input_embeddings()._forward_hooks
+    )

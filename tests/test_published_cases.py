@@ -1,12 +1,15 @@
-"""Numbers and formulas that others published, against ours: what agrees, and (docs/published_cases.md) what does not and why.
+"""Numbers and formulas that others published, against ours: what agrees, and
+(docs/published_cases.md) what does not and why.
 
-Every literal is an expected value of the named project's own tests; formulas are written out here from what those tests compare with.
+Every literal is an expected value of the named project's own tests; formulas are written out here
+from what those tests compare with.
     rlax 0.1.9, trfl 1.2.0       literal cases (deepmind)
     verl 0.9.1                   tests/trainer/ppo: test_core_algos_on_cpu, test_loss_aggregation_on_cpu, test_rollout_corr
     Liger-Kernel                 test/chunked_loss: the plain torch losses that its kernels are held against
     AReaL                        its packed GAE over sequences with and without an end
-Discounts that differ from step to step (theirs) are the one discount 1 (ours) in other units: with P_t the product of the discounts
-before step t, rewards P_t r_t and values P_t v_t have the advantages P_t A_t. A discount of 0 ends a sequence.
+Discounts that differ from step to step (theirs) are the one discount 1 (ours) in other units: with
+P_t the product of the discounts before step t, rewards P_t r_t and values P_t v_t have the
+advantages P_t A_t. A discount of 0 ends a sequence.
 """
 
 import math
@@ -26,21 +29,29 @@ F64 = torch.float64
 
 def advantages(rewards, discounts, values, bootstrap, lam):
     """Advantages under discounts of their own."""
-    rewards, discounts, values = (np.asarray(x, dtype=np.float64) for x in (rewards, discounts, values))
+    rewards, discounts, values = (
+        np.asarray(x, dtype=np.float64) for x in (rewards, discounts, values)
+    )
     ends = [0, *(int(t) + 1 for t in np.flatnonzero(discounts[:-1] == 0)), len(rewards)]
     found = []
     for start, end in zip(ends, ends[1:], strict=False):
         d = discounts[start:end]
         units = np.concatenate([[1.0], np.cumprod(d)])
         last = values[end] if end < len(rewards) else bootstrap
-        r, v, after = units[:-1] * rewards[start:end], units[:-1] * values[start:end], float(units[-1] * last)
+        r, v, after = (
+            units[:-1] * rewards[start:end],
+            units[:-1] * values[start:end],
+            float(units[-1] * last),
+        )
         found.append(token_advantages(r, v, gamma=1.0, lam=lam, bootstrap=after) / units[:-1])
     return np.concatenate(found)
 
 
-# -------------------------------------------------------------------------------------------------------- rlax, trfl
+# --------------------------------------------------------------------------------------- rlax, trfl
 
-GAE = {  # rlax multistep_test, TruncatedGeneralizedAdvantageEstimation: rewards, discounts, values with the bootstrap last
+# rlax multistep_test, TruncatedGeneralizedAdvantageEstimation: rewards, discounts, values with the
+# bootstrap last
+GAE = {
     "one": ([0, 0, 1, 0, -0.5], [0.99] * 5, [1, 4, -3, -2, -1, -1]),
     "ends inside": ([0, 0, 0, 0, 1], [0.9, 0.9, 0.9, 0.0, 0.9], [-3, -2, -1, 0, 5, -1]),
 }
@@ -58,61 +69,99 @@ GAE_EXPECTED = {
 def test_rlax_truncated_gae(name, lam):
     rewards, discounts, values = GAE[name]
     found = advantages(rewards, discounts, values[:-1], values[-1], lam)
-    np.testing.assert_allclose(found, GAE_EXPECTED[name, lam], atol=1e-3)  # their literals have four or five digits
+    # their literals have four or five digits
+    np.testing.assert_allclose(found, GAE_EXPECTED[name, lam], atol=1e-3)
 
 
-R = [[1.0, 0.0, -1.0, 0.0, 1.0], [0.5, 0.8, -0.7, 0.0, 2.1]]  # rlax multistep_test, lambda, discounted and n-step returns
+# rlax multistep_test, lambda, discounted and n-step returns
+R = [[1.0, 0.0, -1.0, 0.0, 1.0], [0.5, 0.8, -0.7, 0.0, 2.1]]
 D = [[0.5, 0.9, 1.0, 0.5, 0.8], [0.9, 0.5, 0.3, 0.8, 0.7]]
 V = [[3.0, 1.0, 5.0, -5.0, 3.0], [-1.7, 1.2, 2.3, 2.2, 2.7]]  # after each step
-LAMBDA_RETURNS = [[1.6460547, 0.72281253, 0.7375001, 0.6500001, 3.4], [0.7866317, 0.9913063, 0.1101501, 2.834, 3.99]]
-DISCOUNTED = [[1.315, 0.63000005, 0.70000005, 1.7, 3.4], [1.33592, 0.9288, 0.2576, 3.192, 3.9899998]]
+LAMBDA_RETURNS = [
+    [1.6460547, 0.72281253, 0.7375001, 0.6500001, 3.4],
+    [0.7866317, 0.9913063, 0.1101501, 2.834, 3.99],
+]
+DISCOUNTED = [
+    [1.315, 0.63000005, 0.70000005, 1.7, 3.4],
+    [1.33592, 0.9288, 0.2576, 3.192, 3.9899998],
+]
 
 
 @pytest.mark.parametrize("row", [0, 1])
-@pytest.mark.parametrize(("lam", "expected"), [(0.75, LAMBDA_RETURNS), (1.0, DISCOUNTED)], ids=["lambda", "discounted"])
+@pytest.mark.parametrize(
+    ("lam", "expected"), [(0.75, LAMBDA_RETURNS), (1.0, DISCOUNTED)], ids=["lambda", "discounted"]
+)
 def test_rlax_returns(row, lam, expected):
-    """A return is advantage + value; the value before the first step cancels. lambda 1 is also their n-step return of n >= 5."""
+    """A return is advantage + value; the value before the first step cancels. lambda 1 is also
+    their n-step return of n >= 5.
+    """
     before = [7.0, *V[row][:-1]]
-    np.testing.assert_allclose(advantages(R[row], D[row], before, V[row][-1], lam) + before, expected[row], rtol=2e-6)
+    np.testing.assert_allclose(
+        advantages(R[row], D[row], before, V[row][-1], lam) + before, expected[row], rtol=2e-6
+    )
 
 
-TD = [(d, v) for v in (0.0, 1.0, 2.0) for d in (0.0, 0.5, 1.0)]  # rlax and trfl, TDLearning: v_tm1 1, r -1
+# rlax and trfl, TDLearning: v_tm1 1, r -1
+TD = [(d, v) for v in (0.0, 1.0, 2.0) for d in (0.0, 0.5, 1.0)]
 
 
-@pytest.mark.parametrize(("case", "expected"), zip(TD, [-2.0, -2.0, -2.0, -2.0, -1.5, -1.0, -2.0, -1.0, 0.0], strict=True))
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    zip(TD, [-2.0, -2.0, -2.0, -2.0, -1.5, -1.0, -2.0, -1.0, 0.0], strict=True),
+)
 def test_td_learning(case, expected):
     discount, after = case
     one = np.array([-1.0]), np.array([1.0])
-    assert token_advantages(*one, gamma=discount, lam=0.3, bootstrap=after) == pytest.approx([expected])
+    assert token_advantages(*one, gamma=discount, lam=0.3, bootstrap=after) == pytest.approx(
+        [expected]
+    )
     value = torch.ones(1, requires_grad=True)
     inputs = {"values": value, "returns": torch.tensor([1.0 + expected]), "mask": torch.ones(1)}
     loss, _ = LOSSES["value"].fn(value.detach(), value.detach(), inputs, torch.tensor([0, 1]), {})
     loss.backward()
-    assert float(loss.detach()) == pytest.approx(0.5 * expected**2) and float(value.grad) == pytest.approx(-expected)  # trfl's, too
+    # trfl's, too
+    assert float(loss.detach()) == pytest.approx(0.5 * expected**2) and float(
+        value.grad
+    ) == pytest.approx(-expected)
 
 
 TD_LAMBDA = [  # rlax value_learning_test, TDLambda, lambda 0.75
     ([-1.3, -1.3, 2.3], [0.0, 0.89, 0.85], [1.1, -1.1, 3.1], 2.2, [-2.4, 3.2732253, 1.0700002]),
-    ([1.3, 5.3, -3.3], [0.88, 1.0, 0.83], [2.1, -1.1, -2.1], -1.2, [-0.01701999, 2.6529999, -2.196]),
+    (
+        [1.3, 5.3, -3.3],
+        [0.88, 1.0, 0.83],
+        [2.1, -1.1, -2.1],
+        -1.2,
+        [-0.01701999, 2.6529999, -2.196],
+    ),
 ]
 
 
 @pytest.mark.parametrize("case", TD_LAMBDA)
 def test_rlax_td_lambda(case):
     *given, expected = case
-    np.testing.assert_allclose(advantages(*given, 0.75), expected, rtol=2e-5)  # the first of the second row is a difference of 2.1s
+    # the first of the second row is a difference of 2.1s
+    np.testing.assert_allclose(advantages(*given, 0.75), expected, rtol=2e-5)
 
 
 @pytest.mark.parametrize("lam", [0.25, 0.5, 1.0])
 def test_trfl_generalised_lambda_returns(lam):
     last = 0.5 + 0.8 * 0.1
     expected = [0.4 + 0.9 * (lam * last + (1 - lam) * 0.3), last]
-    np.testing.assert_allclose(advantages([0.4, 0.5], [0.9, 0.8], [0.2, 0.3], 0.1, lam) + [0.2, 0.3], expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        advantages([0.4, 0.5], [0.9, 0.8], [0.2, 0.3], 0.1, lam) + [0.2, 0.3], expected, rtol=1e-6
+    )
 
 
-SCANS = [  # trfl sequence_ops_test, scan_discounted_sum with reverse: sequence, decays, bootstrap, expected
+# trfl sequence_ops_test, scan_discounted_sum with reverse: sequence, decays, bootstrap, expected
+SCANS = [
     ([3, 1, 5], [0.5, 0.9, 1.0], 0.0, [(5 * 0.9 + 1) * 0.5 + 3, 5 * 0.9 + 1, 5]),
-    ([-1.7, 1.2, 2.3], [0.9, 0.5, 0.3], 1.5, [((2.3 + 0.45) * 0.5 + 1.2) * 0.9 - 1.7, (2.3 + 0.45) * 0.5 + 1.2, 2.75]),
+    (
+        [-1.7, 1.2, 2.3],
+        [0.9, 0.5, 0.3],
+        1.5,
+        [((2.3 + 0.45) * 0.5 + 1.2) * 0.9 - 1.7, (2.3 + 0.45) * 0.5 + 1.2, 2.75],
+    ),
     ([3, 1], [0.5, 0.9], 2.5, [(0.9 * 2.5 + 1) * 0.5 + 3, 0.9 * 2.5 + 1]),
     ([33, 11, 55], [5, 9, 10], 0.0, [(55 * 9 + 11) * 5 + 33, 55 * 9 + 11, 55]),
     ([-17, 12, 23], [9, 5, 3], 15.0, [((23 + 45) * 5 + 12) * 9 - 17, (23 + 45) * 5 + 12, 68]),
@@ -123,7 +172,9 @@ SCANS = [  # trfl sequence_ops_test, scan_discounted_sum with reverse: sequence,
 def test_trfl_scan_discounted_sum(sequence, decays, after, expected):
     units = np.concatenate([[1.0], np.cumprod(decays)])
     items = units * np.array([*sequence, after], dtype=np.float64)
-    assert np.array(returns_to_go(items, 1.0))[:-1] / units[:-1] == pytest.approx(expected, rel=1e-12)
+    assert np.array(returns_to_go(items, 1.0))[:-1] / units[:-1] == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 ENTROPY = [  # trfl discrete_policy_gradient_ops_test: logits, entropy, its gradient
@@ -147,27 +198,49 @@ def test_trfl_entropy(logits, expected, slope):
 
 def log_softmax(logits):
     logits = np.asarray(logits, dtype=np.float64)
-    return logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True)) - logits.max(-1, keepdims=True)
+    return (
+        logits
+        - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        - logits.max(-1, keepdims=True)
+    )
 
 
 def loss_of(name, lp, cu_seqlens, config=None, **inputs):
     lp = torch.tensor(lp, dtype=F64, requires_grad=True)
-    tensors = {field: torch.as_tensor(np.asarray(value), dtype=F64) for field, value in inputs.items()}
-    loss, _ = LOSSES[name].compute(lp, torch.zeros_like(lp), tensors, torch.as_tensor(cu_seqlens), config or {})
+    tensors = {
+        field: torch.as_tensor(np.asarray(value), dtype=F64) for field, value in inputs.items()
+    }
+    loss, _ = LOSSES[name].compute(
+        lp, torch.zeros_like(lp), tensors, torch.as_tensor(cu_seqlens), config or {}
+    )
     (slope,) = torch.autograd.grad(loss, lp)
     return float(loss), slope.numpy()
 
 
-TRFL_PG = [([0, 1], 0, 0.0, 0.0), ([0, 1], 0, 1.0, 1.313262), ([1, 1], 1, 2.0, 1.386294), ([0, 100], 1, 1.0, 0.0)]
+TRFL_PG = [
+    ([0, 1], 0, 0.0, 0.0),
+    ([0, 1], 0, 1.0, 1.313262),
+    ([1, 1], 1, 2.0, 1.386294),
+    ([0, 100], 1, 1.0, 0.0),
+]
 
 
 @pytest.mark.parametrize(("logits", "action", "value", "expected"), TRFL_PG)
 def test_trfl_discrete_policy_gradient(logits, action, value, expected):
-    """Loss -A log pi: cross_entropy weighted by the advantage; cispo where nothing is clipped (its ratio is 1)."""
+    """Loss -A log pi: cross_entropy weighted by the advantage; cispo where nothing is clipped (its
+    ratio is 1).
+    """
     lp = [log_softmax(logits)[action]]
-    assert loss_of("cross_entropy", lp, [0, 1], weights=[value])[0] == pytest.approx(expected, abs=1e-6)
-    assert loss_of("cispo", lp, [0, 1], advantages=[value], logprobs=lp, mask=[1.0])[0] == pytest.approx(expected, abs=1e-6)
-    assert loss_of("importance_sampling", lp, [0, 1], advantages=[value], mask=[1.0])[1] == pytest.approx([-value])  # its gradient
+    assert loss_of("cross_entropy", lp, [0, 1], weights=[value])[0] == pytest.approx(
+        expected, abs=1e-6
+    )
+    assert loss_of("cispo", lp, [0, 1], advantages=[value], logprobs=lp, mask=[1.0])[
+        0
+    ] == pytest.approx(expected, abs=1e-6)
+    # its gradient
+    assert loss_of("importance_sampling", lp, [0, 1], advantages=[value], mask=[1.0])[
+        1
+    ] == pytest.approx([-value])
 
 
 LOGITS = np.array([[1.0, 1, 1], [2, 0, 0], [-1, -2, -3]])
@@ -181,8 +254,12 @@ RLAX_PG = [
 def test_rlax_policy_gradient_loss(logits, actions, advantages_T, weights, expected):
     lp = log_softmax(logits)[np.arange(3), actions]
     credit = np.array(advantages_T) * weights / 3  # a mean over the three
-    assert loss_of("cross_entropy", lp, [0, 3], weights=credit)[0] == pytest.approx(expected, rel=1e-6)
-    assert loss_of("cispo", lp, [0, 3], advantages=credit, logprobs=lp, mask=np.ones(3))[0] == pytest.approx(expected, rel=1e-6)
+    assert loss_of("cross_entropy", lp, [0, 3], weights=credit)[0] == pytest.approx(
+        expected, rel=1e-6
+    )
+    assert loss_of("cispo", lp, [0, 3], advantages=credit, logprobs=lp, mask=np.ones(3))[
+        0
+    ] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(("sign", "expected"), [(1, -0.17117467), (-1, 0.19333333)])
@@ -191,7 +268,8 @@ def test_rlax_clipped_surrogate(sign, expected):
     lp = log_softmax(LOGITS)[np.arange(3), [0, 1, 2]]
     credit = sign * np.array([0.3, 0.2, 0.1])
     found, _ = loss_of("ppo", lp, [0, 3], advantages=credit, logprobs=old, mask=np.ones(3))
-    assert found / 3 == pytest.approx(expected, abs=1e-5)  # their literal is of float32 and held to 1e-4
+    # their literal is of float32 and held to 1e-4
+    assert found / 3 == pytest.approx(expected, abs=1e-5)
 
 
 RLAX_ENTROPY = [(LOGITS, [-2.0, 2.0, 0.0], 0.288693), (LOGITS + 1, [-3.0, 1.0, -1.0], 1.15422)]
@@ -200,18 +278,28 @@ RLAX_ENTROPY = [(LOGITS, [-2.0, 2.0, 0.0], 0.288693), (LOGITS + 1, [-3.0, 1.0, -
 @pytest.mark.parametrize(("logits", "weights", "expected"), RLAX_ENTROPY)
 def test_rlax_entropy_loss(logits, weights, expected):
     """Their sign: the loss is minus the weighted mean of the entropies."""
-    _, entropy, _ = token_logprob(torch.tensor(logits, dtype=torch.float32), torch.tensor([0, 0, 0]))
-    assert float(-(entropy.double() * torch.tensor(weights)).mean()) == pytest.approx(expected, rel=1e-5)
+    _, entropy, _ = token_logprob(
+        torch.tensor(logits, dtype=torch.float32), torch.tensor([0, 0, 0])
+    )
+    assert float(-(entropy.double() * torch.tensor(weights)).mean()) == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
-# -------------------------------------------------------------------------------------------------------------- verl
+# --------------------------------------------------------------------------------------------- verl
 
 
 def test_verl_gae_steps_over_observations():
-    """Mask 0 0 1 1 1 0 0 1 1 0 0: its loop carries value and sum over what is masked; ours is given the actions alone."""
+    """Mask 0 0 1 1 1 0 0 1 1 0 0: its loop carries value and sum over what is masked; ours is given
+    the actions alone.
+    """
     rewards = np.array([0, 0, 0.1, 0.1, 0.1, 0, 0, 0.1, 1.0, 0, 0])
     mask = np.array([0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0], dtype=bool)
-    values = np.where(mask, [0.0, 0, 4, 5, 6, 0, 0, 7, 9, 0, 0], 100 * np.random.default_rng(0).standard_normal(11))
+    values = np.where(
+        mask,
+        [0.0, 0, 4, 5, 6, 0, 0, 7, 9, 0, 0],
+        100 * np.random.default_rng(0).standard_normal(11),
+    )
     after, running, expected = 0.0, 0.0, np.zeros(11)
     for t in reversed(range(11)):
         total = rewards[t] + 0.9 * after - values[t] + 0.9 * 0.7 * running
@@ -222,19 +310,27 @@ def test_verl_gae_steps_over_observations():
 
 
 def test_verl_group_advantages():
-    """GRPO without the std and RLOO over groups of random sizes, by the index loops that verl tests its vectorised ones against."""
+    """GRPO without the std and RLOO over groups of random sizes, by the index loops that verl tests
+    its vectorised ones against.
+    """
     rng = np.random.default_rng(0)
     for size in (2, 3, 8, 17):
         scores = rng.normal(size=size)
         ours = ADVANTAGES["leave_one_out"].fn(scores.tolist())
-        assert ours == pytest.approx([s - np.delete(scores, i).mean() for i, s in enumerate(scores)], rel=1e-12)
-        assert ADVANTAGES["mean"].fn(scores.tolist()) == pytest.approx(scores - scores.mean(), abs=1e-15)
+        assert ours == pytest.approx(
+            [s - np.delete(scores, i).mean() for i, s in enumerate(scores)], rel=1e-12
+        )
+        assert ADVANTAGES["mean"].fn(scores.tolist()) == pytest.approx(
+            scores - scores.mean(), abs=1e-15
+        )
 
 
 def test_verl_divides_by_the_sample_deviation():
-    """Of rewards 1 and 1.00001 (its low-variance case): verl divides by the sample's deviation + 1e-6, ours by the population's.
+    """Of rewards 1 and 1.00001 (its low-variance case): verl divides by the sample's deviation +
+    1e-6, ours by the population's.
 
-    The equation of GRPO (arXiv 2402.03300, 4.1.2) does not say which; TRL divides by the sample's too. A known difference.
+    The equation of GRPO (arXiv 2402.03300, 4.1.2) does not say which; TRL divides by the sample's
+    too. A known difference.
     """
     rewards = np.array([1.0, 1.00001])
     verl = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
@@ -245,13 +341,17 @@ def test_verl_divides_by_the_sample_deviation():
 
 @pytest.mark.parametrize("cuts", [1, 2, 4])
 def test_verl_token_sum(cuts):
-    """Masked sums add up over any cut: 13 for their 2 x 3 case, and 8 rows of 1..24 with the last column masked."""
+    """Masked sums add up over any cut: 13 for their 2 x 3 case, and 8 rows of 1..24 with the last
+    column masked.
+    """
     rows, mask = np.array([[1.0, 2, 30], [4, 50, 6]]), np.array([[1.0, 1, 0], [1, 0, 1]])
     found, _ = loss_of("cross_entropy", -rows.ravel(), [0, 3, 6], weights=mask.ravel())
     assert found == 13.0
     rows, mask = np.arange(1.0, 25).reshape(8, 3), np.tile([1.0, 1, 0], (8, 1))
     parts = [
-        loss_of("cross_entropy", -part.ravel(), np.arange(0, part.size + 1, 3), weights=weights.ravel())[0]
+        loss_of(
+            "cross_entropy", -part.ravel(), np.arange(0, part.size + 1, 3), weights=weights.ravel()
+        )[0]
         for part, weights in zip(np.split(rows, cuts), np.split(mask, cuts), strict=True)
     ]
     assert sum(parts) == (rows * mask).sum()
@@ -267,43 +367,66 @@ class _Scores:
         return self
 
     def result(self):
-        return ForwardBackwardOutput([{"logprobs": Datum(ModelInput.empty(), {"x": lp}).loss_fn_inputs["x"]} for lp in self.lp_D], {})
+        return ForwardBackwardOutput(
+            [
+                {"logprobs": Datum(ModelInput.empty(), {"x": lp}).loss_fn_inputs["x"]}
+                for lp in self.lp_D
+            ],
+            {},
+        )
 
 
 def test_verl_truncated_importance_weights():
-    """Its mask case (ratios e^-1 and e^0.5 below the cap of 2) and one above it: each token's weight is min(cap, ratio)."""
+    """Its mask case (ratios e^-1 and e^0.5 below the cap of 2) and one above it: each token's
+    weight is min(cap, ratio).
+    """
     lp, q = [-2.0] * 3, [-1.0, -2.5, -4.0]
     fields = {"target_tokens": [1] * 3, "advantages": [1.0] * 3, "logprobs": q, "mask": [1.0] * 3}
-    weighted, metrics = truncated_importance_sampling(_Scores([lp]), [Datum(ModelInput.from_ints([1, 2, 3]), fields)], 2.0, 1.0)
-    assert weighted[0].loss_fn_inputs["advantages"].tolist() == pytest.approx([0.36788, 1.64872, 2.0], abs=1e-5)
+    weighted, metrics = truncated_importance_sampling(
+        _Scores([lp]), [Datum(ModelInput.from_ints([1, 2, 3]), fields)], 2.0, 1.0
+    )
+    assert weighted[0].loss_fn_inputs["advantages"].tolist() == pytest.approx(
+        [0.36788, 1.64872, 2.0], abs=1e-5
+    )
     assert metrics["optim/tis_frac_capped"] == pytest.approx(1 / 3)
 
 
-KL = {  # values, and gradients by the policy's logprob, of verl's kl_penalty (Schulman's k1, k2, k3); "+" is its straight-through
+# values, and gradients by the policy's logprob, of verl's kl_penalty (Schulman's k1, k2, k3); "+"
+# is its straight-through
+KL = {
     "k1": (lambda lp, ref: lp - ref, lambda lp, ref: lp - ref),
     "k2": (lambda lp, ref: (lp - ref) ** 2 / 2, lambda lp, ref: lp - ref),
     "k3": (lambda lp, ref: math.exp(ref - lp) - (ref - lp) - 1, lambda lp, ref: lp - ref),
-    "k3_pathwise": (lambda lp, ref: math.exp(ref - lp) - (ref - lp) - 1, lambda lp, ref: 1 - math.exp(ref - lp)),
+    "k3_pathwise": (
+        lambda lp, ref: math.exp(ref - lp) - (ref - lp) - 1,
+        lambda lp, ref: 1 - math.exp(ref - lp),
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", KL)
 def test_verl_kl_penalties(kind):
-    """Ours are its "k1+", "k2", "k3+" (the value of the name, the gradient of k2) and, pathwise, its "k3"."""
+    """Ours are its "k1+", "k2", "k3+" (the value of the name, the gradient of k2) and, pathwise,
+    its "k3".
+    """
     rng = np.random.default_rng(1)
     lp, ref = rng.normal(size=6), rng.normal(size=6)
     fields = {"advantages": np.zeros(6), "logprobs": lp, "ref_logprobs": ref, "mask": np.ones(6)}
-    found, slope = loss_of("importance_sampling", lp, [0, 6], {"kl_coef": 1.0, "kl_kind": kind}, **fields)
+    found, slope = loss_of(
+        "importance_sampling", lp, [0, 6], {"kl_coef": 1.0, "kl_kind": kind}, **fields
+    )
     value, gradient = KL[kind]
     assert found == pytest.approx(sum(map(value, lp, ref)), rel=1e-12)
     assert slope == pytest.approx(list(map(gradient, lp, ref)), rel=1e-12)
 
 
-# ------------------------------------------------------------------------------------------------------------- Liger
+# -------------------------------------------------------------------------------------------- Liger
 
 
 def batch(seed=0):
-    """Three sequences of 5, 2 and 9 tokens: logprobs now, as drawn and of the reference, an advantage for each, a mask with holes."""
+    """Three sequences of 5, 2 and 9 tokens: logprobs now, as drawn and of the reference, an
+    advantage for each, a mask with holes.
+    """
     rng = np.random.default_rng(seed)
     lengths = [5, 2, 9]
     total = sum(lengths)
@@ -311,22 +434,41 @@ def batch(seed=0):
     credit = np.repeat(rng.normal(size=3), lengths)
     mask = (rng.random(total) < 0.7).astype(float)
     mask[[0, 5, 7]] = 1.0
-    return lengths, lp, lp + 0.3 * rng.normal(size=total), lp + 0.3 * rng.normal(size=total), credit, mask
+    return (
+        lengths,
+        lp,
+        lp + 0.3 * rng.normal(size=total),
+        lp + 0.3 * rng.normal(size=total),
+        credit,
+        mask,
+    )
 
 
 def as_datums(lengths, credit, mask):
     ends = np.cumsum([0, *lengths])
     parts = [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
     return [
-        Datum(ModelInput.from_ints([0] * n), {"target_tokens": [0] * n, "advantages": credit[s], "mask": mask[s], "logprobs": mask[s]})
+        Datum(
+            ModelInput.from_ints([0] * n),
+            {
+                "target_tokens": [0] * n,
+                "advantages": credit[s],
+                "mask": mask[s],
+                "logprobs": mask[s],
+            },
+        )
         for n, s in zip(lengths, parts, strict=True)
     ], parts
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-@pytest.mark.parametrize("normalise", ["tokens", "sequence_means", "constant"], ids=["bnpo/dapo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize(
+    "normalise", ["tokens", "sequence_means", "constant"], ids=["bnpo/dapo", "grpo", "dr_grpo"]
+)
 def test_liger_grpo(normalise, beta):
-    """Its plain torch loss, -min(r A, clip(r, 0.8, 1.2) A) + beta k3, in its three means, and the gradient."""
+    """Its plain torch loss, -min(r A, clip(r, 0.8, 1.2) A) + beta k3, in its three means, and the
+    gradient.
+    """
     lengths, lp, old, ref, credit, mask = batch()
     datums, parts = as_datums(lengths, credit, mask)
 
@@ -348,13 +490,19 @@ def test_liger_grpo(normalise, beta):
     expected = liger(leaf)
     (slope,) = torch.autograd.grad(expected, leaf)
     used = weighted_by_sequence(datums) if normalise == "sequence_means" else datums
-    fields = {name: np.concatenate([d.loss_fn_inputs[name].array for d in used]) for name in ("advantages", "mask")}
+    fields = {
+        name: np.concatenate([d.loss_fn_inputs[name].array for d in used])
+        for name in ("advantages", "mask")
+    }
     if normalise != "sequence_means":
         fields = {"advantages": credit, "mask": mask}  # as given, not by way of float32
     config = {"kl_coef": beta, "kl_kind": "k3_pathwise"} if beta else {}
-    found, ours = loss_of("ppo", lp, np.cumsum([0, *lengths]), config, logprobs=old, ref_logprobs=ref, **fields)
+    found, ours = loss_of(
+        "ppo", lp, np.cumsum([0, *lengths]), config, logprobs=old, ref_logprobs=ref, **fields
+    )
     size = divisor(datums, normalise, 16)
-    rounding = 4e-7 if normalise == "sequence_means" else 1e-12  # a datum's fields are float32: 2^-24 each, and sixteen of them
+    # a datum's fields are float32: 2^-24 each, and sixteen of them
+    rounding = 4e-7 if normalise == "sequence_means" else 1e-12
     assert found / size == pytest.approx(float(expected), rel=rounding)
     np.testing.assert_allclose(ours / size, slope.numpy(), rtol=rounding, atol=rounding)
 
@@ -362,24 +510,40 @@ def test_liger_grpo(normalise, beta):
 @pytest.mark.parametrize("eps", [0.0, 0.1])
 @pytest.mark.parametrize("beta", [0.1, 0.5])
 def test_liger_dpo(beta, eps):
-    """-mean log sigmoid(beta ((w - l) - (w_ref - l_ref))), sums over the tokens of each answer; label smoothing as in cDPO."""
+    """-mean log sigmoid(beta ((w - l) - (w_ref - l_ref))), sums over the tokens of each answer;
+    label smoothing as in cDPO.
+    """
     rng = np.random.default_rng(2)
     lengths = [4, 3, 6, 2]
     lp, ref = -rng.exponential(size=15), -rng.exponential(size=15)
     mask = (rng.random(15) < 0.8).astype(float)
     ends = np.cumsum([0, *lengths])
-    sums = [[float((x * mask)[a:b].sum()) for a, b in zip(ends, ends[1:], strict=False)] for x in (lp, ref)]
-    deltas = [beta * ((w - v) - (wr - vr)) for w, v, wr, vr in zip(sums[0][::2], sums[0][1::2], sums[1][::2], sums[1][1::2], strict=True)]
-    expected = sum((1 - eps) * math.log1p(math.exp(-d)) + eps * math.log1p(math.exp(d)) for d in deltas)
-    found, _ = loss_of("dpo", lp, ends, {"beta": beta, "label_smoothing": eps}, mask=mask, ref_logprobs=ref)
+    sums = [
+        [float((x * mask)[a:b].sum()) for a, b in zip(ends, ends[1:], strict=False)]
+        for x in (lp, ref)
+    ]
+    deltas = [
+        beta * ((w - v) - (wr - vr))
+        for w, v, wr, vr in zip(
+            sums[0][::2], sums[0][1::2], sums[1][::2], sums[1][1::2], strict=True
+        )
+    ]
+    expected = sum(
+        (1 - eps) * math.log1p(math.exp(-d)) + eps * math.log1p(math.exp(d)) for d in deltas
+    )
+    found, _ = loss_of(
+        "dpo", lp, ends, {"beta": beta, "label_smoothing": eps}, mask=mask, ref_logprobs=ref
+    )
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-# ------------------------------------------------------------------------------------------------------------- AReaL
+# -------------------------------------------------------------------------------------------- AReaL
 
 
 def test_areal_packed_gae():
-    """Its reference: each sequence has one value more than rewards, and `bootstrap` says whether that one counts."""
+    """Its reference: each sequence has one value more than rewards, and `bootstrap` says whether
+    that one counts.
+    """
     rng = np.random.default_rng(4)
     lengths, counts = [1, 4, 7, 2, 32], [True, False, True, True, False]
     gamma, lam = 0.97, 0.9
@@ -395,16 +559,25 @@ def test_areal_packed_gae():
 
 
 def test_areal_decoupled_policy_loss():
-    """Ratios against the proximal policy, each token weighted by proximal / behaviour: our truncated importance sampling, uncapped."""
+    """Ratios against the proximal policy, each token weighted by proximal / behaviour: our
+    truncated importance sampling, uncapped.
+    """
     lengths, lp, behaviour, proximal, credit, mask = batch(5)
     weight = np.exp(proximal - behaviour)
     ratio = np.exp(lp - proximal)
     expected = (np.maximum(-credit * ratio, -credit * ratio.clip(0.8, 1.2)) * weight * mask).sum()
     datums, parts = as_datums(lengths, credit, mask)
     for datum, s in zip(datums, parts, strict=True):
-        datum.loss_fn_inputs["logprobs"] = Datum(ModelInput.empty(), {"x": behaviour[s]}).loss_fn_inputs["x"]
-    weighted, _ = truncated_importance_sampling(_Scores([proximal[s] for s in parts]), datums, 1e9, 1.0)
-    fields = {name: np.concatenate([d.loss_fn_inputs[name].array for d in weighted]) for name in ("advantages", "logprobs", "mask")}
+        datum.loss_fn_inputs["logprobs"] = Datum(
+            ModelInput.empty(), {"x": behaviour[s]}
+        ).loss_fn_inputs["x"]
+    weighted, _ = truncated_importance_sampling(
+        _Scores([proximal[s] for s in parts]), datums, 1e9, 1.0
+    )
+    fields = {
+        name: np.concatenate([d.loss_fn_inputs[name].array for d in weighted])
+        for name in ("advantages", "logprobs", "mask")
+    }
     fields["advantages"] = np.where(mask != 0, fields["advantages"], 0.0)
     found, _ = loss_of("ppo", lp, np.cumsum([0, *lengths]), **fields)
     assert found == pytest.approx(expected, rel=1e-5)

@@ -17,7 +17,9 @@ atexit.register(lambda: print("frozen while others end:", gc.get_freeze_count() 
 
 
 def test_the_collector_looks_less_often_and_not_at_the_end():
-    done = subprocess.run([sys.executable, "-c", AT_THE_END], cwd=REPO, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", AT_THE_END], cwd=REPO, capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines() == [
         "looks less often: True looks: True frozen now: False",
         "frozen while others end: False",

@@ -1,6 +1,8 @@
-"""Every number that can be set is checked where it enters: on the line, in a recipe, in a run's config.json, and in Python.
+"""Every number that can be set is checked where it enters: on the line, in a recipe, in a run's
+config.json, and in Python.
 
-The population is every field of every method's settings and of the run's, found by their annotations as they are written.
+The population is every field of every method's settings and of the run's, found by their
+annotations as they are written.
 """
 
 from __future__ import annotations
@@ -27,9 +29,24 @@ from rl.types import AdamParams
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "addition.yaml"
 HUGE = "1" + "0" * 22
-BAD = ("nan", "inf", "-inf", "-1", "0", "1e22", HUGE, "9" * 400, "9" * 5000, "two", "", "true", "1e-320")
+BAD = (
+    "nan",
+    "inf",
+    "-inf",
+    "-1",
+    "0",
+    "1e22",
+    HUGE,
+    "9" * 400,
+    "9" * 5000,
+    "two",
+    "",
+    "true",
+    "1e-320",
+)
 
-# What is accepted although it looks odd, by value, and why. All else in BAD is refused by every numeric setting.
+# What is accepted although it looks odd, by value, and why. All else in BAD is refused by every
+# numeric setting.
 _OFF = "0 turns it off"
 ALLOWED: dict[str, dict[str, str]] = {
     "0": {
@@ -59,7 +76,9 @@ ALLOWED: dict[str, dict[str, str]] = {
         "reward_models": "a price",
         "min_reward": "rewards may be negative",
     },
-    "1e-320": {  # what float64 can hold and float32 cannot: harmless where it only scales, compares or adds on the CPU in float64
+    # what float64 can hold and float32 cannot: harmless where it only scales, compares or adds on
+    # the CPU in float64
+    "1e-320": {
         **dict.fromkeys(
             ("plan_gpu_memory", "timeout", "stop_grace", "reward_timeout"), "as good as at once: whatever waits for it ends"),
         **dict.fromkeys(
@@ -76,7 +95,9 @@ ALLOWED: dict[str, dict[str, str]] = {
 
 
 def leaves(cls: type) -> dict[str, tuple[type, str]]:
-    """Flat name to (the class that holds it, its annotation as written, less what is declared beside it)."""
+    """Flat name to (the class that holds it, its annotation as written, less what is declared
+    beside it).
+    """
     found: dict[str, tuple[type, str]] = {}
     hints = typing.get_type_hints(cls, include_extras=True)
     for item in dataclasses.fields(cls):
@@ -93,11 +114,19 @@ def is_number(annotation: str) -> bool:
 
 NUMBERS = [
     (method, name, owner, annotation)
-    for method, cls in [*((name, spec.settings) for name, spec in METHODS.items()), ("run", RunSettings)]
+    for method, cls in [
+        *((name, spec.settings) for name, spec in METHODS.items()),
+        ("run", RunSettings),
+    ]
     for name, (owner, annotation) in leaves(cls).items()
     if is_number(annotation)
 ]
-ONCE = list({(owner, name): (method, name, owner, annotation) for method, name, owner, annotation in NUMBERS}.values())
+ONCE = list(
+    {
+        (owner, name): (method, name, owner, annotation)
+        for method, name, owner, annotation in NUMBERS
+    }.values()
+)
 
 
 def words(name: str, annotation: str, value: str) -> list[str]:
@@ -120,36 +149,67 @@ def test_every_number_has_a_range() -> None:
             missing.append(f"{method}: {name}")
     assert not missing
     for method, spec in METHODS.items():  # and what has one is a number
-        assert {n for n, f in fields_of(spec.settings).items() if f.range} == {n for m, n, _, _ in NUMBERS if m == method}
+        assert {n for n, f in fields_of(spec.settings).items() if f.range} == {
+            n for m, n, _, _ in NUMBERS if m == method
+        }
 
 
-@pytest.mark.parametrize("every_method", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["each section once", "every method"])
-@pytest.mark.parametrize("value", BAD, ids=lambda value: value if len(value) < 30 else f"{len(value)} digits")
-def test_every_number_refuses_it_on_the_line_and_names_the_flag(value: str, every_method: bool) -> None:
+@pytest.mark.parametrize(
+    "every_method",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["each section once", "every method"],
+)
+@pytest.mark.parametrize(
+    "value", BAD, ids=lambda value: value if len(value) < 30 else f"{len(value)} digits"
+)
+def test_every_number_refuses_it_on_the_line_and_names_the_flag(
+    value: str, every_method: bool
+) -> None:
     accepted: dict[str, str] = {}
     for method, name, _, annotation in NUMBERS if every_method else ONCE:
         flag = "--" + name.replace("_", "-")
         try:
-            read(["grpo" if method == "run" else method, flag, *words(name, annotation, value)], METHODS, RECIPE, RunSettings)
+            read(
+                ["grpo" if method == "run" else method, flag, *words(name, annotation, value)],
+                METHODS,
+                RECIPE,
+                RunSettings,
+            )
         except SettingsError as error:
-            assert any(flag in problem or f" {name} " in problem for problem in error.problems), (method, name, error.problems)
-            assert all(len(problem) < 1000 for problem in error.problems), "a long value is not repeated whole"
+            assert any(flag in problem or f" {name} " in problem for problem in error.problems), (
+                method,
+                name,
+                error.problems,
+            )
+            assert all(len(problem) < 1000 for problem in error.problems), (
+                "a long value is not repeated whole"
+            )
         else:
             accepted[name] = method
-    extra = {f"{method} {name}" for name, method in accepted.items() if name not in ALLOWED.get(value, {})}
+    extra = {
+        f"{method} {name}"
+        for name, method in accepted.items()
+        if name not in ALLOWED.get(value, {})
+    }
     assert not extra, f"{value} is accepted, and the list does not say why"
 
 
 def test_the_list_names_nothing_that_is_refused() -> None:
     """A setting that only has an effect beside another is built alone."""
-    tables = {name: field for spec in METHODS.values() for name, field in fields_of(spec.settings).items()} | fields_of(RunSettings)
+    tables = {
+        name: field for spec in METHODS.values() for name, field in fields_of(spec.settings).items()
+    } | fields_of(RunSettings)
     for value, names in ALLOWED.items():
         for name in names:
             allowed = tables[name].range
             assert allowed is not None and allowed.holds(float(value)), (value, name)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1, 0, 1e22, 10**22, 10**400, True, "7"], ids=lambda v: str(v)[:30])
+@pytest.mark.parametrize(
+    "value",
+    [math.nan, math.inf, -math.inf, -1, 0, 1e22, 10**22, 10**400, True, "7"],
+    ids=lambda v: str(v)[:30],
+)
 def test_every_number_refuses_it_in_python(value: Any) -> None:
     """Instances made without the line: sections built directly, as scripts do."""
     seen = set()
@@ -160,13 +220,26 @@ def test_every_number_refuses_it_in_python(value: Any) -> None:
         given: Any = value
         if "tuple" in annotation:
             given = (("gsm8k", value),) if name in ("rewards", "reward_models") else (value,)
-        allowed = next((why for text, names in ALLOWED.items() if str(value) == text for n, why in names.items() if n == name), None)
+        allowed = next(
+            (
+                why
+                for text, names in ALLOWED.items()
+                if str(value) == text
+                for n, why in names.items()
+                if n == name
+            ),
+            None,
+        )
         try:
             owner(**{name: given})
         except ValueError as error:
             assert name in str(error), (owner, name, error)
         else:
-            assert allowed is not None or (value == "7" and "tuple" in annotation), (owner, name, value)
+            assert allowed is not None or (value == "7" and "tuple" in annotation), (
+                owner,
+                name,
+                value,
+            )
 
 
 def test_every_number_refuses_it_in_a_runs_config() -> None:
@@ -181,13 +254,26 @@ def test_every_number_refuses_it_in_a_runs_config() -> None:
 
 def test_a_recipe_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
-    path.write_text("method: grpo\n\nadam_eps: -1\nbeta1: 2\nlearning_rate: nan\ntemperature: 0\nsteps: [1, 2]\nrewards: {gsm8k: inf}\n")
+    path.write_text(
+        "method: grpo\n\nadam_eps: -1\nbeta1: 2\nlearning_rate: nan\ntemperature: 0\nsteps: [1, 2]\nrewards: {gsm8k: inf}\n"
+    )
     with pytest.raises(SettingsError) as caught:
         read([str(path)], METHODS, RECIPE, RunSettings)
     said = sorted(caught.value.problems)
-    assert [problem.partition(" line ")[2].partition(" ")[0] for problem in said] == ["3,", "4,", "5,", "6,", "7,", "8,"]
-    assert "line 3, adam_eps lies from 1e-30 to 1 (in fp32 less is 0" in said[0] and said[0].endswith("got -1.0")
-    assert said[1].endswith("beta1 lies from 0 to below 1, got 2.0") and said[2].endswith("learning_rate lies above 0 and up to 1, got nan")
+    assert [problem.partition(" line ")[2].partition(" ")[0] for problem in said] == [
+        "3,",
+        "4,",
+        "5,",
+        "6,",
+        "7,",
+        "8,",
+    ]
+    assert "line 3, adam_eps lies from 1e-30 to 1 (in fp32 less is 0" in said[0] and said[
+        0
+    ].endswith("got -1.0")
+    assert said[1].endswith("beta1 lies from 0 to below 1, got 2.0") and said[2].endswith(
+        "learning_rate lies above 0 and up to 1, got nan"
+    )
     assert "greedy samples do not differ" in said[3]
 
 
@@ -217,19 +303,35 @@ def test_numpys_numbers_are_numbers() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        pytest.param("grpo --batch-size 10000000 --group-size 1000000", "10000000000000 answers a batch", marks=pytest.mark.slow),
+        pytest.param(
+            "grpo --batch-size 10000000 --group-size 1000000",
+            "10000000000000 answers a batch",
+            marks=pytest.mark.slow,
+        ),
         ("grpo --batch-size 10000000000", "--batch-size is at most"),
         ("sft --max-tokens 1000000000000", "--max-tokens is at most"),
-        ("grpo --max-tokens 500000 --kv-cache-tokens 400000", "takes more than --kv-cache-tokens 400000"),
-        pytest.param("grpo --max-tokens 200000", "the model's context holds", marks=pytest.mark.slow),
+        (
+            "grpo --max-tokens 500000 --kv-cache-tokens 400000",
+            "takes more than --kv-cache-tokens 400000",
+        ),
+        pytest.param(
+            "grpo --max-tokens 200000", "the model's context holds", marks=pytest.mark.slow
+        ),
         ("grpo --lora-rank 1000000000", "--lora-rank is at most"),
         ("ppo --plan --batch-size 10000000 --group-size 1000000", "answers a batch"),
         ("grpo --temperature 1e-9", "--temperature is at least 0.001"),
-        ("grpo --reward-clip 0.1 --reward-scale inf", "--reward-scale is at most 1000000000, got inf"),
+        (
+            "grpo --reward-clip 0.1 --reward-scale inf",
+            "--reward-scale is at most 1000000000, got inf",
+        ),
     ],
 )
 def test_sizes_that_cannot_fit_are_refused_before_any_work(
-    words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")
     with pytest.raises(SystemExit) as ended:

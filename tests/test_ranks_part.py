@@ -1,4 +1,6 @@
-"""Ranks that must part: the driver is stopped, the ranks were not started alike, the launcher is killed. Each is bounded and named."""
+"""Ranks that must part: the driver is stopped, the ranks were not started alike, the launcher is
+killed. Each is bounded and named.
+"""
 
 import contextlib
 import dataclasses
@@ -27,7 +29,7 @@ REPO = Path(__file__).resolve().parent.parent
 TIMEOUT = 4  # so a beat each second
 
 
-# ------------------------------------------------------------------------------------------------------------ beats alone
+# -------------------------------------------------------------------------------------- beats alone
 
 WATCHER = """
 import sys, time
@@ -53,7 +55,13 @@ time.sleep(60)
 
 def python(code: str, *words: str) -> subprocess.Popen:
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", code.format(repo=str(REPO)), *words], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", code.format(repo=str(REPO)), *words],
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+    )
 
 
 @pytest.mark.slow
@@ -93,11 +101,15 @@ def test_a_watcher_that_was_itself_stopped_for_long_goes_on():
     drum.close()
 
 
-WAITS = WATCHER.replace("print(", "watch.waiting_since = time.monotonic()\nprint(").replace("\nWatch(", "\nwatch = Watch(")
+WAITS = WATCHER.replace("print(", "watch.waiting_since = time.monotonic()\nprint(").replace(
+    "\nWatch(", "\nwatch = Watch("
+)
 
 
 @pytest.mark.parametrize("collecting", [False, True])
-def test_a_watcher_left_waiting_by_a_drummer_that_beats_ends_unless_that_waits_for_another(collecting):
+def test_a_watcher_left_waiting_by_a_drummer_that_beats_ends_unless_that_waits_for_another(
+    collecting,
+):
     """A driver that hangs in code of its own still beats, since beats have a thread of their own."""
     drum = Drum(0.2)
     drum.collecting = collecting
@@ -144,7 +156,7 @@ def test_no_connection_is_said_and_not_waited_for(monkeypatch, capsys):
     assert f"no connection to port {port} of 127.0.0.1" in capsys.readouterr().err
 
 
-# --------------------------------------------------------------------------------------------------------- what must be the same
+# ---------------------------------------------------------------------------- what must be the same
 
 
 def test_each_setting_that_differs_is_found_and_named():
@@ -154,7 +166,11 @@ def test_each_setting_that_differs_is_found_and_named():
     changed = 0
     for path, settings in every_change(base):
         found = differences([described(base), described(settings)], names)
-        assert len(found) == 1 and found[0].startswith(f"the setting {path} is ") and found[0].endswith(names[0]), found
+        assert (
+            len(found) == 1
+            and found[0].startswith(f"the setting {path} is ")
+            and found[0].endswith(names[0])
+        ), found
         assert names[1] in found[0]
         changed += 1
     assert changed >= 10
@@ -169,7 +185,12 @@ def every_change(settings, prefix=""):
             for path, inner in every_change(value, f"{prefix}{field.name}."):
                 yield path, dataclasses.replace(settings, **{field.name: inner})
             continue
-        other = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v + 1.0, str: lambda v: v + "x"}
+        other = {
+            bool: lambda v: not v,
+            int: lambda v: v + 1,
+            float: lambda v: v + 1.0,
+            str: lambda v: v + "x",
+        }
         new = other[type(value)](value) if value is not None else 1
         copy = dataclasses.replace(settings)  # checks of the settings themselves are not asked
         object.__setattr__(copy, field.name, new)
@@ -178,13 +199,21 @@ def every_change(settings, prefix=""):
 
 def test_what_one_side_alone_has_differs():
     """Of rank 0 or of another: an older version knows fewer settings."""
-    assert differences([{"a": "1"}, {"a": "1", "b": "2"}], ["r0", "r1"]) == ["b is 2 on r1 and none on r0"]
-    assert differences([{"a": "1", "b": "2"}, {"a": "1"}], ["r0", "r1"]) == ["b is none on r1 and 2 on r0"]
+    assert differences([{"a": "1"}, {"a": "1", "b": "2"}], ["r0", "r1"]) == [
+        "b is 2 on r1 and none on r0"
+    ]
+    assert differences([{"a": "1", "b": "2"}, {"a": "1"}], ["r0", "r1"]) == [
+        "b is none on r1 and 2 on r0"
+    ]
 
 
-@pytest.mark.parametrize(("heard", "ends"), [("..x..x.", False), ("..x...", True), ("...", True), ("..g", False)])
+@pytest.mark.parametrize(
+    ("heard", "ends"), [("..x..x.", False), ("..x...", True), ("...", True), ("..g", False)]
+)
 def test_silences_count_only_while_nothing_comes_between(monkeypatch, heard, ends):
-    """Three silent intervals (.) in a row are too many; a beat (x) begins the count anew; after a goodbye (g) nobody is missed."""
+    """Three silent intervals (.) in a row are too many; a beat (x) begins the count anew; after a
+    goodbye (g) nobody is missed.
+    """
 
     class Connection(contextlib.nullcontext):
         left = iter(heard)
@@ -201,7 +230,12 @@ def test_silences_count_only_while_nothing_comes_between(monkeypatch, heard, end
             return beats._BEAT
 
     watch, exits = Watch.__new__(Watch), []
-    watch._every, watch._beats, watch._lost, watch._over = 0.001, 3, "{} s".format, threading.Event()
+    watch._every, watch._beats, watch._lost, watch._over = (
+        0.001,
+        3,
+        "{} s".format,
+        threading.Event(),
+    )
     watch._timeout = 60.0
     monkeypatch.setattr(beats.os, "_exit", exits.append)
     monkeypatch.setattr(beats.os, "write", lambda *_: None)
@@ -212,14 +246,24 @@ def test_silences_count_only_while_nothing_comes_between(monkeypatch, heard, end
 def test_versions_and_code_are_compared():
     names = ["rank 0", "rank 1"]
     one = described(WorkerSettings())
-    other = {**one, "the version of torch": "1.0", "the code of this project (checksum)": "00000000"}
+    other = {
+        **one,
+        "the version of torch": "1.0",
+        "the code of this project (checksum)": "00000000",
+    }
     found = differences([one, other], names)
-    assert len(found) == 2 and f"the version of torch is 1.0 on rank 1 and {one['the version of torch']} on rank 0" in found
+    assert (
+        len(found) == 2
+        and f"the version of torch is 1.0 on rank 1 and {one['the version of torch']} on rank 0"
+        in found
+    )
 
 
 def test_the_checksum_is_of_every_source_of_the_project(tmp_path, monkeypatch):
     for package in ("rl", "kernels"):
-        shutil.copytree(REPO / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            REPO / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
     here = agreement._checksum()
     monkeypatch.setattr(agreement, "_ROOT", tmp_path)
     assert agreement._checksum() == here
@@ -238,7 +282,7 @@ def test_a_deepspeed_config_is_found_from_any_folder(tmp_path, monkeypatch):
     assert zero_settings() == (3, False)
 
 
-# ----------------------------------------------------------------------------------------------------------- two processes
+# ------------------------------------------------------------------------------------ two processes
 
 
 @pytest.fixture(scope="module")
@@ -284,8 +328,11 @@ def test_a_stopped_driver_is_noticed_within_the_timeout_and_a_beat(ranks, tmp_pa
     launch.kill(0)
     assert launch.wait(20) == [-signal.SIGKILL, 1], launch.output()
     stopped = float(launch.output(0).split("stopping at")[1].split()[0])
-    assert ended - stopped < TIMEOUT + TIMEOUT / 4 + 3.0, launch.output()  # 3 s: this machine's, not the bound's
-    assert f"rank 0 (process {launch.pids[0]} on" in launch.output(1) and f"did not answer within {TIMEOUT} s" in launch.output(1)
+    # 3 s: this machine's, not the bound's
+    assert ended - stopped < TIMEOUT + TIMEOUT / 4 + 3.0, launch.output()
+    assert f"rank 0 (process {launch.pids[0]} on" in launch.output(
+        1
+    ) and f"did not answer within {TIMEOUT} s" in launch.output(1)
 
 
 UNLIKE = """
@@ -309,7 +356,10 @@ def test_settings_that_differ_between_ranks_are_refused(ranks, tmp_path):
     launch = ranks.start(cwd=tmp_path, world=2, script=str(script))
     assert launch.wait(60) == [0, 1], launch.output()
     said = launch.output(0)
-    assert "refused: the ranks do not agree: the setting sampler.max_rows is 7 on rank 1 (process" in said
+    assert (
+        "refused: the ranks do not agree: the setting sampler.max_rows is 7 on rank 1 (process"
+        in said
+    )
     assert "and 1024 on rank 0 (process" in said and "rank 0 says how" in launch.output(1)
 
 
@@ -329,14 +379,33 @@ def test_a_users_own_script_ends_with_a_killed_launcher(tmp_path):
     script, tag = tmp_path / "own.py", f"launched-{os.getpid()}"
     script.write_text(OWN.format(repo=str(REPO)))
     config = str(REPO / "accelerate_configs" / "ddp.yaml")
-    words = ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "2", "--main_process_port", "0", str(script)]
+    words = [
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        config,
+        "--num_processes",
+        "2",
+        "--main_process_port",
+        "0",
+        str(script),
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", TAG: tag}
     with (tmp_path / "log").open("w") as log:
-        launcher = subprocess.Popen([sys.executable, *words], cwd=tmp_path, env=env, stdout=log, stderr=log, start_new_session=True)
+        launcher = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=tmp_path,
+            env=env,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
     try:
         deadline = time.monotonic() + 240
         while not (tmp_path / "ready").exists():
-            assert launcher.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            assert launcher.poll() is None and time.monotonic() < deadline, (
+                tmp_path / "log"
+            ).read_text()
             time.sleep(0.05)
         assert len(tagged(tag)) >= 3  # the launcher and two ranks
         launcher.kill()
@@ -369,11 +438,28 @@ def digits(prompt, response, meta):
 def test_a_run_whose_rewards_cannot_be_restored_ends_with_the_cause(ranks, tmp_path):
     recipe = write(tmp_path)
     (tmp_path / "tests_rewards.py").write_text(LAST)
-    flags = ("--output-dir", "out", "--reward-workers", "1", "--reward-env", "MY_SETTING", "--eval-every", "0", "--rollouts-every", "0")
-    launch = ranks.start(recipe, *flags, cwd=tmp_path, world=2, MY_SETTING="handed over", MY_TOKEN="secret")
+    flags = (
+        "--output-dir",
+        "out",
+        "--reward-workers",
+        "1",
+        "--reward-env",
+        "MY_SETTING",
+        "--eval-every",
+        "0",
+        "--rollouts-every",
+        "0",
+    )
+    launch = ranks.start(
+        recipe, *flags, cwd=tmp_path, world=2, MY_SETTING="handed over", MY_TOKEN="secret"
+    )
     assert launch.wait(120) == [2, 0], launch.output()
     said = " ".join(launch.output(0).replace("│", " ").split())
-    assert "can score no more" in said and "MemoryError: as if there were none" in said and "Traceback" not in said
+    assert (
+        "can score no more" in said
+        and "MemoryError: as if there were none" in said
+        and "Traceback" not in said
+    )
     assert ranks.nothing_left() == []
 
 
@@ -381,7 +467,12 @@ def test_what_rewards_get_of_the_environment_may_change_when_a_run_is_resumed():
     """A run of before there was this setting is resumed as well."""
     stage = {"name": "grpo", "method": "grpo", "settings": {"learning_rate": 1.0}}
     later = {**stage, "settings": {"learning_rate": 1.0, "reward_env": ["MY_SETTING"]}}
-    assert difference({"options": {}, "stages": [stage]}, {"options": {}, "stages": [later]}, ignore=FREE) == []
+    assert (
+        difference(
+            {"options": {}, "stages": [stage]}, {"options": {}, "stages": [later]}, ignore=FREE
+        )
+        == []
+    )
 
 
 def tagged(tag: str) -> list[int]:

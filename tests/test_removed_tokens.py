@@ -1,4 +1,6 @@
-"""Tokens that a correction removes: in no mean, no divisor and no length; and the same update in one part or in several."""
+"""Tokens that a correction removes: in no mean, no divisor and no length; and the same update in
+one part or in several.
+"""
 
 import itertools
 
@@ -30,13 +32,22 @@ def service(tmp_path_factory):
 
 
 def episode(rng, turns, reward, gap):
-    """Turns of which each begins anew, so that each makes a datum of its own; drawn by a policy `gap` away from one that is uniform."""
+    """Turns of which each begins anew, so that each makes a datum of its own; drawn by a policy
+    `gap` away from one that is uniform.
+    """
     made = []
     for _ in range(turns):
         tokens = rng.integers(0, 14, rng.integers(1, 5)).tolist()
         logprobs = (-np.log(14.0) + gap * rng.normal(size=len(tokens))).tolist()
         read = ModelInput.from_ints(rng.integers(0, 14, 3).tolist())
-        made.append(Transition(read, SampledSequence(tokens, logprobs, stop_reason="stop", version=0, temperature=1.0), 0.0, False))
+        made.append(
+            Transition(
+                read,
+                SampledSequence(tokens, logprobs, stop_reason="stop", version=0, temperature=1.0),
+                0.0,
+                False,
+            )
+        )
     made[-1].reward = reward
     return Trajectory(made)
 
@@ -45,7 +56,8 @@ def groups_of(seed=0, count=4, size=3, gap=0.7):
     rng = np.random.default_rng(seed)
     found = []
     for p in range(count):
-        rewards = [1.0] * size if p == 1 else [float(g % 2) for g in range(size)]  # the second group has no signal
+        # the second group has no signal
+        rewards = [1.0] * size if p == 1 else [float(g % 2) for g in range(size)]
         members = [episode(rng, int(rng.integers(1, 4)), reward, gap) for reward in rewards]
         found.append(TrajectoryGroup(members, [0.0] * size, [{}] * size, "t", p))
     return found
@@ -68,34 +80,59 @@ MASKS = [CorrectionSettings(correction="mask", correction_level=level, correctio
 
 @pytest.mark.parametrize("correction", MASKS, ids=lambda how: how.correction_level)
 def test_lengths_and_counts_are_of_what_remains(service, correction):
-    """In float64: each remaining token weighs A / (its episode's remaining tokens) / (episodes with any), or A / (such episodes)."""
+    """In float64: each remaining token weighs A / (its episode's remaining tokens) / (episodes with
+    any), or A / (such episodes).
+    """
     method, policy = method_of(correction, "sequences"), learner_of(service)
     groups = groups_of()
     datums = method.credit(groups, Models(policy))
     config = {"temperature": method.settings.sampling.temperature}
-    learner = [o["logprobs"].array for o in policy.forward(datums, "importance_sampling", config).result().loss_fn_outputs]
+    learner = [
+        o["logprobs"].array
+        for o in policy.forward(datums, "importance_sampling", config).result().loss_fn_outputs
+    ]
     found, _ = method.prepared(datums, Models(policy))
     trained = [t for i, group in enumerate(groups) if i != 1 for t in group.trajectories_G]
     owners = [i for i, trajectory in enumerate(trained) for _ in trajectory.transitions]
-    gaps = [lp.astype(np.float64) - d.loss_fn_inputs["logprobs"].array for lp, d in zip(learner, datums, strict=True)]
+    gaps = [
+        lp.astype(np.float64) - d.loss_fn_inputs["logprobs"].array
+        for lp, d in zip(learner, datums, strict=True)
+    ]
     masks = [d.loss_fn_inputs["mask"].array != 0 for d in datums]
     stays = []
     for owner, gap, mask in zip(owners, gaps, masks, strict=True):
-        whole = np.concatenate([g[m] for o, g, m in zip(owners, gaps, masks, strict=True) if o == owner])
-        judged = {"token": gap, "sequence": np.full(len(gap), whole.sum()), "geometric": np.full(len(gap), whole.mean())}
+        whole = np.concatenate(
+            [g[m] for o, g, m in zip(owners, gaps, masks, strict=True) if o == owner]
+        )
+        judged = {
+            "token": gap,
+            "sequence": np.full(len(gap), whole.sum()),
+            "geometric": np.full(len(gap), whole.mean()),
+        }
         ratio = np.exp(judged[correction.correction_level])
-        stays.append(mask & (ratio >= correction.correction_low) & (ratio <= correction.correction_high))
+        stays.append(
+            mask & (ratio >= correction.correction_low) & (ratio <= correction.correction_high)
+        )
     lengths = np.zeros(len(trained))
     np.add.at(lengths, owners, [int(kept.sum()) for kept in stays])
     whole = np.bincount(owners, [m.sum() for m in masks])
     live = int((lengths > 0).sum())
-    assert ((lengths > 0) & (lengths < whole)).any() if correction.correction_level == "token" else live < len(trained)
+    assert (
+        ((lengths > 0) & (lengths < whole)).any()
+        if correction.correction_level == "token"
+        else live < len(trained)
+    )
     assert sequences(found) == pytest.approx(live)
-    assert divisor(found, "constant", 8) == pytest.approx(8 * live) and divisor(found, "tokens") == lengths.sum()
+    assert (
+        divisor(found, "constant", 8) == pytest.approx(8 * live)
+        and divisor(found, "tokens") == lengths.sum()
+    )
     for d, owner, kept in zip(weighted_by_sequence(found), owners, stays, strict=True):
         expected = np.where(kept, trained[owner].advantage / max(1.0, lengths[owner]), 0.0)
         np.testing.assert_allclose(d.loss_fn_inputs["advantages"].array, expected, rtol=1e-6)
-        np.testing.assert_allclose(d.loss_fn_inputs["mask"].array, kept / max(1.0, lengths[owner]), rtol=1e-6)
+        np.testing.assert_allclose(
+            d.loss_fn_inputs["mask"].array, kept / max(1.0, lengths[owner]), rtol=1e-6
+        )
 
 
 KINDS = {
@@ -107,9 +144,14 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "normalise"), [*itertools.product(KINDS, ("tokens", "sequence_means")), ("mask", "constant")])
+@pytest.mark.parametrize(
+    ("kind", "normalise"),
+    [*itertools.product(KINDS, ("tokens", "sequence_means")), ("mask", "constant")],
+)
 def test_a_batch_in_parts_is_the_whole_batch(service, kind, normalise):
-    """Every metric and the gradient of one part equal those of four, the second of which has no signal."""
+    """Every metric and the gradient of one part equal those of four, the second of which has no
+    signal.
+    """
     seen = []
     for parts in (1, 4):
         method, policy = method_of(KINDS[kind], normalise), learner_of(service)
@@ -123,7 +165,9 @@ def test_a_batch_in_parts_is_the_whole_batch(service, kind, normalise):
     for other in seen[1:]:
         for name in set(seen[0]) - {"optim/minibatches"}:
             assert other[name] == pytest.approx(seen[0][name], rel=2e-5, abs=1e-7), name
-    assert seen[0]["optim/grad_norm"] > 0 and ("optim/correction_ess" in seen[0]) == (kind != "none")
+    assert seen[0]["optim/grad_norm"] > 0 and ("optim/correction_ess" in seen[0]) == (
+        kind != "none"
+    )
 
 
 # What the learner of `tiny:addition` can never agree with: every ratio lies far below the bound.
@@ -139,33 +183,57 @@ def surprised(groups):
     return groups
 
 
-PROBE = [d.with_inputs({"target_tokens": d.loss_fn_inputs["target_tokens"]}) for d in random_datums(4)]
+PROBE = [
+    d.with_inputs({"target_tokens": d.loss_fn_inputs["target_tokens"]}) for d in random_datums(4)
+]
 
 
 def weights_of(policy):
     """Logprobs that tell whether a weight has moved."""
-    return np.concatenate([o["logprobs"].array for o in policy.forward(PROBE, "cross_entropy").result().loss_fn_outputs])
+    return np.concatenate(
+        [
+            o["logprobs"].array
+            for o in policy.forward(PROBE, "cross_entropy").result().loss_fn_outputs
+        ]
+    )
 
 
 @pytest.mark.parametrize("critic", [False, True])
 @pytest.mark.parametrize("settings", [PpoSettings, RlhfSettings])
 def test_ppo_goes_on_where_a_correction_removes_every_token(service, settings, critic):
-    """Weights stay where they were, though AdamW remembers an update before; the batch is counted as one without signal."""
+    """Weights stay where they were, though AdamW remembers an update before; the batch is counted
+    as one without signal.
+    """
     how = PpoOptions(critic_model="policy" if critic else None, group_size=3)
     method = Ppo(settings(
         ppo=how, correction=ALL, kl=KlSettings(kl_coef=0.0), optim=OptimSettings(learning_rate=RATE, num_substeps=2),
         loop=LoopSettings(steps=3, batch_size=4),
     ))  # fmt: skip
     policy = service.create_full_training_client("tiny:addition", seed=2, value_head=not critic)
-    others = {"critic": service.create_full_training_client("tiny:addition", seed=5, value_head=True)} if critic else {}
+    others = (
+        {"critic": service.create_full_training_client("tiny:addition", seed=5, value_head=True)}
+        if critic
+        else {}
+    )
     models = Models(policy, others)
-    first = Ppo(settings(ppo=how, kl=KlSettings(kl_coef=0.0), optim=OptimSettings(learning_rate=RATE)))
-    assert "optim/skipped_no_signal" not in first.learn(models, first.credit(groups_of(), models), Progress(0, 3))
+    first = Ppo(
+        settings(ppo=how, kl=KlSettings(kl_coef=0.0), optim=OptimSettings(learning_rate=RATE))
+    )
+    assert "optim/skipped_no_signal" not in first.learn(
+        models, first.credit(groups_of(), models), Progress(0, 3)
+    )
     before = weights_of(policy)
     metrics = method.learn(models, method.credit(surprised(groups_of()), models), Progress(1, 3))
     np.testing.assert_array_equal(weights_of(policy), before)
-    assert metrics["optim/skipped_no_signal"] == metrics["optim/substeps"] == 2 and metrics["optim/epochs"] == 1
-    assert metrics["optim/tokens"] == 0 and metrics["optim/correction_low"] == 1.0 and "optim/approx_kl_k3" not in metrics
+    assert (
+        metrics["optim/skipped_no_signal"] == metrics["optim/substeps"] == 2
+        and metrics["optim/epochs"] == 1
+    )
+    assert (
+        metrics["optim/tokens"] == 0
+        and metrics["optim/correction_low"] == 1.0
+        and "optim/approx_kl_k3" not in metrics
+    )
     assert np.isfinite(list(metrics.values())).all()
 
 

@@ -1,10 +1,21 @@
-"""How answers end, what is parsed out of them, and turns put together from the tokens that were drawn; every renderer and tokenizer."""
+"""How answers end, what is parsed out of them, and turns put together from the tokens that were
+drawn; every renderer and tokenizer.
+"""
 
 import json
 import random
 
 import pytest
-from test_renderer_specials import ASK, CHAT, LARGE, pairs, renderers, special_ids, tokenizers, words  # noqa: F401  (two are fixtures)
+from test_renderer_specials import (  # noqa: F401
+    ASK,
+    CHAT,
+    LARGE,
+    pairs,
+    renderers,
+    special_ids,
+    tokenizers,
+    words,
+)
 
 from rl import ServiceClient, get_tokenizer
 from rl.renderers import get_renderer
@@ -13,12 +24,18 @@ from rl.renderers.ends import ends_of, note_ends
 
 @pytest.mark.parametrize(("name", "model"), pairs())
 def test_an_answer_ends_at_every_eos_of_the_model(tokenizers, name, model):  # noqa: F811
-    """Those of the generation config as well, in any order, and the answer is what stands before the first."""
+    """Those of the generation config as well, in any order, and the answer is what stands before
+    the first.
+    """
     tokenizer = tokenizers(model)
     others = [i for i in special_ids(tokenizer) if i != tokenizer.eos_token_id][:2]
     renderer = get_renderer(name, tokenizer, eos_token_ids=others)
     body = tokenizer.encode("42", add_special_tokens=False)
-    for end in {*others, tokenizer.eos_token_id, *(stop for stop in renderer.get_stop_sequences() if isinstance(stop, int))}:
+    for end in {
+        *others,
+        tokenizer.eos_token_id,
+        *(stop for stop in renderer.get_stop_sequences() if isinstance(stop, int)),
+    }:
         message, ended = renderer.parse_response([*body, end, *others])
         assert message["content"].strip() == "42" and ended, end
         assert renderer.finished([*body, end]) == renderer.finished([*body, tokenizer.eos_token_id])
@@ -30,7 +47,9 @@ def test_the_ends_come_with_the_model_and_from_the_files_beside_a_tokenizer(toke
     assert ends_of(tokenizer) == {1}
     assert ends_of(note_ends(tokenizer, [1, 5])) == {1, 5}
     words().save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3", "text_config": {"eos_token_id": 3}}))
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps({"model_type": "qwen3", "text_config": {"eos_token_id": 3}})
+    )
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
     assert ends_of(get_tokenizer(str(tmp_path / "model"))) == {1, 3, 7}
     with ServiceClient(output_dir=tmp_path / "out") as service:
@@ -44,7 +63,8 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": [2]}}\n</tool_ca
 @pytest.mark.parametrize("model", CHAT)
 def test_calls_are_parsed_and_rendered_back_to_their_tokens(renderers, tokenizers, model):  # noqa: F811
     tokenizer, renderer = tokenizers(model), renderers("chat_template", model)
-    thought = "<think>\nhm\n</think>\n\n" if model == "qwen3" else ""  # minimind's prompt holds an empty one
+    # minimind's prompt holds an empty one
+    thought = "<think>\nhm\n</think>\n\n" if model == "qwen3" else ""
     add = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": [2]}}}
     for text, content, calls in (
         (f"I add.\n{CALL}", "I add.", [add]),
@@ -55,7 +75,12 @@ def test_calls_are_parsed_and_rendered_back_to_their_tokens(renderers, tokenizer
         end = tokenizer.convert_tokens_to_ids("<|im_end|>")
         tokens = [*tokenizer.encode(thought + text, add_special_tokens=False), end]
         message, ended = renderer.parse_response(tokens)
-        assert ended and message["content"] == content and message.get("tool_calls") == calls and "unparsed_tool_calls" not in message
+        assert (
+            ended
+            and message["content"] == content
+            and message.get("tool_calls") == calls
+            and "unparsed_tool_calls" not in message
+        )
         if model == "qwen2.5" and not content:
             continue  # its template writes the line break of the prompt with the call
         example, weights = renderer.build_supervised_example([ASK, message])
@@ -78,18 +103,28 @@ def test_calls_are_parsed_and_rendered_back_to_their_tokens(renderers, tokenizer
 )
 def test_a_cut_off_call_is_told_from_a_complete_one(renderers, tokenizers, model, call, error):  # noqa: F811
     tokenizer, renderer = tokenizers(model), renderers("chat_template", model)
-    message, ended = renderer.parse_response(tokenizer.encode(f"Well.\n{CALL}\n{call}", add_special_tokens=False))
+    message, ended = renderer.parse_response(
+        tokenizer.encode(f"Well.\n{CALL}\n{call}", add_special_tokens=False)
+    )
     assert not ended and len(message["tool_calls"]) == 1
-    assert [one["raw_text"] for one in message["unparsed_tool_calls"]] == [call] and error in message["unparsed_tool_calls"][0]["error"]
+    assert [one["raw_text"] for one in message["unparsed_tool_calls"]] == [
+        call
+    ] and error in message["unparsed_tool_calls"][0]["error"]
     assert message["content"].startswith("Well.") and message["content"].endswith(call)
     complete, ended = renderer.parse_response([*tokenizer.encode(CALL, add_special_tokens=False)])
-    assert not ended and "unparsed_tool_calls" not in complete  # whole, though the answer was cut off after it
+    # whole, though the answer was cut off after it
+    assert not ended and "unparsed_tool_calls" not in complete
 
 
 def test_a_call_may_hold_its_own_closing_mark(renderers, tokenizers):  # noqa: F811
     text = '<tool_call>{"name": "f", "arguments": {"text": "a </tool_call> b"}}</tool_call>'
-    message, _ = renderers("chat_template", "minimind_6400").parse_response(tokenizers("minimind_6400").encode(text))
-    assert message["tool_calls"][0]["function"]["arguments"] == {"text": "a </tool_call> b"} and message["content"] == ""
+    message, _ = renderers("chat_template", "minimind_6400").parse_response(
+        tokenizers("minimind_6400").encode(text)
+    )
+    assert (
+        message["tool_calls"][0]["function"]["arguments"] == {"text": "a </tool_call> b"}
+        and message["content"] == ""
+    )
 
 
 @pytest.mark.parametrize("model", [*LARGE[1:], "minimind_6400"])
@@ -109,17 +144,22 @@ def test_every_thought_is_split_off(renderers, tokenizers, model):  # noqa: F811
         assert (message["content"], message.get("reasoning_content")) == (content, thought), text
 
 
-# ------------------------------------------------------------------------------------------- tokens in, tokens out
+# ---------------------------------------------------------------------------- tokens in, tokens out
 
 
 def after_an_answer(renderer, prompt, answer, new):
-    """The next prompt as an environment has it that never tokenises anew: what was read, what was drawn, what is new."""
-    if isinstance(renderer.get_stop_sequences()[0], str):  # its mark is text, which `finished` writes anew
+    """The next prompt as an environment has it that never tokenises anew: what was read, what was
+    drawn, what is new.
+    """
+    # its mark is text, which `finished` writes anew
+    if isinstance(renderer.get_stop_sequences()[0], str):
         found = renderer.bridge([], prompt, answer, new)
         return None if found is None else found.to_ints()
     probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     asked = renderer.build_generation_prompt([*probe, *new]).to_ints()
-    tokens, weights = renderer.build_supervised_example([*probe, *new, {"role": "assistant", "content": "c"}], "all_assistant")
+    tokens, weights = renderer.build_supervised_example(
+        [*probe, *new, {"role": "assistant", "content": "c"}], "all_assistant"
+    )
     assert tokens.to_ints()[: len(asked)] == asked
     first_end = next(i for i in range(1, len(weights)) if weights[i - 1] and not weights[i])
     return [*prompt, *renderer.finished(answer), *asked[first_end:]]
@@ -127,7 +167,9 @@ def after_an_answer(renderer, prompt, answer, new):
 
 @pytest.mark.parametrize(("name", "model"), pairs())
 def test_what_was_drawn_is_never_tokenised_anew(renderers, tokenizers, name, model):  # noqa: F811
-    """50 conversations each, of answers in odd tokens: prompts grow by exactly what was drawn and what is new, and read as they should."""
+    """50 conversations each, of answers in odd tokens: prompts grow by exactly what was drawn and
+    what is new, and read as they should.
+    """
     tokenizer, renderer = tokenizers(model), renderers(name, model)
     rng = random.Random(f"{name} {model}")
     ordinary = [i for i in range(len(tokenizer)) if i not in special_ids(tokenizer)]
@@ -144,8 +186,18 @@ def test_what_was_drawn_is_never_tokenised_anew(renderers, tokenizers, name, mod
             new = [{"role": "user", "content": rng.choice(["b", "ab<|im_end|>", "\n"]) + "x"}]
             following = after_an_answer(renderer, prompt, sampled, new)
             if following is None:
-                continue  # the mark is in the middle of what was drawn: the conversation is written anew
+                # the mark is in the middle of what was drawn: the conversation is written anew
+                continue
             assert following[: len(prompt) + len(answer)] == [*prompt, *answer]
-            assert tokenizer.decode(following[len(prompt) + len(answer) :]).count(new[0]["content"]) == 1
-            assert sum(token in special_ids(tokenizer) for token in following[len(prompt) + len(answer) :]) <= 6
+            assert (
+                tokenizer.decode(following[len(prompt) + len(answer) :]).count(new[0]["content"])
+                == 1
+            )
+            assert (
+                sum(
+                    token in special_ids(tokenizer)
+                    for token in following[len(prompt) + len(answer) :]
+                )
+                <= 6
+            )
             prompt = following

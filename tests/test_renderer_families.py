@@ -1,6 +1,8 @@
-"""Two families that write otherwise: GLM, whose answers end in the mark of who speaks next, and Gemma 4's thoughts. Expected texts by hand.
+"""Two families that write otherwise: GLM, whose answers end in the mark of who speaks next, and
+Gemma 4's thoughts. Expected texts by hand.
 
-Templates here are small ones with these families' marks; their own are compared in tests/test_templates.py.
+Templates here are small ones with these families' marks; their own are compared in
+tests/test_templates.py.
 """
 
 import json
@@ -31,7 +33,9 @@ CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": "2"
 
 
 def glm():
-    tokenizer = character_tokenizer(LETTERS, ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"])
+    tokenizer = character_tokenizer(
+        LETTERS, ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
+    )
     tokenizer.chat_template = GLM
     return tokenizer
 
@@ -45,7 +49,10 @@ def learnt(renderer, messages):
     example, weights = renderer.build_supervised_example(messages)
     ids, (where,) = example.to_ints(), np.nonzero(weights)
     begin, end = int(where[0]), int(where[-1]) + 1
-    assert len(where) == end - begin and ids[:begin] == renderer.build_generation_prompt(messages[:-1]).to_ints()
+    assert (
+        len(where) == end - begin
+        and ids[:begin] == renderer.build_generation_prompt(messages[:-1]).to_ints()
+    )
     return ids[begin:end], renderer.tokenizer.decode(ids[begin:end])
 
 
@@ -55,19 +62,28 @@ def test_glm_ends_an_answer_with_the_mark_of_who_speaks_next():
     ask, said = user("2+2?"), {"role": "assistant", "content": "4", "reasoning_content": "hm"}
     tokens, text = learnt(renderer, [ask, said])
     assert text == "\n<think>hm</think>\n4<|user|>"
-    assert tokenizer.decode(renderer.build_generation_prompt([ask]).to_ints()) == "[gMASK]<sop><|user|>\n2+2?<|assistant|>"
-    assert renderer.parse_response(tokens) == (said, True)
-    tokens, text = learnt(renderer, [ask, {"role": "assistant", "content": "I add.", "tool_calls": CALLS}])
-    assert text.startswith("\n<think></think>\nI add.\n<tool_call>add\n<arg_key>a</arg_key>") and text.endswith(
-        "</tool_call><|observation|>"
+    assert (
+        tokenizer.decode(renderer.build_generation_prompt([ask]).to_ints())
+        == "[gMASK]<sop><|user|>\n2+2?<|assistant|>"
     )
+    assert renderer.parse_response(tokens) == (said, True)
+    tokens, text = learnt(
+        renderer, [ask, {"role": "assistant", "content": "I add.", "tool_calls": CALLS}]
+    )
+    assert text.startswith(
+        "\n<think></think>\nI add.\n<tool_call>add\n<arg_key>a</arg_key>"
+    ) and text.endswith("</tool_call><|observation|>")
     message, ended = renderer.parse_response(tokens)
     assert ended and (message["content"], message["tool_calls"]) == ("I add.", CALLS)
     stops = {tokenizer.convert_ids_to_tokens(i) for i in renderer.get_stop_sequences()}
     assert stops == {"<|user|>", "<|observation|>", tokenizer.eos_token}
     assert renderer.finished(tokens) == tokens and renderer.parse_response(tokens[:-1])[1] is False
-    example, weights = renderer.build_supervised_example([ask, said, user("and?"), said], "all_assistant")
-    both = tokenizer.decode([i for i, weight in zip(example.to_ints(), weights, strict=True) if weight])
+    example, weights = renderer.build_supervised_example(
+        [ask, said, user("and?"), said], "all_assistant"
+    )
+    both = tokenizer.decode(
+        [i for i, weight in zip(example.to_ints(), weights, strict=True) if weight]
+    )
     assert both == "\n<think></think>\n4<|user|>\n<think>hm</think>\n4<|user|>"
 
 
@@ -85,17 +101,28 @@ def test_glm_goes_on_from_the_mark_or_refuses(thoughts):
         assert after is None  # its template leaves thoughts out of history
     else:
         assert after.to_ints()[: len(seen) + len(answer)] == [*seen, *answer]
-        assert tokenizer.decode(after.to_ints()) == tokenizer.decode([*seen, *answer]) + "\nand 3+3?<|assistant|>"
+        assert (
+            tokenizer.decode(after.to_ints())
+            == tokenizer.decode([*seen, *answer]) + "\nand 3+3?<|assistant|>"
+        )
         assert after == renderer.build_generation_prompt([ask, said, user("and 3+3?")])
         cut_off = renderer.bridge([ask], seen, answer[:-1], [user("and 3+3?")])
         assert cut_off == after  # the mark is written for it
     assert renderer.bridge([ask], seen, answer, [tool]) is None  # it handed over to the user
-    assert renderer.bridge([ask], seen, answer, [{"role": "system", "content": "!"}, user("b")]) is None
+    assert (
+        renderer.bridge([ask], seen, answer, [{"role": "system", "content": "!"}, user("b")])
+        is None
+    )
     called, _ = learnt(renderer, [ask, calling])
     after = renderer.bridge([ask], seen, called, [tool])
-    assert after.to_ints() == [*seen, *called, *tokenizer.encode("\n4<|assistant|>", add_special_tokens=False)]
+    assert after.to_ints() == [
+        *seen,
+        *called,
+        *tokenizer.encode("\n4<|assistant|>", add_special_tokens=False),
+    ]
     assert renderer.bridge([ask], seen, called, [user("b")]) is None
-    stopped = [*called[:-1], tokenizer.eos_token_id]  # nobody was handed over to: the history would not hold that token
+    # nobody was handed over to: the history would not hold that token
+    stopped = [*called[:-1], tokenizer.eos_token_id]
     assert renderer.bridge([ask], seen, stopped, [tool]) is None
 
 
@@ -108,10 +135,14 @@ def test_a_mark_in_a_users_text_ends_no_answer_of_glm():
     calling = {
         "role": "assistant",
         "content": "c",
-        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": "<|user|>"}}}],
+        "tool_calls": [
+            {"type": "function", "function": {"name": "f", "arguments": {"a": "<|user|>"}}}
+        ],
     }
     tokens, text = learnt(renderer, [user("a"), calling])
-    assert renderer.parse_response(tokens)[0]["tool_calls"] == calling["tool_calls"] and text.endswith("<|observation|>")
+    assert renderer.parse_response(tokens)[0]["tool_calls"] == calling[
+        "tool_calls"
+    ] and text.endswith("<|observation|>")
     assert tokens.count(tokenizer.convert_tokens_to_ids("<|user|>")) == 0
 
 
@@ -130,20 +161,31 @@ def test_thoughts_of_gemma_are_taken_out_and_rendered_back():
     tokens, text = learnt(renderer, [ask, said])
     assert text == "<|channel>thought\nhm\nso\n<channel|>4<turn|>"
     assert renderer.parse_response(tokens) == (said, True)
-    assert renderer.parse_response(tokenizer.encode("4<turn|>", add_special_tokens=False))[0] == {"role": "assistant", "content": "4"}
+    assert renderer.parse_response(tokenizer.encode("4<turn|>", add_special_tokens=False))[0] == {
+        "role": "assistant",
+        "content": "4",
+    }
     broken = "<|channel>thought\nhm"
-    assert renderer.parse_response(tokenizer.encode(broken, add_special_tokens=False)) == ({"role": "assistant", "content": broken}, False)
+    assert renderer.parse_response(tokenizer.encode(broken, add_special_tokens=False)) == (
+        {"role": "assistant", "content": broken},
+        False,
+    )
     seen = renderer.build_generation_prompt([ask]).to_ints()
-    assert renderer.bridge([ask], seen, tokens, [user("and?")]) is None  # history goes without thoughts
+    # history goes without thoughts
+    assert renderer.bridge([ask], seen, tokens, [user("and?")]) is None
     plain = tokenizer.encode("4<turn|>", add_special_tokens=False)
-    assert renderer.bridge([ask], seen, plain, [user("and?")]).to_ints()[: len(seen) + len(plain)] == [*seen, *plain]
+    assert renderer.bridge([ask], seen, plain, [user("and?")]).to_ints()[
+        : len(seen) + len(plain)
+    ] == [*seen, *plain]
 
 
 def test_thoughts_of_gemma_while_they_are_drawn():
     tokenizer = character_tokenizer(LETTERS, ["<|turn>", "<turn|>", "<|channel>", "<channel|>"])
     tokenizer.chat_template = GEMMA
     renderer = get_renderer("chat_template", tokenizer)
-    tokens = tokenizer.encode("<|channel>thought\nhm so\n<channel|>it is 4", add_special_tokens=False)
+    tokens = tokenizer.encode(
+        "<|channel>thought\nhm so\n<channel|>it is 4", add_special_tokens=False
+    )
     assert not opens_thoughts(renderer, renderer.build_generation_prompt([user("a")]).to_ints())
     thinking = get_renderer("chat_template", tokenizer, think=True)
     assert opens_thoughts(thinking, thinking.build_generation_prompt([user("a")]).to_ints())
@@ -151,7 +193,9 @@ def test_thoughts_of_gemma_while_they_are_drawn():
     whole = shown(renderer, tokens, False, True)
     assert whole == {"role": "assistant", "content": "it is 4", "reasoning_content": "hm so"}
     for one in said:
-        assert whole["content"].startswith(one["content"]) and whole["reasoning_content"].startswith(one.get("reasoning_content", ""))
+        assert whole["content"].startswith(one["content"]) and whole[
+            "reasoning_content"
+        ].startswith(one.get("reasoning_content", ""))
     assert any(one.get("reasoning_content") == "hm" and not one["content"] for one in said)
 
 

@@ -1,4 +1,6 @@
-"""Special tokens in messages are text, whichever renderer and tokenizer; contents in parts; turns that a template leaves out."""
+"""Special tokens in messages are text, whichever renderer and tokenizer; contents in parts; turns
+that a template leaves out.
+"""
 
 import random
 from types import SimpleNamespace
@@ -9,7 +11,8 @@ from rl.errors import UserError
 from rl.renderers import get_renderer
 from rl.renderers.shield import Shield
 
-LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2.5", "qwen3")]  # their second spelling takes seconds to make
+# their second spelling takes seconds to make
+LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2.5", "qwen3")]
 CHAT = [*LARGE, "minimind_6400"]
 TEMPLATES = [*CHAT, "llama-like", "unigram"]
 ALL = [*TEMPLATES, "gpt2", "words"]
@@ -17,7 +20,9 @@ ASK = {"role": "user", "content": "2+2?"}
 
 
 def metaspace(model):
-    """A tokenizer as Llama's: spaces are written as a mark, which also begins a text, and special tokens stand in the vocabulary."""
+    """A tokenizer as Llama's: spaces are written as a mark, which also begins a text, and special
+    tokens stand in the vocabulary.
+    """
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -25,7 +30,9 @@ def metaspace(model):
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names, additional_special_tokens=["<|start|>", "<|end|>"])
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, **names, additional_special_tokens=["<|start|>", "<|end|>"]
+    )
     made.chat_template = (
         "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
@@ -40,15 +47,32 @@ def characters():
 def llama_like():
     from tokenizers import models
 
-    vocabulary = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *characters(), "▁a", "ab", "ar", "st"])}
-    return metaspace(models.BPE(vocabulary, [("▁", "a"), ("a", "b"), ("a", "r"), ("s", "t")], unk_token="<unk>", fuse_unk=True))
+    vocabulary = {
+        token: i
+        for i, token in enumerate(["<unk>", "<s>", "</s>", *characters(), "▁a", "ab", "ar", "st"])
+    }
+    return metaspace(
+        models.BPE(
+            vocabulary,
+            [("▁", "a"), ("a", "b"), ("a", "r"), ("s", "t")],
+            unk_token="<unk>",
+            fuse_unk=True,
+        )
+    )
 
 
 def unigram():
     """Its model would take "</s>" in a text for the piece of that name, were the piece not renamed."""
     from tokenizers import models
 
-    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((c, -5.0) for c in characters()), ("▁a", -3.0), ("st", -3.0)]
+    pieces = [
+        ("<unk>", 0.0),
+        ("<s>", 0.0),
+        ("</s>", 0.0),
+        *((c, -5.0) for c in characters()),
+        ("▁a", -3.0),
+        ("st", -3.0),
+    ]
     return metaspace(models.Unigram(pieces, unk_id=0, byte_fallback=False))
 
 
@@ -57,8 +81,15 @@ def words():
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(["<pad>", "<eos>", *characters()])}, unk_token=None))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"), decoders.Fuse()
+    core = Tokenizer(
+        models.WordLevel(
+            {token: i for i, token in enumerate(["<pad>", "<eos>", *characters()])}, unk_token=None
+        )
+    )
+    core.pre_tokenizer, core.decoder = (
+        pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"),
+        decoders.Fuse(),
+    )
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>")
 
 
@@ -75,7 +106,9 @@ def tokenizers(request):
     def get(name):
         if name not in known:
             folder = request.getfixturevalue("shared_data") / "tokenizers"
-            known[name] = (GPT2TokenizerFast if name == "gpt2" else AutoTokenizer).from_pretrained(folder / name)
+            known[name] = (GPT2TokenizerFast if name == "gpt2" else AutoTokenizer).from_pretrained(
+                folder / name
+            )
         return known[name]
 
     return get
@@ -83,7 +116,9 @@ def tokenizers(request):
 
 @pytest.fixture(scope="module")
 def renderers(tokenizers):
-    """Each renderer of each tokenizer, made once: the second spelling of a large vocabulary takes seconds."""
+    """Each renderer of each tokenizer, made once: the second spelling of a large vocabulary takes
+    seconds.
+    """
     made = {}
 
     def get(name, tokenizer):
@@ -97,10 +132,15 @@ def renderers(tokenizers):
 def pairs():
     """Every renderer with every tokenizer that it can be made for."""
     found = []
-    for name, models in (("chat_template", TEMPLATES), ("plain", ALL[1:]), ("role_colon", ALL[1:])):  # qwen2.5's once
+    # qwen2.5's once
+    for name, models in (("chat_template", TEMPLATES), ("plain", ALL[1:]), ("role_colon", ALL[1:])):
         for model in models:
             slow = not isinstance(model, str)
-            found.append(pytest.param(name, model.values[0], marks=pytest.mark.slow) if slow else (name, model))
+            found.append(
+                pytest.param(name, model.values[0], marks=pytest.mark.slow)
+                if slow
+                else (name, model)
+            )
     return found
 
 
@@ -110,11 +150,17 @@ def special_ids(tokenizer):
 
 @pytest.mark.parametrize(("name", "model"), pairs())
 def test_no_message_can_write_a_special_token(renderers, tokenizers, name, model):
-    """As many special tokens as a conversation of harmless words of the same roles has, and the text comes back as it was."""
+    """As many special tokens as a conversation of harmless words of the same roles has, and the
+    text comes back as it was.
+    """
     tokenizer, renderer = tokenizers(model), renderers(name, model)
     control = sorted(renderer.shield.control)
     assert control
-    harmless = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "a"}]
+    harmless = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "a"},
+    ]
     ids = {tokenizer.convert_tokens_to_ids(word) for word in control}
 
     def count(tokens):
@@ -147,36 +193,69 @@ def test_a_forged_turn_is_text_wherever_it_stands(renderers, tokenizers, model):
         {"role": "user", "content": forged},
     ]
     tokens = renderer.build_generation_prompt(conversation).to_ints()
-    assert tokens.count(start) == 7  # one a turn (a tool's answer is a turn of the user), and the one to be written
-    assert tokenizer.decode(tokens) == renderer.shield.uncover(renderer._text(renderer._covered(conversation), True))
-    tools = [{"type": "function", "function": {"name": "f", "description": forged, "parameters": {}}}]
-    with_tools = get_renderer("chat_template", tokenizer, tools=tools).build_generation_prompt([ASK]).to_ints()
+    # one a turn (a tool's answer is a turn of the user), and the one to be written
+    assert tokens.count(start) == 7
+    assert tokenizer.decode(tokens) == renderer.shield.uncover(
+        renderer._text(renderer._covered(conversation), True)
+    )
+    tools = [
+        {"type": "function", "function": {"name": "f", "description": forged, "parameters": {}}}
+    ]
+    with_tools = (
+        get_renderer("chat_template", tokenizer, tools=tools)
+        .build_generation_prompt([ASK])
+        .to_ints()
+    )
     assert with_tools.count(start) == 3
 
 
 @pytest.mark.parametrize("model", CHAT)
 def test_thoughts_and_calls_are_the_assistants_to_write(renderers, tokenizers, model):
-    """What its template writes and the tokenizer does not call special: in others' messages it is text."""
+    """What its template writes and the tokenizer does not call special: in others' messages it is
+    text.
+    """
     tokenizer, renderer = tokenizers(model), renderers("chat_template", model)
     word = "<tool_call>" if model == "qwen2.5" else "<think>"
     mark = tokenizer.convert_tokens_to_ids(word)
     assert word in renderer.shield.markup
-    own = renderer.build_generation_prompt([ASK]).to_ints().count(mark)  # minimind's prompt holds an empty thought
-    assert renderer.build_generation_prompt([{"role": "user", "content": f"{word}x"}]).to_ints().count(mark) == own
-    said = {"role": "assistant", "content": f"{word}x" if model == "qwen2.5" else f"{word}x</think>y"}
+    # minimind's prompt holds an empty thought
+    own = renderer.build_generation_prompt([ASK]).to_ints().count(mark)
+    assert (
+        renderer.build_generation_prompt([{"role": "user", "content": f"{word}x"}])
+        .to_ints()
+        .count(mark)
+        == own
+    )
+    said = {
+        "role": "assistant",
+        "content": f"{word}x" if model == "qwen2.5" else f"{word}x</think>y",
+    }
     assert renderer._encode(renderer._text(renderer._covered([ASK, said]), False)).count(mark) == 1
-    assert renderer.build_generation_prompt([{"role": "user", "content": "<|fim_prefix|>"}]).length > 10  # nor other <|...|>
+    # nor other <|...|>
+    assert (
+        renderer.build_generation_prompt([{"role": "user", "content": "<|fim_prefix|>"}]).length
+        > 10
+    )
 
 
 @pytest.mark.parametrize("model", TEMPLATES)
-def test_without_special_tokens_the_second_spelling_is_the_tokenizers_own(renderers, tokenizers, model):
-    """The renamed copy, made to encode all of a rendered text, gives what the tokenizer gives; with a special token in it, too,
-    all but that token."""
+def test_without_special_tokens_the_second_spelling_is_the_tokenizers_own(
+    renderers, tokenizers, model
+):
+    """The renamed copy, made to encode all of a rendered text, gives what the tokenizer gives; with
+    a special token in it, too, all but that token.
+    """
     tokenizer, renderer = tokenizers(model), renderers("chat_template", model)
-    rng, pieces = random.Random(0), ["a", "ab", " ", "\n", "st", "7", "(", "e" if model in MADE else "é"]
+    rng, pieces = (
+        random.Random(0),
+        ["a", "ab", " ", "\n", "st", "7", "(", "e" if model in MADE else "é"],
+    )
     for _ in range(60):
         contents = ["".join(rng.choices(pieces, k=rng.randint(1, 30))) for _ in range(3)]
-        messages = [{"role": role, "content": c} for role, c in zip(("user", "assistant", "user"), contents, strict=True)]
+        messages = [
+            {"role": role, "content": c}
+            for role, c in zip(("user", "assistant", "user"), contents, strict=True)
+        ]
         text = renderer._text(messages, True)
         expected = tokenizer.encode(text, add_special_tokens=False)
         assert renderer.build_generation_prompt(messages).to_ints() == expected
@@ -189,17 +268,28 @@ def test_without_special_tokens_the_second_spelling_is_the_tokenizers_own(render
 
 @pytest.mark.parametrize("model", ["llama-like", "unigram"])
 def test_an_answer_goes_on_where_its_prompt_ended(renderers, tokenizers, model):
-    """A tokenizer that marks the beginning of a text does so at the conversation's alone, and not before each answer."""
+    """A tokenizer that marks the beginning of a text does so at the conversation's alone, and not
+    before each answer.
+    """
     tokenizer, asked = tokenizers(model), [{"role": "user", "content": "st 7="}]
     messages = [*asked, {"role": "assistant", "content": "ab"}]
     chat = renderers("chat_template", model)
-    assert chat.build_supervised_example(messages)[0].to_ints() == tokenizer.apply_chat_template(messages, return_dict=False)
-    for name, text, learnt in (("plain", "st 7=ab</s>", "ab</s>"), ("role_colon", "User: st 7=\n\nAssistant: ab\n\nUser:", "ab\n\nUser:")):
+    assert chat.build_supervised_example(messages)[0].to_ints() == tokenizer.apply_chat_template(
+        messages, return_dict=False
+    )
+    for name, text, learnt in (
+        ("plain", "st 7=ab</s>", "ab</s>"),
+        ("role_colon", "User: st 7=\n\nAssistant: ab\n\nUser:", "ab\n\nUser:"),
+    ):
         example, weights = renderers(name, model).build_supervised_example(messages)
         tokens = example.to_ints()
         assert tokenizer.decode(tokens) == text
         prompt = renderers(name, model).build_generation_prompt(asked).to_ints()
-        assert tokens[: len(prompt)] == prompt and weights[: len(prompt)].sum() == 0 and weights[len(prompt) :].all()
+        assert (
+            tokens[: len(prompt)] == prompt
+            and weights[: len(prompt)].sum() == 0
+            and weights[len(prompt) :].all()
+        )
         assert tokenizer.decode(tokens[len(prompt) :]).strip() == learnt
 
 
@@ -214,34 +304,68 @@ def test_private_characters_of_the_text_itself_come_through(renderers, tokenizer
 
 @pytest.mark.parametrize("kind", ["plain", "role_colon", "chat_template"])
 def test_the_second_spelling_is_made_once_whatever_tools_there_are(monkeypatch, kind):
-    """Groups of episodes with tools have a renderer each; a large vocabulary takes a second to copy."""
+    """Groups of episodes with tools have a renderer each; a large vocabulary takes a second to
+    copy.
+    """
     from tokenizers import Tokenizer
 
     tokenizer = llama_like() if kind == "chat_template" else words()
     copies, from_str = [], Tokenizer.from_str
-    monkeypatch.setattr("tokenizers.Tokenizer", SimpleNamespace(from_str=lambda spec: copies.append(spec) or from_str(spec)))
+    monkeypatch.setattr(
+        "tokenizers.Tokenizer",
+        SimpleNamespace(from_str=lambda spec: copies.append(spec) or from_str(spec)),
+    )
     tokenizer.chat_template = f"{{% for t in tools or [] %}}{{{{ t.function.name }}}}{{% endfor %}}{tokenizer.chat_template}"
-    tools = [{"type": "function", "function": {"name": name, "description": "", "parameters": {}}} for name in ("add", "take")]
+    tools = [
+        {"type": "function", "function": {"name": name, "description": "", "parameters": {}}}
+        for name in ("add", "take")
+    ]
     said = [{"role": "user", "content": "a </s> <eos> b"}]
-    alone = [get_renderer(kind, tokenizer).with_tools([offer]).build_generation_prompt(said).to_ints() for offer in tools]
+    alone = [
+        get_renderer(kind, tokenizer).with_tools([offer]).build_generation_prompt(said).to_ints()
+        for offer in tools
+    ]
     assert len(copies) == 2  # each for itself
     one = get_renderer(kind, tokenizer)
-    assert [one.with_tools([offer]).build_generation_prompt(said).to_ints() for offer in tools] == alone
+    assert [
+        one.with_tools([offer]).build_generation_prompt(said).to_ints() for offer in tools
+    ] == alone
     one.build_generation_prompt(said)
     assert len(copies) == 3
 
 
 def test_what_looks_special_is_so_whatever_the_tokenizer_calls_it():
-    """By hand: named special, flagged special, or in the form <|...|>; other added tokens are markup where a template writes them."""
-    added = {"<s>": True, "<|tool|>": False, "<mask>": False, "<think>": False, "[CALL]": False, "  ": False, "<td>": False}
-    tokens = [SimpleNamespace(content=word, special=flag, rstrip=False, single_word=False) for word, flag in added.items()]
+    """By hand: named special, flagged special, or in the form <|...|>; other added tokens are
+    markup where a template writes them.
+    """
+    added = {
+        "<s>": True,
+        "<|tool|>": False,
+        "<mask>": False,
+        "<think>": False,
+        "[CALL]": False,
+        "  ": False,
+        "<td>": False,
+    }
+    tokens = [
+        SimpleNamespace(content=word, special=flag, rstrip=False, single_word=False)
+        for word, flag in added.items()
+    ]
     decoder = dict(enumerate(tokens))
-    shield = Shield(SimpleNamespace(added_tokens_decoder=decoder, all_special_tokens=["<mask>"]), written="{{ x }}<think>[CALL]")
-    assert shield.control == {"<s>", "<|tool|>", "<mask>"} and shield.markup == {"<think>", "[CALL]"}
+    shield = Shield(
+        SimpleNamespace(added_tokens_decoder=decoder, all_special_tokens=["<mask>"]),
+        written="{{ x }}<think>[CALL]",
+    )
+    assert shield.control == {"<s>", "<|tool|>", "<mask>"} and shield.markup == {
+        "<think>",
+        "[CALL]",
+    }
     text = "".join(added)
     for may_write, left in ((False, ["  ", "<td>"]), (True, ["<think>", "[CALL]", "  ", "<td>"])):
         covered = shield.cover(text, may_write_markup=may_write)
-        assert [word for word in added if word in covered] == left and shield.uncover(covered) == text
+        assert [word for word in added if word in covered] == left and shield.uncover(
+            covered
+        ) == text
 
 
 def test_a_tokenizer_that_has_no_other_spelling_says_so():
@@ -256,7 +380,11 @@ def test_a_tokenizer_that_has_no_other_spelling_says_so():
         added_tokens_decoder = {0: AddedToken("</s>", special=True)}
 
         def encode(self, text, add_special_tokens=True, split_special_tokens=False):
-            parts = [*"\0".join(text.split("</s>"))] if not split_special_tokens or self.stubborn else [*text]
+            parts = (
+                [*"\0".join(text.split("</s>"))]
+                if not split_special_tokens or self.stubborn
+                else [*text]
+            )
             return [0 if part == "\0" else ord(part) for part in parts]
 
         def decode(self, tokens, **_):
@@ -274,7 +402,7 @@ def test_a_tokenizer_that_has_no_other_spelling_says_so():
         renderer.encode("a</s>b")
 
 
-# ------------------------------------------------------------------------------------------------------ contents, roles
+# ---------------------------------------------------------------------------------- contents, roles
 
 
 @pytest.mark.parametrize(("name", "model"), pairs())
@@ -283,11 +411,20 @@ def test_contents_in_parts_are_their_text(renderers, name, model):
     parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
     said = {"role": "assistant", "content": [{"type": "text", "text": "4"}]}
     asked = {"role": "user", "content": parts}
-    assert renderer.build_generation_prompt([asked]).to_ints() == renderer.build_generation_prompt([ASK]).to_ints()
-    one, other = (renderer.build_supervised_example(m) for m in ([asked, said], [ASK, {**said, "content": "4"}]))
+    assert (
+        renderer.build_generation_prompt([asked]).to_ints()
+        == renderer.build_generation_prompt([ASK]).to_ints()
+    )
+    one, other = (
+        renderer.build_supervised_example(m)
+        for m in ([asked, said], [ASK, {**said, "content": "4"}])
+    )
     assert one[0].to_ints() == other[0].to_ints() and one[1].tolist() == other[1].tolist()
     for content, says in (
-        ([{"type": "image_url", "image_url": {"url": "x"}}], "has an image, and what is rendered here is text alone"),
+        (
+            [{"type": "image_url", "image_url": {"url": "x"}}],
+            "has an image, and what is rendered here is text alone",
+        ),
         ([{"type": "video", "video": "x"}], "part of content that is not text .'video'"),
         (["2+2?"], "part of content that is not text"),
         (None, "content of type NoneType"),
@@ -300,21 +437,31 @@ def test_contents_in_parts_are_their_text(renderers, name, model):
 @pytest.mark.parametrize("model", CHAT)
 def test_a_turn_that_the_template_leaves_out_is_an_error(renderers, model):
     with pytest.raises(UserError, match="leaves out message 0, of role 'human': '3.3"):
-        renderers("chat_template", model).build_generation_prompt([{"role": "human", "content": "3+3?"}, ASK])
+        renderers("chat_template", model).build_generation_prompt(
+            [{"role": "human", "content": "3+3?"}, ASK]
+        )
 
 
 def test_a_template_that_refuses_is_one_clean_error(tokenizers):
     tokenizer = llama_like()
     tokenizer.chat_template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + str(tokenizer.chat_template)
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+        + str(tokenizer.chat_template)
     )
     renderer = get_renderer("chat_template", tokenizer)
-    with pytest.raises(UserError, match=r"cannot render this conversation \(roles \['system', 'user'\]\): .*no system here"):
+    with pytest.raises(
+        UserError,
+        match=r"cannot render this conversation \(roles \['system', 'user'\]\): .*no system here",
+    ):
         renderer.build_generation_prompt([{"role": "system", "content": "a"}, ASK])
 
 
 def test_renderers_of_text_refuse_calls(renderers):
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
+    }
     for name in ("plain", "role_colon"):
         with pytest.raises(UserError, match="a message calls tools"):
             renderers(name, "words").build_generation_prompt([ASK, call])

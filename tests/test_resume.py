@@ -1,4 +1,6 @@
-"""2 + 2 steps = 4, bit for bit, for every method: saved while whatever it adapts is in the middle of a change."""
+"""2 + 2 steps = 4, bit for bit, for every method: saved while whatever it adapts is in the middle
+of a change.
+"""
 
 import json
 from collections.abc import Callable
@@ -15,7 +17,8 @@ from rl.methods import METHODS
 
 pytestmark = pytest.mark.slow
 
-# Fits in the middle of a change: a level after three batches, a coefficient and statistics at every one.
+# Fits in the middle of a change: a level after three batches, a coefficient and statistics at every
+# one.
 CURRICULUM = "--curriculum success --curriculum-up 0.01 --curriculum-down 0 --curriculum-window 3"
 REWARDED = f"{CURRICULUM} --reward FOLDER/rewards.py:digits"
 CHANGING = f"{CURRICULUM} --normalise-rewards --kl-target 1e-4 --reward FOLDER/rewards.py:digits"
@@ -38,7 +41,9 @@ def digits(prompt, response, meta):
 
 @dataclass(frozen=True)
 class Case:
-    """`words` of a run; FOLDER holds what `made` makes. `moving`: metrics that change after the save; `holds`: of the rows."""
+    """`words` of a run; FOLDER holds what `made` makes. `moving`: metrics that change after the
+    save; `holds`: of the rows.
+    """
 
     words: str
     moving: tuple[str, ...] = ()
@@ -52,7 +57,9 @@ def levels(rows: list[dict]) -> bool:
 def learned_rewards(rows: list[dict]) -> bool:
     """They are the whole reward, and other ones at every step."""
     found = [row["env/all/reward/learned"] for row in rows]
-    return len(set(found)) == 4 and found == pytest.approx([row["env/all/reward/total"] for row in rows], abs=1e-6)
+    return len(set(found)) == 4 and found == pytest.approx(
+        [row["env/all/reward/total"] for row in rows], abs=1e-6
+    )
 
 
 def drifts(rows: list[dict]) -> bool:
@@ -68,7 +75,8 @@ def has_moved(rows: list[dict]) -> bool:
 CASES: dict[str, dict[str, Case]] = {
     "grpo": {
         "dapo": Case(
-            f"--variant dapo --group-size 4 --dynamic-sampling 2 --num-substeps 2 --kl-coef 0.05 --reward-clip 3 {CHANGING}", MOVING
+            f"--variant dapo --group-size 4 --dynamic-sampling 2 --num-substeps 2 --kl-coef 0.05 --reward-clip 3 {CHANGING}",
+            MOVING,
         ),
         "kl in the loss, lora": Case(
             f"--variant gspo --group-size 4 --kl-in loss --lora-rank 2 --kl-coef 0.05 --entropy-coef 0.01 --truncated-is 2 {CHANGING}",
@@ -77,39 +85,67 @@ CASES: dict[str, dict[str, Case]] = {
         "reward model": Case(
             "--reward-model FOLDER/rm --reward FOLDER/rewards.py:digits --other-reward-weight 0.5 --group-size 4 --kl-coef 0.1",
             holds=lambda rows: all(
-                row["env/all/reward/total"] == pytest.approx(row["env/all/reward/learned"] + 0.5 * row["env/all/reward/given"], abs=1e-6)
+                row["env/all/reward/total"]
+                == pytest.approx(
+                    row["env/all/reward/learned"] + 0.5 * row["env/all/reward/given"], abs=1e-6
+                )
                 for row in rows
             ),
         ),
     },
     "reinforce": {
         "per problem": Case(
-            f"--advantage per_problem --train-limit 90 --batch-size 32 --kl-coef 0.05 --overlong-share 0.5 {CHANGING}", MOVING
+            f"--advantage per_problem --train-limit 90 --batch-size 32 --kl-coef 0.05 --overlong-share 0.5 {CHANGING}",
+            MOVING,
         )
     },
     "ppo": {
-        "head, kl from zero": Case(f"--kl-coef 0 --num-substeps 2 --group-size 2 {CHANGING}", MOVING),
+        "head, kl from zero": Case(
+            f"--kl-coef 0 --num-substeps 2 --group-size 2 {CHANGING}", MOVING
+        ),
         "critic, lora, kl in the loss": Case(
             "--critic-model policy --critic-learning-rate 1e-3 --lora-rank 2 --kl-target 0.001 --kl-in loss "
             "--reward FOLDER/rewards.py:digits",
             ("optim/kl_coef",),
         ),
     },
-    "rlhf": {"head": Case(f"--reward-model FOLDER/rm --num-substeps 2 {CHANGING}", MOVING, learned_rewards)},
-    "sft": {"levels": Case(f"{HELD_OUT} {LEVELS} --reward exact_match", holds=levels), "lora": Case(f"{HELD_OUT} --lora-rank 4")},
-    "online_dpo": {
-        "reference": Case(f"--group-size 3 --num-substeps 2 --normalise-rewards {REWARDED}", ("reward/running_std", "curriculum/level")),
-        "lora, all pairs": Case("--group-size 3 --pairs all --lora-rank 2 --loss ipo --reward FOLDER/rewards.py:digits"),
+    "rlhf": {
+        "head": Case(
+            f"--reward-model FOLDER/rm --num-substeps 2 {CHANGING}", MOVING, learned_rewards
+        )
     },
-    "best_of_n": {"shaped": Case(f"--group-size 3 --keep 2 --normalise-rewards {REWARDED}", ("reward/running_std", "curriculum/level"))},
+    "sft": {
+        "levels": Case(f"{HELD_OUT} {LEVELS} --reward exact_match", holds=levels),
+        "lora": Case(f"{HELD_OUT} --lora-rank 4"),
+    },
+    "online_dpo": {
+        "reference": Case(
+            f"--group-size 3 --num-substeps 2 --normalise-rewards {REWARDED}",
+            ("reward/running_std", "curriculum/level"),
+        ),
+        "lora, all pairs": Case(
+            "--group-size 3 --pairs all --lora-rank 2 --loss ipo --reward FOLDER/rewards.py:digits"
+        ),
+    },
+    "best_of_n": {
+        "shaped": Case(
+            f"--group-size 3 --keep 2 --normalise-rewards {REWARDED}",
+            ("reward/running_std", "curriculum/level"),
+        )
+    },
     "kto": {"pairs": Case(HELD_OUT)},
     "orpo": {"pairs": Case(HELD_OUT)},
     "simpo": {"pairs": Case(HELD_OUT)},
     "dpo": {
-        "precomputed, levels": Case(f"{HELD_OUT} --precompute-reference {LEVELS}", holds=lambda rows: has_moved(rows) and levels(rows)),
+        "precomputed, levels": Case(
+            f"{HELD_OUT} --precompute-reference {LEVELS}",
+            holds=lambda rows: has_moved(rows) and levels(rows),
+        ),
         "reference": Case(HELD_OUT, holds=has_moved),
         "lora": Case(f"{HELD_OUT} --lora-rank 4", holds=has_moved),
-        "precomputed, lora": Case(f"{HELD_OUT} --lora-rank 4 --precompute-reference", holds=has_moved),
+        "precomputed, lora": Case(
+            f"{HELD_OUT} --lora-rank 4 --precompute-reference", holds=has_moved
+        ),
     },
     "reward_model": {
         "levels": Case(f"{HELD_OUT} {LEVELS}", holds=levels),
@@ -118,7 +154,9 @@ CASES: dict[str, dict[str, Case]] = {
     },
     "offline": {
         "lora": Case("--dataset FOLDER/answers.jsonl --loss dro --lora-rank 4", holds=drifts),
-        "learned baseline": Case("--dataset FOLDER/answers.jsonl --loss dro --baseline learned", holds=drifts),
+        "learned baseline": Case(
+            "--dataset FOLDER/answers.jsonl --loss dro --baseline learned", holds=drifts
+        ),
         "ilql": Case("--dataset FOLDER/answers.jsonl --loss ilql"),
         "cloning": Case("--dataset FOLDER/answers.jsonl --loss bc --top-fraction 0.5"),
     },
@@ -127,7 +165,11 @@ CASES: dict[str, dict[str, Case]] = {
         "teacher": Case(f"{STUDENT} --learn-from teacher --group-size 2"),
     },
 }
-EACH = [pytest.param(method, name, id=f"{method}: {name}") for method, cases in CASES.items() for name in cases]
+EACH = [
+    pytest.param(method, name, id=f"{method}: {name}")
+    for method, cases in CASES.items()
+    for name in cases
+]
 
 
 @pytest.fixture(scope="module")
@@ -149,18 +191,35 @@ def test_no_method_is_left_out():
 @pytest.mark.parametrize(("method", "name"), EACH)
 def test_two_steps_and_two_resumed_are_four_to_the_bit(method, name, made, tmp_path):
     case = CASES[method][name]
-    samples = SAMPLED if "reward" in case.words and method in ("grpo", "reinforce", "ppo", "rlhf", "online_dpo", "best_of_n") else ""
-    samples = "--batch-size 8 --max-tokens 4 --eval-every 0" if method in ("offline", "distill") else samples
+    samples = (
+        SAMPLED
+        if "reward" in case.words
+        and method in ("grpo", "reinforce", "ppo", "rlhf", "online_dpo", "best_of_n")
+        else ""
+    )
+    samples = (
+        "--batch-size 8 --max-tokens 4 --eval-every 0"
+        if method in ("offline", "distill")
+        else samples
+    )
     words = f"{method} --learning-rate 1e-2 {samples} {case.words}".replace("FOLDER", str(made))
     rows = two_and_two(words, tmp_path)
     assert len([row for row in rows if "progress/batch" in row]) == 4 and case.holds(rows)
     for metric in case.moving:
-        assert rows[1][metric] != rows[2][metric] or rows[2][metric] != rows[3][metric], f"{metric} was saved in the middle of a change"
-    one, other = (next((tmp_path / run / "checkpoints").glob("*-final")) for run in ("whole", "cut"))
+        assert rows[1][metric] != rows[2][metric] or rows[2][metric] != rows[3][metric], (
+            f"{metric} was saved in the middle of a change"
+        )
+    one, other = (
+        next((tmp_path / run / "checkpoints").glob("*-final")) for run in ("whole", "cut")
+    )
     files = sorted(path.relative_to(one) for path in one.rglob("*.safetensors"))
     assert files == sorted(path.relative_to(other) for path in other.rglob("*.safetensors"))
     for file in files:  # weights, heads, optimizers, a critic's, generators
         a, b = load_file(str(one / file)), load_file(str(other / file))
         assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a), file
-    states = [json.loads((folder / "state.json").read_text())["metadata"] for folder in (one, other)]
-    assert states[0]["method"] == states[1]["method"] and states[0].get("curriculum") == states[1].get("curriculum")
+    states = [
+        json.loads((folder / "state.json").read_text())["metadata"] for folder in (one, other)
+    ]
+    assert states[0]["method"] == states[1]["method"] and states[0].get("curriculum") == states[
+        1
+    ].get("curriculum")

@@ -1,4 +1,6 @@
-"""A run goes on from its folder alone; what changes no result may change, steps may be added, and --change says what else."""
+"""A run goes on from its folder alone; what changes no result may change, steps may be added, and
+--change says what else.
+"""
 
 import json
 import shutil
@@ -67,7 +69,11 @@ def said(monkeypatch):
 
 def test_the_folder_alone_is_enough(stopped, cut):
     train("--resume", cut)
-    assert same_weights(stopped, cut) and config(cut)["stages"] == config(stopped)["stages"] and config(cut)["name"] == "grpo"
+    assert (
+        same_weights(stopped, cut)
+        and config(cut)["stages"] == config(stopped)["stages"]
+        and config(cut)["name"] == "grpo"
+    )
 
 
 @pytest.mark.slow
@@ -76,8 +82,11 @@ def test_what_changes_no_result_may_change(stopped, cut, said):
     train(f"--resume {free}", cut)
     a, b = final_weights(stopped), final_weights(cut)
     for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-5)  # smaller micro-batches: but for rounding
-    assert any("eval_every 2 -> 0" in text for text in said) and {note["setting"] for note in config(cut)["changes"]} >= {"eval_every"}
+        # smaller micro-batches: but for rounding
+        torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-5)
+    assert any("eval_every 2 -> 0" in text for text in said) and {
+        note["setting"] for note in config(cut)["changes"]
+    } >= {"eval_every"}
     assert list((cut / "rollouts").glob("*.jsonl"))
 
 
@@ -92,10 +101,23 @@ def test_what_changes_the_result_needs_to_be_named(cut, again):
 def test_a_change_takes_effect_from_its_step_on_and_is_noted(cut, stopped, said):
     rows = train("--resume --change learning_rate=5e-3 kl-coef=0.5", cut)
     before = [json.loads(line) for line in (stopped / "metrics.jsonl").read_text().splitlines()]
-    assert [row["reward/total"] for row in rows if row["step"] in (1, 2)] == [r["reward/total"] for r in before if r["step"] in (1, 2)]
-    assert {row["step"]: row.get("optim/lr") for row in rows if row["step"]} == {1: 1e-2, 2: 1e-2, 3: 5e-3, 4: 5e-3}
+    assert [row["reward/total"] for row in rows if row["step"] in (1, 2)] == [
+        r["reward/total"] for r in before if r["step"] in (1, 2)
+    ]
+    assert {row["step"]: row.get("optim/lr") for row in rows if row["step"]} == {
+        1: 1e-2,
+        2: 1e-2,
+        3: 5e-3,
+        4: 5e-3,
+    }
     notes = {note["setting"]: note for note in config(cut)["changes"]}
-    assert notes["learning_rate"] == {"step": 2, "stage": "grpo", "setting": "learning_rate", "from": 0.01, "to": 0.005}
+    assert notes["learning_rate"] == {
+        "step": 2,
+        "stage": "grpo",
+        "setting": "learning_rate",
+        "from": 0.01,
+        "to": 0.005,
+    }
     assert config(cut)["stages"][0]["settings"]["kl_coef"] == 0.5
     state = json.loads((cut / "checkpoints/grpo-final/state.json").read_text())
     assert state["metadata"]["method"]["kl_coef"] == 0.5
@@ -113,7 +135,9 @@ def test_a_checkpoint_stays_that_of_its_model(cut, change):
 @pytest.mark.slow
 @pytest.mark.parametrize("ended", [False, True])
 def test_steps_may_be_added(stopped, cut, ended, tmp_path, said):
-    """To a run that was cut off and to one that is done: the weights of one that was asked for as many at once."""
+    """To a run that was cut off and to one that is done: the weights of one that was asked for as
+    many at once.
+    """
     train(f"{WORDS} --steps 6 --save-every 1 --keep-last 9 --seed 3", tmp_path / "whole")
     folder = cut
     if ended:
@@ -121,7 +145,9 @@ def test_steps_may_be_added(stopped, cut, ended, tmp_path, said):
         shutil.copytree(stopped, folder)
     train("--resume --steps 6", folder)
     assert same_weights(folder, tmp_path / "whole")
-    rows = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     assert rows == [0, 1, 2, 3, 4, 5, 6]
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert names == [f"grpo-{i:06d}" for i in range(1, 6)] + ["grpo-final"]
@@ -133,8 +159,14 @@ def test_steps_may_be_added(stopped, cut, ended, tmp_path, said):
 def test_a_schedule_that_ends_says_what_more_steps_do(tmp_path, said):
     train(f"{WORDS} --steps 2 --schedule linear", tmp_path / "run")
     rows = train("--resume --steps 4", tmp_path / "run")
-    assert any("the linear schedule ends at step 4 of the stage now, not at 2: the next step's learning rate is 0.005" in t for t in said)
-    assert [row["optim/lr"] for row in rows if row["step"] > 2] == pytest.approx([1e-2 * factor("linear", i, 4) for i in (2, 3)])
+    assert any(
+        "the linear schedule ends at step 4 of the stage now, not at 2: the next step's learning rate is 0.005"
+        in t
+        for t in said
+    )
+    assert [row["optim/lr"] for row in rows if row["step"] > 2] == pytest.approx(
+        [1e-2 * factor("linear", i, 4) for i in (2, 3)]
+    )
 
 
 @pytest.mark.slow
@@ -150,12 +182,14 @@ def test_of_several_stages_those_that_ended_stay(tmp_path, said):
     assert (grpo["settings"]["steps"], grpo["settings"]["learning_rate"]) == (3, 0.001)
 
 
-# ------------------------------------------------------------------------------------------------------------- the line
+# ----------------------------------------------------------------------------------------- the line
 
 
 def test_a_flag_of_one_stage(tmp_path):
     (tmp_path / "two.yaml").write_text(TWO)
-    run = asked(f"{tmp_path / 'two.yaml'} --grpo.steps 7 --steps 3 --sft.no-train-mlp --sft.learning-rate=0.5")
+    run = asked(
+        f"{tmp_path / 'two.yaml'} --grpo.steps 7 --steps 3 --sft.no-train-mlp --sft.learning-rate=0.5"
+    )
     assert [stage.settings.loop.steps for stage in run.stages] == [3, 7]
     assert [stage.settings.model.train_mlp for stage in run.stages] == [False, True]
     assert [stage.settings.optim.learning_rate for stage in run.stages] == [0.5, 0.01]
@@ -203,7 +237,10 @@ def test_every_word_of_other_libraries_leads_to_a_setting():
     from rl.settings.fields import fields_of
     from rl.settings.other_words import _WORDS
 
-    known = {*fields_of(RunSettings), *(key for method in METHODS.values() for key in fields_of(method.settings))}
+    known = {
+        *fields_of(RunSettings),
+        *(key for method in METHODS.values() for key in fields_of(method.settings)),
+    }
     assert {here for here, _ in _WORDS.values() if here} <= known
     assert known & _WORDS.keys() == {"beta"}  # dpo's, offline's
 
@@ -217,7 +254,9 @@ def test_reward_beside_rewards_is_no_longer_ignored(tmp_path):
     assert len(run.stages[0].settings.data.rewards) == 2
     recipe.write_text("method: grpo\nrewards: {exact_match: 1}\n")
     run = asked(f"{recipe} --reward gsm8k")
-    assert run.stages[0].settings.data.rewards == () and run.stages[0].settings.data.reward == "gsm8k"
+    assert (
+        run.stages[0].settings.data.rewards == () and run.stages[0].settings.data.reward == "gsm8k"
+    )
 
 
 def test_step_rewards_without_steps_are_said(tmp_path, monkeypatch):

@@ -1,4 +1,6 @@
-"""A run killed between two turns of a batch goes on to the bit: older versions as opponents, a curriculum and rollout files included."""
+"""A run killed between two turns of a batch goes on to the bit: older versions as opponents, a
+curriculum and rollout files included.
+"""
 
 import json
 from pathlib import Path
@@ -9,7 +11,8 @@ from whole_runs import final_weights, train
 
 from rl.clients import SamplingClient
 
-# Two seats, several turns, levels; who the older version is depends on the pool, how long it lasts on what both say.
+# Two seats, several turns, levels; who the older version is depends on the pool, how long it lasts
+# on what both say.
 DUEL = '''
 from rl.environments import Environment, Turn
 
@@ -42,7 +45,9 @@ class Killed(BaseException):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_killed_between_two_turns_and_resumed_is_the_run_that_was_not(isolation, tmp_path, monkeypatch):
+def test_killed_between_two_turns_and_resumed_is_the_run_that_was_not(
+    isolation, tmp_path, monkeypatch
+):
     (tmp_path / "duel.py").write_text(DUEL)
     words = (
         f"grpo --environment {tmp_path}/duel.py:Duel --environment-isolation {isolation} --base-model tiny:ascii-small --batch-size 3 "
@@ -60,7 +65,8 @@ def test_killed_between_two_turns_and_resumed_is_the_run_that_was_not(isolation,
             raise Killed
         return ask(self, requests)
 
-    # every batch asks the policy and its opponent in each of the rounds that its level has: 2, of higher levels more
+    # every batch asks the policy and its opponent in each of the rounds that its level has: 2, of
+    # higher levels more
     monkeypatch.setattr(SamplingClient, "sample_many", killed)
     asked["at"] = 10**9
     train(words, tmp_path / "counted")
@@ -80,9 +86,13 @@ def test_killed_between_two_turns_and_resumed_is_the_run_that_was_not(isolation,
         assert file.read_text() == (tmp_path / "cut" / "rollouts" / file.name).read_text()
     kept = [state(tmp_path / folder) for folder in ("whole", "cut")]
     assert kept[0] == kept[1] and sum(one["games"] for one in kept[0]["opponents"]) > 0
-    # what was to be crossed was there: levels that moved, several turns, an opponent that is not the first of its line
+    # what was to be crossed was there: levels that moved, several turns, an opponent that is not
+    # the first of its line
     steps = [row for row in whole if "progress/batch" in row]
-    assert len({row["env/all/turns_per_episode"] for row in steps}) > 1 and steps[-1]["env/all/turns_per_episode"] > 2
+    assert (
+        len({row["env/all/turns_per_episode"] for row in steps}) > 1
+        and steps[-1]["env/all/turns_per_episode"] > 2
+    )
     assert kept[0]["opponents"][0]["step"] > 0
 
 
@@ -91,4 +101,6 @@ def names(folder: Path) -> list[str]:
 
 
 def state(folder: Path) -> dict:
-    return json.loads((folder / "checkpoints" / "grpo-final" / "state.json").read_text())["metadata"]["opponents"]
+    return json.loads((folder / "checkpoints" / "grpo-final" / "state.json").read_text())[
+        "metadata"
+    ]["opponents"]

@@ -1,4 +1,6 @@
-"""What rewards started does not outlive its run: ten ways to end one, and the ways in which a process hides from its parent."""
+"""What rewards started does not outlive its run: ten ways to end one, and the ways in which a
+process hides from its parent.
+"""
 
 import os
 import signal
@@ -10,9 +12,12 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parent.parent
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc; elsewhere a process group is all there is")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="looks into /proc; elsewhere a process group is all there is"
+)
 
-# Each reward starts what hides in another way, then does as its response says. `MARK` stands in the words of each process.
+# Each reward starts what hides in another way, then does as its response says. `MARK` stands in the
+# words of each process.
 MODULE = """
 import os, signal, subprocess, sys, time
 SLEEP = "import signal, sys, time; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]; time.sleep(1000)"
@@ -66,7 +71,8 @@ if way in ("signal", "launcher"):
     time.sleep(1000)
 """
 
-# way to end -> (what the script is told, the signal it gets, whether it is still running when nothing may be left)
+# way to end -> (what the script is told, the signal it gets, whether it is still running when
+# nothing may be left)
 WAYS = {
     "finish": ("finish", None, False),
     "error of the reward": ("error", None, False),
@@ -82,7 +88,8 @@ WAYS = {
     "the reward kills its guard": ("kill the guard", None, True),  # and then OUT_OF_REACH
     "the reward stops its guard": ("stop the guard", None, True),
 }
-# A reward that kills its guard, and takes the mark out of the environment of what it started: nobody knows whose those are.
+# A reward that kills its guard, and takes the mark out of the environment of what it started:
+# nobody knows whose those are.
 OUT_OF_REACH = {"the reward kills its guard": {"nameless", "daemon"}}
 QUICK = ("SIGKILL of the trainer", "reward timeout", "pool close")
 LAUNCHER = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
@@ -119,7 +126,9 @@ def wait_until(condition, seconds: float) -> bool:
     return bool(condition())
 
 
-@pytest.mark.parametrize("way", [way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
+@pytest.mark.parametrize(
+    "way", [way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+)
 def test_nothing_that_a_reward_started_is_left(tmp_path, way):
     told, number, runs_on = WAYS[way]
     mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
@@ -127,25 +136,46 @@ def test_nothing_that_a_reward_started_is_left(tmp_path, way):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(repo=str(REPO), here=str(tmp_path)))
     ready = tmp_path / "ready"
-    env = {**os.environ, "PYTHON_MARK": mark, "PYTHON_READY": str(ready), "ACCELERATE_MIXED_PRECISION": "no"}
+    env = {
+        **os.environ,
+        "PYTHON_MARK": mark,
+        "PYTHON_READY": str(ready),
+        "ACCELERATE_MIXED_PRECISION": "no",
+    }
     words = [sys.executable, str(script), told]
     if told == "launcher":
         words = [sys.executable, "-c", LAUNCHER, *words]
-    trainer = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    trainer = subprocess.Popen(
+        words,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
         said = trainer.stdout.readline()
         assert said.startswith("scored"), trainer.stderr.read()
         if number is not None:
-            assert wait_until(lambda: ready.read_text() == "xx" and set(left(mark).values()) >= {"child", "daemon", "nameless"}, 20)
+            assert wait_until(
+                lambda: (
+                    ready.read_text() == "xx"
+                    and set(left(mark).values()) >= {"child", "daemon", "nameless"}
+                ),
+                20,
+            )
             trainer.send_signal(number)
         if not runs_on:
             trainer.wait(30)
         assert ready.exists()
-        assert wait_until(lambda: not set(left(mark).values()) - OUT_OF_REACH.get(way, set()), 10), left(mark)
+        assert wait_until(
+            lambda: not set(left(mark).values()) - OUT_OF_REACH.get(way, set()), 10
+        ), left(mark)
         if runs_on:
             assert trainer.poll() is None
             trainer.kill()
-        assert wait_until(lambda: not workers_of(mark), 10), workers_of(mark)  # nor a worker, nor its guard
+        # nor a worker, nor its guard
+        assert wait_until(lambda: not workers_of(mark), 10), workers_of(mark)
     finally:
         for pid in {*left(mark), *workers_of(mark)}:
             os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,6 @@
-"""Rewards of many answers at once, coroutines, and whole episodes: values by hand, and what one bad answer costs."""
+"""Rewards of many answers at once, coroutines, and whole episodes: values by hand, and what one bad
+answer costs.
+"""
 
 import asyncio
 import logging
@@ -21,7 +23,7 @@ from rl.types import ModelInput, Problem, SampledSequence
 
 RIGHT = [("p", "x" * n, {"n": n}) for n in range(12)]
 
-REWARDS = '''
+REWARDS = """
 import asyncio, os, sys, time
 from rl.rewards import register_reward, RewardResult
 
@@ -56,7 +58,7 @@ def turns(episode, meta, factor=1.0):
 @register_reward("all_turns", episode=True, batched=True)
 def all_turns(episodes, metas):
     return [len(e.turns) + len(episodes) / 100 for e in episodes]
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -90,14 +92,22 @@ def test_one_bad_answer_of_a_batch_costs_itself_alone(mine, kind, caplog):
         assert bad.reward == len("print")
         return
     assert bad.reward is None and "the bad one" in bad.error
-    expected = {"raise": "a bad one among 1", "die": "exit code 3", "nonsense": "'seven'", "nan": "nan", "drop": "0 rewards for 1"}
+    expected = {
+        "raise": "a bad one among 1",
+        "die": "exit code 3",
+        "nonsense": "'seven'",
+        "nan": "nan",
+        "drop": "0 rewards for 1",
+    }
     assert expected[kind] in bad.error
     assert sum(scorer.counts[name] for name in ("errors", "timeouts", "nan", "deaths")) == 1
 
 
 @pytest.mark.slow
 def test_an_answer_on_which_a_batch_hangs_costs_itself_alone(mine):
-    found, scorer = scored(f"{mine}:lengths", [*RIGHT[:2], ("p", "hang", {"n": 0}), RIGHT[3]], timeout=4.0, workers=2)
+    found, scorer = scored(
+        f"{mine}:lengths", [*RIGHT[:2], ("p", "hang", {"n": 0}), RIGHT[3]], timeout=4.0, workers=2
+    )
     assert [score.reward for score in found] == [0.0, 1.0, None, 3.0]
     assert scorer.counts["timeouts"] == 1 and "did not end within 4 s" in found[2].error
 
@@ -110,10 +120,15 @@ def test_coroutines_wait_side_by_side_each_within_its_limit(mine):
     with Scorer(f"{mine}:waits", timeout=5.0) as scorer:
         begin = time.monotonic()
         found = scorer.score_many(items)
-        assert time.monotonic() - begin < 12  # one after the other they would take 57 * 0.3 s = 17 s and more
+        # one after the other they would take 57 * 0.3 s = 17 s and more
+        assert time.monotonic() - begin < 12
     failures = {i: score.failure for i, score in enumerate(found) if score.failure}
     assert failures == {3: "error", 7: "timeout", 11: "error", 12: "error"}
-    assert "KeyError" in found[3].error and "did not end within 5 s" in found[7].error and "[1]" in found[11].error
+    assert (
+        "KeyError" in found[3].error
+        and "did not end within 5 s" in found[7].error
+        and "[1]" in found[11].error
+    )
     assert all(score.reward == n for n, score in enumerate(found) if n not in failures)
 
 
@@ -149,17 +164,35 @@ def test_a_reward_sees_the_whole_episode(mine):
         assert "sees whole episodes" in without.error
     assert EPISODE.reward == 0.75
     with Scorer(f"{mine}:all_turns") as scorer:
-        assert [p.result().reward for p in [scorer.submit("p", "6", None, EPISODE) for _ in range(5)]] == [2.05] * 5
+        assert [
+            p.result().reward for p in [scorer.submit("p", "6", None, EPISODE) for _ in range(5)]
+        ] == [2.05] * 5
 
 
 def test_a_sum_of_all_kinds_at_once(mine):
-    weights = {"exact_match": 1.0, f"{mine}:lengths": 0.5, f"{mine}:waits": 0.1, f"{mine}:turns": 10.0}
+    weights = {
+        "exact_match": 1.0,
+        f"{mine}:lengths": 0.5,
+        f"{mine}:waits": 0.1,
+        f"{mine}:turns": 10.0,
+    }
     reward = resolve_reward("composite", weights=weights)
     assert reward.together and reward.episode and not reward.bounded
     with Scorer(reward) as scorer:
-        items = [("6", {"answer": "6", "n": 1}), ("raise", {"answer": "6", "n": 2}), ("12", {"answer": "6", "n": 3})]
-        found = [p.result() for p in [scorer.submit("p", response, meta, EPISODE) for response, meta in items]]
-        assert [score.reward for score in found] == [pytest.approx(1 + 0.5 + 0.1 + 20), None, pytest.approx(0 + 1 + 0.2 + 20)]
+        items = [
+            ("6", {"answer": "6", "n": 1}),
+            ("raise", {"answer": "6", "n": 2}),
+            ("12", {"answer": "6", "n": 3}),
+        ]
+        found = [
+            p.result()
+            for p in [scorer.submit("p", response, meta, EPISODE) for response, meta in items]
+        ]
+        assert [score.reward for score in found] == [
+            pytest.approx(1 + 0.5 + 0.1 + 20),
+            None,
+            pytest.approx(0 + 1 + 0.2 + 20),
+        ]
         assert found[0].metrics == {"exact_match": 1.0, "correct": 1.0, "lengths": 1.0, "calls": pytest.approx(found[0].metrics["calls"]),
                                     "n": 1.0, "waits": 1.0, "turns": 2.0, "tools": 1.0}  # fmt: skip
         seconds = scorer.take_seconds()
@@ -173,15 +206,17 @@ def test_each_of_several_rewards_has_its_time_wherever_it_runs():
         return 1.0
 
     for spec in (slow, "exact_match", "math_correctness"):
-        with Scorer(resolve_reward("composite", weights={spec: 1.0}) if isinstance(spec, str) else spec) as scorer:
+        with Scorer(
+            resolve_reward("composite", weights={spec: 1.0}) if isinstance(spec, str) else spec
+        ) as scorer:
             scores = scorer.score_many([("p", "1", {"answer": "1"})] * 3)
             assert not any(key.startswith("time/") for score in scores for key in score.metrics)
-            (name, seconds), = scorer.take_seconds().items()
+            ((name, seconds),) = scorer.take_seconds().items()
             assert name == (spec if isinstance(spec, str) else "slow")
             assert seconds >= (0.15 if spec is slow else 0.0)
 
 
-# ------------------------------------------------------------------------------------------------ how an answer is written
+# ------------------------------------------------------------------------- how an answer is written
 
 
 def test_repetition_by_hand_and_against_brute_force():
@@ -197,7 +232,9 @@ def test_repetition_by_hand_and_against_brute_force():
             text = rng.integers(0, 3, rng.integers(0, 30)).astype(str).tolist()
             grams = [" ".join(text[i : i + n]) for i in range(len(text)) if i + n <= len(text)]
             again = sum(gram in grams[:i] for i, gram in enumerate(grams))
-            assert reward("", " ".join(text)) == pytest.approx(-again / len(grams) if grams else 0.0)
+            assert reward("", " ".join(text)) == pytest.approx(
+                -again / len(grams) if grams else 0.0
+            )
 
 
 def test_length_by_correctness_is_the_papers_curve():
@@ -210,7 +247,10 @@ def test_length_by_correctness_is_the_papers_curve():
         assert reward("", text, {"answer": "46"}) == pytest.approx(low + (high - low) * cosine)
     assert reward("", "46 " * 8, {"answer": "46"}) == -10.0
     result = reward.evaluate("", "46", {"answer": "46"})
-    assert result.metrics == {"exact_match": 1.0, "correct": 1.0, "length": 1.0} and reward.bounded is True
+    assert (
+        result.metrics == {"exact_match": 1.0, "correct": 1.0, "length": 1.0}
+        and reward.bounded is True
+    )
 
 
 def test_the_share_of_a_script():
@@ -243,41 +283,82 @@ def test_a_bad_setting_says_what_is_expected(spec, settings, message):
 
 def test_a_language_is_told_by_its_library():
     pytest.importorskip("py3langid")
-    german, english = "Der schnelle braune Fuchs springt über den faulen Hund.", "The quick brown fox jumps over the lazy dog."
+    german, english = (
+        "Der schnelle braune Fuchs springt über den faulen Hund.",
+        "The quick brown fox jumps over the lazy dog.",
+    )
     reward = resolve_reward("language", language="de")
     assert reward("", german) > 0.9 > 0.1 > reward("", english)
-    assert resolve_reward("language")(english, english) > 0.9 > 0.1 > resolve_reward("language")(english, german)
+    assert (
+        resolve_reward("language")(english, english)
+        > 0.9
+        > 0.1
+        > resolve_reward("language")(english, german)
+    )
 
 
 def test_a_result_is_equal_whatever_it_took():
     assert RewardResult(1.0, {"a": 1.0}, {"x": 3.0}) == RewardResult(1.0, {"a": 1.0})
 
 
-# -------------------------------------------------------------------------------------------- beside an environment's own
+# ---------------------------------------------------------------------- beside an environment's own
 
 
 def trajectory(*turns):
     """Of (what was told, the answer, its reward)."""
     made = []
     for told, answer, reward in turns:
-        logs = {"told": [{"role": role, "content": text} for role, text in told], "response": answer}
-        made.append(Transition(ModelInput.from_ints([1]), SampledSequence([2, 3], [-1.0, -1.0]), reward, False, {}, logs))
+        logs = {
+            "told": [{"role": role, "content": text} for role, text in told],
+            "response": answer,
+        }
+        made.append(
+            Transition(
+                ModelInput.from_ints([1]),
+                SampledSequence([2, 3], [-1.0, -1.0]),
+                reward,
+                False,
+                {},
+                logs,
+            )
+        )
     return Trajectory(made)
 
 
 def test_whole_episodes_earn_beside_what_their_environment_gave(mine):
-    first = trajectory(([("system", "s"), ("user", "2*3?")], "call", 0.25), ([("tool", "6")], "6", 0.5))
+    first = trajectory(
+        ([("system", "s"), ("user", "2*3?")], "call", 0.25), ([("tool", "6")], "6", 0.5)
+    )
     second = trajectory(([("user", "2*3?")], "6", 1.0))
     episode = episode_of(first, "sums")
-    assert [m["role"] for m in episode.messages] == ["system", "user", "assistant", "tool", "assistant"]
-    assert [turn.response for turn in episode.turns] == ["call", "6"] and episode.reward == 0.75 and episode.tag == "sums"
-    given = Rollouts([TrajectoryGroup([first, second], [0.0, 2.0], [{}, {"x": 1.0}], "sums", 4)], ["lost"], {}, 0.0, 0.0)
+    assert [m["role"] for m in episode.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert (
+        [turn.response for turn in episode.turns] == ["call", "6"]
+        and episode.reward == 0.75
+        and episode.tag == "sums"
+    )
+    given = Rollouts(
+        [TrajectoryGroup([first, second], [0.0, 2.0], [{}, {"x": 1.0}], "sums", 4)],
+        ["lost"],
+        {},
+        0.0,
+        0.0,
+    )
     assert with_episode_rewards(given, None) is given
     with Scorer(resolve_reward(f"{mine}:turns", factor=10.0)) as scorer:
         found = with_episode_rewards(given, scorer)
     (group,) = found.groups
     assert group.get_total_rewards() == [0.75 + 20, 1 + 2 + 10] and found.errors == ["lost"]
-    assert group.metrics_G == [{"tools": 1.0, "reward/episode": 20.0}, {"x": 1.0, "tools": 0.0, "reward/episode": 10.0}]
+    assert group.metrics_G == [
+        {"tools": 1.0, "reward/episode": 20.0},
+        {"x": 1.0, "tools": 0.0, "reward/episode": 10.0},
+    ]
 
 
 def test_an_episode_on_which_a_reward_fails_is_left_out_and_named():
@@ -285,8 +366,14 @@ def test_an_episode_on_which_a_reward_fails_is_left_out_and_named():
         return 1.0 / (len(episode.turns) - 1)
 
     reward = register_reward("picky_of_this_test", episode=True)(picky)
-    one, two = trajectory(([("user", "hi")], "a", 1.0)), trajectory(([("user", "hi")], "a", 1.0), ([("user", "ho")], "b", 1.0))
-    groups = [TrajectoryGroup([one, two], [0.0, 0.0], [{}, {}]), TrajectoryGroup([one], [0.0], [{}])]
+    one, two = (
+        trajectory(([("user", "hi")], "a", 1.0)),
+        trajectory(([("user", "hi")], "a", 1.0), ([("user", "ho")], "b", 1.0)),
+    )
+    groups = [
+        TrajectoryGroup([one, two], [0.0, 0.0], [{}, {}]),
+        TrajectoryGroup([one], [0.0], [{}]),
+    ]
     with Scorer(reward) as scorer:
         found = with_episode_rewards(Rollouts(groups, [], {}, 0.0, 0.0), scorer)
     assert [g.get_total_rewards() for g in found.groups] == [[3.0]]
@@ -305,10 +392,15 @@ def test_a_single_answer_is_an_episode_of_one_turn(mine):
 @pytest.mark.slow
 def test_a_run_adds_an_episodes_reward_to_its_environments(mine, tmp_path):
     words = "grpo --base-model tiny:ascii --environment calculator --environment.without_tool --steps 2 --batch-size 2"
-    rows = train(f"{words} --group-size 2 --max-tokens 4 --eval-every 0 --save-every 0 --reward {mine}:turns", tmp_path)
+    rows = train(
+        f"{words} --group-size 2 --max-tokens 4 --eval-every 0 --save-every 0 --reward {mine}:turns",
+        tmp_path,
+    )
     rows = [row for row in rows if "progress/batch" in row]
     assert len(rows) == 2
     for row in rows:
-        assert row["env/all/reward/episode"] == 1.0 and row["reward/total"] == pytest.approx(1.0 + row["env/all/correct"])
+        assert row["env/all/reward/episode"] == 1.0 and row["reward/total"] == pytest.approx(
+            1.0 + row["env/all/correct"]
+        )
     with pytest.raises(UserError, match="episode=True"):
         train(f"{words} --reward gsm8k", tmp_path / "other")

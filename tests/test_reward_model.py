@@ -1,4 +1,6 @@
-"""Reward models and RLHF: Bradley-Terry against float64 formulas, held-out calibration by hand, models in the loop, null controls."""
+"""Reward models and RLHF: Bradley-Terry against float64 formulas, held-out calibration by hand,
+models in the loop, null controls.
+"""
 
 import itertools
 import json
@@ -22,7 +24,14 @@ from rl.environments import ProblemGroupBuilder
 from rl.episodes.episode import Trajectory, TrajectoryGroup, Transition
 from rl.episodes.metrics import calibration_error
 from rl.errors import UserError
-from rl.judges.comparison import LABELS, Comparison, ComparisonModel, Verdict, comparison_messages, swapped
+from rl.judges.comparison import (
+    LABELS,
+    Comparison,
+    ComparisonModel,
+    Verdict,
+    comparison_messages,
+    swapped,
+)
 from rl.judges.learned import ComparedInGroup, LearnedRewards, RewardModel
 from rl.learner.packing import LAYOUTS
 from rl.losses.losses import get_loss
@@ -35,7 +44,7 @@ from rl.settings import cli
 from rl.settings.tables import RunSettings
 from rl.types import Datum, ModelInput, Problem, SampledSequence
 
-# ------------------------------------------------------------------------------------------------------------ the loss
+# ----------------------------------------------------------------------------------------- the loss
 
 
 def by_hand(scores, centre):
@@ -44,7 +53,10 @@ def by_hand(scores, centre):
     for chosen, rejected in zip(scores[0::2], scores[1::2], strict=True):
         p = 1 / (1 + math.exp(rejected - chosen))
         total += -math.log(p) + centre * (chosen + rejected) ** 2
-        gradients += [-(1 - p) + 2 * centre * (chosen + rejected), (1 - p) + 2 * centre * (chosen + rejected)]
+        gradients += [
+            -(1 - p) + 2 * centre * (chosen + rejected),
+            (1 - p) + 2 * centre * (chosen + rejected),
+        ]
     return total, gradients
 
 
@@ -55,7 +67,9 @@ def test_bradley_terry_is_the_formula_at_each_last_position(centre):
     cu = np.concatenate([[0], np.cumsum(lengths)])
     values = torch.tensor(rng.standard_normal(cu[-1]) * 3, requires_grad=True)
     zeros = torch.zeros(int(cu[-1]))
-    loss, metrics = get_loss("bradley_terry").fn(zeros, zeros, {"values": values}, torch.from_numpy(cu), {"centre_coef": centre})
+    loss, metrics = get_loss("bradley_terry").fn(
+        zeros, zeros, {"values": values}, torch.from_numpy(cu), {"centre_coef": centre}
+    )
     (found,) = torch.autograd.grad(loss, values)
     scores = values.detach().numpy()[cu[1:] - 1]
     expected, gradients = by_hand(scores.tolist(), centre)
@@ -75,7 +89,11 @@ def pairs(count=6, seed=0):
         for _ in range(2):
             tokens = [*prompt, *rng.integers(0, VOCABULARY, rng.integers(1, 8)).tolist()]
             mask = (np.arange(1, len(tokens) + 1) >= len(prompt)).astype(np.float32)
-            datums.append(Datum(ModelInput.from_ints(tokens), {"target_tokens": [*tokens[1:], 0], "mask": mask}))
+            datums.append(
+                Datum(
+                    ModelInput.from_ints(tokens), {"target_tokens": [*tokens[1:], 0], "mask": mask}
+                )
+            )
     return datums
 
 
@@ -91,16 +109,30 @@ def stirred(worker):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_gradient_does_not_depend_on_how_pairs_are_cut(layout):
-    """Whatever the layout and the cuts, it is that of the model run plainly on one sequence after the other."""
+    """Whatever the layout and the cuts, it is that of the model run plainly on one sequence after
+    the other.
+    """
     datums = pairs()
     worker = stirred(make_worker())
     model, head = worker.learners[0].model, worker.learners[0].head.value_head
     scores = [
-        head(model(input_ids=torch.tensor([d.model_input.to_ints()]), output_hidden_states=True).hidden_states[-1][0])[-1] for d in datums
+        head(
+            model(
+                input_ids=torch.tensor([d.model_input.to_ints()]), output_hidden_states=True
+            ).hidden_states[-1][0]
+        )[-1]
+        for d in datums
     ]
-    total = sum(-torch.log(torch.sigmoid(a - b)) for a, b in zip(scores[0::2], scores[1::2], strict=True))
+    total = sum(
+        -torch.log(torch.sigmoid(a - b)) for a, b in zip(scores[0::2], scores[1::2], strict=True)
+    )
     (total / 3.0).backward()
-    expected = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in worker.learners[0].trainable.values()])
+    expected = torch.cat(
+        [
+            (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
+            for p in worker.learners[0].trainable.values()
+        ]
+    )
     for budget in (10_000, 1, 40):
         worker = stirred(make_worker(layout=layout, token_budget=budget))
         _, metrics = call(worker, "forward_backward", 0, datums, "bradley_terry", {}, 3.0, True)
@@ -114,7 +146,9 @@ def test_calibration_and_metrics_by_hand():
     assert calibration_error(p, right, bins=2) == pytest.approx((abs(1 - 1.3) + abs(3 - 2.7)) / 5)
     assert calibration_error([0.5] * 4, [1, 0, 1, 0]) == 0
     metrics = preference_metrics(np.array([math.log(3), -math.log(4), 0.0]))  # P: 3/4, 1/5, 1/2
-    assert metrics["test/loss"] == pytest.approx(-(math.log(0.75) + math.log(0.2) + math.log(0.5)) / 3)
+    assert metrics["test/loss"] == pytest.approx(
+        -(math.log(0.75) + math.log(0.2) + math.log(0.5)) / 3
+    )
     assert metrics["test/rewards/accuracies"] == pytest.approx(0.5)
     # bins of 0.05: 0.75 right, 0.8 wrong, 0.5 a tie
     assert metrics["test/rewards/calibration_error"] == pytest.approx((0.25 + 0.8 + 0.0) / 3)
@@ -128,17 +162,23 @@ def test_a_well_calibrated_model_has_a_small_error():
     assert calibration_error((0.5 + p / 2).tolist(), right.tolist()) > 0.1  # too sure of itself
 
 
-# ---------------------------------------------------------------------------------------------------- the comparing judge
+# ------------------------------------------------------------------------------ the comparing judge
 
 
 class Judge:
-    """Stands for a sampling client whose logprob of every token is a function of the text before it."""
+    """Stands for a sampling client whose logprob of every token is a function of the text before
+    it.
+    """
 
     def __init__(self, prefers):
         self.prefers = prefers
 
     def compute_logprobs_many(self, inputs):
-        return type("Future", (), {"result": lambda _: [self._score("".join(map(chr, one.to_ints()))) for one in inputs]})()
+        return type(
+            "Future",
+            (),
+            {"result": lambda _: [self._score("".join(map(chr, one.to_ints()))) for one in inputs]},
+        )()
 
     def _score(self, text):
         asked, label = text.rsplit("\n", 1)
@@ -154,35 +194,54 @@ class Letters:
     def build_supervised_example(self, messages):
         *asked, answer = (str(m["content"]) for m in messages)
         said = answer + "$"
-        return ModelInput.from_ints([ord(c) for c in "".join(asked) + said]), [0.0] * len("".join(asked)) + [1.0] * len(said)
+        return ModelInput.from_ints([ord(c) for c in "".join(asked) + said]), [0.0] * len(
+            "".join(asked)
+        ) + [1.0] * len(said)
 
 
 def test_both_orders_are_read_and_averaged():
-    """P(A, B, tie): (6, 1, 1)/8 where the longer stands first, (2, 1, 1)/4 where it stands second: a judge that favours the first place."""
+    """P(A, B, tie): (6, 1, 1)/8 where the longer stands first, (2, 1, 1)/4 where it stands second:
+    a judge that favours the first place.
+    """
 
     def prefers(first, second):
         return np.log([6, 1, 1]) + 2.0 if len(first) > len(second) else np.log([2, 1, 1])
 
     one = Comparison([{"role": "user", "content": "Hi?"}], "long answer", "short")
     (verdict,) = ComparisonModel(Judge(prefers), Letters()).verdicts([one])
-    assert verdict.first == pytest.approx((6 / 8 + 1 / 4) / 2) and verdict.second == pytest.approx((1 / 8 + 2 / 4) / 2)
+    assert verdict.first == pytest.approx((6 / 8 + 1 / 4) / 2) and verdict.second == pytest.approx(
+        (1 / 8 + 2 / 4) / 2
+    )
     assert verdict.tie == pytest.approx((1 / 8 + 1 / 4) / 2) and not verdict.consistent
     (other,) = ComparisonModel(Judge(prefers), Letters()).verdicts([swapped(one)])
-    assert (other.first, other.second, other.tie) == pytest.approx((verdict.second, verdict.first, verdict.tie))
+    assert (other.first, other.second, other.tie) == pytest.approx(
+        (verdict.second, verdict.first, verdict.tie)
+    )
 
 
 def test_conversations_are_shown_with_roles():
-    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "Tell"}]
+    said = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "Tell"},
+    ]
     ((message),) = comparison_messages(Comparison(said, "one", "two"))
     text = message["content"]
-    assert text.index("User: Hi") < text.index("Assistant: Yes?") < text.index("User: Tell") < text.index("[Answer A]\none")
+    assert (
+        text.index("User: Hi")
+        < text.index("Assistant: Yes?")
+        < text.index("User: Tell")
+        < text.index("[Answer A]\none")
+    )
 
 
 def group(*texts, rewards=None, finals=None):
     members = []
     for i, (text, reward) in enumerate(zip(texts, rewards or [0.0] * len(texts), strict=True)):
         action, logs = SampledSequence([5 + i, 6], [-1.0, -1.0]), {"prompt": "p", "response": text}
-        members.append(Trajectory([Transition(ModelInput.from_ints([3, 4]), action, reward, True, {}, logs)]))
+        members.append(
+            Trajectory([Transition(ModelInput.from_ints([3, 4]), action, reward, True, {}, logs)])
+        )
     return TrajectoryGroup(members, list(finals or [0.0] * len(texts)), [{} for _ in texts])
 
 
@@ -194,12 +253,16 @@ def test_scores_within_a_group_are_shares_of_wins():
     judge = ComparedInGroup(ComparisonModel(Judge(prefers), Letters()))
     (scores, alone) = judge.scores([group("a", "bbb", "a", "cc"), group("x")])
     # longer beats shorter 0.6 + 0.2 / 2 = 0.7 to 0.3; equal texts tie at 0.5
-    assert scores == pytest.approx([(0.3 + 0.5 + 0.3) / 3, 0.7, (0.3 + 0.5 + 0.3) / 3, (0.7 + 0.3 + 0.7) / 3])
+    assert scores == pytest.approx(
+        [(0.3 + 0.5 + 0.3) / 3, 0.7, (0.3 + 0.5 + 0.3) / 3, (0.7 + 0.3 + 0.7) / 3]
+    )
     assert sum(scores) == pytest.approx(2.0) and alone == [0.5]
 
 
 def test_a_judge_in_the_loop_is_asked_what_the_comparison_form_is_trained_on(tmp_path):
-    """The same text for an answer that was sampled as for a row of pairs: a system prompt and earlier turns included."""
+    """The same text for an answer that was sampled as for a row of pairs: a system prompt and
+    earlier turns included.
+    """
     said = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi"},
@@ -211,31 +274,51 @@ def test_a_judge_in_the_loop_is_asked_what_the_comparison_form_is_trained_on(tmp
     envs = ProblemGroupBuilder(Problem(said), 2, renderer, None).make_envs()
     sampled = [SampledSequence(renderer.encode(text), [-1.0] * len(text)) for text in ("2", "33")]
     results = [env.step(one) for env, one in zip(envs, sampled, strict=True)]
-    turns = [Transition(ModelInput.empty(), one, 0.0, True, {}, r.logs) for one, r in zip(sampled, results, strict=True)]
+    turns = [
+        Transition(ModelInput.empty(), one, 0.0, True, {}, r.logs)
+        for one, r in zip(sampled, results, strict=True)
+    ]
     asked: list[Comparison] = []
     verdict = Verdict(0.5, 0.5, 0.0, True)
-    judge = SimpleNamespace(verdicts=lambda comparisons: asked.extend(comparisons) or [verdict for _ in comparisons])
-    ComparedInGroup(judge).scores([TrajectoryGroup([Trajectory([turn]) for turn in turns], [0.0, 0.0], [{}, {}])])
+    judge = SimpleNamespace(
+        verdicts=lambda comparisons: asked.extend(comparisons) or [verdict for _ in comparisons]
+    )
+    ComparedInGroup(judge).scores(
+        [TrajectoryGroup([Trajectory([turn]) for turn in turns], [0.0, 0.0], [{}, {}])]
+    )
     (in_the_loop,) = asked
     trained_on = compared_pair(Problem(said, response="2", rejected="33"), renderer)[0]
-    ((shown),) = (renderer.build_supervised_example([*comparison_messages(in_the_loop), {"role": "assistant", "content": "A"}])[0],)
+    ((shown),) = (
+        renderer.build_supervised_example(
+            [*comparison_messages(in_the_loop), {"role": "assistant", "content": "A"}]
+        )[0],
+    )
     assert shown.to_ints()[:-1] == trained_on.model_input.to_ints()
-    assert "System: Be brief.\n\nUser: Hi\n\nAssistant: Yes?\n\nUser: 1+1=" in comparison_messages(in_the_loop)[0]["content"]
+    assert (
+        "System: Be brief.\n\nUser: Hi\n\nAssistant: Yes?\n\nUser: 1+1="
+        in comparison_messages(in_the_loop)[0]["content"]
+    )
 
 
 def spoken(*exchange, told=True):
-    """An episode of turns (what was said, the answer), logged as environments with several turns do, or by prompts alone."""
+    """An episode of turns (what was said, the answer), logged as environments with several turns
+    do, or by prompts alone.
+    """
     turns = []
     for asked, answer in exchange:
         message = {"role": "user", "content": asked}
         logs = {"prompt": asked, "response": answer} | ({"told": [message]} if told else {})
-        turns.append(Transition(ModelInput.empty(), SampledSequence([5], [-1.0]), 0.0, False, {}, logs))
+        turns.append(
+            Transition(ModelInput.empty(), SampledSequence([5], [-1.0]), 0.0, False, {}, logs)
+        )
     return Trajectory(turns)
 
 
 @pytest.mark.parametrize("told", [True, False])
 def test_each_member_of_several_turns_is_judged_by_its_own_conversation(told):
-    """Both orders of every pair: what two episodes share stands above, and each one's own turns stand by its own answer."""
+    """Both orders of every pair: what two episodes share stands above, and each one's own turns
+    stand by its own answer.
+    """
     members = [
         spoken(("2+2?", "<think>five?</think>4"), ("sure?", "yes"), told=told),
         spoken(("2+2?", "5"), ("really?", "no, 4"), told=told),
@@ -245,28 +328,59 @@ def test_each_member_of_several_turns_is_judged_by_its_own_conversation(told):
     verdict = Verdict(1.0, 0.0, 0.0, True)
 
     def verdicts(comparisons):
-        seen.extend(str(comparison_messages(shown)[0]["content"]) for one in comparisons for shown in (one, swapped(one)))
+        seen.extend(
+            str(comparison_messages(shown)[0]["content"])
+            for one in comparisons
+            for shown in (one, swapped(one))
+        )
         return [verdict for _ in comparisons]
 
-    (scores,) = ComparedInGroup(SimpleNamespace(verdicts=verdicts)).scores([TrajectoryGroup(members, [0.0] * 3, [{}] * 3)])
+    (scores,) = ComparedInGroup(SimpleNamespace(verdicts=verdicts)).scores(
+        [TrajectoryGroup(members, [0.0] * 3, [{}] * 3)]
+    )
     assert scores == [1.0, 0.5, 0.0]
-    own = ["Assistant: 4\n\nUser: sure?\n\nAssistant: yes", "Assistant: 5\n\nUser: really?\n\nAssistant: no, 4", "Assistant: 4!"]
-    shown = [(a, b) for i, j in itertools.combinations(range(3), 2) for a, b in ((own[i], own[j]), (own[j], own[i]))]
+    own = [
+        "Assistant: 4\n\nUser: sure?\n\nAssistant: yes",
+        "Assistant: 5\n\nUser: really?\n\nAssistant: no, 4",
+        "Assistant: 4!",
+    ]
+    shown = [
+        (a, b)
+        for i, j in itertools.combinations(range(3), 2)
+        for a, b in ((own[i], own[j]), (own[j], own[i]))
+    ]
     ending = "Which answer is better? Say A, B or tie.\n"
-    assert seen == [f"[Conversation]\n2+2?\n\n[Answer A]\n{a}\n\n[Answer B]\n{b}\n\n{ending}" for a, b in shown]
+    assert seen == [
+        f"[Conversation]\n2+2?\n\n[Answer A]\n{a}\n\n[Answer B]\n{b}\n\n{ending}" for a, b in shown
+    ]
 
 
 def test_episodes_are_compared_from_where_they_part():
-    """A shared first turn belongs to the conversation; the same last answer after other turns is not the same episode."""
+    """A shared first turn belongs to the conversation; the same last answer after other turns is
+    not the same episode.
+    """
     asked: list[Comparison] = []
-    judge = SimpleNamespace(verdicts=lambda found: asked.extend(found) or [Verdict(0.5, 0.5, 0.0, True) for _ in found])
-    members = [spoken(("a", first), ("c", last)) for first, last in (("b", "d"), ("b", "e"), ("x", "d"), ("b", "d"))]
+    judge = SimpleNamespace(
+        verdicts=lambda found: asked.extend(found) or [Verdict(0.5, 0.5, 0.0, True) for _ in found]
+    )
+    members = [
+        spoken(("a", first), ("c", last))
+        for first, last in (("b", "d"), ("b", "e"), ("x", "d"), ("b", "d"))
+    ]
     ComparedInGroup(judge).scores([TrajectoryGroup(members, [0.0] * 4, [{}] * 4)])
     assert len(asked) == 5  # the first and the last are equal
-    whole = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    whole = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
     assert (list(asked[0].messages), asked[0].first, asked[0].second) == (whole, "d", "e")
     tail = "\n\nUser: c\n\nAssistant: d"
-    assert (list(asked[1].messages), asked[1].first, asked[1].second) == (whole[:1], "Assistant: b" + tail, "Assistant: x" + tail)
+    assert (list(asked[1].messages), asked[1].first, asked[1].second) == (
+        whole[:1],
+        "Assistant: b" + tail,
+        "Assistant: x" + tail,
+    )
 
 
 class Scores:
@@ -285,11 +399,14 @@ def test_rewards_are_replaced_or_added_to_by_weight():
     assert only.get_total_rewards() == [2.0, -1.0]
     (both,) = LearnedRewards(Scores([2.0, -1.0]), 0.1)(groups)
     assert both.get_total_rewards() == pytest.approx([2.1, -0.95])
-    assert both.metrics_G == [{"reward/learned": 2.0, "reward/given": 1.0}, {"reward/learned": -1.0, "reward/given": 0.5}]
+    assert both.metrics_G == [
+        {"reward/learned": 2.0, "reward/given": 1.0},
+        {"reward/learned": -1.0, "reward/given": 0.5},
+    ]
     assert groups[0].get_total_rewards() == [1.0, 0.5]  # as they were
 
 
-# ----------------------------------------------------------------------------------------------------------- whole runs
+# --------------------------------------------------------------------------------------- whole runs
 
 
 def test_a_model_in_the_loop_gives_what_it_gives_alone(tmp_path):
@@ -304,11 +421,17 @@ def test_a_model_in_the_loop_gives_what_it_gives_alone(tmp_path):
         for g, many in enumerate((2, 1)):
             for i in range(many):
                 whole = ModelInput.from_ints([3, 4, 5 + i, 6])
-                assert scores[g][i] == pytest.approx(float(client.compute_values([whole]).result()[0][-1]), abs=1e-6)
+                assert scores[g][i] == pytest.approx(
+                    float(client.compute_values([whole]).result()[0][-1]), abs=1e-6
+                )
         assert len({round(s, 6) for s in scores[0]}) == 2
         # a pair is scored as an answer that was sampled: prompt, answer, end mark
         prompt = renderer.build_generation_prompt(rows[0].messages).to_ints()
-        assert datums[0].model_input.to_ints() == [*prompt, *renderer.encode(rows[0].response), client.get_tokenizer().eos_token_id]
+        assert datums[0].model_input.to_ints() == [
+            *prompt,
+            *renderer.encode(rows[0].response),
+            client.get_tokenizer().eos_token_id,
+        ]
 
 
 LEARNS = "reward_model --steps 60 --batch-size 32 --learning-rate 1e-3 --warmup-steps 10 --schedule linear --eval-every 30 --save-every 0"
@@ -317,19 +440,31 @@ LEARNS = "reward_model --steps 60 --batch-size 32 --learning-rate 1e-3 --warmup-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["", "--lora-rank 8 --learning-rate 5e-3", "--centre-coef 0.05"])
 def test_it_learns_preferences_with_a_known_answer(how, tmp_path):
-    rows = train(f"{LEARNS} --dataset {largest_digit_pairs(tmp_path / 'pairs.jsonl')} {how}", tmp_path / "run")
+    rows = train(
+        f"{LEARNS} --dataset {largest_digit_pairs(tmp_path / 'pairs.jsonl')} {how}",
+        tmp_path / "run",
+    )
     start, first, last = next(row for row in rows if row["step"] == 1), rows[0], rows[-1]
-    assert start["optim/loss"] == pytest.approx(math.log(2), abs=1e-6) and abs(rows[2]["optim/loss"] - math.log(2)) > 1e-4
+    assert (
+        start["optim/loss"] == pytest.approx(math.log(2), abs=1e-6)
+        and abs(rows[2]["optim/loss"] - math.log(2)) > 1e-4
+    )
     assert first["test/rewards/accuracies"] == 0.5
     learning.clears("pairs ranked right", last["test/rewards/accuracies"], above=0.9)
     assert last["test/loss"] < 0.5 * math.log(2) and last["test/rewards/calibration_error"] < 0.2
     if "centre" in how:
-        assert abs(last["test/rewards/chosen"] + last["test/rewards/rejected"]) < 0.5 * last["test/rewards/margins"]
+        assert (
+            abs(last["test/rewards/chosen"] + last["test/rewards/rejected"])
+            < 0.5 * last["test/rewards/margins"]
+        )
 
 
 @pytest.mark.slow
 def test_swapped_labels_score_below_a_tenth(tmp_path):
-    wrong, right = largest_digit_pairs(tmp_path / "swapped.jsonl", swapped=True), largest_digit_pairs(tmp_path / "right.jsonl")
+    wrong, right = (
+        largest_digit_pairs(tmp_path / "swapped.jsonl", swapped=True),
+        largest_digit_pairs(tmp_path / "right.jsonl"),
+    )
     rows = train(f"{LEARNS} --dataset {wrong} --eval-dataset {right}", tmp_path / "run")
     assert rows[-1]["test/rewards/accuracies"] < 0.1
 
@@ -337,13 +472,21 @@ def test_swapped_labels_score_below_a_tenth(tmp_path):
 @pytest.mark.slow
 @pytest.mark.campaign
 def test_the_comparison_form_learns_the_same_preferences(tmp_path):
-    """Of two letters the one that the untrained judge does not prefer: which one that is hangs on its weights."""
-    words = LEARNS.replace("--steps 60", "") + " --form comparison --base-model tiny:ascii --eval-limit 40 --learning-rate 3e-3"
+    """Of two letters the one that the untrained judge does not prefer: which one that is hangs on
+    its weights.
+    """
+    words = (
+        LEARNS.replace("--steps 60", "")
+        + " --form comparison --base-model tiny:ascii --eval-limit 40 --learning-rate 3e-3"
+    )
     pairs_file = tmp_path / "pairs.jsonl"
 
     def trained(better: str, worse: str, steps: int, folder: str) -> list[dict]:
         rng = np.random.default_rng(0)
-        rows = [{"prompt": "?", "chosen": better * int(n), "rejected": worse * int(n)} for n in rng.integers(1, 4, 400)]
+        rows = [
+            {"prompt": "?", "chosen": better * int(n), "rejected": worse * int(n)}
+            for n in rng.integers(1, 4, 400)
+        ]
         pairs_file.write_text("\n".join(map(json.dumps, rows)))
         return train(f"{words} --dataset {pairs_file} --steps {steps}", tmp_path / folder)
 
@@ -352,8 +495,12 @@ def test_the_comparison_form_learns_the_same_preferences(tmp_path):
     first, last = found[0], found[-1]
     learning.clears("pairs ranked right at first", first["test/rewards/accuracies"], below=0.8)
     learning.clears("pairs ranked right", last["test/rewards/accuracies"], above=0.9)
-    learning.clears("share of ties", last["test/comparison/tie"], below=first["test/comparison/tie"])
-    learning.clears("verdicts that are the same in both orders", last["test/comparison/consistent"], above=0.9)
+    learning.clears(
+        "share of ties", last["test/comparison/tie"], below=first["test/comparison/tie"]
+    )
+    learning.clears(
+        "verdicts that are the same in both orders", last["test/comparison/consistent"], above=0.9
+    )
 
 
 @pytest.mark.slow
@@ -367,7 +514,10 @@ def test_the_loss_falls_on_real_preferences(shared_data, tmp_path):
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
     assert np.mean(losses[-10:]) < 0.6
     held_out = [row for row in rows if "test/loss" in row]
-    print("held-out accuracy and loss:", [(row["test/rewards/accuracies"], row["test/loss"]) for row in held_out])
+    print(
+        "held-out accuracy and loss:",
+        [(row["test/rewards/accuracies"], row["test/loss"]) for row in held_out],
+    )
 
 
 def reward_model(folder: Path, *, constant: float | None = None) -> Path:
@@ -377,40 +527,60 @@ def reward_model(folder: Path, *, constant: float | None = None) -> Path:
     if constant is not None:
         head = final / "value_head.safetensors"
         tensors = load_file(str(head))
-        save_file({name: torch.full_like(t, constant if "bias" in name else 0.0) for name, t in tensors.items()}, str(head))
+        save_file(
+            {
+                name: torch.full_like(t, constant if "bias" in name else 0.0)
+                for name, t in tensors.items()
+            },
+            str(head),
+        )
         checkpoint._write_manifest(final, None)
     return folder
 
 
 SAMPLES = "--batch-size 8 --max-tokens 4 --eval-every 0 --learning-rate 1e-2"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
         "grpo --group-size 4",
-        # Every term but the reward's is off. Its return less the value of an untrained head, which is 0, is then the same at each
-        # token, and less the batch's mean 0. With lambda below 1 it would not be: tokens nearer to the end would have more of it.
+        # Every term but the reward's is off. Its return less the value of an untrained head, which
+        # is 0, is then the same at each token, and less the batch's mean 0. With lambda below 1 it
+        # would not be: tokens nearer to the end would have more of it.
         "rlhf --kl-coef 0 --entropy-coef 0 --value-coef 0 --gae-lambda 1 --truncated end",
     ],
 )
 def test_a_constant_reward_model_leaves_the_weights_bit_equal(how, tmp_path):
     """And one that is not constant does not, so that the control could fail."""
     words = f"{how} {SAMPLES} --reward None"
-    runs = {name: reward_model(tmp_path / name, constant=c) for name, c in (("same", 3.7), ("other", None))}
-    before = train(f"{words} --steps 0 --reward-model {runs['same']}", tmp_path / "before") or final_weights(tmp_path / "before")
+    runs = {
+        name: reward_model(tmp_path / name, constant=c)
+        for name, c in (("same", 3.7), ("other", None))
+    }
+    before = train(
+        f"{words} --steps 0 --reward-model {runs['same']}", tmp_path / "before"
+    ) or final_weights(tmp_path / "before")
     for name, model in runs.items():
         rows = train(f"{words} --steps 3 --reward-model {model}", tmp_path / f"run-{name}")
         after = final_weights(tmp_path / f"run-{name}")
         same = all(torch.equal(before[key], after[key]) for key in before)
         assert same == (name == "same")
         if name == "same":
-            assert all(row["env/all/reward/learned"] == pytest.approx(3.7, abs=1e-6) and row["env/all/reward/std"] == 0 for row in rows)
+            assert all(
+                row["env/all/reward/learned"] == pytest.approx(3.7, abs=1e-6)
+                and row["env/all/reward/std"] == 0
+                for row in rows
+            )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["", "--lora-rank 4"])
 def test_the_best_weights_score_as_the_model_did(how, tmp_path):
-    """With their head: the best of a run whose last step is its best are the final checkpoint's, and rlhf learns from them."""
+    """With their head: the best of a run whose last step is its best are the final checkpoint's,
+    and rlhf learns from them.
+    """
     words = f"reward_model --steps 2 --batch-size 8 --learning-rate 1e-3 --eval-every 1 --eval-limit 16 {how}"
     train(f"{words} --keep-best progress/batch", tmp_path / "rm")
     (best,) = (tmp_path / "rm" / "sampler_weights").iterdir()
@@ -420,11 +590,17 @@ def test_the_best_weights_score_as_the_model_did(how, tmp_path):
     with ServiceClient(output_dir=tmp_path / "service") as service:
         scores = [
             RewardModel(client, "rm", make_renderer(client, None)).scores([group("a", "b")])
-            for client in (service.create_training_client_from_state(str(path)) for path in (best, final))
+            for client in (
+                service.create_training_client_from_state(str(path)) for path in (best, final)
+            )
         ]
         assert scores[0] == scores[1]
-        service.create_sampling_client(model_path=str(best)).get_tokenizer()  # and they can be sampled from
-    loops = [train(f"rlhf --steps 1 {SAMPLES} --reward None --reward-model {path}", tmp_path / path.name) for path in (best, final)]
+        # and they can be sampled from
+        service.create_sampling_client(model_path=str(best)).get_tokenizer()
+    loops = [
+        train(f"rlhf --steps 1 {SAMPLES} --reward None --reward-model {path}", tmp_path / path.name)
+        for path in (best, final)
+    ]
     assert loops[0] == loops[1]
 
 
@@ -438,8 +614,13 @@ def test_the_value_head_of_a_policy_is_no_reward_model(tmp_path):
 
 @pytest.mark.slow
 def test_a_reward_model_of_another_vocabulary_scores_the_policy(tmp_path):
-    train("reward_model --base-model tiny:ascii --steps 1 --batch-size 4 --learning-rate 1e-2 --eval-every 0", tmp_path / "rm")
-    (row,) = train(f"rlhf --steps 1 {SAMPLES} --reward None --reward-model {tmp_path / 'rm'}", tmp_path / "run")
+    train(
+        "reward_model --base-model tiny:ascii --steps 1 --batch-size 4 --learning-rate 1e-2 --eval-every 0",
+        tmp_path / "rm",
+    )
+    (row,) = train(
+        f"rlhf --steps 1 {SAMPLES} --reward None --reward-model {tmp_path / 'rm'}", tmp_path / "run"
+    )
     assert row["env/all/reward/std"] > 0
 
 
@@ -447,7 +628,10 @@ def test_a_comparing_judge_rewards_groups(tmp_path):
     """tiny:ascii judges itself, untrained: its rewards are shares of wins, whose mean is one half."""
     words = "grpo --base-model tiny:ascii --comparison-model tiny:ascii --group-size 3 --batch-size 2 --max-tokens 2 --reward None"
     (row,) = train(f"{words} --steps 1 --eval-every 0", tmp_path / "run")
-    assert row["env/all/reward/learned"] == pytest.approx(0.5, abs=1e-6) and row["env/all/reward/std"] > 0
+    assert (
+        row["env/all/reward/learned"] == pytest.approx(0.5, abs=1e-6)
+        and row["env/all/reward/std"] > 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -470,17 +654,24 @@ def test_misuse_is_named_before_anything_is_written(words, says, tmp_path, capsy
 
 
 def largest_digit_rows(path: Path) -> Path:
-    """Of three digits the largest is right; `response`: one of the three, so that a model taught it is right for four in ten.
+    """Of three digits the largest is right; `response`: one of the three, so that a model taught it
+    is right for four in ten.
 
-    Each prompt has three rows, one after the other. `rejected` is any other digit, whether the prompt has it or not: what the
-    pairs do not cover, RLHF finds. (Where pairs were of the prompt's digits alone, a reward model ranked all those held out
-    right, and PPO on it took the true reward from 0.30 to 0.05.)
+    Each prompt has three rows, one after the other. `rejected` is any other digit, whether the
+    prompt has it or not: what the pairs do not cover, RLHF finds. (Where pairs were of the prompt's
+    digits alone, a reward model ranked all those held out right, and PPO on it took the true reward
+    from 0.30 to 0.05.)
     """
     rng, rows = np.random.default_rng(0), []
     for digits in rng.permutation(list(itertools.product(range(10), repeat=3))).tolist():
         best = str(max(digits))
         for wrong in rng.choice([str(d) for d in range(10) if str(d) != best], 3, replace=False):
-            said = {"response": str(rng.choice(digits)), "answer": best, "chosen": best, "rejected": str(wrong)}
+            said = {
+                "response": str(rng.choice(digits)),
+                "answer": best,
+                "chosen": best,
+                "rejected": str(wrong),
+            }
             rows.append({"prompt": "".join(map(str, digits)) + "=", **said})
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
@@ -491,7 +682,8 @@ def largest_digit_rows(path: Path) -> Path:
 def test_rlhf_raises_the_learned_reward_and_the_true_one(tmp_path):
     """The true one, exact_match on held-out prompts, is never learnt from.
 
-    Answers are a digit and an end mark; longer ones, which no pair shows, lose reward (a score without an end mark means nothing).
+    Answers are a digit and an end mark; longer ones, which no pair shows, lose reward (a score
+    without an end mark means nothing).
     """
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
@@ -506,20 +698,31 @@ def test_rlhf_raises_the_learned_reward_and_the_true_one(tmp_path):
     )
     rows = train(str(recipe), tmp_path / "run")
     model = [row for row in rows if row["stage"] == "reward_model" and "test/loss" in row][-1]
-    learning.clears("pairs ranked right by the reward model", model["test/rewards/accuracies"], above=0.95)
+    learning.clears(
+        "pairs ranked right by the reward model", model["test/rewards/accuracies"], above=0.95
+    )
     first, last = (row for row in rows if row["stage"] == "rlhf" and "test/env/all/correct" in row)
     learning.clears("true reward at first", first["test/env/all/correct"], below=0.5)
     learning.clears("true reward", last["test/env/all/correct"], above=0.85)
     near_right = 0.75 * model["test/rewards/chosen"] + 0.25 * model["test/rewards/rejected"]
-    learning.clears("learned reward at first", first["test/env/all/reward/learned"], below=near_right)
+    learning.clears(
+        "learned reward at first", first["test/env/all/reward/learned"], below=near_right
+    )
     learning.clears("learned reward", last["test/env/all/reward/learned"], above=near_right)
-    print({name: (first[name], last[name]) for name in ("test/env/all/correct", "test/env/all/reward/learned")})
+    print(
+        {
+            name: (first[name], last[name])
+            for name in ("test/env/all/correct", "test/env/all/reward/learned")
+        }
+    )
 
 
 def test_a_policy_does_not_begin_from_the_reward_model_before_it(tmp_path):
     def begins(top, *stages):
         recipe = tmp_path / "recipe.yaml"
-        recipe.write_text("stages:\n" + "".join(f"  - {{{stage}}}\n" for stage in stages) + f"steps: 1\n{top}\n")
+        recipe.write_text(
+            "stages:\n" + "".join(f"  - {{{stage}}}\n" for stage in stages) + f"steps: 1\n{top}\n"
+        )
         run = cli.read([str(recipe)], METHODS, recipe, RunSettings)
         check_weights(run.stages)
         return [begins_after(run.stages, i) for i in range(len(run.stages))]
@@ -527,13 +730,23 @@ def test_a_policy_does_not_begin_from_the_reward_model_before_it(tmp_path):
     rm, rlhf = "method: reward_model", "method: rlhf, reward_model: reward_model"
     assert begins("base_model: tiny:ascii", "method: sft", rm, rlhf) == [None, 0, 0]
     assert begins("base_model: tiny:ascii", rm, rlhf) == begins("", rm, rlhf) == [None, None]
-    assert begins("", rm, rm + ", name: second", rlhf) == [None, 0, None]  # a judge may go on from a judge
-    assert begins("base_model: tiny:ascii", "method: sft", rm + ", base_model: tiny:chat", rlhf) == [None, None, 0]
+    # a judge may go on from a judge
+    assert begins("", rm, rm + ", name: second", rlhf) == [None, 0, None]
+    assert begins(
+        "base_model: tiny:ascii", "method: sft", rm + ", base_model: tiny:chat", rlhf
+    ) == [None, None, 0]
     assert begins("", rm, rlhf, "method: sft") == [None, None, 1]
-    for wrong, near in (("method: rlhf, reward_model: reward_modl", "reward_model"), (rlhf + ", base_model: stf", "sft")):
-        with pytest.raises(UserError, match=f"stage rlhf: no earlier stage is called .*did you mean {near}"):
+    for wrong, near in (
+        ("method: rlhf, reward_model: reward_modl", "reward_model"),
+        (rlhf + ", base_model: stf", "sft"),
+    ):
+        with pytest.raises(
+            UserError, match=f"stage rlhf: no earlier stage is called .*did you mean {near}"
+        ):
             begins("", "method: sft", rm, wrong)
-    with pytest.raises(UserError, match="the stage rlhf comes after a reward model.*base_model: tiny:ascii"):
+    with pytest.raises(
+        UserError, match="the stage rlhf comes after a reward model.*base_model: tiny:ascii"
+    ):
         begins("", rm + ", base_model: tiny:ascii", rlhf)
 
 
@@ -548,7 +761,10 @@ def test_stages_begin_from_the_stage_they_name(tmp_path):
     )
     train(str(recipe), tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints"
-    models = {name: load_file(str(folder / f"{name}-final/model/model.safetensors")) for name in ("sft", "reward_model", "rlhf")}
+    models = {
+        name: load_file(str(folder / f"{name}-final/model/model.safetensors"))
+        for name in ("sft", "reward_model", "rlhf")
+    }
     names = models["sft"].keys()
     assert all(torch.allclose(models["sft"][n], models["rlhf"][n], atol=1e-6) for n in names)
     assert any((models["sft"][n] - models["reward_model"][n]).abs().max() > 1e-4 for n in names)

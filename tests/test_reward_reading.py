@@ -1,4 +1,6 @@
-"""What a reward model reads of a sampled answer is what it read of it in training: token for token, for every renderer and tokenizer."""
+"""What a reward model reads of a sampled answer is what it read of it in training: token for token,
+for every renderer and tokenizer.
+"""
 
 import random
 from types import SimpleNamespace
@@ -24,7 +26,9 @@ ROLE_COLON = [pytest.param(*one.values[1:], marks=one.marks) if not isinstance(o
 
 
 class Reader:
-    """Stands for a reward model: keeps what it is to read. Its value at a position is the position's number."""
+    """Stands for a reward model: keeps what it is to read. Its value at a position is the
+    position's number.
+    """
 
     info = {"max_context": None}
 
@@ -33,15 +37,21 @@ class Reader:
 
     def compute_values(self, inputs):
         self.read += [one.to_ints() for one in inputs]
-        return SimpleNamespace(result=lambda: [np.arange(one.length, dtype=np.float32) for one in inputs])
+        return SimpleNamespace(
+            result=lambda: [np.arange(one.length, dtype=np.float32) for one in inputs]
+        )
 
 
 def sampled(renderer, problem, text, end, *, logs=True):
-    """The group of one episode whose answer is `text` as a policy draws it, ended by `end` (token ids; empty: cut off)."""
+    """The group of one episode whose answer is `text` as a policy draws it, ended by `end` (token
+    ids; empty: cut off).
+    """
     builder = ProblemGroupBuilder(problem, 1, renderer, None)
     drawn = [*renderer._encode(renderer.shield.cover(text), continuing=True), *end]
     if len(end) > 1:  # a mark in words: drawn as it is learnt, in one piece with what it ends
-        drawn = renderer._encode(renderer.shield.cover(text) + renderer._decode(end), continuing=True)
+        drawn = renderer._encode(
+            renderer.shield.cover(text) + renderer._decode(end), continuing=True
+        )
     action = SampledSequence(drawn, [-1.0] * len(drawn), "stop" if end else "length")
     result = builder.make_envs()[0].step(action)
     turn = Transition(builder.prompt, action, 0.0, True, {}, result.logs if logs else {})
@@ -67,14 +77,24 @@ def test_an_answer_is_read_as_it_was_in_training(renderers, tokenizers, name, mo
     rng = random.Random(f"{name} {model}")
     thinks = model in ("qwen3",) and name == "chat_template"
     for _ in range(5):
-        history = [{"role": "user", "content": "st"}, {"role": "assistant", "content": "ab"}] if rng.random() < 0.5 else []
+        history = (
+            [{"role": "user", "content": "st"}, {"role": "assistant", "content": "ab"}]
+            if rng.random() < 0.5
+            else []
+        )
         asked = [*history, {"role": "user", "content": rng.choice(["2+2?", "a a\n", "(7)"])}]
-        problem = Problem(asked, response=rng.choice(["4", "ab st", "7 (a)."]), rejected=rng.choice(["5", "st\nab"]))
+        problem = Problem(
+            asked,
+            response=rng.choice(["4", "ab st", "7 (a)."]),
+            rejected=rng.choice(["5", "st\nab"]),
+        )
         trained = [datum.model_input.to_ints() for datum in scored_pair(problem, renderer)]
         for answer, wanted in zip((problem.response, problem.rejected), trained, strict=True):
             text = as_drawn(renderer, name, ("<think>\n\n</think>\n\n" if thinks else "") + answer)
             if thinks:  # written by the model, as a token
-                drawn_thought = tokenizer.encode("<think>\n\n</think>\n\n", add_special_tokens=False)
+                drawn_thought = tokenizer.encode(
+                    "<think>\n\n</think>\n\n", add_special_tokens=False
+                )
             for end in ways_to_end(renderer, name):
                 group = sampled(renderer, problem, as_drawn(renderer, name, answer), end)
                 if thinks:
@@ -82,12 +102,14 @@ def test_an_answer_is_read_as_it_was_in_training(renderers, tokenizers, name, mo
                 reader = Reader()
                 ((score,),) = RewardModel(reader, "rm", renderer).scores([group])
                 assert reader.read == [wanted], (text, end)
-                assert score == len(wanted) - 1  # at the end mark, the last position: where the loss reads it
+                # at the end mark, the last position: where the loss reads it
+                assert score == len(wanted) - 1
         cut = sampled(renderer, problem, as_drawn(renderer, name, "4 st"), [])
         reader = Reader()
         RewardModel(reader, "rm", renderer).scores([cut])
         turn = cut.trajectories_G[0].transitions[-1]
-        assert reader.read == [[*turn.ob.to_ints(), *turn.ac.tokens]]  # cut off: without an end mark
+        # cut off: without an end mark
+        assert reader.read == [[*turn.ob.to_ints(), *turn.ac.tokens]]
 
 
 @pytest.mark.parametrize(("name", "model"), pairs())
@@ -104,17 +126,27 @@ def test_the_mask_tells_where_the_prompt_ends(renderers, name, model):  # noqa: 
 
 @pytest.mark.parametrize("model", ROLE_COLON)
 def test_role_colons_mark_is_read_as_in_training_however_it_was_tokenised(renderers, model):  # noqa: F811
-    """A policy may draw a text in other tokens than the tokenizer would: character by character, or the mark by itself."""
+    """A policy may draw a text in other tokens than the tokenizer would: character by character, or
+    the mark by itself.
+    """
     renderer = renderers("role_colon", model)
     for response in ("4.", "ab st.", "7 (a)", "st"):
         problem = Problem([{"role": "user", "content": "2+2?"}], response=response, rejected="5")
         wanted = scored_pair(problem, renderer)[0].model_input.to_ints()
         prompt = renderer.build_generation_prompt(problem.messages).to_ints()
         text = f" {response}\n\nUser:"
-        for pieces in ([text], [f" {response}", "\n\nUser:"], [f" {response}\n\n", "User:"], list(text)):
-            drawn = [token for piece in pieces for token in renderer._encode(piece, continuing=True)]
+        for pieces in (
+            [text],
+            [f" {response}", "\n\nUser:"],
+            [f" {response}\n\n", "User:"],
+            list(text),
+        ):
+            drawn = [
+                token for piece in pieces for token in renderer._encode(piece, continuing=True)
+            ]
             if renderer._decode(drawn) != text:
-                continue  # a tokenizer that joins words by spaces of its own: those tokens are another text
+                # a tokenizer that joins words by spaces of its own: those tokens are another text
+                continue
             assert renderer.judged(prompt, drawn).to_ints() == wanted, pieces
 
 
@@ -124,27 +156,46 @@ def test_a_policy_with_another_renderer_is_read_in_the_models_own(renderers, pol
     own, other = renderers(judge, "llama-like"), renderers(policy, "llama-like")
     problem = Problem([{"role": "user", "content": "2+2?"}], response="ab 4", rejected="5")
     wanted = scored_pair(problem, own)[0].model_input.to_ints()
-    end = other._encode("\n\nUser:", continuing=True) if policy == "role_colon" else [other.get_stop_sequences()[0]]
+    end = (
+        other._encode("\n\nUser:", continuing=True)
+        if policy == "role_colon"
+        else [other.get_stop_sequences()[0]]
+    )
     reader = Reader()
-    RewardModel(reader, "rm", own).scores([sampled(other, problem, as_drawn(other, policy, "ab 4"), end)])
+    RewardModel(reader, "rm", own).scores(
+        [sampled(other, problem, as_drawn(other, policy, "ab 4"), end)]
+    )
     assert reader.read == [wanted]
     reader = Reader()
-    RewardModel(reader, "rm", own).scores([sampled(other, problem, as_drawn(other, policy, "ab 4"), [])])
-    assert reader.read[0] == (wanted[: len(reader.read[0])]) and len(reader.read[0]) < len(wanted)  # without the end mark
+    RewardModel(reader, "rm", own).scores(
+        [sampled(other, problem, as_drawn(other, policy, "ab 4"), [])]
+    )
+    # without the end mark
+    assert reader.read[0] == (wanted[: len(reader.read[0])]) and len(reader.read[0]) < len(wanted)
 
 
 @pytest.mark.parametrize("shares_vocabulary", [True, False])
 def test_a_model_of_another_vocabulary_reads_all_turns_of_an_episode(renderers, shares_vocabulary):  # noqa: F811
-    """By the texts of all turns; one of the policy's vocabulary reads the prompt that the policy saw, which holds them."""
+    """By the texts of all turns; one of the policy's vocabulary reads the prompt that the policy
+    saw, which holds them.
+    """
     renderer = renderers("role_colon", "llama-like")
-    talk = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}, {"role": "user", "content": "ab?"}]
-    expected = scored_pair(Problem(talk, response="st", rejected="x"), renderer)[0].model_input.to_ints()
+    talk = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "ab?"},
+    ]
+    expected = scored_pair(Problem(talk, response="st", rejected="x"), renderer)[
+        0
+    ].model_input.to_ints()
     turns = []
     for i, answer in ((1, "4"), (3, "st")):
         logs = {"prompt": talk[i - 1]["content"], "told": [talk[i - 1]], "response": answer}
         tokens = renderer._encode(f" {answer}\n\nUser:", continuing=True)
         action = SampledSequence(tokens, [-1.0] * len(tokens), "stop")
-        turns.append(Transition(renderer.build_generation_prompt(talk[:i]), action, 0.0, False, {}, logs))
+        turns.append(
+            Transition(renderer.build_generation_prompt(talk[:i]), action, 0.0, False, {}, logs)
+        )
     reader = Reader()
     group = TrajectoryGroup([Trajectory(turns)], [0.0], [{}])
     RewardModel(reader, "rm", renderer, shares_vocabulary=shares_vocabulary).scores([group])
@@ -153,18 +204,32 @@ def test_a_model_of_another_vocabulary_reads_all_turns_of_an_episode(renderers, 
 
 @pytest.mark.parametrize("name", ["chat_template", "plain", "role_colon"])
 def test_the_held_out_margin_is_the_one_that_rlhf_reads(renderers, name, shared_data, tmp_path):  # noqa: F811
-    """A real model, after a step of training: the margins of pairs as `evaluate` gives them, and of the same answers when drawn."""
+    """A real model, after a step of training: the margins of pairs as `evaluate` gives them, and of
+    the same answers when drawn.
+    """
     rows = [Problem([{"role": "user", "content": q}], response=a, rejected=b, index=i) for i, (q, a, b) in
             enumerate([("2+2?", "4", "five"), ("Hi", "Hello!", "No."), ("A b c", "d e", "x")])]  # fmt: skip
     with ServiceClient(output_dir=tmp_path) as service:
         tokenizer = str(shared_data / "tokenizers" / "minimind_6400")
-        client = service.create_full_training_client("tiny:chat", tokenizer=tokenizer, seed=2, value_head=True)
+        client = service.create_full_training_client(
+            "tiny:chat", tokenizer=tokenizer, seed=2, value_head=True
+        )
         renderer = get_renderer(name, client.get_tokenizer())
-        client.forward_backward([d for row in rows for d in scored_pair(row, renderer)], "bradley_terry").result()
+        client.forward_backward(
+            [d for row in rows for d in scored_pair(row, renderer)], "bradley_terry"
+        ).result()
         client.optim_step(ADAM).result()
         held_out = BradleyTerry(RewardModelSettings()).evaluate(rows, renderer, Models(client, {}))
-        end = ways_to_end(renderer, name)[-1] if name == "role_colon" else [renderer.get_stop_sequences()[0]]
-        groups = [sampled(renderer, row, as_drawn(renderer, name, text), end) for row in rows for text in (row.response, row.rejected)]
+        end = (
+            ways_to_end(renderer, name)[-1]
+            if name == "role_colon"
+            else [renderer.get_stop_sequences()[0]]
+        )
+        groups = [
+            sampled(renderer, row, as_drawn(renderer, name, text), end)
+            for row in rows
+            for text in (row.response, row.rejected)
+        ]
         scores = np.array(RewardModel(client, "rm", renderer).scores(groups)).reshape(-1, 2)
     margins = scores[:, 0] - scores[:, 1]
     assert np.abs(margins).max() > 1e-4
@@ -175,25 +240,43 @@ def test_the_held_out_margin_is_the_one_that_rlhf_reads(renderers, name, shared_
 def test_a_judge_is_shown_answers_as_it_was_in_training(renderers, answer):  # noqa: F811
     renderer = renderers("chat_template", "minimind_6400")
     problem = Problem([{"role": "user", "content": "2+2?"}], response=answer, rejected="5")
-    group = [sampled(renderer, problem, text, [renderer.get_stop_sequences()[0]]) for text in ("", "5")]
-    drawn = [*renderer.tokenizer.encode(answer, add_special_tokens=False), renderer.get_stop_sequences()[0]]
+    group = [
+        sampled(renderer, problem, text, [renderer.get_stop_sequences()[0]]) for text in ("", "5")
+    ]
+    drawn = [
+        *renderer.tokenizer.encode(answer, add_special_tokens=False),
+        renderer.get_stop_sequences()[0],
+    ]
     builder = ProblemGroupBuilder(problem, 1, renderer, None)
     logs = builder.make_envs()[0].step(SampledSequence(drawn, [-1.0] * len(drawn))).logs
     group[0].trajectories_G[0].transitions[-1].logs = logs
     asked = []
-    judge = SimpleNamespace(verdicts=lambda comparisons: asked.extend(comparisons) or [SimpleNamespace(first=1.0, second=0.0)])
+    judge = SimpleNamespace(
+        verdicts=lambda comparisons: (
+            asked.extend(comparisons) or [SimpleNamespace(first=1.0, second=0.0)]
+        )
+    )
     both = TrajectoryGroup([one.trajectories_G[0] for one in group], [0.0, 0.0], [{}, {}])
     ComparedInGroup(judge).scores([both])
-    shown, _ = renderer.build_supervised_example([*comparison_messages(asked[0]), {"role": "assistant", "content": "A"}])
+    shown, _ = renderer.build_supervised_example(
+        [*comparison_messages(asked[0]), {"role": "assistant", "content": "A"}]
+    )
     assert shown.to_ints()[:-1] == compared_pair(problem, renderer)[0].model_input.to_ints()
     parts = [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}]
-    assert comparison_messages(Comparison(parts, "4", "5")) == comparison_messages(Comparison(problem.messages, "4", "5"))
+    assert comparison_messages(Comparison(parts, "4", "5")) == comparison_messages(
+        Comparison(problem.messages, "4", "5")
+    )
 
 
 @pytest.mark.parametrize("logs", [True, False])
 def test_a_policy_of_another_vocabulary_is_read_as_text(logs, tokenizers):  # noqa: F811
-    """As the reward model's own training data reads, whatever the policy's ids mean to it; without messages, the prompt's text."""
-    theirs, own = get_renderer("role_colon", tokenizers("gpt2")), get_renderer("chat_template", tokenizers("qwen3"), enable_thinking=False)
+    """As the reward model's own training data reads, whatever the policy's ids mean to it; without
+    messages, the prompt's text.
+    """
+    theirs, own = (
+        get_renderer("role_colon", tokenizers("gpt2")),
+        get_renderer("chat_template", tokenizers("qwen3"), enable_thinking=False),
+    )
     problem = Problem([{"role": "user", "content": "2+2?"}], response="It is 4.", rejected="5")
     group = sampled(theirs, problem, " It is 4.", [min(theirs.ends)])
     if not logs:
@@ -207,9 +290,17 @@ def test_a_policy_of_another_vocabulary_is_read_as_text(logs, tokenizers):  # no
 def test_reward_models_and_judges_keep_the_renderer_that_they_were_trained_with(monkeypatch):
     """By the settings of the stage that made them, whether it is of this run or of another."""
     asked = []
-    stage = SimpleNamespace(settings=SimpleNamespace(data=SimpleNamespace(renderer="role_colon", template=())))
-    monkeypatch.setattr("rl.run.hosts.open_weights", lambda target: asked.append(target) or SimpleNamespace(stage=stage))
+    stage = SimpleNamespace(
+        settings=SimpleNamespace(data=SimpleNamespace(renderer="role_colon", template=()))
+    )
+    monkeypatch.setattr(
+        "rl.run.hosts.open_weights",
+        lambda target: asked.append(target) or SimpleNamespace(stage=stage),
+    )
     hosts = StageHosts.__new__(StageHosts)
     hosts.earlier = {"rm": "runs/a/checkpoints/rm-final"}
-    assert [hosts.renderer_of(name) for name in ("rm", "runs/b")] == [("role_colon", ()), ("role_colon", ())]
+    assert [hosts.renderer_of(name) for name in ("rm", "runs/b")] == [
+        ("role_colon", ()),
+        ("role_colon", ()),
+    ]
     assert asked == ["runs/a/checkpoints/rm-final", "runs/b"]

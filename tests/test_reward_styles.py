@@ -1,4 +1,6 @@
-"""Reward functions in the ways that people write them, and what is known of one before anything is sampled."""
+"""Reward functions in the ways that people write them, and what is known of one before anything is
+sampled.
+"""
 
 import json
 import textwrap
@@ -80,33 +82,58 @@ FILE = """
 def file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("styles")
     (folder / "mine.py").write_text(textwrap.dedent(FILE))
-    (folder / "a_neighbour.py").write_text("def same(c, a):\n    return float(c.strip() == str(a))\n")
+    (folder / "a_neighbour.py").write_text(
+        "def same(c, a):\n    return float(c.strip() == str(a))\n"
+    )
     return str(folder / "mine.py")
 
 
 def test_functions_of_lists_get_columns_and_settings_and_batches(file):
     reward = resolve_reward(f"{file}:by_list")
     assert reward.together and reward.columns == ("answer",)
-    assert reward("p", "4", {"answer": 4}) == 1.0 and reward("p", "5", {"answer": "4", "other": 1}) == 0.0
+    assert (
+        reward("p", "4", {"answer": 4}) == 1.0
+        and reward("p", "5", {"answer": "4", "other": 1}) == 0.0
+    )
     items = [("p", str(i), {"answer": 2}) for i in range(4)]
     assert [r.reward for r in reward.evaluate_many(items)] == [0.0, 0.0, 1.0, 0.0]
-    assert [r.reward for r in resolve_reward(f"{file}:count").evaluate_many(items)] == [4.0] * 4, "one call"
-    assert resolve_reward(f"{file}:scaled", scale=3.0)("", "", {}) == 3.0 and resolve_reward(f"{file}:scaled")("", "", {}) == 1.0
+    assert [r.reward for r in resolve_reward(f"{file}:count").evaluate_many(items)] == [4.0] * 4, (
+        "one call"
+    )
+    assert (
+        resolve_reward(f"{file}:scaled", scale=3.0)("", "", {}) == 3.0
+        and resolve_reward(f"{file}:scaled")("", "", {}) == 1.0
+    )
     assert resolve_reward(f"{file}:waits_in_lists")("", "", {}) == 1.0
     with pytest.raises(KeyError, match="takes the column 'answer', and the row has 'b'"):
         reward("p", "4", {"b": 1})
-    assert [r.reward for r in resolve_reward(f"{file}:wrong_count").evaluate_many(items[:2])] == [1.0, 1.0], "asked again one by one"
+    assert [r.reward for r in resolve_reward(f"{file}:wrong_count").evaluate_many(items[:2])] == [
+        1.0,
+        1.0,
+    ], "asked again one by one"
     two = resolve_reward(lambda completions, **kwargs: [1.0] * 2)
     failed, *scored = two.evaluate_many(items[:3])  # halves of one and of two
-    assert "returned 2 rewards for 1 answers" in str(failed) and [r.reward for r in scored] == [1.0, 1.0]
-    errors = resolve_reward(f"{file}:picky").evaluate_many([("", "2", {}), ("", "zero", {}), ("", "4", {})])
-    assert [getattr(e, "reward", type(e).__name__) for e in errors] == [0.5, "ValueError", 0.25], "one bad item costs itself alone"
+    assert "returned 2 rewards for 1 answers" in str(failed) and [r.reward for r in scored] == [
+        1.0,
+        1.0,
+    ]
+    errors = resolve_reward(f"{file}:picky").evaluate_many(
+        [("", "2", {}), ("", "zero", {}), ("", "4", {})]
+    )
+    assert [getattr(e, "reward", type(e).__name__) for e in errors] == [0.5, "ValueError", 0.25], (
+        "one bad item costs itself alone"
+    )
 
 
 def test_a_signature_that_cannot_be_called_is_found_when_it_is_named(file):
-    with pytest.raises(UserError, match=r"takes \(prompt, response\).*\(prompt, response, meta\), or as TRL's"):
+    with pytest.raises(
+        UserError, match=r"takes \(prompt, response\).*\(prompt, response, meta\), or as TRL's"
+    ):
         resolve_reward(f"{file}:two")
-    cases = {"def f(completions, trainer_state): ...": "asks for trainer_state", "def f(a, b, c, d): ...": "needs the setting 'd'"}
+    cases = {
+        "def f(completions, trainer_state): ...": "asks for trainer_state",
+        "def f(a, b, c, d): ...": "needs the setting 'd'",
+    }
     for source, says in cases.items():
         scope: dict = {}
         exec(source, scope)
@@ -124,27 +151,45 @@ def test_conversations_reach_functions_of_lists_as_messages(file):
 
     with Scorer(f"{file}:chats", workers=1) as scorer:
         asked = ({"role": "user", "content": "hi"},)
-        chat, text = (ProblemGroupBuilder(Problem(asked, {"a": 1}, chat=chat), 1, Renderer(), scorer) for chat in (True, False))
-        assert chat.reward_meta == {"a": 1, CONVERSATION: list(asked)} and text.reward_meta == {"a": 1}
+        chat, text = (
+            ProblemGroupBuilder(Problem(asked, {"a": 1}, chat=chat), 1, Renderer(), scorer)
+            for chat in (True, False)
+        )
+        assert chat.reward_meta == {"a": 1, CONVERSATION: list(asked)} and text.reward_meta == {
+            "a": 1
+        }
         (score,) = scorer.score_many([("hi", "hi", chat.reward_meta)])
         assert score.reward == 1.0
 
 
 def test_none_is_left_out_of_a_sum_and_the_failing_part_is_named(file):
     both = resolve_reward("composite", weights={f"{file}:sometimes": 0.5, "exact_match": 1.0})
-    assert both.evaluate("", "y", {"answer": "y"}) == RewardResult(2.0, {"sometimes": 2.0, "exact_match": 1.0, "correct": 1.0})
-    assert both.evaluate("", "x", {"answer": "x"}) == RewardResult(1.0, {"exact_match": 1.0, "correct": 1.0})
+    assert both.evaluate("", "y", {"answer": "y"}) == RewardResult(
+        2.0, {"sometimes": 2.0, "exact_match": 1.0, "correct": 1.0}
+    )
+    assert both.evaluate("", "x", {"answer": "x"}) == RewardResult(
+        1.0, {"exact_match": 1.0, "correct": 1.0}
+    )
     with pytest.raises(TypeError, match="NoneType.*--rewards adds up several"):
         resolve_reward(f"{file}:sometimes")("", "x", {})
     listed = resolve_reward("composite", weights={f"{file}:by_list": 1.0, f"{file}:sometimes": 1.0})
     assert listed.together and listed.columns == ("answer",)
-    assert [r.reward for r in listed.evaluate_many([("", "2", {"answer": 2}), ("", "x", {"answer": 2})])] == [3.0, 0.0]
-    with Scorer(resolve_reward("composite", weights={"exact_match": 1.0, f"{file}:breaks": 1.0}), workers=1) as scorer:
+    assert [
+        r.reward for r in listed.evaluate_many([("", "2", {"answer": 2}), ("", "x", {"answer": 2})])
+    ] == [3.0, 0.0]
+    with Scorer(
+        resolve_reward("composite", weights={"exact_match": 1.0, f"{file}:breaks": 1.0}), workers=1
+    ) as scorer:
         (score,) = scorer.score_many([("", "a", {"answer": "a"})])
-    assert "failed in its part" in score.error and "mine.py:breaks', which raised KeyError: 'colour'" in score.error
+    assert (
+        "failed in its part" in score.error
+        and "mine.py:breaks', which raised KeyError: 'colour'" in score.error
+    )
     assert "mine.py:" in score.error.rpartition("(at ")[2], "and where"
     with pytest.raises(Exception, match="in its part .*mine.py:nan', which returned nan"):
-        resolve_reward("composite", weights={"exact_match": 1.0, f"{file}:nan": 1.0})("", "a", {"answer": "a"})
+        resolve_reward("composite", weights={"exact_match": 1.0, f"{file}:nan": 1.0})(
+            "", "a", {"answer": "a"}
+        )
     with pytest.raises(Exception, match="none of its parts"):
         resolve_reward("composite", weights={f"{file}:sometimes": 1.0})("", "x", {})
 
@@ -161,7 +206,10 @@ def test_coroutines_wait_together_in_one_worker(file):
     assert spent < 16 * 0.2, "one after the other they take 3.2 s"
 
 
-ROWS = [Problem(({"role": "user", "content": f"{i}+1="},), {"answer": str(i + 1)}, tag="sums", index=i) for i in range(6)]
+ROWS = [
+    Problem(({"role": "user", "content": f"{i}+1="},), {"answer": str(i + 1)}, tag="sums", index=i)
+    for i in range(6)
+]
 
 
 def tried(spec, rows=ROWS):
@@ -171,9 +219,13 @@ def tried(spec, rows=ROWS):
 
 def test_a_reward_is_tried_on_rows_with_their_own_answers(file):
     assert tried("exact_match") == [] and tried(f"{file}:by_list") == []
-    with pytest.raises(UserError, match="takes the column 'gold', and the rows of sums have 'answer'"):
+    with pytest.raises(
+        UserError, match="takes the column 'gold', and the rows of sums have 'answer'"
+    ):
         tried(f"{file}:needs_gold")
-    with pytest.raises(UserError, match="(?s)tried on their own answers of 6 rows of sums.*KeyError: 'colour'"):
+    with pytest.raises(
+        UserError, match="(?s)tried on their own answers of 6 rows of sums.*KeyError: 'colour'"
+    ):
         tried(f"{file}:breaks")
     assert tried(f"{file}:whole") == []
     with pytest.raises(UserError, match="(?s)tried on their own answers.*AttributeError"):
@@ -185,13 +237,25 @@ def test_a_reward_is_tried_on_rows_with_their_own_answers(file):
     assert "ValueError" in said and "left out of training" in said
     wrong = [Problem(row.messages, row.meta, response="the sum is 7", tag="sums") for row in ROWS]
     (said,) = tried("exact_match", wrong)
-    assert "calls the data's own answers wrong, all of 6 rows tried" in said and "the sum is 7" in said
+    assert (
+        "calls the data's own answers wrong, all of 6 rows tried" in said and "the sum is 7" in said
+    )
 
 
 def test_a_broken_reward_is_said_before_a_model_is_looked_for(tmp_path, file):
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(20)))
-    words = ["grpo", "--dataset", str(path), "--reward", f"{file}:breaks", "--base-model", "./no/such"]
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(20))
+    )
+    words = [
+        "grpo",
+        "--dataset",
+        str(path),
+        "--reward",
+        f"{file}:breaks",
+        "--base-model",
+        "./no/such",
+    ]
     run = read(words, METHODS, path, RunSettings)
     with pytest.raises(UserError, match="KeyError: 'colour'"):
         prepare(run.stages[0])
@@ -202,7 +266,13 @@ def test_many_failures_are_an_alarm():
         return {"reward/failed": failed, "env/all/total_episodes": 90.0}
 
     alarms = Alarms()
-    assert [alarms(row(failed))[0]["alarm/rewards_failing"] for failed in (0, 9, 9, 15, 0, 0, 0)] == [0, 0, 0, 1, 0, 0, 0]
+    assert [
+        alarms(row(failed))[0]["alarm/rewards_failing"] for failed in (0, 9, 9, 15, 0, 0, 0)
+    ] == [0, 0, 0, 1, 0, 0, 0]
     alarms = Alarms()
     said = [text for _ in range(4) for text in alarms(row(30))[1]]
-    assert len(said) == 1 and said[0].startswith("25% of the samples of 3 batches could not be scored") and "reward_timeout" in said[0]
+    assert (
+        len(said) == 1
+        and said[0].startswith("25% of the samples of 3 batches could not be scored")
+        and "reward_timeout" in said[0]
+    )

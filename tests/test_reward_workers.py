@@ -1,4 +1,6 @@
-"""Rewards that fork, forge, flood and starve: each fails its own item by name or is right, and the trainer runs no code of theirs."""
+"""Rewards that fork, forge, flood and starve: each fails its own item by name or is right, and the
+trainer runs no code of theirs.
+"""
 
 import io
 import json
@@ -135,7 +137,11 @@ def test_what_is_no_reply_fails_its_item_by_name_and_is_not_run(bomb):
             assert score.reward == i, score
         else:
             assert score.reward is None and score.failure == "error"
-            assert "hostile:forges" in score.error and "no reply" in score.error and f"ask {i}" in score.error
+            assert (
+                "hostile:forges" in score.error
+                and "no reply" in score.error
+                and f"ask {i}" in score.error
+            )
     assert not bomb.exists()
 
 
@@ -151,7 +157,11 @@ def test_an_error_text_is_bounded_and_plain(bomb):
 def test_an_exception_whose_text_cannot_be_had_is_named(bomb, place):
     import hostile
 
-    reward = "hostile:unspeakable" if place == "process" else lambda prompt, response, meta: hostile.unspeakable(prompt, response)
+    reward = (
+        "hostile:unspeakable"
+        if place == "process"
+        else lambda prompt, response, meta: hostile.unspeakable(prompt, response)
+    )
     with Scorer(reward, timeout=20, workers=1) as scorer:
         assert scorer.place == place
         (score,) = scorer.score_many(items(["n"]))
@@ -191,14 +201,19 @@ def test_a_closure_that_raises_what_ends_a_process_fails_its_item_at_once():
 def test_metrics_travel_by_name_and_are_bounded(bomb):
     with Scorer("hostile:metrics", timeout=20, workers=1) as scorer:
         odd, many = scorer.score_many([("ask", "odd", None), ("ask", "many", None)])
-    assert odd.metrics["nan"] != odd.metrics["nan"] and odd.metrics["inf"] == float("inf") == -odd.metrics["low"]
+    assert (
+        odd.metrics["nan"] != odd.metrics["nan"]
+        and odd.metrics["inf"] == float("inf") == -odd.metrics["low"]
+    )
     assert odd.metrics["\\ud800"] == 1.0 and odd.metrics["3"] == 2.0
     assert many.failure == "error" and "metrics of" in many.error
 
 
 def test_what_a_reward_prints_is_bounded_and_plain(bomb, capfd):
     with Scorer("hostile:prints", timeout=60, workers=1) as scorer:
-        scores = scorer.score_many([("ask", f"{size} {i}", None) for i, size in enumerate(("0.00001", "30", "5", "5"))])
+        scores = scorer.score_many(
+            [("ask", f"{size} {i}", None) for i, size in enumerate(("0.00001", "30", "5", "5"))]
+        )
     assert [score.reward for score in scores] == [0, 1, 2, 3]
     out, err = capfd.readouterr()
     assert len(out) + len(err) < 200_000  # of 40 MB
@@ -207,7 +222,9 @@ def test_what_a_reward_prints_is_bounded_and_plain(bomb, capfd):
 
 
 def test_what_a_closure_prints_is_bounded_and_plain_and_what_others_print_is_theirs(capfd):
-    """A closure runs in a thread of this process: its prints, to either stream, are told from those of other threads by who prints."""
+    """A closure runs in a thread of this process: its prints, to either stream, are told from those
+    of other threads by who prints.
+    """
     begun, go_on = threading.Event(), threading.Event()
 
     def closure(prompt, response, meta=None):
@@ -229,7 +246,12 @@ def test_what_a_closure_prints_is_bounded_and_plain_and_what_others_print_is_the
         assert sys.stdout is out
     said = capfd.readouterr()
     assert said.out == "the loop's own line\n"
-    assert "] red" in said.err and "] also here" in said.err and "\x1b" not in said.err and len(said.err) < 70_000
+    assert (
+        "] red" in said.err
+        and "] also here" in said.err
+        and "\x1b" not in said.err
+        and len(said.err) < 70_000
+    )
     assert said.err.count("prints more than is shown: the rest is dropped") == 1
 
 
@@ -248,7 +270,13 @@ def test_what_a_reward_starts_inherits_none_of_the_workers_descriptors(bomb):
     assert score.reward == 3.0, score  # standard input, output and error
 
 
-SECRETS = {"HF_TOKEN": "hf_1", "WANDB_API_KEY": "w", "AWS_SECRET_ACCESS_KEY": "a", "OPENAI_API_KEY": "o", "MY_SETTING": "m"}
+SECRETS = {
+    "HF_TOKEN": "hf_1",
+    "WANDB_API_KEY": "w",
+    "AWS_SECRET_ACCESS_KEY": "a",
+    "OPENAI_API_KEY": "o",
+    "MY_SETTING": "m",
+}
 
 
 def test_the_environment_handed_over_is_named(bomb, monkeypatch):
@@ -256,12 +284,21 @@ def test_the_environment_handed_over_is_named(bomb, monkeypatch):
         monkeypatch.setenv(name, text)
     with Scorer("hostile:environment", timeout=20, workers=1) as plain:
         seen = plain.score_many(items(["n"]))[0].metrics
-    with Scorer("hostile:environment", timeout=20, workers=1, environment=("MY_SETTING", "OPENAI_*")) as named:
+    with Scorer(
+        "hostile:environment", timeout=20, workers=1, environment=("MY_SETTING", "OPENAI_*")
+    ) as named:
         more = named.score_many(items(["n"]))[0].metrics
-    assert not set(SECRETS) & set(seen) and {"PATH", "LC_TIME", "OMP_SCHEDULE", "OMP_NUM_THREADS"} <= set(seen)
+    assert not set(SECRETS) & set(seen) and {
+        "PATH",
+        "LC_TIME",
+        "OMP_SCHEDULE",
+        "OMP_NUM_THREADS",
+    } <= set(seen)
     assert seen["CUDA_VISIBLE_DEVICES"] == 0.0
     assert set(SECRETS) & set(more) == {"MY_SETTING", "OPENAI_API_KEY"}
-    assert not [name for name in ENVIRONMENT if "TOKEN" in name and name != "TOKENIZERS_PARALLELISM"]
+    assert not [
+        name for name in ENVIRONMENT if "TOKEN" in name and name != "TOKENIZERS_PARALLELISM"
+    ]
 
 
 def test_names_that_begin_like_those_handed_over_are_not(monkeypatch):
@@ -276,16 +313,34 @@ def test_names_that_begin_like_those_handed_over_are_not(monkeypatch):
 
 def test_a_reply_is_of_its_worker_to_its_item_and_bounded():
     """Whatever a reward that knows the form of replies writes by itself."""
-    fields = {"item": 3, "pid": 77, "nonce": "n", "reward": 1.0, "metrics": {}, "failure": None, "error": None}
+    fields = {
+        "item": 3,
+        "pid": 77,
+        "nonce": "n",
+        "reward": 1.0,
+        "metrics": {},
+        "failure": None,
+        "error": None,
+    }
 
     def read(**changes):
         return decode_reply(json.dumps({**fields, **changes}).encode(), 3, 77, "n")[0]
 
     assert read().result.reward == 1.0
-    for change in ({"item": 2}, {"item": 4}, {"item": True}, {"pid": 78}, {"nonce": "m"}, {"nonce": ""}, {"more": 1}, {"reward": "1"}):
+    for change in (
+        {"item": 2},
+        {"item": 4},
+        {"item": True},
+        {"pid": 78},
+        {"nonce": "m"},
+        {"nonce": ""},
+        {"more": 1},
+        {"reward": "1"},
+    ):
         with pytest.raises(BadReply):
             read(**change)
-    assert len(read(failure="error", error="x" * 50_000).error) < MAX_ERROR + 100  # and how much was left out
+    # and how much was left out
+    assert len(read(failure="error", error="x" * 50_000).error) < MAX_ERROR + 100
     (name,) = read(metrics={"m" * 5_000: 1.0}).result.metrics
     assert len(name) < 300
 
@@ -301,11 +356,13 @@ def test_a_worker_that_stops_itself_or_closes_its_socket_costs_its_item(bomb, na
     words = ["n", word, "n", "n", "n"]
     big = "x" * 200_000  # more than a socket holds: a send to it would block
     with Scorer(f"hostile:{name}", timeout=2.0, workers=1) as scorer:
-        scores = scorer.score_many([(f"ask {i} {big}", f"{each} {i}", None) for i, each in enumerate(words)])
+        scores = scorer.score_many(
+            [(f"ask {i} {big}", f"{each} {i}", None) for i, each in enumerate(words)]
+        )
     assert [score.reward for score in scores] == [0.0, None, 2.0, 3.0, 4.0]
 
 
-# --------------------------------------------------------------------------------------------- a pool that cannot be restored
+# ------------------------------------------------------------------- a pool that cannot be restored
 
 
 def test_a_pool_that_cannot_be_restored_ends_with_the_cause(bomb, monkeypatch):
@@ -327,7 +384,10 @@ def test_a_pool_that_cannot_be_restored_ends_with_the_cause(bomb, monkeypatch):
     scorer.close()
 
 
-@pytest.mark.parametrize("error", [BlockingIOError(11, "Resource temporarily unavailable"), RuntimeError("a fault of our own")])
+@pytest.mark.parametrize(
+    "error",
+    [BlockingIOError(11, "Resource temporarily unavailable"), RuntimeError("a fault of our own")],
+)
 def test_whatever_keeps_a_worker_from_starting_ends_every_wait(bomb, monkeypatch, error):
     monkeypatch.setattr("rl.rewards.scorer._RESTART_SECONDS", (0.05,))
     with Scorer("hostile:closes", timeout=20, workers=2) as scorer:
@@ -370,7 +430,10 @@ def test_one_worker_that_cannot_come_back_leaves_its_items_to_the_others(bomb, m
 
     monkeypatch.setattr(Scorer, "_make_worker", first_alone)
     with scorer:
-        scores = [each.result(60).reward for each in [scorer.submit("ask", f"n {i}", None) for i in range(200)]]
+        scores = [
+            each.result(60).reward
+            for each in [scorer.submit("ask", f"n {i}", None) for i in range(200)]
+        ]
     assert scores == [float(i) for i in range(200)]
 
 
@@ -399,4 +462,6 @@ def test_without_descriptors_the_run_ends_with_the_cause(bomb, tmp_path):
     code = LIMITED.format(repo=str(REPO), here=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "Too many open files" in done.stdout and "ulimit -n" in done.stdout, done.stdout + done.stderr
+    assert "Too many open files" in done.stdout and "ulimit -n" in done.stdout, (
+        done.stdout + done.stderr
+    )

@@ -1,4 +1,6 @@
-"""Rewards by name, and the built-in ones against values by hand and against graders that others wrote."""
+"""Rewards by name, and the built-in ones against values by hand and against graders that others
+wrote.
+"""
 
 import json
 import warnings
@@ -38,7 +40,9 @@ def test_unknown_name_lists_what_exists_and_the_nearest():
 def test_the_three_kinds_of_spec_give_the_same_reward(registry, tmp_path):
     register_reward("shout")(shout)
     path = tmp_path / "mine.py"
-    path.write_text("def shout(prompt, response, meta, factor=1.0):\n    return factor * response.count('!')\n")
+    path.write_text(
+        "def shout(prompt, response, meta, factor=1.0):\n    return factor * response.count('!')\n"
+    )
     for spec in ("shout", f"{__name__}:shout", f"{path}:shout", shout):
         assert resolve_reward(spec)("p", "hey!!") == 2.0
         assert resolve_reward(spec, factor=0.5)("p", "hey!!", {}) == 1.0
@@ -47,7 +51,11 @@ def test_the_three_kinds_of_spec_give_the_same_reward(registry, tmp_path):
 @pytest.mark.parametrize(
     ("spec", "settings", "message"),
     [
-        ("keyword_contains", {"keyword": ["a"]}, "no setting 'keyword': it takes keywords, case_sensitive"),
+        (
+            "keyword_contains",
+            {"keyword": ["a"]},
+            "no setting 'keyword': it takes keywords, case_sensitive",
+        ),
         ("keyword_contains", {}, "needs the setting 'keywords'"),
         ("exact_match", {"x": 1}, "no setting 'x': it takes none"),
         ("keyword_contains", {"keywords": "abc"}, "list"),
@@ -89,7 +97,9 @@ def test_a_taken_name_needs_replace_and_a_built_in_gives_way_with_a_warning(regi
 
 def test_exact_match_by_hand():
     reward = resolve_reward("exact_match")
-    assert reward.evaluate("12+34=", " 46\n", {"answer": "46"}) == RewardResult(1.0, {"correct": 1.0})
+    assert reward.evaluate("12+34=", " 46\n", {"answer": "46"}) == RewardResult(
+        1.0, {"correct": 1.0}
+    )
     assert reward.evaluate("12+34=", "46", {"answer": 46}).reward == 1.0
     assert reward.evaluate("12+34=", "46!", {"answer": "46"}) == RewardResult(0.0, {"correct": 0.0})
     with pytest.raises(ValueError, match="meta needs 'answer'"):
@@ -99,10 +109,16 @@ def test_exact_match_by_hand():
 def test_text_rewards_by_hand():
     # the calls of the guide
     keywords = resolve_reward("keyword_contains", keywords=["solution", "answer"])
-    assert [keywords("", text) for text in ("The Answer", "answer and solution", "none")] == [0.5, 1.0, 0.0]
+    assert [keywords("", text) for text in ("The Answer", "answer and solution", "none")] == [
+        0.5,
+        1.0,
+        0.0,
+    ]
     length = resolve_reward("length_penalty", target_length=4, penalty_scale=0.25)
     assert [length("", text) for text in ("a b c d", "a", "a b c d e f")] == [0.0, -0.75, -0.5]
-    assert resolve_reward("length_penalty", target_length=2, unit="characters")("", "abcd") == pytest.approx(-0.02)
+    assert resolve_reward("length_penalty", target_length=2, unit="characters")(
+        "", "abcd"
+    ) == pytest.approx(-0.02)
     steps = resolve_reward("format_compliance", patterns=[r"^\d+\.", r"Step \d+:"])
     assert steps.evaluate("", "intro\n1. one", None) == RewardResult(0.5, {"format": 0.0})
     assert steps.evaluate("", "1. Step 1: go", None) == RewardResult(1.0, {"format": 1.0})
@@ -130,10 +146,17 @@ def test_json_and_numbered_lists(response, is_json, is_list):
 
 def test_composite_is_the_weighted_sum_and_logs_each_part():
     weights = {"exact_match": 2.0, "length_penalty": 0.5}
-    reward = resolve_reward("composite", weights=weights, settings={"length_penalty": {"target_length": 3}})
+    reward = resolve_reward(
+        "composite", weights=weights, settings={"length_penalty": {"target_length": 3}}
+    )
     result = reward.evaluate("", "46", {"answer": "46"})
     assert result.reward == pytest.approx(2.0 * 1 + 0.5 * -0.02)
-    assert result.metrics == {"exact_match": 1.0, "correct": 1.0, "length_penalty": pytest.approx(-0.02), "length": 1.0}
+    assert result.metrics == {
+        "exact_match": 1.0,
+        "correct": 1.0,
+        "length_penalty": pytest.approx(-0.02),
+        "length": 1.0,
+    }
     assert reward.bounded and not reward.needs
     heavy = resolve_reward("composite", weights={"math_correctness": 1.0, "exact_match": 1.0})
     assert not heavy.bounded and heavy.needs == ("math_verify",)
@@ -163,7 +186,8 @@ def test_finding_an_answer_takes_linear_time():
 
     begin = time.perf_counter()
     marked_answer(r"\boxed{" * 100_000)
-    assert time.perf_counter() - begin < 2.0  # a search from each brace to the end would take an hour
+    # a search from each brace to the end would take an hour
+    assert time.perf_counter() - begin < 2.0
 
 
 @pytest.mark.parametrize(
@@ -194,9 +218,15 @@ def test_numbers_in_one_spelling(text, number):
 
 def test_gsm8k_by_hand():
     reward, meta = resolve_reward("gsm8k"), {"answer": "1200"}
-    assert reward.evaluate("", r"\boxed{1,200}", meta) == RewardResult(1.0, {"correct": 1.0, "format": 1.0})
-    assert reward.evaluate("", "#### $1200", meta) == RewardResult(1.0, {"correct": 1.0, "format": 1.0})
-    assert reward.evaluate("", r"\boxed{7}", meta) == RewardResult(0.0, {"correct": 0.0, "format": 1.0})
+    assert reward.evaluate("", r"\boxed{1,200}", meta) == RewardResult(
+        1.0, {"correct": 1.0, "format": 1.0}
+    )
+    assert reward.evaluate("", "#### $1200", meta) == RewardResult(
+        1.0, {"correct": 1.0, "format": 1.0}
+    )
+    assert reward.evaluate("", r"\boxed{7}", meta) == RewardResult(
+        0.0, {"correct": 0.0, "format": 1.0}
+    )
     assert reward.evaluate("", "1200", meta) == RewardResult(-0.1, {"correct": 0.0, "format": 0.0})
     with pytest.raises(ValueError, match="is no number"):
         reward("", r"\boxed{7}", {"answer": "x+1"})
@@ -209,7 +239,8 @@ def test_gsm8k_agrees_with_the_published_grades_of_5276_solutions(shared_data: P
         answer = row["ground_truth"].rpartition("A:")[2].strip()
         for model, judged in row.items():
             if isinstance(judged, dict):
-                response = "####".join(judged["solution"].rsplit("A:", 1))  # their mark of the answer
+                # their mark of the answer
+                response = "####".join(judged["solution"].rsplit("A:", 1))
                 correct = reward.evaluate("", response, {"answer": answer}).metrics["correct"]
                 graded += 1
                 if bool(correct) != (str(judged["is_correct"]).lower() in ("true", "1")):
@@ -241,13 +272,23 @@ def test_math_correctness_by_hand(response, answer, correct):
 
 @pytest.mark.slow
 def test_math_correctness_agrees_with_published_grades_of_800_solutions(shared_data: Path):
-    rows = [json.loads(line) for line in (shared_data / "rollouts/qwen25math/math_cot_100.jsonl").read_text().splitlines()]
-    items = [(row["question"], text, {"answer": row["answer"]}) for row in rows for text in row["code"]]
+    rows = [
+        json.loads(line)
+        for line in (shared_data / "rollouts/qwen25math/math_cot_100.jsonl")
+        .read_text()
+        .splitlines()
+    ]
+    items = [
+        (row["question"], text, {"answer": row["answer"]}) for row in rows for text in row["code"]
+    ]
     grades = [bool(score) for row in rows for score in row["score"]]
     with Scorer("math_correctness") as scorer:
         scores = scorer.score_many(items)
     assert scorer.counts == {"calls": 800, "errors": 0, "timeouts": 0, "nan": 0, "deaths": 0}
     pairs = zip(items, scores, grades, strict=True)
     disagree = [item[2]["answer"] for item, score, grade in pairs if (score.reward == 1) != grade]
-    # Their grader refuses "4:30 p.m." against "\text{4:30 p.m.}" and "10000" against "10{,}000" (9 rows).
-    assert len(disagree) <= 9 and all(answer in (r"\text{4:30 p.m.}", "10{,}000") for answer in disagree)
+    # Their grader refuses "4:30 p.m." against "\text{4:30 p.m.}" and "10000" against "10{,}000" (9
+    # rows).
+    assert len(disagree) <= 9 and all(
+        answer in (r"\text{4:30 p.m.}", "10{,}000") for answer in disagree
+    )

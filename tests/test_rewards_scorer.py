@@ -1,4 +1,6 @@
-"""The scorer against rewards that raise, hang, crash and lie: each costs its own sample, in time, by name, and nothing else."""
+"""The scorer against rewards that raise, hang, crash and lie: each costs its own sample, in time,
+by name, and nothing else.
+"""
 
 import os
 import signal
@@ -69,7 +71,13 @@ def test_bad_items_cost_only_themselves_and_are_named_and_counted(module, as_fil
     begin = time.monotonic()
     with Scorer(spec, timeout=0.5, workers=1) as scorer:
         assert scorer.place == "process"
-        scores = dict(zip(responses, scorer.score_many([(f"ask {text}", text, None) for text in responses]), strict=True))
+        scores = dict(
+            zip(
+                responses,
+                scorer.score_many([(f"ask {text}", text, None) for text in responses]),
+                strict=True,
+            )
+        )
     assert time.monotonic() - begin < 15  # four restarts and two limits of half a second
     assert [scores[str(i)].reward for i in range(10)] == list(range(10))
     assert [scores[word].failure for word in bad] == [
@@ -79,7 +87,10 @@ def test_bad_items_cost_only_themselves_and_are_named_and_counted(module, as_fil
     for word in bad:
         assert scores[word].reward is None
         assert "misbehave" in scores[word].error and f"ask {word}" in scores[word].error
-    assert "KeyError: 'oops' (at " in scores["raise"].error and "misbehaving.py:4)" in scores["raise"].error
+    assert (
+        "KeyError: 'oops' (at " in scores["raise"].error
+        and "misbehaving.py:4)" in scores["raise"].error
+    )
     assert "exit code 7" in scores["die"].error and "SIGSEGV" in scores["segfault"].error
     assert "0.5 s" in scores["hang"].error and "NoneType" in scores["none"].error
 
@@ -108,7 +119,9 @@ def test_workers_run_at_the_same_time(module):
 
 
 def test_signals_that_stop_a_run_do_not_cost_it_its_rewards(module):
-    """A scheduler's signals reach every process of a run, which then finishes its step and needs these scores."""
+    """A scheduler's signals reach every process of a run, which then finishes its step and needs
+    these scores.
+    """
     with Scorer("misbehaving:misbehave", timeout=30, workers=1) as scorer:
         pid = int(scorer.submit("", "pid", None).result().reward)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -154,7 +167,9 @@ time.sleep(0.5)
 
 @pytest.mark.parametrize("last", ["1", "spin"])
 @pytest.mark.parametrize("ending", ["exit", "kill"])
-def test_no_worker_outlives_its_owner_and_the_script_is_not_run_again(module, tmp_path, last, ending):
+def test_no_worker_outlives_its_owner_and_the_script_is_not_run_again(
+    module, tmp_path, last, ending
+):
     script, trace = tmp_path / "script.py", tmp_path / "trace"
     script.write_text(textwrap.dedent(SCRIPT))
     path = os.pathsep.join([str(Path(__file__).parent.parent), str(tmp_path)])
@@ -176,9 +191,13 @@ def test_what_cannot_be_loaded_is_an_error_before_training(tmp_path, monkeypatch
     with pytest.raises(ValueError, match="importing 'nowhere_to_be_found' failed"):
         Scorer("nowhere_to_be_found:f")
     # imports here, but not in a worker
-    (tmp_path / "only_here.py").write_text(f"import os\nassert os.getpid() == {os.getpid()}\ndef f(p, r, m): return 1.0\n")
+    (tmp_path / "only_here.py").write_text(
+        f"import os\nassert os.getpid() == {os.getpid()}\ndef f(p, r, m): return 1.0\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ValueError, match="only_here:f.*cannot be used.*could not load it.*AssertionError"):
+    with pytest.raises(
+        ValueError, match="only_here:f.*cannot be used.*could not load it.*AssertionError"
+    ):
         Scorer("only_here:f")
     (tmp_path / "dies_there.py").write_text(
         f"import os\nif os.getpid() != {os.getpid()}: os._exit(5)\ndef f(p, r, m): return 1.0\n"
@@ -198,7 +217,9 @@ def test_a_closure_runs_in_a_thread_sees_its_variables_and_may_hang():
 
     with Scorer(reward, timeout=0.3) as scorer:
         assert scorer.place == "thread"
-        scores = scorer.score_many([("", text, {"not": lambda: "picklable"}) for text in ("a", "hang", "bb", "ccc")])
+        scores = scorer.score_many(
+            [("", text, {"not": lambda: "picklable"}) for text in ("a", "hang", "bb", "ccc")]
+        )
     assert [score.reward for score in scores] == [1.0, None, 2.0, 3.0]
     assert scores[1].failure == "timeout" and scorer.counts["timeouts"] == 1
     assert seen == ["a", "hang", "bb", "ccc"]  # nothing run twice
@@ -226,7 +247,9 @@ def test_a_registered_function_of_a_module_runs_in_a_process_alone_and_in_a_comp
 
     register_reward("tidy")(misbehaving.misbehave)
     try:
-        composite = resolve_reward("composite", weights={"tidy": 2.0, "length_penalty": 1.0}, settings=LENGTH)
+        composite = resolve_reward(
+            "composite", weights={"tidy": 2.0, "length_penalty": 1.0}, settings=LENGTH
+        )
         with Scorer("tidy", workers=1) as alone, Scorer(composite, workers=1) as both:
             assert alone.place == both.place == "process"
             assert alone.submit("", "3", None).result().reward == 3.0
@@ -252,7 +275,11 @@ def test_a_function_of_the_script_itself_runs_in_a_thread(tmp_path):
     (tmp_path / "script.py").write_text(MAIN_SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     out = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, env=environment, timeout=60
+        [sys.executable, str(tmp_path / "script.py")],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
     )
     assert out.stdout == "thread 6.0\n", out.stderr
 
@@ -282,5 +309,10 @@ def test_math_works_away_from_the_main_thread_and_a_tower_of_powers_is_wrong():
 def test_a_worker_starts_without_torch_or_transformers():
     modules = "rl.rewards, rl.rewards.workers, rl.data, rl.renderers"
     code = f"import sys, {modules}; print('torch' in sys.modules or 'transformers' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+    )
     assert out.stdout.strip() == "False", out.stderr

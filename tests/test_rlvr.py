@@ -1,4 +1,6 @@
-"""The RLVR face: a script of one's own learns, saves and resumes; what `update` reports is worked out by other means."""
+"""The RLVR face: a script of one's own learns, saves and resumes; what `update` reports is worked
+out by other means.
+"""
 
 import json
 import os
@@ -54,7 +56,10 @@ def datums_of(batch):
         prompt = turn.ob.to_ints()
         tokens, zeros = prompt + turn.ac.tokens, [0.0] * (len(prompt) - 1)
         fields = {"target_tokens": tokens[1:], "logprobs": zeros + turn.ac.logprobs}
-        fields |= {"advantages": zeros + [1.0] * len(turn.ac.tokens), "mask": zeros + [1.0] * len(turn.ac.tokens)}
+        fields |= {
+            "advantages": zeros + [1.0] * len(turn.ac.tokens),
+            "mask": zeros + [1.0] * len(turn.ac.tokens),
+        }
         found.append(Datum(ModelInput.from_ints(tokens[:-1]), fields))
     return found
 
@@ -62,12 +67,21 @@ def datums_of(batch):
 def at_actions(client, batch, name):
     """What the client says of each response token, float64."""
     data = datums_of(batch)
-    outputs = client.forward(data, "importance_sampling", {"temperature": batch.temperature}, entropy=True).result().loss_fn_outputs
-    found = [o[name].array[d.loss_fn_inputs["mask"].array != 0] for o, d in zip(outputs, data, strict=True)]
+    outputs = (
+        client.forward(
+            data, "importance_sampling", {"temperature": batch.temperature}, entropy=True
+        )
+        .result()
+        .loss_fn_outputs
+    )
+    found = [
+        o[name].array[d.loss_fn_inputs["mask"].array != 0]
+        for o, d in zip(outputs, data, strict=True)
+    ]
     return np.concatenate(found).astype(np.float64)
 
 
-# --------------------------------------------------------------------------------------------------------- whole scripts
+# ------------------------------------------------------------------------------------ whole scripts
 
 
 @register_reward("has_letter_e")
@@ -89,8 +103,16 @@ def test_a_script_learns(tmp_path, algorithm, updates):
     with ServiceClient(output_dir=tmp_path, seed=learning.seed(1)) as service:
         config = TrainingConfig(model_ref="tiny:ascii", lora_config=LoRAConfig(rank=8, alpha=16))
         client = service.create_training_client(config)
-        sampler, reward = RolloutSampler(client, max_new_tokens=12, samples_per_prompt=8), resolve_reward("has_letter_e")
-        prompts = ["Why is the sky blue?", {"prompt": "Name a river.", "meta": {"kind": "fact"}}, "Count to ten.", "What is rain?"]
+        sampler, reward = (
+            RolloutSampler(client, max_new_tokens=12, samples_per_prompt=8),
+            resolve_reward("has_letter_e"),
+        )
+        prompts = [
+            "Why is the sky blue?",
+            {"prompt": "Name a river.", "meta": {"kind": "fact"}},
+            "Count to ten.",
+            "What is rain?",
+        ]
         means, best = [], None
         for update in range(updates):
             batch = sampler.generate_trajectories(prompts)
@@ -98,27 +120,57 @@ def test_a_script_learns(tmp_path, algorithm, updates):
                 trajectory.reward = reward(trajectory.prompt, trajectory.response, trajectory.meta)
             result = algorithm.update(batch, client)
             means.append(batch.mean_reward)
-            assert np.isfinite([result.policy_loss, result.value_loss, result.entropy, result.kl_divergence, result.grad_norm]).all()
+            assert np.isfinite(
+                [
+                    result.policy_loss,
+                    result.value_loss,
+                    result.entropy,
+                    result.kl_divergence,
+                    result.grad_norm,
+                ]
+            ).all()
             if best is None or batch.mean_reward > best[0]:
-                best = batch.mean_reward, client.save_state(metadata={"update": update, "reward": batch.mean_reward})
+                best = (
+                    batch.mean_reward,
+                    client.save_state(metadata={"update": update, "reward": batch.mean_reward}),
+                )
         learning.clears("mean reward at first", means[0], below=0.4)
-        learning.clears("mean reward of the last four updates", statistics.fmean(means[-4:]), above=0.9)
+        learning.clears(
+            "mean reward of the last four updates", statistics.fmean(means[-4:]), above=0.9
+        )
         saved = checkpoint.read_state(best[1].artifact_id)
-        assert saved["metadata"]["reward"] == max(means) and saved["version"] >= saved["metadata"]["update"] + 1
+        assert (
+            saved["metadata"]["reward"] == max(means)
+            and saved["version"] >= saved["metadata"]["update"] + 1
+        )
         again = service.create_training_client(config, checkpoint_id=best[1].artifact_id)
-        shown = RolloutSampler(again, max_new_tokens=12, samples_per_prompt=32).generate_trajectories(prompts)
-        learning.clears("mean reward of the best, loaded again", statistics.fmean(reward(t.prompt, t.response) for t in shown), above=0.75)
+        shown = RolloutSampler(
+            again, max_new_tokens=12, samples_per_prompt=32
+        ).generate_trajectories(prompts)
+        learning.clears(
+            "mean reward of the best, loaded again",
+            statistics.fmean(reward(t.prompt, t.response) for t in shown),
+            above=0.75,
+        )
 
 
 REMEMBERS = {
-    "REINFORCE": lambda: REINFORCE(REINFORCEConfig(learning_rate=3e-3, normalize_advantages=False, kl_penalty_coef=0.2)),
-    "PPO": lambda: PPO(PPOConfig(learning_rate=3e-3, target_kl=None, ppo_epochs=2, minibatches=2, kl_penalty_coef=0.2)),
+    "REINFORCE": lambda: REINFORCE(
+        REINFORCEConfig(learning_rate=3e-3, normalize_advantages=False, kl_penalty_coef=0.2)
+    ),
+    "PPO": lambda: PPO(
+        PPOConfig(
+            learning_rate=3e-3, target_kl=None, ppo_epochs=2, minibatches=2, kl_penalty_coef=0.2
+        )
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REMEMBERS)
 def test_resumed_is_uninterrupted(tmp_path, name):
-    """2 + 2 updates, the second two in another service from files alone, give the samples, figures and weights of 4."""
+    """2 + 2 updates, the second two in another service from files alone, give the samples, figures
+    and weights of 4.
+    """
 
     def go(client, algorithm, updates):
         sampler = RolloutSampler(client, max_new_tokens=5, temperature=0.9)
@@ -132,7 +184,10 @@ def test_resumed_is_uninterrupted(tmp_path, name):
         return ServiceClient(output_dir=tmp_path / folder, seed=5)
 
     def weights(artifact):
-        return {**load_file(f"{artifact}/model/adapter_model.safetensors"), **load_file(f"{artifact}/value_head.safetensors")}
+        return {
+            **load_file(f"{artifact}/model/adapter_model.safetensors"),
+            **load_file(f"{artifact}/value_head.safetensors"),
+        }
 
     with service("whole") as one:
         client, algorithm = one.create_training_client(ADAPTER), REMEMBERS[name]()
@@ -145,18 +200,24 @@ def test_resumed_is_uninterrupted(tmp_path, name):
         (tmp_path / "algorithm.json").write_text(json.dumps(algorithm.get_state()))
     with service("halves") as second:
         client = second.create_training_client(ADAPTER, checkpoint_id=artifact)
-        algorithm = type(algorithm).from_state(json.loads((tmp_path / "algorithm.json").read_text()))
+        algorithm = type(algorithm).from_state(
+            json.loads((tmp_path / "algorithm.json").read_text())
+        )
         halves += go(client, algorithm, 2)
         saved = client.save_state()
-        assert saved.artifact_id.endswith("state-000002") and saved.result().path == saved.artifact_id
+        assert (
+            saved.artifact_id.endswith("state-000002") and saved.result().path == saved.artifact_id
+        )
         found = weights(saved.artifact_id)
     assert [tokens for tokens, _ in halves] == [tokens for tokens, _ in whole]
     assert [metrics for _, metrics in halves] == [metrics for _, metrics in whole]
     assert algorithm.get_state() == state and state["updates"] == 4
-    assert found.keys() == expected.keys() and all((found[key] == expected[key]).all() for key in expected)
+    assert found.keys() == expected.keys() and all(
+        (found[key] == expected[key]).all() for key in expected
+    )
 
 
-# --------------------------------------------------------------------------------------------- what update does and says
+# ------------------------------------------------------------------------ what update does and says
 
 
 def test_reinforce_reports_what_can_be_worked_out(service):
@@ -167,17 +228,27 @@ def test_reinforce_reports_what_can_be_worked_out(service):
     rewards = np.array(batch.rewards)
     advantages = (rewards - rewards.mean()) / rewards.std()
     lengths = np.array([len(trajectory.tokens) for trajectory in batch])
-    assert result.policy_loss == pytest.approx(-(advantages * lengths).sum() / lengths.sum(), abs=1e-5)
+    assert result.policy_loss == pytest.approx(
+        -(advantages * lengths).sum() / lengths.sum(), abs=1e-5
+    )
     assert result.entropy == pytest.approx(entropy, abs=1e-5)
     drawn = np.concatenate([t.episode.transitions[0].ac.logprobs for t in batch])
     gap = drawn - at_actions(client, batch, "logprobs")
-    assert result.kl_divergence == pytest.approx((np.exp(-gap) - 1 + gap).mean(), rel=1e-4) and result.kl_divergence > 1e-4
+    assert (
+        result.kl_divergence == pytest.approx((np.exp(-gap) - 1 + gap).mean(), rel=1e-4)
+        and result.kl_divergence > 1e-4
+    )
     assert result.value_loss == 0 and result.grad_norm > 0
-    assert (batch.mean_reward, batch.std_reward) == (pytest.approx(rewards.mean()), pytest.approx(rewards.std()))
+    assert (batch.mean_reward, batch.std_reward) == (
+        pytest.approx(rewards.mean()),
+        pytest.approx(rewards.std()),
+    )
 
 
 def test_the_baseline_is_the_running_mean_of_earlier_batches(service):
-    """A constant reward of 2 after one of 0: the first batch's baseline is its own mean, the second's advantages are all 2."""
+    """A constant reward of 2 after one of 0: the first batch's baseline is its own mean, the
+    second's advantages are all 2.
+    """
     client = service.create_training_client(WHOLE)
     sampler = RolloutSampler(client, max_new_tokens=3)
     algorithm = REINFORCE(REINFORCEConfig(normalize_advantages=False, entropy_coef=0.0))
@@ -191,26 +262,44 @@ def test_the_baseline_is_the_running_mean_of_earlier_batches(service):
 
 
 def test_ppo_of_one_epoch_without_a_value_is_reinforce(service):
-    """With lambda 1 and no value the advantage of every token is the reward, and at ratio 1 nothing is clipped."""
+    """With lambda 1 and no value the advantage of every token is the reward, and at ratio 1 nothing
+    is clipped.
+    """
     found = []
     plain = dict(learning_rate=1e-3, normalize_advantages=False)
     for algorithm in (
         REINFORCE(REINFORCEConfig(use_baseline=False, **plain)),
-        PPO(PPOConfig(ppo_epochs=1, gae_lambda=1.0, value_coef=0.0, reward_normalization=False, **plain)),
+        PPO(
+            PPOConfig(
+                ppo_epochs=1, gae_lambda=1.0, value_coef=0.0, reward_normalization=False, **plain
+            )
+        ),
     ):
         client = service.create_training_client(WHOLE)
         batch = scored(RolloutSampler(client, max_new_tokens=6))
         result = algorithm.update(batch, client)
-        found.append([result.policy_loss, result.grad_norm, result.kl_divergence, *at_actions(client, batch, "logprobs")])
+        found.append(
+            [
+                result.policy_loss,
+                result.grad_norm,
+                result.kl_divergence,
+                *at_actions(client, batch, "logprobs"),
+            ]
+        )
     np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
 
 
 def test_ppo_reports_its_value_loss(service):
-    """A fresh value head says 0, so the return at t is lambda^(tokens left) times the reward over the rewards' std."""
+    """A fresh value head says 0, so the return at t is lambda^(tokens left) times the reward over
+    the rewards' std.
+    """
     client = service.create_training_client(WHOLE)
     batch = scored(RolloutSampler(client, max_new_tokens=6, samples_per_prompt=3))
     result = PPO(PPOConfig(ppo_epochs=1)).update(batch, client)
-    returns = [r / batch.std_reward * 0.95 ** np.arange(len(t.tokens))[::-1] for r, t in zip(batch.rewards, batch, strict=True)]
+    returns = [
+        r / batch.std_reward * 0.95 ** np.arange(len(t.tokens))[::-1]
+        for r, t in zip(batch.rewards, batch, strict=True)
+    ]
     assert result.value_loss == pytest.approx((np.concatenate(returns) ** 2 / 2).mean(), rel=1e-5)
     assert result.policy_loss == pytest.approx(0, abs=1e-5)  # normalised advantages at ratio 1
     assert result.metrics["optim/epochs"] == 1
@@ -224,7 +313,9 @@ def test_target_kl_ends_the_epochs(service):
 
 
 def test_the_penalty_is_taken_against_the_base_or_a_given_reference(service):
-    """Under a LoRA adapter the base is the reference: no distance at first, some after an update. A copy given says the same."""
+    """Under a LoRA adapter the base is the reference: no distance at first, some after an update. A
+    copy given says the same.
+    """
     price = PPOConfig(learning_rate=3e-3, kl_penalty_coef=0.1)
     client = service.create_training_client(ADAPTER)
     base = service.create_sampling_client(base_model="tiny:addition", seed=3)
@@ -233,20 +324,25 @@ def test_the_penalty_is_taken_against_the_base_or_a_given_reference(service):
     assert first == pytest.approx(0, abs=1e-6)
     batch = scored(sampler)
     drawn = np.concatenate([t.episode.transitions[0].ac.logprobs for t in batch])
-    full = [ModelInput.from_ints([*t.episode.transitions[0].ob.to_ints(), *t.tokens]) for t in batch]
+    full = [
+        ModelInput.from_ints([*t.episode.transitions[0].ob.to_ints(), *t.tokens]) for t in batch
+    ]
     scores = base.compute_logprobs_many(full).result()
     gap = drawn - np.concatenate([s[-len(t.tokens) :] for s, t in zip(scores, batch, strict=True)])
     assert (gap != 0).any()
-    twin = service.create_training_client(ADAPTER, checkpoint_id=client.save_state().artifact_id)  # at the same version
+    # at the same version
+    twin = service.create_training_client(ADAPTER, checkpoint_id=client.save_state().artifact_id)
     second = algorithm.update(batch, client).metrics["optim/kl_ref_k1"]
     assert second == pytest.approx(gap.mean(), abs=1e-5)
-    assert PPO(price, reference=base).update(batch, twin).metrics["optim/kl_ref_k1"] == pytest.approx(gap.mean(), abs=1e-5)
+    assert PPO(price, reference=base).update(batch, twin).metrics[
+        "optim/kl_ref_k1"
+    ] == pytest.approx(gap.mean(), abs=1e-5)
     with pytest.raises(UserError, match="reference=service.create_sampling_client"):
         whole = service.create_training_client(WHOLE)
         PPO(price).update(scored(RolloutSampler(whole, max_new_tokens=2)), whole)
 
 
-# ----------------------------------------------------------------------------------------------------------- the sampler
+# -------------------------------------------------------------------------------------- the sampler
 
 
 def test_trajectories_stand_in_the_order_of_the_prompts_with_their_meta(service):
@@ -254,12 +350,18 @@ def test_trajectories_stand_in_the_order_of_the_prompts_with_their_meta(service)
     sampler = RolloutSampler(client, max_new_tokens=4, samples_per_prompt=2)
     batch = sampler.generate_trajectories(["1+1=", {"prompt": "2+2=", "meta": {"answer": 4}}])
     assert [(t.prompt, t.meta) for t in batch] == [("1+1=", {})] * 2 + [("2+2=", {"answer": 4})] * 2
-    assert len(batch) == 4 and batch[3] is batch.trajectories[3] and len({id(t.episode) for t in batch}) == 4
+    assert (
+        len(batch) == 4
+        and batch[3] is batch.trajectories[3]
+        and len({id(t.episode) for t in batch}) == 4
+    )
     tokenizer = client.get_tokenizer()
     for trajectory in batch:
         ended = trajectory.tokens[-1] == tokenizer.eos_token_id
         assert trajectory.truncated == (not ended) and len(trajectory.tokens) <= 4
-        assert trajectory.response == tokenizer.decode(trajectory.tokens[: len(trajectory.tokens) - ended])
+        assert trajectory.response == tokenizer.decode(
+            trajectory.tokens[: len(trajectory.tokens) - ended]
+        )
     paired = sampler.generate_trajectories(["1+1=", "2+2="], [{"answer": 2}, {"answer": 4}])
     assert [t.meta["answer"] for t in paired] == [2, 2, 4, 4]
 
@@ -271,25 +373,35 @@ def test_it_draws_from_the_weights_as_they_are(service):
     one, two = scored(sampler), scored(sampler)
     assert [t.tokens for t in one] != [t.tokens for t in two]
     twin = RolloutSampler(client, max_new_tokens=6).generate_trajectories(SUMS)
-    assert [t.tokens for t in twin] == [t.tokens for t in one]  # the first call at this version, again
+    # the first call at this version, again
+    assert [t.tokens for t in twin] == [t.tokens for t in one]
     REINFORCE(REINFORCEConfig(learning_rate=1e-2)).update(two, client)
     for batch, agrees in ((scored(sampler), True), (two, False)):
         drawn = np.concatenate([t.episode.transitions[0].ac.logprobs for t in batch])
         assert (np.abs(drawn - at_actions(client, batch, "logprobs")).max() < 1e-4) == agrees
 
 
-# ------------------------------------------------------------------------------------------------------------- mistakes
+# ----------------------------------------------------------------------------------------- mistakes
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: PPOConfig(clip_rnge=0.1), "PPOConfig has no setting 'clip_rnge': did you mean 'clip_range'"),
+        (
+            lambda: PPOConfig(clip_rnge=0.1),
+            "PPOConfig has no setting 'clip_rnge': did you mean 'clip_range'",
+        ),
         (lambda: REINFORCEConfig(learningrate=0.1), "did you mean 'learning_rate'"),
-        (lambda: TrainingConfig(model_ref="tiny:ascii", lora_cfg=LoRAConfig()), "did you mean 'lora_config'"),
+        (
+            lambda: TrainingConfig(model_ref="tiny:ascii", lora_cfg=LoRAConfig()),
+            "did you mean 'lora_config'",
+        ),
         (lambda: LoRAConfig(ranks=4), "did you mean 'rank'"),
         (lambda: LoRAConfig(rank=0), "lora_config=None trains all weights"),
-        (lambda: TrainingConfig(model_ref="tiny:ascii", lora_config={"rank": 4}), "lora_config is a LoRAConfig"),
+        (
+            lambda: TrainingConfig(model_ref="tiny:ascii", lora_config={"rank": 4}),
+            "lora_config is a LoRAConfig",
+        ),
         (lambda: PPOConfig(ppo_epochs=0), "ppo_epochs is at least 1, got 0"),
         (lambda: PPOConfig(target_kl=-0.1), "target_kl is positive, got -0.1"),
         (lambda: REINFORCEConfig(entropy_coef=float("nan")), "entropy_coef is at least 0, got nan"),
@@ -307,10 +419,29 @@ def test_settings_that_mean_nothing_are_refused(make, says):
 
 def test_the_defaults_are_the_published_ones():
     ppo, reinforce = PPOConfig(), REINFORCEConfig()
-    assert (ppo.learning_rate, ppo.clip_range, ppo.ppo_epochs, ppo.target_kl) == (1e-5, 0.2, 4, 0.01)
-    assert (ppo.value_coef, ppo.entropy_coef, ppo.normalize_advantages, ppo.reward_normalization) == (0.5, 0.01, True, True)
-    assert (reinforce.learning_rate, reinforce.use_baseline, reinforce.normalize_advantages) == (1e-5, True, True)
-    assert (reinforce.entropy_coef, ppo.kl_penalty_coef, LoRAConfig().rank, LoRAConfig().alpha) == (0.01, 0.0, 16, 32)
+    assert (ppo.learning_rate, ppo.clip_range, ppo.ppo_epochs, ppo.target_kl) == (
+        1e-5,
+        0.2,
+        4,
+        0.01,
+    )
+    assert (
+        ppo.value_coef,
+        ppo.entropy_coef,
+        ppo.normalize_advantages,
+        ppo.reward_normalization,
+    ) == (0.5, 0.01, True, True)
+    assert (reinforce.learning_rate, reinforce.use_baseline, reinforce.normalize_advantages) == (
+        1e-5,
+        True,
+        True,
+    )
+    assert (reinforce.entropy_coef, ppo.kl_penalty_coef, LoRAConfig().rank, LoRAConfig().alpha) == (
+        0.01,
+        0.0,
+        16,
+        32,
+    )
 
 
 def test_batches_that_cannot_be_learnt_from_are_refused(service):
@@ -319,7 +450,9 @@ def test_batches_that_cannot_be_learnt_from_are_refused(service):
     batch = sampler.generate_trajectories(SUMS)
     with pytest.raises(UserError, match=r"trajectory 0 has no reward yet \(prompt '12\+34='"):
         algorithm.update(batch, client)
-    with pytest.raises(UserError, match="4 trajectories take as many rewards, in their order; got 3"):
+    with pytest.raises(
+        UserError, match="4 trajectories take as many rewards, in their order; got 3"
+    ):
         batch.rewards = [1.0, 2.0, 3.0]
     batch.rewards = [1.0, 2.0, float("nan"), 0.0]
     with pytest.raises(UserError, match="trajectory 2 has the reward nan"):
@@ -347,7 +480,10 @@ def test_a_batch_of_weights_that_were_updated_since_is_refused(service):
     sampler, algorithm = RolloutSampler(client, max_new_tokens=3), REINFORCE()
     one, two = scored(sampler), scored(sampler)
     algorithm.update(one, client)
-    with pytest.raises(UserError, match="drawn at version 0 of the weights, which are at version 1 now: .*generate_trajectories"):
+    with pytest.raises(
+        UserError,
+        match="drawn at version 0 of the weights, which are at version 1 now: .*generate_trajectories",
+    ):
         algorithm.update(two, client)
     fresh = scored(sampler)
     with pytest.raises(UserError, match="trajectory 4 was drawn at version 0"):
@@ -364,7 +500,9 @@ def test_checkpoints_are_named_in_turn_and_belong_to_their_config(service):
     assert names == ["state-000001", "state-000002"]
     assert service.create_training_client(ADAPTER, checkpoint_id="mine").info["lora_rank"] == 4
     with pytest.raises(UserError, match=r"another model: .*'rank': 4.* there and .*'rank': 8"):
-        other = TrainingConfig(model_ref="tiny:addition", lora_config=LoRAConfig(rank=8, alpha=8), seed=3)
+        other = TrainingConfig(
+            model_ref="tiny:addition", lora_config=LoRAConfig(rank=8, alpha=8), seed=3
+        )
         service.create_training_client(other, checkpoint_id=names[0])
     with pytest.raises(UserError, match="no checkpoint at"):
         service.create_training_client(ADAPTER, checkpoint_id="state-000009")
@@ -374,11 +512,15 @@ def test_checkpoints_are_named_in_turn_and_belong_to_their_config(service):
 
 @pytest.mark.slow
 def test_the_cookbooks_script_runs_with_other_imports_and_a_real_sampler(shared_data, tmp_path):
-    """The guide's complete script: imports, the mock sampler and the model's name are replaced, and 3 epochs taken for 50."""
+    """The guide's complete script: imports, the mock sampler and the model's name are replaced, and
+    3 epochs taken for 50.
+    """
     guide = shared_data.parent / "guide" / "rlvr-cookbook.md"
     if not guide.is_file():
         pytest.skip(f"no guide at {guide}")
-    text = guide.read_text().split("## Step 7", 1)[1].split("```python\n", 1)[1].split("\n```", 1)[0]
+    text = (
+        guide.read_text().split("## Step 7", 1)[1].split("```python\n", 1)[1].split("\n```", 1)[0]
+    )
     for old, new in (
         ("from tg_tinker import", "from rl import"),
         ("from tensafe.rlvr import", "from rl.rlvr import"),
@@ -392,9 +534,18 @@ def test_the_cookbooks_script_runs_with_other_imports_and_a_real_sampler(shared_
         text = text.replace(old, new)
     (tmp_path / "script.py").write_text(text)
     environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     said = re.findall(r"New best! Reward: (-?[\d.]+), Checkpoint: (\S+)", done.stdout)
     assert said and done.stdout.rstrip().endswith("Training complete!")
     for reward, where in said:
-        assert checkpoint.read_state(tmp_path / where)["metadata"]["reward"] == pytest.approx(float(reward), abs=6e-4)
+        assert checkpoint.read_state(tmp_path / where)["metadata"]["reward"] == pytest.approx(
+            float(reward), abs=6e-4
+        )

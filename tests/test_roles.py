@@ -1,4 +1,6 @@
-"""Ranks that sample beside ranks that learn: the same samples, weights and replays as where one process does both, and how they part."""
+"""Ranks that sample beside ranks that learn: the same samples, weights and replays as where one
+process does both, and how they part.
+"""
 
 import json
 import queue
@@ -38,7 +40,7 @@ LINE = (
 LATE = "--max-steps-off-policy 2 --slice-steps 2"
 
 
-# ----------------------------------------------------------------------------------------------------------------- pieces
+# ------------------------------------------------------------------------------------------- pieces
 
 
 class Shelf:
@@ -60,7 +62,9 @@ def staged() -> Staged:
         "number": torch.tensor(2.5),
         "last": torch.randn(5).double(),
     }
-    return Staged(0, ModelSpec("tiny:addition", None, None, 0, False), ("tiny:addition", None, 0), 7, tensors)
+    return Staged(
+        0, ModelSpec("tiny:addition", None, None, 0, False), ("tiny:addition", None, 0), 7, tensors
+    )
 
 
 def landing(sent: Staged) -> Landing:
@@ -77,24 +81,41 @@ def test_weights_in_pieces_of_any_size_are_the_weights(size):
     here.check()
     assert here.decoder.loaded.keys() == sent.tensors.keys()
     for name, tensor in sent.tensors.items():
-        assert here.decoder.loaded[name].dtype == tensor.dtype and torch.equal(here.decoder.loaded[name], tensor)
+        assert here.decoder.loaded[name].dtype == tensor.dtype and torch.equal(
+            here.decoder.loaded[name], tensor
+        )
 
 
 @pytest.mark.parametrize("size", [1, 64, 10**6])
 def test_weights_cross_in_the_dtype_that_they_are_kept_in(size):
-    """Half the bytes of float32 in bfloat16, the same numbers; what samplers do not round is not rounded on the way."""
+    """Half the bytes of float32 in bfloat16, the same numbers; what samplers do not round is not
+    rounded on the way.
+    """
     sent = staged()
-    kept = {"large": torch.bfloat16, "half": torch.bfloat16, "transposed": torch.float32, "number": torch.bfloat16}
+    kept = {
+        "large": torch.bfloat16,
+        "half": torch.bfloat16,
+        "transposed": torch.float32,
+        "number": torch.bfloat16,
+    }
     dtypes = sent.manifest().narrower(SimpleNamespace(held_in=kept.get))
     assert dtypes == {"large": torch.bfloat16, "number": torch.bfloat16}
     manifest = sent.manifest().crossing(dtypes)
-    here, pieces = Landing(manifest, Shelf(), None, 0.0, manifest.sizes()), list(sent.pieces(size, dtypes))
-    assert sum(len(raw) for piece in pieces for _, _, raw in piece.parts) == 2 * 37 * 11 + 2 * 9 * 3 + 4 * 4 * 6 + 2 + 8 * 5
+    here, pieces = (
+        Landing(manifest, Shelf(), None, 0.0, manifest.sizes()),
+        list(sent.pieces(size, dtypes)),
+    )
+    assert (
+        sum(len(raw) for piece in pieces for _, _, raw in piece.parts)
+        == 2 * 37 * 11 + 2 * 9 * 3 + 4 * 4 * 6 + 2 + 8 * 5
+    )
     for piece in pieces:
         here.take(piece)
     here.check()
     for name, tensor in sent.tensors.items():
-        assert torch.equal(here.decoder.loaded[name], tensor.to(dtypes.get(name, tensor.dtype))), name
+        assert torch.equal(here.decoder.loaded[name], tensor.to(dtypes.get(name, tensor.dtype))), (
+            name
+        )
 
 
 @pytest.mark.parametrize("lost", [0, 3, -1])
@@ -104,7 +125,10 @@ def test_a_piece_that_does_not_come_is_named_and_a_damaged_one_refused(lost):
     del pieces[lost]
     for piece in pieces:
         here.take(piece)
-    with pytest.raises(RuntimeError, match="hand-over of version 7 is not whole: . tensors miss, .'(large|last|half)"):
+    with pytest.raises(
+        RuntimeError,
+        match="hand-over of version 7 is not whole: . tensors miss, .'(large|last|half)",
+    ):
         here.check()
     good = next(sent.pieces(100))
     name, at, raw = good.parts[0]
@@ -119,11 +143,13 @@ def test_bytes_of_a_tensor_are_its_own():
     assert tensor.tolist() == [0.0, 1.0, 0.0]
 
 
-# -------------------------------------------------------------------------------------------------- who goes where, and when
+# ------------------------------------------------------------------------- who goes where, and when
 
 
 class Counter(queue.Queue):
-    """The queue of the samplers' crew, each of whose verbs is done when the test says so (but that the service opens)."""
+    """The queue of the samplers' crew, each of whose verbs is done when the test says so (but that
+    the service opens).
+    """
 
     def put(self, item):
         if item[1] == OPEN:
@@ -144,7 +170,13 @@ def between(monkeypatch):
     crew = SimpleNamespace(queue=counter, thread=SimpleNamespace(is_alive=lambda: True))
     monkeypatch.setattr(Samplers, "join", classmethod(lambda cls, settings: (crew, 0)))
     settings = WorkerSettings(sampler_ranks=1)
-    return Far(settings, lambda verb, arguments, after, future: near.append((verb, arguments, future))), counter, near
+    return (
+        Far(
+            settings, lambda verb, arguments, after, future: near.append((verb, arguments, future))
+        ),
+        counter,
+        near,
+    )
 
 
 def put(far, verb, *arguments) -> Future:
@@ -160,7 +192,10 @@ def test_what_names_weights_on_their_way_waits_for_them_and_other_work_does_not(
     assert (verb, arguments) == ("stage", (0, True))
     waiting = [put(far, "compute_logprobs", 5, []), put(far, "forget_version", 5)]
     older = put(far, "sample_slice", 1, 4, SimpleNamespace(arrived=[]))
-    assert counter.next("of the old weights") == "sample_slice 1" and older.result() == "of the old weights"
+    assert (
+        counter.next("of the old weights") == "sample_slice 1"
+        and older.result() == "of the old weights"
+    )
     there.set_result(staged())
     assert counter.next() == "begin_landing 5"
     put(far, "sample_slice", 1, 4, SimpleNamespace(arrived=[]))
@@ -184,12 +219,18 @@ def test_weights_that_cannot_be_staged_fail_what_waits_for_them(between):
 
 def test_what_is_on_its_way_arrives_before_the_service_is_left(between):
     far, counter, near = between
-    far._crew.leave = lambda number, timeout: counter.put((number, "leave", (number,), (), Future()))
+    far._crew.leave = lambda number, timeout: counter.put(
+        (number, "leave", (number,), (), Future())
+    )
     fresh = put(far, "snapshot", 0, 5)
     leaving = threading.Thread(target=far.leave, args=(30,))
     leaving.start()
     near.pop()[2].set_result(staged())
-    assert [counter.next() for _ in range(3)] == ["begin_landing 5", "land 5", "end_landing 5"] and fresh.done()
+    assert [counter.next() for _ in range(3)] == [
+        "begin_landing 5",
+        "land 5",
+        "end_landing 5",
+    ] and fresh.done()
     leaving.join(10)
     assert counter.next() == "leave 0"
     put(far, "snapshot", 0, 6)
@@ -203,7 +244,10 @@ def test_a_hand_over_that_failed_leaves_nothing_and_the_next_is_whole(between):
     fresh = put(far, "snapshot", 0, 5)
     near.pop()[2].set_result(staged())
     counter.get_nowait()[-1].set_exception(RuntimeError("arrived other than they were sent"))
-    assert "other than they were sent" in str(fresh.exception()) and counter.next() == "forget_version 5"
+    assert (
+        "other than they were sent" in str(fresh.exception())
+        and counter.next() == "forget_version 5"
+    )
     put(far, "snapshot", 0, 6)
     assert near.pop()[:2] == ("stage", (0, True)), "what is frozen never came"
 
@@ -236,14 +280,20 @@ def test_learners_are_told_once_how_is_drawn_from_their_weights(between):
     assert [(verb, arguments[:2]) for verb, arguments, _ in near] == [("note_drawn", (3, 7))]
 
 
-# ------------------------------------------------------------------------------------------------------------------ refused
+# ------------------------------------------------------------------------------------------ refused
 
 
 @pytest.mark.parametrize(
     ("ranks", "started", "says"),
-    [(1, None, "one was started: start at least 2"), (2, 2, "leaves none to learn: it is at most 1 here"), (5, 4, "start 6 processes")],
+    [
+        (1, None, "one was started: start at least 2"),
+        (2, 2, "leaves none to learn: it is at most 1 here"),
+        (5, 4, "start 6 processes"),
+    ],
 )
-def test_launches_that_cannot_spare_ranks_are_refused_with_what_to_type(ranks, started, says, monkeypatch):
+def test_launches_that_cannot_spare_ranks_are_refused_with_what_to_type(
+    ranks, started, says, monkeypatch
+):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if started is not None:
         monkeypatch.setenv("WORLD_SIZE", str(started))
@@ -270,13 +320,17 @@ def test_roles_hold_for_the_whole_run():
         worker_settings([stage(2), stage(0)])
 
 
-# ------------------------------------------------------------------------------------------------------------- worked out before
+# -------------------------------------------------------------------------------- worked out before
 
-SHAPE = ModelShape("m", 1_000_000, 1_000_000, 0, 0, 100_000, 4, 64, 4, 2, 16, 256, 1000, None, True, False)
+SHAPE = ModelShape(
+    "m", 1_000_000, 1_000_000, 0, 0, 100_000, 4, 64, 4, 2, 16, 256, 1000, None, True, False
+)
 
 
 def test_what_a_sampler_holds_by_hand():
-    """All of it trained in bf16: two bytes a number, three times; LoRA: further versions are its adapters in fp32 alone."""
+    """All of it trained in bf16: two bytes a number, three times; LoRA: further versions are its
+    adapters in fp32 alone.
+    """
     work = Work(batch=MicroBatch(1, 8, 8), samples=True, prompts=2, prompt=10, rows=6, answer=5)
     launch = Launch(cuda=True, bf16=True)
     found = {item.name: item for item in plan_sampler(SHAPE, launch, work).items}
@@ -285,7 +339,9 @@ def test_what_a_sampler_holds_by_hand():
     assert found["KV cache"].sample == (2 * 10 + 6 * 4) * 2 * 4 * 2 * 16 * 2
     lora = replace(SHAPE, parameters=1_010_000, trainable=10_000, adapters=10_000)
     found = {item.name: item for item in plan_sampler(lora, launch, work, [SHAPE]).items}
-    assert found["sampler's copy of the weights"].sample == 2e6 + 4e4 and found[arriving].sample == 8e4
+    assert (
+        found["sampler's copy of the weights"].sample == 2e6 + 4e4 and found[arriving].sample == 8e4
+    )
     assert found["models that only score"].sample == 2e6
 
 
@@ -293,36 +349,80 @@ def test_a_plan_tells_both_sides_and_refuses_a_side_without_ranks(capsys):
     words = "grpo --base-model tiny:addition --lora-rank 0 --max-tokens 4 --batch-size 8 --group-size 2 --plan --plan-gpus 4".split()
 
     def plan(ranks: int) -> str:
-        show(parse([*words, "--sampler-ranks", str(ranks)], METHODS, REPO / "recipes" / "addition.yaml", options=RunSettings))
+        show(
+            parse(
+                [*words, "--sampler-ranks", str(ranks)],
+                METHODS,
+                REPO / "recipes" / "addition.yaml",
+                options=RunSettings,
+            )
+        )
         return " ".join(capsys.readouterr().out.split())
 
     said = plan(1)
     assert "grpo, ranks that learn: tiny:addition, 3 processes, DDP" in said
     assert "grpo, ranks that sample: tiny:addition, one process" in said
     learns, samples = said.split("ranks that sample:")
-    assert "optimizer" in learns and "KV cache" not in learns and "KV cache" in samples and "optimizer" not in samples
+    assert (
+        "optimizer" in learns
+        and "KV cache" not in learns
+        and "KV cache" in samples
+        and "optimizer" not in samples
+    )
     with pytest.raises(UserError, match="sampler_ranks 4 of 4 processes leaves none to learn"):
         plan(4)
 
 
 def test_the_scaling_model_splits_a_launch_by_hand(monkeypatch):
-    """Sampling costs three times what learning does: of four GPUs three sample, and a step takes as long as each side does."""
+    """Sampling costs three times what learning does: of four GPUs three sample, and a step takes as
+    long as each side does.
+    """
     monkeypatch.syspath_prepend(str(REPO / "bench"))
     import scaling
     import scaling_roles
 
-    load, driver = scaling.Load(answers=24, group=2, prompt=100, answer=300), scaling.Driver(reward_seconds=0.0, network=1e12)
-    hardware = scaling.Hardware(nvlink=1e30, flops=8 * 1e6 * 24 * 400, mfu=1.0)  # a GPU's share in a second
+    load, driver = (
+        scaling.Load(answers=24, group=2, prompt=100, answer=300),
+        scaling.Driver(reward_seconds=0.0, network=1e12),
+    )
+    # a GPU's share in a second
+    hardware = scaling.Hardware(nvlink=1e30, flops=8 * 1e6 * 24 * 400, mfu=1.0)
     rate = 24 * 300 / 3.0  # and its answers drawn in three
     free = scaling.Driver(**{**asdict(driver), "bytes_per_token": 0.0})
-    found = scaling_roles.sides("m", SHAPE, Held(), Launch(cuda=True, bf16=True, world=4, per_node=4), load, hardware, free, rate)
+    found = scaling_roles.sides(
+        "m",
+        SHAPE,
+        Held(),
+        Launch(cuda=True, bf16=True, world=4, per_node=4),
+        load,
+        hardware,
+        free,
+        rate,
+    )
     assert found.samplers == 3 and found.in_turn_s == pytest.approx(4.0)
-    assert (found.sample_s, found.learn_s) == (pytest.approx(4.0), pytest.approx(4.0)) and found.times_faster == pytest.approx(1.0)
-    half = scaling_roles.split("m", SHAPE, Held(), Launch(cuda=True, bf16=True, world=4, per_node=4), 2, load, hardware, free, rate)
-    assert half == (pytest.approx(6.0), pytest.approx(2.0), pytest.approx(4e6 / 25e9 + 2 * 2e6 / 1e12))
+    assert (found.sample_s, found.learn_s) == (
+        pytest.approx(4.0),
+        pytest.approx(4.0),
+    ) and found.times_faster == pytest.approx(1.0)
+    half = scaling_roles.split(
+        "m",
+        SHAPE,
+        Held(),
+        Launch(cuda=True, bf16=True, world=4, per_node=4),
+        2,
+        load,
+        hardware,
+        free,
+        rate,
+    )
+    assert half == (
+        pytest.approx(6.0),
+        pytest.approx(2.0),
+        pytest.approx(4e6 / 25e9 + 2 * 2e6 / 1e12),
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------- two processes
+# ------------------------------------------------------------------------------------ two processes
 
 
 @pytest.fixture(scope="module")
@@ -335,19 +435,32 @@ def ranks():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("lora", "kind", "dtype"),
-    [(0, "auto", "fp32"), (4, "auto", "fp32"), (0, "hf", "fp32"), (4, "hf", "fp32"), (0, "auto", "bf16"), (4, "hf", "bf16")],
+    [
+        (0, "auto", "fp32"),
+        (4, "auto", "fp32"),
+        (0, "hf", "fp32"),
+        (4, "hf", "fp32"),
+        (0, "auto", "bf16"),
+        (4, "hf", "bf16"),
+    ],
 )
 def test_a_plain_loop_draws_and_learns_the_same_bits(ranks, tmp_path, lora, kind, dtype):
     found = []
     for world, samplers in ((1, 0), (2, 1)):
         out = tmp_path / str(world)
         out.mkdir()
-        launch = ranks.start(str(out), str(samplers), str(lora), kind, dtype, cwd=tmp_path, world=world, script=CASE)
+        launch = ranks.start(
+            str(out), str(samplers), str(lora), kind, dtype, cwd=tmp_path, world=world, script=CASE
+        )
         assert launch.wait(120) == [0] * world, launch.output()
         found.append(json.loads((out / "found.json").read_text()))
     one, two = found
     assert one == two
-    assert one["drawn by the first weights"] != one["drawn by the last weights"] == one["of the folder"]
+    assert (
+        one["drawn by the first weights"]
+        != one["drawn by the last weights"]
+        == one["of the folder"]
+    )
     assert one["versions"] == [0, 3, 3, 3]
 
 
@@ -376,7 +489,9 @@ def test_without_staleness_samplers_wait_and_the_run_is_the_synchronous_one(trai
 def test_a_run_on_two_sides_repeats_bit_for_bit_on_two_and_on_one_and_goes_on_where_it_was(trained):
     first = trained("first", 2, f"{LATE} --sampler-ranks 1")
     rows = metrics(first)
-    assert [row["step"] for row in rows] == [1, 2, 3, 4] and 1 <= max(row["async/age/max"] for row in rows) <= 2
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and 1 <= max(
+        row["async/age/max"] for row in rows
+    ) <= 2
     for name, world, words in (("again", 2, "--sampler-ranks 1"), ("alone", 1, "")):
         found = trained(name, world, f"{LATE} {words} --replay {first}")
         assert same(first, found) and metrics(found) == metrics(first)
@@ -397,23 +512,54 @@ def test_a_run_on_two_sides_repeats_bit_for_bit_on_two_and_on_one_and_goes_on_wh
     [
         (3, 2, {}),
         (3, 1, {}),
-        (3, 1, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}),
-        (3, 1, {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds_configs/zero2.json"}),
-        (3, 1, {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds_configs/zero3.json"}),
+        (
+            3,
+            1,
+            {
+                "ACCELERATE_USE_FSDP": "true",
+                "FSDP_VERSION": "2",
+                "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+            },
+        ),
+        (
+            3,
+            1,
+            {
+                "ACCELERATE_USE_DEEPSPEED": "true",
+                "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds_configs/zero2.json",
+            },
+        ),
+        (
+            3,
+            1,
+            {
+                "ACCELERATE_USE_DEEPSPEED": "true",
+                "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds_configs/zero3.json",
+            },
+        ),
     ],
     ids=["two samplers", "two learners", "fsdp2", "zero2", "zero3"],
 )
 def test_each_side_is_a_world_of_its_own(trained, world, samplers, env, request):
-    """With its self-test, which brings moved weights to the samplers and reads gradients of every shard."""
+    """With its self-test, which brings moved weights to the samplers and reads gradients of every
+    shard.
+    """
     name = request.node.callspec.id.replace(" ", "_")
-    rows = metrics(trained(name, world, f"{LATE} --steps 3 --timeout 60 --sampler-ranks {samplers}", **env))
-    assert [row["step"] for row in rows] == [1, 2, 3] and max(row["async/age/max"] for row in rows) <= 2
+    rows = metrics(
+        trained(name, world, f"{LATE} --steps 3 --timeout 60 --sampler-ranks {samplers}", **env)
+    )
+    assert [row["step"] for row in rows] == [1, 2, 3] and max(
+        row["async/age/max"] for row in rows
+    ) <= 2
     fresh = [row for row in rows if row["async/age/max"] == 0]
-    assert fresh and all(abs(row["optim/kl_sample_train_v1"]) < 1e-5 for row in fresh)  # who learns has the weights of who sampled
+    # who learns has the weights of who sampled
+    assert fresh and all(abs(row["optim/kl_sample_train_v1"]) < 1e-5 for row in fresh)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "says"), [(signal.SIGKILL, "is lost"), (signal.SIGSTOP, "did not answer within 6 s")])
+@pytest.mark.parametrize(
+    ("how", "says"), [(signal.SIGKILL, "is lost"), (signal.SIGSTOP, "did not answer within 6 s")]
+)
 def test_a_sampler_that_dies_or_hangs_ends_the_run_by_name(ranks, tmp_path, how, says):
     (tmp_path / "uneven.py").write_text(ENVIRONMENT)
     words = f"{LINE} {LATE} --steps 500 --timeout 6 --sampler-ranks 1 --output-dir {tmp_path}/run --environment {tmp_path}/uneven.py:Uneven"
@@ -459,9 +605,14 @@ runpy.run_path({train!r}, run_name="__main__")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "says"),
-    [("nothing arrives", "the hand-over delivers nothing"), ("a tensor is left out", "hand-over of version 0 is not whole: 1 tens")],
+    [
+        ("nothing arrives", "the hand-over delivers nothing"),
+        ("a tensor is left out", "hand-over of version 0 is not whole: 1 tens"),
+    ],
 )
-def test_a_hand_over_that_loses_something_is_caught_by_name_before_the_first_step(ranks, tmp_path, fault, says):
+def test_a_hand_over_that_loses_something_is_caught_by_name_before_the_first_step(
+    ranks, tmp_path, fault, says
+):
     (tmp_path / "uneven.py").write_text(ENVIRONMENT)
     script = tmp_path / "faulty.py"
     script.write_text(FAULTY.format(repo=str(REPO), train=str(REPO / "train.py"), fault=fault))
@@ -469,11 +620,17 @@ def test_a_hand_over_that_loses_something_is_caught_by_name_before_the_first_ste
     launch = ranks.start(*words.split(), cwd=tmp_path, world=2, script=str(script))
     assert launch.wait(120)[0] not in (None, 0)
     assert says in " ".join(launch.output(0).replace("│", " ").split()), launch.output()
-    assert not (tmp_path / "run" / "metrics.jsonl").exists() or not (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert (
+        not (tmp_path / "run" / "metrics.jsonl").exists()
+        or not (tmp_path / "run" / "metrics.jsonl").read_text()
+    )
 
 
 def test_the_console_says_who_does_what():
-    assert [conclusion._processes(1, 0), conclusion._processes(3, 0)] == ["1 process", "3 processes"]
+    assert [conclusion._processes(1, 0), conclusion._processes(3, 0)] == [
+        "1 process",
+        "3 processes",
+    ]
     assert conclusion._processes(1, 1) == "1 process that learns, 1 that samples"
     assert conclusion._processes(3, 2) == "3 processes that learn, 2 that sample"
     assert conclusion._processes(8, 0, 4) == "8 processes, every 4 of which hold a sampler together"

@@ -1,4 +1,6 @@
-"""Episodes of several turns, played by a real sampler: what is read and said, rewards of steps and groups, ends, streams."""
+"""Episodes of several turns, played by a real sampler: what is read and said, rewards of steps and
+groups, ends, streams.
+"""
 
 import numpy as np
 import pytest
@@ -15,7 +17,9 @@ MARK = 13  # what the environment says between two answers
 
 
 class Countdown(Env):
-    """Answers each action with a mark. Ends after `turns`: by itself, or (`limit`) cut off. Each step's reward is its number."""
+    """Answers each action with a mark. Ends after `turns`: by itself, or (`limit`) cut off. Each
+    step's reward is its number.
+    """
 
     def __init__(self, first: ModelInput, turns: int, limit: bool):
         self.first, self.turns, self.limit = first, turns, limit
@@ -28,7 +32,15 @@ class Countdown(Env):
         self.taken += 1
         self.read = [*self.read, *action.tokens, MARK]
         done = self.taken >= self.turns
-        return StepResult(float(self.taken), done, ModelInput.from_ints(self.read), None, {"turn": self.taken}, {}, self.limit and done)
+        return StepResult(
+            float(self.taken),
+            done,
+            ModelInput.from_ints(self.read),
+            None,
+            {"turn": self.taken},
+            {},
+            self.limit and done,
+        )
 
 
 class Countdowns(EnvGroupBuilder):
@@ -40,7 +52,10 @@ class Countdowns(EnvGroupBuilder):
         return [Countdown(self.first, turns, self.limit) for turns in self.turns]
 
     def compute_group_rewards(self, trajectories_G):
-        return [(10.0 * len(t.transitions), {"length": float(len(t.transitions))}) for t in trajectories_G]
+        return [
+            (10.0 * len(t.transitions), {"length": float(len(t.transitions))})
+            for t in trajectories_G
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -55,22 +70,38 @@ def said(group):
 
 
 def test_turns_follow_each_other_and_rewards_add_up(sampler):
-    found = rollout([Countdowns(0, [1, 3]), Countdowns(1, [2, 2], limit=True)], sampler, PARAMS, seed=5)
+    found = rollout(
+        [Countdowns(0, [1, 3]), Countdowns(1, [2, 2], limit=True)], sampler, PARAMS, seed=5
+    )
     ended, cut = found.groups
-    assert [[len(e.transitions) for e in g.trajectories_G] for g in (ended, cut)] == [[1, 3], [2, 2]]
+    assert [[len(e.transitions) for e in g.trajectories_G] for g in (ended, cut)] == [
+        [1, 3],
+        [2, 2],
+    ]
     # 1, and 1 + 2 + 3, of the steps; ten a turn of the group
-    assert ended.get_total_rewards() == [1 + 10, 6 + 30] and cut.get_total_rewards() == [3 + 20, 3 + 20]
-    assert [g.metrics_G for g in found.groups] == [[{"length": 1.0}, {"length": 3.0}], [{"length": 2.0}] * 2]
+    assert ended.get_total_rewards() == [1 + 10, 6 + 30] and cut.get_total_rewards() == [
+        3 + 20,
+        3 + 20,
+    ]
+    assert [g.metrics_G for g in found.groups] == [
+        [{"length": 1.0}, {"length": 3.0}],
+        [{"length": 2.0}] * 2,
+    ]
     for group in found.groups:
         for episode in group.trajectories_G:
             read = [3 + group.problem_index, 4, 12]
             for i, turn in enumerate(episode.transitions):
                 last = i == len(episode.transitions) - 1
-                assert turn.ob.to_ints() == read and len(turn.ac.tokens) == 3 and turn.metrics == {"turn": i + 1}
+                assert (
+                    turn.ob.to_ints() == read
+                    and len(turn.ac.tokens) == 3
+                    and turn.metrics == {"turn": i + 1}
+                )
                 assert (turn.episode_done, turn.truncated) == (last, last and group is cut)
                 read = [*read, *turn.ac.tokens, MARK]
             assert episode.final_ob.to_ints() == read
-            # each turn goes on where the one before stopped: one datum, whose mask has a hole at every mark
+            # each turn goes on where the one before stopped: one datum, whose mask has a hole at
+            # every mark
             episode.advantage = 1.0
             (datum,) = trajectory_to_datums(episode)
             assert datum.loss_fn_inputs["mask"].array.sum() == 3 * len(episode.transitions)
@@ -95,7 +126,8 @@ def test_samples_depend_on_the_seed_and_not_on_the_batch(sampler):
     assert said(together.groups[1]) == said(alone.groups[0]) != said(other.groups[0])
     first, second = said(alone.groups[0])
     assert first != second[:2]  # members of a group draw from streams of their own
-    twice = rollout([builders[1], builders[1]], sampler, PARAMS, seed=9)  # one problem twice in a batch: two streams
+    # one problem twice in a batch: two streams
+    twice = rollout([builders[1], builders[1]], sampler, PARAMS, seed=9)
     assert said(twice.groups[0]) == said(alone.groups[0]) != said(twice.groups[1])
 
 
@@ -114,7 +146,9 @@ class Forgetfuls(Countdowns):
 
 
 def test_each_turn_draws_from_a_stream_of_its_own(sampler):
-    """What is asked is the same at every turn, so that only the streams can make the answers differ."""
+    """What is asked is the same at every turn, so that only the streams can make the answers
+    differ.
+    """
     (group,) = rollout([Forgetfuls(3, [4, 4])], sampler, PARAMS, seed=6).groups
     answers = [tuple(tokens) for episode in said(group) for tokens in episode]
     assert len(set(answers)) == len(answers) == 8
@@ -127,7 +161,9 @@ def test_a_group_reads_its_prompt_once_and_later_turns_one_by_one(sampler):
 
 
 def test_an_episode_without_end_is_an_error(sampler):
-    with pytest.raises(RuntimeError, match=r"2 episodes have not ended after 4 turns \(problem 7 first\)"):
+    with pytest.raises(
+        RuntimeError, match=r"2 episodes have not ended after 4 turns \(problem 7 first\)"
+    ):
         rollout([Countdowns(1, [1]), Countdowns(7, [99, 99])], sampler, PARAMS, seed=0, max_turns=4)
 
 
@@ -137,10 +173,13 @@ def test_a_group_without_members_is_named(sampler):
 
 
 def test_an_episode_that_outgrows_the_context_ends_alone(sampler):
-    """At every length of context in turn: what came before stays, the others play on, and sample the same."""
+    """At every length of context in turn: what came before stays, the others play on, and sample
+    the same.
+    """
     limit = sampler.info["max_context"]
     for room in (0, 1, 2, 3):
-        # first observations of such a length that after one turn (3 tokens and a mark) `room` less than is needed is left
+        # first observations of such a length that after one turn (3 tokens and a mark) `room` less
+        # than is needed is left
         long = Countdowns(0, [3, 3])
         long.first = ModelInput.from_ints([3] * (limit + 1 - 3 - 4 + room))
         found = rollout([long, Countdowns(1, [3, 2])], sampler, PARAMS, seed=2)
@@ -150,12 +189,18 @@ def test_an_episode_that_outgrows_the_context_ends_alone(sampler):
             last = episode.transitions[-1]
             # with no token too many the second turn still fits, and the third does not
             assert len(episode.transitions) == (2 if room == 0 else 1)
-            assert last.episode_done and last.truncated and last.metrics == {"turn": len(episode.transitions), "context_overflow": 1.0}
+            assert (
+                last.episode_done
+                and last.truncated
+                and last.metrics == {"turn": len(episode.transitions), "context_overflow": 1.0}
+            )
             assert episode.final_ob.length + 3 > limit + 1
         assert group_metrics(found.groups)["env/all/context_overflow"] == 2 / 4
         # the steps' rewards so far and the group's
         assert grown.get_total_rewards() == ([1 + 2 + 20] * 2 if room == 0 else [1 + 10] * 2)
-        assert said(other) == said(rollout([Countdowns(1, [3, 2])], sampler, PARAMS, seed=2).groups[0])
+        assert said(other) == said(
+            rollout([Countdowns(1, [3, 2])], sampler, PARAMS, seed=2).groups[0]
+        )
 
 
 def test_a_first_observation_without_room_costs_its_own_episodes_alone(sampler):
@@ -164,13 +209,18 @@ def test_a_first_observation_without_room_costs_its_own_episodes_alone(sampler):
     long.first = ModelInput.from_ints([3] * (limit - 1))
     found = rollout([long, Countdowns(1, [1])], sampler, PARAMS, seed=0)
     assert [g.problem_index for g in found.groups] == [1] and len(found.errors) == 2
-    assert f"problem 5 has {limit - 1} tokens, which with max_tokens=3 exceed the model's context of {limit}" in found.errors[0]
+    assert (
+        f"problem 5 has {limit - 1} tokens, which with max_tokens=3 exceed the model's context of {limit}"
+        in found.errors[0]
+    )
     long.first = ModelInput.from_ints([3] * (limit - 2))  # the last drawn token is never read
     assert len(rollout([long], sampler, PARAMS, seed=0).groups) == 1
 
 
 class Owing(Countdown):
-    """Says what it still owes when there is no room left: a result, a promise of one, nothing, or that it failed."""
+    """Says what it still owes when there is no room left: a result, a promise of one, nothing, or
+    that it failed.
+    """
 
     owes: object = None
     closed = 0
@@ -211,9 +261,22 @@ def owed_kinds() -> list:
 def check_owed(found, group) -> None:
     (played,) = found.groups
     assert found.errors == ["lost the score"]
-    assert [episode.transitions[-1].reward for episode in played.trajectories_G] == [1.0, 6.0, 6.0, 1.0]
-    assert [episode.transitions[-1].metrics.get("late") for episode in played.trajectories_G] == [None, 2.0, 2.0, None]
-    assert all(e.transitions[-1].truncated and e.transitions[-1].metrics["context_overflow"] == 1.0 for e in played.trajectories_G)
+    assert [episode.transitions[-1].reward for episode in played.trajectories_G] == [
+        1.0,
+        6.0,
+        6.0,
+        1.0,
+    ]
+    assert [episode.transitions[-1].metrics.get("late") for episode in played.trajectories_G] == [
+        None,
+        2.0,
+        2.0,
+        None,
+    ]
+    assert all(
+        e.transitions[-1].truncated and e.transitions[-1].metrics["context_overflow"] == 1.0
+        for e in played.trajectories_G
+    )
     assert played.get_total_rewards() == [11.0, 16.0, 16.0, 11.0]
     assert [env.closed for env in group.envs] == [1] * 5
 
@@ -225,7 +288,9 @@ def test_the_last_reward_of_an_episode_that_outgrows_the_context_counts(sampler)
 
 @pytest.mark.parametrize("place", ["initial_observation", "make_envs", "step"])
 def test_environments_are_closed_when_one_of_them_raises(sampler, place):
-    """What an environment raises ends the rollout; all that were made are closed, those of the groups before it too."""
+    """What an environment raises ends the rollout; all that were made are closed, those of the
+    groups before it too.
+    """
     groups = [owing_group(sampler.info["max_context"], [None, None]) for _ in range(2)]
 
     def fail(*arguments):

@@ -1,4 +1,6 @@
-"""The load-balancing loss as a term of any loss: transformers' own value on the same tokens, in every layout, and its gradient."""
+"""The load-balancing loss as a term of any loss: transformers' own value on the same tokens, in
+every layout, and its gradient.
+"""
 
 import importlib
 
@@ -16,12 +18,18 @@ from rl.models import load
 from rl.types import Datum
 
 COEF = 0.3
-OWN = ("mixtral", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "jetmoe", "qwen3_next", "phimoe")  # whose modules have the function
-EVERYTHING = {"mixtral": ("padded", "packed", "shared"), "qwen3_moe": ("padded", "packed", "shared")}
+# whose modules have the function
+OWN = ("mixtral", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "jetmoe", "qwen3_next", "phimoe")
+EVERYTHING = {
+    "mixtral": ("padded", "packed", "shared"),
+    "qwen3_moe": ("padded", "packed", "shared"),
+}
 
 
 def model_of(name):
-    return load._prepared(tiny_model(name, **({"sliding_window": None} if name in EVERYTHING else {})))
+    return load._prepared(
+        tiny_model(name, **({"sliding_window": None} if name in EVERYTHING else {}))
+    )
 
 
 def with_mask(data):
@@ -29,12 +37,19 @@ def with_mask(data):
     found = []
     for datum in data:
         mask = (datum.loss_fn_inputs["weights"].array > 0).astype(np.float32)
-        found.append(Datum(datum.model_input, {"target_tokens": datum.loss_fn_inputs["target_tokens"], "mask": mask}))
+        found.append(
+            Datum(
+                datum.model_input,
+                {"target_tokens": datum.loss_fn_inputs["target_tokens"], "mask": mask},
+            )
+        )
     return found
 
 
 def theirs(model, data):
-    """transformers' value, differentiable: one padded batch, the trained tokens as its attention mask."""
+    """transformers' value, differentiable: one padded batch, the trained tokens as its attention
+    mask.
+    """
     module = importlib.import_module(type(model).__module__)
     width = max(datum.model_input.length for datum in data)
     ids, mask = torch.zeros(len(data), width, dtype=torch.long), torch.zeros(len(data), width)
@@ -42,7 +57,9 @@ def theirs(model, data):
         n = datum.model_input.length
         ids[row, :n] = torch.tensor(datum.model_input.to_ints())
         inputs = datum.loss_fn_inputs
-        mask[row, :n] = torch.from_numpy(inputs["mask" if "mask" in inputs else "weights"].array != 0).float()
+        mask[row, :n] = torch.from_numpy(
+            inputs["mask" if "mask" in inputs else "weights"].array != 0
+        ).float()
     out = model(input_ids=ids, use_cache=False, output_router_logits=True)
     experts = describe(model).experts
     logits = tuple(one.reshape(-1, one.shape[-1]) for one in out.router_logits)
@@ -52,7 +69,10 @@ def theirs(model, data):
 def gradients(learner, data, loss):
     learner.drop_gradients()
     _, sums = learner.run(data, get_loss(loss), {}, temperature=1.0, divisor=1.0, backward=True)
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in learner.trainable.items()}, sums
+    return {
+        n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for n, p in learner.trainable.items()
+    }, sums
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "simpo"])
@@ -60,19 +80,28 @@ def gradients(learner, data, loss):
 def test_the_value_and_its_gradient_are_those_of_transformers(name, loss):
     model, data = model_of(name), datums(((9, (7, 5)), (4, (3, 12))))
     data = data if loss == "cross_entropy" else with_mask(data)
-    units = 2.0 if loss == "simpo" else sum(float(d.loss_fn_inputs["weights"].array.sum()) for d in data)
+    units = (
+        2.0
+        if loss == "simpo"
+        else sum(float(d.loss_fn_inputs["weights"].array.sum()) for d in data)
+    )
     model.zero_grad()
     expected = theirs(model, data)
     (COEF * units * expected).backward()
-    added = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    added = {
+        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()
+    }
     assert sum(float(g.abs().sum()) for g in added.values()) > 0
     for layout in EVERYTHING.get(name, ("padded",)):
         plain, sums = gradients(make_learner(model, layout=layout), data, loss)
         learner = make_learner(model, layout=layout, router_aux_loss_coef=COEF)
         both, with_it = gradients(learner, data, loss)
-        assert with_it["router_aux_loss:sum"] / with_it["balanced:sum"] == pytest.approx(float(expected.detach()), rel=1e-5)
+        assert with_it["router_aux_loss:sum"] / with_it["balanced:sum"] == pytest.approx(
+            float(expected.detach()), rel=1e-5
+        )
         assert with_it["balanced:sum"] == pytest.approx(units) and "balanced:sum" not in sums
-        assert with_it["loss:sum"] == pytest.approx(sums["loss:sum"], rel=1e-6)  # what is reported is the loss alone
+        # what is reported is the loss alone
+        assert with_it["loss:sum"] == pytest.approx(sums["loss:sum"], rel=1e-6)
         off = sum(float((both[n] - plain[n] - g).double().square().sum()) for n, g in added.items())
         size = sum(float(both[n].double().square().sum()) for n in added)
         assert off**0.5 < 1e-5 * size**0.5, layout
@@ -84,26 +113,36 @@ def test_it_is_the_same_under_checkpointing_and_absent_where_nothing_is_learnt()
     again = make_learner(model, router_aux_loss_coef=COEF, gradient_checkpointing=True)
     gradients(again, data, "cross_entropy")
     assert gradient_error(again, plain) < 1e-6
-    _, sums = again.run(data, get_loss("cross_entropy"), {}, temperature=1.0, divisor=1.0, backward=False)
+    _, sums = again.run(
+        data, get_loss("cross_entropy"), {}, temperature=1.0, divisor=1.0, backward=False
+    )
     assert "balanced:sum" not in sums
 
 
 def test_by_hand():
-    """Two experts, one choice: all tokens at one of them give 2, half and half 1; tokens that do not count change nothing."""
+    """Two experts, one choice: all tokens at one of them give 2, half and half 1; tokens that do
+    not count change nothing.
+    """
     far = torch.tensor([[50.0, -50.0], [50.0, -50.0], [-50.0, 50.0]])
     assert float(balance_loss([far], 1, torch.tensor([True, True, False]))) == pytest.approx(2.0)
     assert float(balance_loss([far], 1, torch.tensor([True, False, True]))) == pytest.approx(1.0)
-    assert float(balance_loss([far, far.flip(1)], 1, torch.tensor([True, True, False]))) == pytest.approx(1.0)  # over all layers
+    # over all layers
+    assert float(
+        balance_loss([far, far.flip(1)], 1, torch.tensor([True, True, False]))
+    ) == pytest.approx(1.0)
     assert float(balance_loss([far], 1, torch.tensor([False] * 3))) == 0.0
 
 
-@pytest.mark.parametrize("name", some([n for n in STACKED if n != "kimi_linear"], ("mixtral", "deepseek_v3")))
+@pytest.mark.parametrize(
+    "name", some([n for n in STACKED if n != "kimi_linear"], ("mixtral", "deepseek_v3"))
+)
 def test_the_scores_of_every_familys_routers_are_found(name):
     model = model_of(name)
     experts = describe(model).experts
     with router_scores(model) as scores:
         model(input_ids=torch.arange(3, 15)[None], use_cache=False)
-    scored = 1 if name == "deepseek_v4" else len(experts.blocks)  # its other layers choose by a token's id and score nothing
+    # its other layers choose by a token's id and score nothing
+    scored = 1 if name == "deepseek_v4" else len(experts.blocks)
     assert len(scores()) >= scored
     assert all(one.shape[0] == 12 and one.shape[1] >= experts.count for one in scores())
 

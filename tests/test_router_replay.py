@@ -1,4 +1,6 @@
-"""Router replay: what the sampler notes of its experts, and that a learner given them routes, learns and scores by them."""
+"""Router replay: what the sampler notes of its experts, and that a learner given them routes,
+learns and scores by them.
+"""
 
 import copy
 import json
@@ -20,7 +22,14 @@ from rl.errors import UserError
 from rl.layers import describe, given, noted
 from rl.models import load
 from rl.sampler import Request, RoutedEngine, make_decoder, note_experts
-from rl.types import Datum, ModelInput, SampledSequence, SamplingParams, experts_as_text, experts_from_text
+from rl.types import (
+    Datum,
+    ModelInput,
+    SampledSequence,
+    SamplingParams,
+    experts_as_text,
+    experts_from_text,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +41,13 @@ def one_thread():
 
 
 def model_of(name: str = "qwen3_moe", **changes):
-    return load._prepared(tiny_model(name, **({"sliding_window": None} if name in ("qwen3_moe", "mixtral") else {}), **changes))
+    return load._prepared(
+        tiny_model(
+            name,
+            **({"sliding_window": None} if name in ("qwen3_moe", "mixtral") else {}),
+            **changes,
+        )
+    )
 
 
 def own_choices(model, tokens) -> np.ndarray:
@@ -43,24 +58,46 @@ def own_choices(model, tokens) -> np.ndarray:
 
 
 def sampled(model, dtype=None, samples: int = 3):
-    """Prompts of three lengths, few rows at once, so that rows enter late and leave early: (prompt, sequence) of each sample."""
+    """Prompts of three lengths, few rows at once, so that rows enter late and leave early: (prompt,
+    sequence) of each sample.
+    """
     decoder = make_decoder(model, dtype=dtype)
     note_experts(decoder)
     engine = RoutedEngine(decoder, eos_token_ids=(1, 2, 3), max_rows=4)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(4, VOCAB, n).tolist() for n in (5, 11, 2)]
     for i, prompt in enumerate(prompts):
-        engine.add(Request(prompt=prompt, num_samples=samples, params=SamplingParams(max_tokens=8 + i), problem=i))
-    return [(p, sequence) for p, response in zip(prompts, engine.run(), strict=True) for sequence in response.sequences]
+        engine.add(
+            Request(
+                prompt=prompt,
+                num_samples=samples,
+                params=SamplingParams(max_tokens=8 + i),
+                problem=i,
+            )
+        )
+    return [
+        (p, sequence)
+        for p, response in zip(prompts, engine.run(), strict=True)
+        for sequence in response.sequences
+    ]
 
 
 def datum_of(prompt, sequence) -> Datum:
-    (found,) = trajectory_to_datums(Trajectory([Transition(ModelInput.from_ints(prompt), sequence, 0.0, True)], advantage=1.0))
+    (found,) = trajectory_to_datums(
+        Trajectory([Transition(ModelInput.from_ints(prompt), sequence, 0.0, True)], advantage=1.0)
+    )
     weights = found.loss_fn_inputs["mask"]
-    return Datum(found.model_input, {"target_tokens": found.loss_fn_inputs["target_tokens"], "weights": weights}, experts=found.experts)
+    return Datum(
+        found.model_input,
+        {"target_tokens": found.loss_fn_inputs["target_tokens"], "weights": weights},
+        experts=found.experts,
+    )
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "deepseek_v3", "qwen3_next", "llama4_text")]
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("gpt_oss", "deepseek_v3", "qwen3_next", "llama4_text")
+]
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", *SLOW])
@@ -70,20 +107,31 @@ def test_what_is_noted_of_a_sample_is_what_its_finished_sequence_chooses(name):
     assert len({len(sequence.tokens) for _, sequence in found}) > 2
     for prompt, sequence in found:
         experts = np.sort(sequence.experts.reshape(len(sequence.experts), -1, 2))
-        assert np.array_equal(experts, np.sort(own_choices(model, [*prompt, *sequence.tokens[:-1]]).reshape(experts.shape)))
+        assert np.array_equal(
+            experts,
+            np.sort(own_choices(model, [*prompt, *sequence.tokens[:-1]]).reshape(experts.shape)),
+        )
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_experts_that_are_given_are_taken_in_every_layout_and_in_the_backward(layout, checkpointing):
-    """Others than the routers would choose, in rows of all lengths: logprobs and gradients against each sequence alone, given the same."""
+def test_experts_that_are_given_are_taken_in_every_layout_and_in_the_backward(
+    layout, checkpointing
+):
+    """Others than the routers would choose, in rows of all lengths: logprobs and gradients against
+    each sequence alone, given the same.
+    """
     model, data, rng = model_of(), datums(((9, (7, 5)), (4, (3, 12)))), np.random.default_rng(3)
     experts = describe(model).experts
     prompts: dict[tuple, np.ndarray] = {}
     for datum in data:  # a prompt has one choice, whoever answers it
         tokens = datum.model_input.to_ints()
         shared = 9 if data.index(datum) < 2 else 4
-        own = np.stack([rng.permutation(4)[:2] for _ in range(len(tokens) * 4)]).reshape(len(tokens), 8).astype(np.int16)
+        own = (
+            np.stack([rng.permutation(4)[:2] for _ in range(len(tokens) * 4)])
+            .reshape(len(tokens), 8)
+            .astype(np.int16)
+        )
         own[: shared - 1] = prompts.setdefault(tuple(tokens[: shared - 1]), own[: shared - 1])
         own[shared - 1] = prompts.setdefault(tuple(tokens[:shared]), own[shared - 1])
         datum.experts = own
@@ -91,18 +139,29 @@ def test_experts_that_are_given_are_taken_in_every_layout_and_in_the_backward(la
     expected = []
     for datum in data:
         with given(model, experts, torch.from_numpy(datum.experts).long().unflatten(1, (-1, 2))):
-            logits = model(input_ids=torch.tensor([datum.model_input.to_ints()]), use_cache=False).logits[0].double()
-            logp = logits.log_softmax(-1).gather(-1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None])[:, 0]
+            logits = (
+                model(input_ids=torch.tensor([datum.model_input.to_ints()]), use_cache=False)
+                .logits[0]
+                .double()
+            )
+            logp = logits.log_softmax(-1).gather(
+                -1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None]
+            )[:, 0]
             (-(logp * torch.from_numpy(datum.loss_fn_inputs["weights"].array)).sum()).backward()
         expected.append(logp.detach().numpy())
-    learner = make_learner(model, layout=layout, gradient_checkpointing=checkpointing, router_replay=True)
+    learner = make_learner(
+        model, layout=layout, gradient_checkpointing=checkpointing, router_replay=True
+    )
     np.testing.assert_allclose(learnt(learner, data), np.concatenate(expected), atol=1e-4)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(learner.trainable[name].grad, parameter.grad, atol=2e-4, rtol=1e-3, msg=name)
+        torch.testing.assert_close(
+            learner.trainable[name].grad, parameter.grad, atol=2e-4, rtol=1e-3, msg=name
+        )
     routers = [p.grad for n, p in learner.trainable.items() if n.endswith("mlp.gate.weight")]
     assert len(routers) == 4 and all(grad.abs().max() > 1e-3 for grad in routers)
     plain = make_learner(model, layout=layout)
-    assert np.abs(learnt(plain, data) - np.concatenate(expected)).max() > 0.1  # without replay they go elsewhere
+    # without replay they go elsewhere
+    assert np.abs(learnt(plain, data) - np.concatenate(expected)).max() > 0.1
 
 
 def test_datums_with_and_without_a_record_of_experts_share_no_micro_batch():
@@ -111,7 +170,11 @@ def test_datums_with_and_without_a_record_of_experts_share_no_micro_batch():
     data = datums(((6, (5, 5, 5, 5)),))
     for datum in data[1::2]:
         tokens = datum.model_input.length
-        datum.experts = np.stack([rng.permutation(4)[:2] for _ in range(tokens * 4)]).reshape(tokens, 8).astype(np.int16)
+        datum.experts = (
+            np.stack([rng.permutation(4)[:2] for _ in range(tokens * 4)])
+            .reshape(tokens, 8)
+            .astype(np.int16)
+        )
     data[3].experts[:6] = data[1].experts[:6]  # a prompt has one choice, whoever answers it
     for layout in ("padded", "packed", "shared"):
         learner = make_learner(model, layout=layout, router_replay=True)
@@ -119,7 +182,9 @@ def test_datums_with_and_without_a_record_of_experts_share_no_micro_batch():
         np.testing.assert_allclose(learnt(learner, data), alone, atol=1e-4)
         told = [learnt(learner, [Datum(d.model_input, d.loss_fn_inputs)]) for d in data]
         apart = [np.abs(a - b).max() for a, b in zip(np.split(alone, 4), told, strict=True)]
-        assert [gap > 0.05 for gap in apart] == [False, True, False, True], "the record decides where there is one"
+        assert [gap > 0.05 for gap in apart] == [False, True, False, True], (
+            "the record decides where there is one"
+        )
 
 
 def test_in_bf16_sampler_and_learner_route_alike_under_replay_and_the_metric_says_how_many_would_not_have():
@@ -137,10 +202,14 @@ def test_in_bf16_sampler_and_learner_route_alike_under_replay_and_the_metric_say
     seen: list[torch.Tensor] = []
     block = learner.model.model.layers[2].mlp.experts
     block.register_forward_pre_hook(lambda module, args: seen.append(args[1].detach().clone()))
-    _, sums = learner.run(data, get_loss("cross_entropy"), {}, temperature=1.0, divisor=1.0, backward=False)
+    _, sums = learner.run(
+        data, get_loss("cross_entropy"), {}, temperature=1.0, divisor=1.0, backward=False
+    )
     assert sums["routed:sum"] == sum(d.model_input.length for d in data)
     assert 0 < sums["rerouted:sum"] < sums["routed:sum"]
-    wanted = sorted(tuple(sorted(row)) for d in data for row in drawn[id(d)].reshape(-1, 4, 2)[:, 2].tolist())
+    wanted = sorted(
+        tuple(sorted(row)) for d in data for row in drawn[id(d)].reshape(-1, 4, 2)[:, 2].tolist()
+    )
     taken = [tuple(sorted(row)) for part in seen for row in part.tolist()]
     assert not set(map(tuple, wanted)) - set(taken) and len(taken) >= len(wanted)
     assert all(np.array_equal(drawn[id(d)], d.experts) for d in data)
@@ -152,10 +221,18 @@ def test_turns_keep_the_experts_of_the_turn_that_read_them_first():
         sequence.experts = np.full((len(prompt) + len(answer) - 1, 2), mark, np.int16)
         return Transition(ModelInput.from_ints(prompt), sequence, 0.0, False)
 
-    turns = [turn([1, 2], [3, 4], 10), turn([1, 2, 3, 4, 5], [6, 7], 20), turn([1, 2, 3, 4, 5, 6, 7, 8], [9], 30)]
+    turns = [
+        turn([1, 2], [3, 4], 10),
+        turn([1, 2, 3, 4, 5], [6, 7], 20),
+        turn([1, 2, 3, 4, 5, 6, 7, 8], [9], 30),
+    ]
     (found,) = trajectory_to_datums(Trajectory(turns, advantage=1.0))
-    # by hand: 1 2 3 in the first turn; its last token, 4, was fed in the second, with 5 and 6; 7 and 8 in the third
-    assert found.experts[:, 0].tolist() == [10, 10, 10, 20, 20, 20, 30, 30] and found.model_input.length == 8
+    # by hand: 1 2 3 in the first turn; its last token, 4, was fed in the second, with 5 and 6; 7
+    # and 8 in the third
+    assert (
+        found.experts[:, 0].tolist() == [10, 10, 10, 20, 20, 20, 30, 30]
+        and found.model_input.length == 8
+    )
     assert found.with_inputs({}).experts is found.experts
     turns[1].ac.experts = None
     (lost,) = trajectory_to_datums(Trajectory(turns[:2], advantage=1.0))
@@ -183,14 +260,17 @@ def test_the_model_is_as_it_was_afterwards():
         logits = model(input_ids=ids).logits
         with noted(model, describe(model).experts):
             assert torch.equal(model(input_ids=ids).logits, logits)
-        assert not any("forward" in vars(module) for module in model.modules()) and torch.equal(model(input_ids=ids).logits, logits)
+        assert not any("forward" in vars(module) for module in model.modules()) and torch.equal(
+            model(input_ids=ids).logits, logits
+        )
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def mixture_that_adds(folder):
     """A mixture of experts with the tokens of tiny:addition.
 
-    Its rows are whole multiples of 64 bytes: MKL rounds others by their address, which is another one in another process or run.
+    Its rows are whole multiples of 64 bytes: MKL rounds others by their address, which is another
+    one in another process or run.
     """
     from rl import get_tokenizer
 
@@ -211,7 +291,12 @@ def test_a_run_with_replay_is_resumed_to_the_bit_and_says_what_it_rerouted(tmp_p
     assert len(shares) == 4 and shares[0] <= 0.02  # in float32
     plain = train(f"{words} --steps 1 --router-aux-loss-coef 0.01", tmp_path / "plain")
     assert "optim/rerouted" not in plain[-1]
-    assert 1.5 < next(row["optim/router_aux_loss"] for row in plain if "optim/router_aux_loss" in row) <= 4.0  # even routing: 2 of 4
+    # even routing: 2 of 4
+    assert (
+        1.5
+        < next(row["optim/router_aux_loss"] for row in plain if "optim/router_aux_loss" in row)
+        <= 4.0
+    )
 
 
 def test_a_record_as_text_comes_back_and_what_is_none_is_named():
@@ -231,7 +316,9 @@ def test_a_record_as_text_comes_back_and_what_is_none_is_named():
 
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_what_was_drawn_elsewhere_keeps_its_experts_and_new_weights_are_noted_as_well(name):
-    """Half of an answer by one model, the rest by another (in the same engine, and in one that goes on from a checkpoint)."""
+    """Half of an answer by one model, the rest by another (in the same engine, and in one that goes
+    on from a checkpoint).
+    """
     one, other = model_of(name), model_of(name)
     with torch.no_grad():
         for key, value in other.named_parameters():
@@ -253,27 +340,49 @@ def test_what_was_drawn_elsewhere_keeps_its_experts_and_new_weights_are_noted_as
 
     whole = half(engine_of(one)).run()[0].sequences[0]
     first = len(prompt) + drawn_first - 1
-    assert np.array_equal(np.sort(whole.experts.reshape(-1, 2)), np.sort(own_choices(one, [*prompt, *whole.tokens[:-1]]).reshape(-1, 2)))
+    assert np.array_equal(
+        np.sort(whole.experts.reshape(-1, 2)),
+        np.sort(own_choices(one, [*prompt, *whole.tokens[:-1]]).reshape(-1, 2)),
+    )
     changed = half(engine_of(one))
-    changed.change_weights(make_decoder(other), 1)  # a version of the weights that nobody has asked for experts yet
+    # a version of the weights that nobody has asked for experts yet
+    changed.change_weights(make_decoder(other), 1)
     ((_, left),) = half(engine_of(one)).unfinished()
-    left = replace(left, begun=SampledSequence.from_json(json.loads(json.dumps(left.begun.as_json()))))
-    assert len(left.begun.experts) == first and np.array_equal(left.begun.experts, whole.experts[:first])
+    left = replace(
+        left, begun=SampledSequence.from_json(json.loads(json.dumps(left.begun.as_json())))
+    )
+    assert len(left.begun.experts) == first and np.array_equal(
+        left.begun.experts, whole.experts[:first]
+    )
     going_on = engine_of(other)
     going_on.add(left)
     for sequence in (changed.run()[0].sequences[0], going_on.run()[0].sequences[0]):
         assert len(sequence.experts) == len(prompt) + 14 - 1
         assert np.array_equal(sequence.experts[:first], whole.experts[:first])
         assert not np.array_equal(sequence.experts[first:], whole.experts[first:])
-    # what goes on from there is read anew by the same forwards: the experts of the rest are those of the whole text
+    # what goes on from there is read anew by the same forwards: the experts of the rest are those
+    # of the whole text
     text = [*prompt, *sequence.tokens[:-1]]
-    assert np.array_equal(np.sort(sequence.experts[first:].reshape(-1, 2)), np.sort(own_choices(other, text)[first:].reshape(-1, 2)))
+    assert np.array_equal(
+        np.sort(sequence.experts[first:].reshape(-1, 2)),
+        np.sort(own_choices(other, text)[first:].reshape(-1, 2)),
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["--max-steps-off-policy 2 --slice-steps 2", "--max-steps-off-policy 1 --slice-steps 2 --recompute-cache"])
-def test_experts_stay_with_answers_through_new_weights_checkpoints_and_a_run_that_is_repeated(how, tmp_path):
-    """Sampled while the learner updates: repeated, and gone on with from the middle, it is the same run bit for bit, experts included."""
+@pytest.mark.parametrize(
+    "how",
+    [
+        "--max-steps-off-policy 2 --slice-steps 2",
+        "--max-steps-off-policy 1 --slice-steps 2 --recompute-cache",
+    ],
+)
+def test_experts_stay_with_answers_through_new_weights_checkpoints_and_a_run_that_is_repeated(
+    how, tmp_path
+):
+    """Sampled while the learner updates: repeated, and gone on with from the middle, it is the same
+    run bit for bit, experts included.
+    """
     mixture_that_adds(tmp_path / "base")
     (tmp_path / "uneven.py").write_text(ENVIRONMENT)
     words = (f"grpo --base-model {tmp_path / 'base'} --steps 4 --batch-size 4 --group-size 2 --max-tokens 5 --eval-every 0 --save-every 2 "
@@ -282,12 +391,20 @@ def test_experts_stay_with_answers_through_new_weights_checkpoints_and_a_run_tha
     with updates_end_while_answers_are_drawn():
         rows = train(words, tmp_path / "first")
     told = rollouts(tmp_path / "first")
-    assert all(len(experts_from_text(turn["experts"])[0]) == 8 for turn in told) and len(told) > 4 * 4 * 2
+    assert (
+        all(len(experts_from_text(turn["experts"])[0]) == 8 for turn in told)
+        and len(told) > 4 * 4 * 2
+    )
     assert any("versions" in turn for turn in told)  # new weights came while it was drawn
-    assert all(0 <= row["optim/rerouted"] for row in rows if "optim/policy_loss" in row)  # every datum had its record
+    # every datum had its record
+    assert all(0 <= row["optim/rerouted"] for row in rows if "optim/policy_loss" in row)
     assert sum("optim/rerouted" in row for row in rows) == 4
     again = train(f"{words} --replay {tmp_path / 'first'}", tmp_path / "again")
-    assert again == rows and rollouts(tmp_path / "again") == told and same(tmp_path / "first", tmp_path / "again")
+    assert (
+        again == rows
+        and rollouts(tmp_path / "again") == told
+        and same(tmp_path / "first", tmp_path / "again")
+    )
     shutil.copytree(tmp_path / "first", tmp_path / "cut")
     for path in (tmp_path / "cut" / "checkpoints").iterdir():
         if path.name != "grpo-000002":
@@ -295,12 +412,20 @@ def test_experts_stay_with_answers_through_new_weights_checkpoints_and_a_run_tha
     state = (tmp_path / "cut" / "checkpoints" / "grpo-000002" / "state.json").read_text()
     assert '"experts": "' in state or '"experts":"' in state  # of answers under way
     on = train(f"{words} --resume --replay {tmp_path / 'first'}", tmp_path / "cut")
-    assert on == rows and rollouts(tmp_path / "cut") == told and same(tmp_path / "first", tmp_path / "cut")
+    assert (
+        on == rows
+        and rollouts(tmp_path / "cut") == told
+        and same(tmp_path / "first", tmp_path / "cut")
+    )
 
 
 def rollouts(folder) -> list[dict]:
     """Every answer of a run's rollout files, with its experts."""
-    rows = [json.loads(line) for path in sorted((folder / "rollouts").glob("*.jsonl")) for line in path.read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for path in sorted((folder / "rollouts").glob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
     return [turn for row in rows for turn in row.get("turns", [row]) if turn.get("sampled", True)]
 
 
@@ -314,17 +439,43 @@ def test_stored_answers_are_learnt_with_the_experts_that_they_were_drawn_with(tm
     assert all(answer.experts for problem in stored for answer in problem.answers)
     # the other half of the experts, by hand: what is told is what is taken
     file = tmp_path / "other.jsonl"
-    rows = [json.loads(line) for path in sorted((tmp_path / "run" / "rollouts").glob("*.jsonl")) for line in path.read_text().splitlines()]
-    file.write_text("".join(json.dumps({**row, "experts": experts_as_text(3 - experts_from_text(row["experts"]))}) + "\n" for row in rows))
+    rows = [
+        json.loads(line)
+        for path in sorted((tmp_path / "run" / "rollouts").glob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    file.write_text(
+        "".join(
+            json.dumps({**row, "experts": experts_as_text(3 - experts_from_text(row["experts"]))})
+            + "\n"
+            for row in rows
+        )
+    )
     words = f"offline {model} --steps 1 --batch-size 4 --loss importance_sampling --temperature 0.8 --no-self-test"
     found = {}
-    for name, source, more in (("told", tmp_path / "run", "--router-replay"), ("other", file, "--router-replay"), ("plain", file, "")):
-        found[name] = next(row for row in train(f"{words} --dataset {source} {more}", tmp_path / name) if "optim/grad_norm" in row)
-    assert found["told"]["optim/rerouted"] < 0.5 < found["other"]["optim/rerouted"] and "optim/rerouted" not in found["plain"]
-    assert abs(found["told"]["optim/kl_behaviour_v1"]) < abs(found["other"]["optim/kl_behaviour_v1"])
+    for name, source, more in (
+        ("told", tmp_path / "run", "--router-replay"),
+        ("other", file, "--router-replay"),
+        ("plain", file, ""),
+    ):
+        found[name] = next(
+            row
+            for row in train(f"{words} --dataset {source} {more}", tmp_path / name)
+            if "optim/grad_norm" in row
+        )
+    assert (
+        found["told"]["optim/rerouted"] < 0.5 < found["other"]["optim/rerouted"]
+        and "optim/rerouted" not in found["plain"]
+    )
+    assert abs(found["told"]["optim/kl_behaviour_v1"]) < abs(
+        found["other"]["optim/kl_behaviour_v1"]
+    )
     # an answer that does not say its experts, and one that says a few
     fine = {key: value for key, value in rows[0].items() if key != "experts"}
-    for wrong, says in (("12", "no record of experts"), (experts_as_text(np.zeros((2, 8), np.int16)), "tells of 2 tokens")):
+    for wrong, says in (
+        ("12", "no record of experts"),
+        (experts_as_text(np.zeros((2, 8), np.int16)), "tells of 2 tokens"),
+    ):
         file.write_text(json.dumps({**fine, "experts": wrong}))
         with pytest.raises(UserError, match=f"line 1.*{says}"):
             load_rollouts(file)

@@ -1,4 +1,6 @@
-"""Methods that learn from rows with several answers: an optimizer step holds whole rows, whatever the number of steps."""
+"""Methods that learn from rows with several answers: an optimizer step holds whole rows, whatever
+the number of steps.
+"""
 
 import numpy as np
 import pytest
@@ -17,7 +19,6 @@ from rl.types import Problem, StoredAnswer
 ROWS = 8
 
 
-
 def optim(steps):
     return OptimSettings(learning_rate=1e-3, num_substeps=steps)
 
@@ -27,15 +28,30 @@ def loop():
 
 
 def pair(i):
-    return Problem([{"role": "user", "content": f"{i}+1="}], response=f"{i + 1}", rejected=f"{i + 2}0", index=i, tag="t")
+    return Problem(
+        [{"role": "user", "content": f"{i}+1="}],
+        response=f"{i + 1}",
+        rejected=f"{i + 2}0",
+        index=i,
+        tag="t",
+    )
 
 
 def single(i):
-    return Problem([{"role": "user", "content": f"{i}+1="}], response=f"{i + 1}", meta={"label": i % 3 > 0}, index=i, tag="t")
+    return Problem(
+        [{"role": "user", "content": f"{i}+1="}],
+        response=f"{i + 1}",
+        meta={"label": i % 3 > 0},
+        index=i,
+        tag="t",
+    )
 
 
 def stored(i):
-    answers = StoredAnswer(1.0, f"{i + 1}", place="here"), StoredAnswer(0.0, f"{i + 2}0", place="here")
+    answers = (
+        StoredAnswer(1.0, f"{i + 1}", place="here"),
+        StoredAnswer(0.0, f"{i + 2}0", place="here"),
+    )
     return Problem([{"role": "user", "content": f"{i}+1="}], answers=answers, index=i, tag="t")
 
 
@@ -76,8 +92,12 @@ def numbers(steps, datums):
 @pytest.mark.parametrize("steps", [1, 2, 4])
 def test_kto_on_pairs_sees_good_and_bad_answers_in_every_step(service, steps):
     method = Kto(KtoSettings(optim=optim(steps), **loop()))
-    datums, parts, metrics, models = learn(service, method, [pair(i) for i in range(ROWS)], reference=True)
-    expected = [[2 * row + side for row in range(k, ROWS, steps) for side in (0, 1)] for k in range(steps)]
+    datums, parts, metrics, models = learn(
+        service, method, [pair(i) for i in range(ROWS)], reference=True
+    )
+    expected = [
+        [2 * row + side for row in range(k, ROWS, steps) for side in (0, 1)] for k in range(steps)
+    ]
     assert numbers(parts, datums) == expected
     for part in parts:
         labels = [float(d.loss_fn_inputs["labels"].array[0]) for d in part]
@@ -88,13 +108,25 @@ def test_kto_on_pairs_sees_good_and_bad_answers_in_every_step(service, steps):
             mask = other.loss_fn_inputs["mask"].array != 0
             said = other.loss_fn_inputs["target_tokens"].array[mask].tolist()
             after = datums[(i + 2) % len(datums)]
-            assert said == after.loss_fn_inputs["target_tokens"].array[after.loss_fn_inputs["mask"].array != 0].tolist()
-            assert full_tokens(other)[: int(np.argmax(mask)) + 1] == full_tokens(datums[i])[: int(np.argmax(mask)) + 1]  # its own prompt
+            assert (
+                said
+                == after.loss_fn_inputs["target_tokens"]
+                .array[after.loss_fn_inputs["mask"].array != 0]
+                .tolist()
+            )
+            # its own prompt
+            assert (
+                full_tokens(other)[: int(np.argmax(mask)) + 1]
+                == full_tokens(datums[i])[: int(np.argmax(mask)) + 1]
+            )
 
 
 def test_no_prompt_of_a_mixed_batch_stands_beside_an_answer_of_its_own(service):
     """Pairs and single answers in one batch, in any order."""
-    for rows in ([single(0), pair(1), single(2), pair(3)], [pair(0), pair(1), single(2), single(3)]):
+    for rows in (
+        [single(0), pair(1), single(2), pair(3)],
+        [pair(0), pair(1), single(2), single(3)],
+    ):
         method = Kto(KtoSettings(optim=optim(1), loop=RowLoopSettings(steps=4, batch_size=4)))
         datums, _, _, _ = learn(service, method, rows, reference=True)
         own = {tuple(full_tokens(d)) for d in datums}
@@ -109,23 +141,40 @@ def test_a_comparing_reward_model_sees_both_orders_in_every_step(service, steps)
     rows = [pair(i) for i in range(ROWS)]
     method = BradleyTerry(RewardModelSettings(reward_modelling=how, optim=optim(steps), **loop()))
     datums, parts, metrics, models = learn(service, method, rows)
-    assert numbers(parts, datums) == [[2 * row + side for row in range(k, ROWS, steps) for side in (0, 1)] for k in range(steps)]
-    plain = BradleyTerry(RewardModelSettings(reward_modelling=how, optim=optim(1), loop=LoopSettings(steps=4, batch_size=ROWS)))
+    assert numbers(parts, datums) == [
+        [2 * row + side for row in range(k, ROWS, steps) for side in (0, 1)] for k in range(steps)
+    ]
+    plain = BradleyTerry(
+        RewardModelSettings(
+            reward_modelling=how, optim=optim(1), loop=LoopSettings(steps=4, batch_size=ROWS)
+        )
+    )
     policy = service.create_full_training_client("tiny:ascii", seed=2)
     for k in range(steps):
         members = plain.datums(rows[k::steps], make_renderer(policy, None), Models(policy), 0)
         plain.learn(Models(policy), members, Progress(0, 4))
-    after = [client.forward(datums, "cross_entropy").result().loss_fn_outputs for client in (models.policy, policy)]
+    after = [
+        client.forward(datums, "cross_entropy").result().loss_fn_outputs
+        for client in (models.policy, policy)
+    ]
     for one, other in zip(*after, strict=True):
-        np.testing.assert_allclose(one["logprobs"].array, other["logprobs"].array, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            one["logprobs"].array, other["logprobs"].array, rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("steps", [2, 4])
 def test_offline_sees_good_and_bad_answers_in_every_step(service, steps):
     how = OfflineOptions(loss="dro", baseline="group")
-    method = Offline(OfflineSettings(offline=how, optim=optim(steps), loop=LoopSettings(steps=4, batch_size=ROWS)))
+    method = Offline(
+        OfflineSettings(
+            offline=how, optim=optim(steps), loop=LoopSettings(steps=4, batch_size=ROWS)
+        )
+    )
     datums, parts, _, _ = learn(service, method, [stored(i) for i in range(ROWS)], reference=True)
-    assert numbers(parts, datums) == [[2 * row + side for row in range(k, ROWS, steps) for side in (0, 1)] for k in range(steps)]
+    assert numbers(parts, datums) == [
+        [2 * row + side for row in range(k, ROWS, steps) for side in (0, 1)] for k in range(steps)
+    ]
     for part in parts:
         signs = [np.sign(d.loss_fn_inputs["advantages"].array.sum()) for d in part]
         assert signs.count(1.0) == signs.count(-1.0) == ROWS // steps

@@ -1,4 +1,6 @@
-"""A language model as judge by rubric: readings and weights by hand, answers that cannot be read, and one in the loop of a run."""
+"""A language model as judge by rubric: readings and weights by hand, answers that cannot be read,
+and one in the loop of a run.
+"""
 
 import json
 import math
@@ -25,7 +27,9 @@ POLITE_RIGHT = (("Is the answer polite?", 1.0), ("Is it right?", 3.0))
 
 
 class YesNo:
-    """A sampling client of `Letters`: log P(yes), log P(no) by the answer and the question, spread over the word's letters."""
+    """A sampling client of `Letters`: log P(yes), log P(no) by the answer and the question, spread
+    over the word's letters.
+    """
 
     info = {"max_context": None, "base_model": "stub"}
 
@@ -40,13 +44,19 @@ class YesNo:
     def _score(self, text):
         asked, word = text.rsplit("\n", 1)
         answer = asked.split("[Answer]\n")[1].split("\n")[0]
-        logp = self.likes(answer, asked.split("[Question]\n")[1])[("yes", "no").index(word.rstrip("$"))]
+        logp = self.likes(answer, asked.split("[Question]\n")[1])[
+            ("yes", "no").index(word.rstrip("$"))
+        ]
         return [None, *[-9.0] * len(asked), *[logp / len(word)] * len(word)]
 
 
 def likes(answer, question):
-    """P(yes) : P(no) is the answer's length to 1 of politeness, 1 to 3 of being right; both far from adding up to 1."""
-    return np.log([len(answer) if "polite" in question else 1, 1 if "polite" in question else 3]) - 4.0
+    """P(yes) : P(no) is the answer's length to 1 of politeness, 1 to 3 of being right; both far
+    from adding up to 1.
+    """
+    return (
+        np.log([len(answer) if "polite" in question else 1, 1 if "polite" in question else 3]) - 4.0
+    )
 
 
 def test_a_rubrics_score_is_the_weighted_mean_of_yes_against_no():
@@ -56,19 +66,30 @@ def test_a_rubrics_score_is_the_weighted_mean_of_yes_against_no():
     for score, length in zip([*first, *second], [3, 1, 3, 2], strict=True):
         polite = length / (length + 1)
         assert score.reward == pytest.approx((1 * polite + 3 * 0.25) / 4)
-        assert score.metrics == {"rubric/is_the_answer_polite": pytest.approx(polite), "rubric/is_it_right": pytest.approx(0.25)}
+        assert score.metrics == {
+            "rubric/is_the_answer_polite": pytest.approx(polite),
+            "rubric/is_it_right": pytest.approx(0.25),
+        }
     assert len(client.asked) == 1  # one batch for the judge
 
 
 def test_a_bad_thing_has_a_negative_weight():
-    rubric = Rubric((Question("Is it right?", 1.0, "right"), Question("Is it polite?", -1.0, "polite")))
+    rubric = Rubric(
+        (Question("Is it right?", 1.0, "right"), Question("Is it polite?", -1.0, "polite"))
+    )
     ((score,),) = RubricJudge(YesNo(likes), Letters(), rubric).scores([group("aaa")])
     assert score.reward == pytest.approx((0.25 - 0.75) / 2)
 
 
 def test_names_come_from_the_questions_and_differ():
-    rubric = Rubric.of((("Is the answer right and polite?", 1), ("Is the answer right and short?", 1), ("?!", 2)))
-    assert [q.name for q in rubric.questions] == ["is_the_answer_right_and", "is_the_answer_right_and-2", "question"]
+    rubric = Rubric.of(
+        (("Is the answer right and polite?", 1), ("Is the answer right and short?", 1), ("?!", 2))
+    )
+    assert [q.name for q in rubric.questions] == [
+        "is_the_answer_right_and",
+        "is_the_answer_right_and-2",
+        "question",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +122,10 @@ class Writes:
     def sample_many(self, requests):
         self.requests += requests
         texts = [self.says("".join(map(chr, one.prompt))) for one in requests]
-        found = [SimpleNamespace(sequences=[SimpleNamespace(tokens=[ord(c) for c in text])]) for text in texts]
+        found = [
+            SimpleNamespace(sequences=[SimpleNamespace(tokens=[ord(c) for c in text])])
+            for text in texts
+        ]
         return SimpleNamespace(result=lambda: (found, {}))
 
 
@@ -118,25 +142,39 @@ class Writing(Letters):
 
 def test_an_answer_for_which_the_judge_writes_no_score_costs_itself_alone():
     def says(prompt):
-        return "well, well" if "[Answer]\nbb" in prompt and "right" in prompt else f"Score: {2 if 'polite' in prompt else 4}$"
+        return (
+            "well, well"
+            if "[Answer]\nbb" in prompt and "right" in prompt
+            else f"Score: {2 if 'polite' in prompt else 4}$"
+        )
 
     client = Writes(says)
-    judge = RubricJudge(client, Writing(), Rubric.of(POLITE_RIGHT, "score", scale=5.0, max_tokens=9))
+    judge = RubricJudge(
+        client, Writing(), Rubric.of(POLITE_RIGHT, "score", scale=5.0, max_tokens=9)
+    )
     given = Rollouts([group("a", "bb", "a"), group("bb")], [], {}, 0.0, 0.0)
     rewards = LearnedRewards(judge, 0.0)
     found = judged(given, rewards)
     ((kept),) = found.groups
     assert kept.get_total_rewards() == pytest.approx([(0.4 + 3 * 0.8) / 4] * 2)
-    assert len(found.errors) == 2 and all("wrote no score from 0 to 5 for is_it_right" in error for error in found.errors)
-    assert len(client.requests) == 4 and {one.params.max_tokens for one in client.requests} == {9}  # equal answers are read once
+    assert len(found.errors) == 2 and all(
+        "wrote no score from 0 to 5 for is_it_right" in error for error in found.errors
+    )
+    # equal answers are read once
+    assert len(client.requests) == 4 and {one.params.max_tokens for one in client.requests} == {9}
     assert rewards.take_seconds()["learned"] > 0 == rewards.take_seconds()["learned"]
 
 
 def test_scores_without_metrics_and_with_stand_side_by_side():
-    judge = SimpleNamespace(scores_alone=True, scores=lambda groups: [[0.5, Score(2.0, {"x": 1.0})]])
+    judge = SimpleNamespace(
+        scores_alone=True, scores=lambda groups: [[0.5, Score(2.0, {"x": 1.0})]]
+    )
     ((one),) = LearnedRewards(judge, 1.0)([group("a", "b", rewards=[1.0, 2.0])])
     assert one.get_total_rewards() == [1.5, 4.0]
-    assert one.metrics_G == [{"reward/learned": 0.5, "reward/given": 1.0}, {"x": 1.0, "reward/learned": 2.0, "reward/given": 2.0}]
+    assert one.metrics_G == [
+        {"reward/learned": 0.5, "reward/given": 1.0},
+        {"x": 1.0, "reward/learned": 2.0, "reward/given": 2.0},
+    ]
 
 
 def test_the_probability_of_yes_is_that_of_a_model_run_by_itself(tmp_path):
@@ -146,16 +184,22 @@ def test_the_probability_of_yes_is_that_of_a_model_run_by_itself(tmp_path):
         renderer = make_renderer(client, None)
         rubric = Rubric.of(POLITE_RIGHT)
         one = group("A kind answer.")
-        one.trajectories_G[0].transitions[0].logs["messages"] = said = [{"role": "user", "content": "Hi?"}]
+        one.trajectories_G[0].transitions[0].logs["messages"] = said = [
+            {"role": "user", "content": "Hi?"}
+        ]
         ((score,),) = RubricJudge(client, renderer, rubric).scores([one])
         for question in rubric.questions:
             logp = []
             for word in ("yes", "no"):
                 prompt = rubric_messages(said, "A kind answer.", question, rubric)
-                whole = renderer.build_supervised_example([*prompt, {"role": "assistant", "content": word}])[0]
+                whole = renderer.build_supervised_example(
+                    [*prompt, {"role": "assistant", "content": word}]
+                )[0]
                 before = renderer.build_generation_prompt(prompt).length
                 logp.append(sum(client.compute_logprobs(whole).result()[before:]))
-            assert score.metrics[f"rubric/{question.name}"] == pytest.approx(1 / (1 + math.exp(logp[1] - logp[0])), rel=1e-4)
+            assert score.metrics[f"rubric/{question.name}"] == pytest.approx(
+                1 / (1 + math.exp(logp[1] - logp[0])), rel=1e-4
+            )
 
 
 def test_a_conversation_too_long_for_the_judge_names_the_remedy():
@@ -178,11 +222,22 @@ def test_a_conversation_too_long_for_the_judge_names_the_remedy():
 def test_settings_that_say_two_things_or_nothing(settings, message):
     with pytest.raises(ValueError, match=message):
         LearnedRewardSettings(**settings)
-    LearnedRewardSettings(rubric_model="x", rubric=POLITE_RIGHT, rubric_reading="score", rubric_scale=5.0)
+    LearnedRewardSettings(
+        rubric_model="x", rubric=POLITE_RIGHT, rubric_reading="score", rubric_scale=5.0
+    )
 
 
 def test_a_rubric_on_the_line():
-    words = ["grpo", "--rubric-model", "tiny:ascii", "--rubric", "Is it polite?", "1", "Is it right?", "-2"]
+    words = [
+        "grpo",
+        "--rubric-model",
+        "tiny:ascii",
+        "--rubric",
+        "Is it polite?",
+        "1",
+        "Is it right?",
+        "-2",
+    ]
     (stage,) = parse(words, METHODS, RECIPE, options=RunSettings).stages
     assert stage.settings.learned.rubric == (("Is it polite?", 1.0), ("Is it right?", -2.0))
 

@@ -1,7 +1,8 @@
-"""Whole runs through the entry: resuming after kill -9, stopping when asked, folders, errors, no network.
+"""Whole runs through the entry: resuming after kill -9, stopping when asked, folders, errors, no
+network.
 
-The undisturbed run and the one without a network are processes of their own; the others are forks of one that has everything imported
-(tests/rank_server.py), which takes a second in place of ten.
+The undisturbed run and the one without a network are processes of their own; the others are forks
+of one that has everything imported (tests/rank_server.py), which takes a second in place of ten.
 """
 
 import atexit
@@ -99,14 +100,26 @@ def rows(folder: Path) -> list[dict]:
 
 def final_weights(folder: Path, stage: str) -> dict[str, torch.Tensor]:
     model = folder / "checkpoints" / f"{stage}-final" / "model"
-    return load_file(str(model / ("adapter_model.safetensors" if (model / "adapter_config.json").exists() else "model.safetensors")))
+    return load_file(
+        str(
+            model
+            / (
+                "adapter_model.safetensors"
+                if (model / "adapter_config.json").exists()
+                else "model.safetensors"
+            )
+        )
+    )
 
 
 def assert_same(resumed: Path, undisturbed: Path, stage: str) -> None:
     assert rows(resumed) == rows(undisturbed)
     a, b = final_weights(resumed, stage), final_weights(undisturbed, stage)
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-    optimizer = [load_file(str(f / "checkpoints" / f"{stage}-final" / "optimizer.safetensors")) for f in (resumed, undisturbed)]
+    optimizer = [
+        load_file(str(f / "checkpoints" / f"{stage}-final" / "optimizer.safetensors"))
+        for f in (resumed, undisturbed)
+    ]
     assert all(torch.equal(optimizer[0][k], optimizer[1][k]) for k in optimizer[1])
     names = [sorted(p.name for p in (f / "checkpoints").iterdir()) for f in (resumed, undisturbed)]
     assert names[0] == names[1]
@@ -132,13 +145,18 @@ def kill_when(process: Launch, folder: Path, ready, how: int = signal.SIGKILL) -
 def undisturbed(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
     words = command(write(folder), "--output-dir", "out")
-    done = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr + done.stdout
     return folder / "out"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["first stage before any checkpoint", "first stage", "second stage", "second stage late"])
+@pytest.mark.parametrize(
+    "where",
+    ["first stage before any checkpoint", "first stage", "second stage", "second stage late"],
+)
 def test_a_killed_run_resumes_to_the_same_bits(undisturbed, tmp_path, where):
     stage, batch = {
         "first stage before any checkpoint": ("sft", 1),
@@ -148,7 +166,13 @@ def test_a_killed_run_resumes_to_the_same_bits(undisturbed, tmp_path, where):
     }[where]
     recipe = write(tmp_path)
     process = start(recipe, "--output-dir", "out", cwd=tmp_path)
-    kill_when(process, tmp_path / "out", lambda seen: any(r["stage"] == stage and r.get("progress/batch", -1) >= batch for r in seen))
+    kill_when(
+        process,
+        tmp_path / "out",
+        lambda seen: any(
+            r["stage"] == stage and r.get("progress/batch", -1) >= batch for r in seen
+        ),
+    )
     assert not (tmp_path / "out" / "checkpoints" / "grpo-final").exists()
     done = run(recipe, "--output-dir", "out", "--resume", cwd=tmp_path)
     assert ("no whole checkpoint yet" if "before any" in where else "going on from") in done.stdout
@@ -158,7 +182,11 @@ def test_a_killed_run_resumes_to_the_same_bits(undisturbed, tmp_path, where):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "extra"),
-    [("reinforce", "loss: ppo"), ("sft", "lora_rank: 2"), ("grpo", "{group_size: 4, lora_rank: 4, num_substeps: 2, loss: cispo}")],
+    [
+        ("reinforce", "loss: ppo"),
+        ("sft", "lora_rank: 2"),
+        ("grpo", "{group_size: 4, lora_rank: 4, num_substeps: 2, loss: cispo}"),
+    ],
 )
 def test_every_method_stopped_by_sigterm_resumes_to_the_same_bits(tmp_path, method, extra):
     extra = "\n    ".join(extra.strip("{}").split(", "))
@@ -178,8 +206,12 @@ def test_every_method_stopped_by_sigterm_resumes_to_the_same_bits(tmp_path, meth
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sft", "grpo"])
-def test_a_run_stopped_in_the_last_step_of_a_stage_ends_as_if_it_had_not_been(undisturbed, tmp_path, stage):
-    """The signal comes between the last update and the stage's final checkpoint: from a reward, or while rows are read."""
+def test_a_run_stopped_in_the_last_step_of_a_stage_ends_as_if_it_had_not_been(
+    undisturbed, tmp_path, stage
+):
+    """The signal comes between the last update and the stage's final checkpoint: from a reward, or
+    while rows are read.
+    """
     recipe = write(tmp_path)
     code = f"""
 import os, signal, sys
@@ -214,17 +246,26 @@ def test_rows_that_do_not_fit_are_named_before_anything_is_done(tmp_path):
     for words, message in (
         (["grpo", "--dataset", "long.jsonl"], "row 300"),
         (["sft", "--dataset", "answer.jsonl", "--response-column", "response"], "row 17"),
-        (["sft", "--dataset", "addition:noise=0.5", "--lora-rank", "2", "--lora-alpha", "-1"], "--lora-alpha is positive"),
+        (
+            ["sft", "--dataset", "addition:noise=0.5", "--lora-rank", "2", "--lora-alpha", "-1"],
+            "--lora-alpha is positive",
+        ),
     ):
         done = run(*words, "--max-tokens", "4", "--steps", "3", cwd=tmp_path, ok=False)
-        assert done.returncode == 2 and message in done.stderr and not (tmp_path / "runs").exists(), done.stderr
+        assert (
+            done.returncode == 2 and message in done.stderr and not (tmp_path / "runs").exists()
+        ), done.stderr
 
 
 @pytest.mark.slow
 def test_resume_falls_back_to_an_older_checkpoint_and_says_so(undisturbed, tmp_path):
     recipe = write(tmp_path)
     process = start(recipe, "--output-dir", "out", cwd=tmp_path)
-    kill_when(process, tmp_path / "out", lambda seen: any(r["stage"] == "grpo" and r.get("progress/batch", -1) >= 6 for r in seen))
+    kill_when(
+        process,
+        tmp_path / "out",
+        lambda seen: any(r["stage"] == "grpo" and r.get("progress/batch", -1) >= 6 for r in seen),
+    )
     newest = max((tmp_path / "out" / "checkpoints").glob("grpo-*"))
     file = newest / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
@@ -236,31 +277,66 @@ def test_resume_falls_back_to_an_older_checkpoint_and_says_so(undisturbed, tmp_p
 @pytest.mark.slow
 def test_a_runs_folder_holds_what_it_promises(undisturbed):
     names = {p.name for p in undisturbed.iterdir()}
-    assert names >= {"config.json", "metrics.jsonl", "checkpoints.jsonl", "curves.png", "rollouts", "checkpoints"}
-    last = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()][-1]
+    assert names >= {
+        "config.json",
+        "metrics.jsonl",
+        "checkpoints.jsonl",
+        "curves.png",
+        "rollouts",
+        "checkpoints",
+    }
+    last = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()][
+        -1
+    ]
     wanted = """reward/total env/all/reward/total progress/batch progress/done_frac optim/lr optim/kl_sample_train_v1
         optim/kl_sample_train_v2 optim/entropy optim/grad_norm env/all/ac_tokens_per_turn env/all/ob_tokens_per_turn
         env/all/turns_per_episode env/all/total_episodes env/all/by_group/frac_mixed env/all/by_group/frac_all_good
         env/all/by_group/frac_all_bad test/env/all/reward/total time/step""".split()
     assert [name for name in wanted if name not in last] == []
-    assert last["reward/total"] == last["env/all/reward/total"] and last["progress/done_frac"] == 1.0
+    assert (
+        last["reward/total"] == last["env/all/reward/total"] and last["progress/done_frac"] == 1.0
+    )
     assert last["optim/max_logprob_difference"] < 1e-4
-    checkpoints = [json.loads(line) for line in (undisturbed / "checkpoints.jsonl").read_text().splitlines()]
+    checkpoints = [
+        json.loads(line) for line in (undisturbed / "checkpoints.jsonl").read_text().splitlines()
+    ]
     assert all({"name", "batch", "state_path", "sampler_path"} <= row.keys() for row in checkpoints)
     assert all((undisturbed.parent / row["sampler_path"]).is_dir() for row in checkpoints)
-    sampled = [json.loads(line) for line in next(iter((undisturbed / "rollouts").glob("*.jsonl"))).read_text().splitlines()]
-    assert len(sampled) == 32 and all(len(r["response_tokens"]) == len(r["logprobs"]) for r in sampled)
+    sampled = [
+        json.loads(line)
+        for line in next(iter((undisturbed / "rollouts").glob("*.jsonl"))).read_text().splitlines()
+    ]
+    assert len(sampled) == 32 and all(
+        len(r["response_tokens"]) == len(r["logprobs"]) for r in sampled
+    )
 
 
 @pytest.mark.slow
 def test_a_folder_with_a_run_is_not_written_to(undisturbed):
     recipe = undisturbed.parent / "recipe.yaml"
     done = run(recipe, "--output-dir", "out", cwd=undisturbed.parent, ok=False)
-    assert done.returncode == 2 and "--resume" in done.stderr and "--overwrite" in done.stderr and "Traceback" not in done.stderr
-    done = run(recipe, "--output-dir", "out", "--resume", "--learning-rate", "0.5", cwd=undisturbed.parent, ok=False)
-    assert done.returncode == 2 and "learning_rate" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 2
+        and "--resume" in done.stderr
+        and "--overwrite" in done.stderr
+        and "Traceback" not in done.stderr
+    )
+    done = run(
+        recipe,
+        "--output-dir",
+        "out",
+        "--resume",
+        "--learning-rate",
+        "0.5",
+        cwd=undisturbed.parent,
+        ok=False,
+    )
+    assert (
+        done.returncode == 2 and "learning_rate" in done.stderr and "Traceback" not in done.stderr
+    )
     assert "nothing was started" in done.stderr
-    done = run(recipe, "--output-dir", "out", "--resume", cwd=undisturbed.parent)  # a run that is done says so and changes nothing
+    # a run that is done says so and changes nothing
+    done = run(recipe, "--output-dir", "out", "--resume", cwd=undisturbed.parent)
     assert "done" in done.stdout
 
 
@@ -299,24 +375,51 @@ def test_a_reward_that_fails_costs_its_sample_and_one_that_always_fails_ends_the
     done = run(recipe, "--output-dir", "some", cwd=tmp_path)
     assert "KeyError" in done.stdout and "colour" in done.stdout
     assert any(row.get("reward/failed", 0) > 0 for row in rows(tmp_path / "some"))
-    (tmp_path / "tests_rewards.py").write_text("def digits(prompt, response, meta):\n    return float('nan')\n")
+    (tmp_path / "tests_rewards.py").write_text(
+        "def digits(prompt, response, meta):\n    return float('nan')\n"
+    )
     done = run(recipe, "--output-dir", "all", cwd=tmp_path, ok=False)
     flat = " ".join(done.stderr.replace("│", " ").split())
-    assert done.returncode == 2 and "returned nan" in flat and "1 problem: nothing was started" in flat  # tried on the data's own answers
+    # tried on the data's own answers
+    assert (
+        done.returncode == 2 and "returned nan" in flat and "1 problem: nothing was started" in flat
+    )
     only_right = "def digits(prompt, response, meta):\n    return 1.0 if response == meta['answer'] else 1 / 0\n"
     (tmp_path / "tests_rewards.py").write_text(only_right)
-    done = run(recipe, "--output-dir", "most", "--temperature", "50", "--max-tokens", "8", cwd=tmp_path, ok=False)
-    assert done.returncode == 2 and "failed on every sample" in " ".join(done.stderr.replace("│", " ").split())
+    done = run(
+        recipe,
+        "--output-dir",
+        "most",
+        "--temperature",
+        "50",
+        "--max-tokens",
+        "8",
+        cwd=tmp_path,
+        ok=False,
+    )
+    assert done.returncode == 2 and "failed on every sample" in " ".join(
+        done.stderr.replace("│", " ").split()
+    )
     assert "1 problem: the run stopped" in done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="taking the network away needs root (unshare -n)")
+@pytest.mark.skipif(
+    os.name != "posix" or os.geteuid() != 0,
+    reason="taking the network away needs root (unshare -n)",
+)
 def test_a_run_with_the_network_off_works(tmp_path):
     recipe = write(tmp_path)
     words = ["unshare", "-n", *command(recipe, "--output-dir", "out")]
-    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300
+    )
     if "unshare failed" in done.stderr:
         pytest.skip(f"this machine does not allow it: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
-    assert {p.name for p in tmp_path.iterdir()} <= {"out", "recipe.yaml", "tests_rewards.py", "__pycache__"}
+    assert {p.name for p in tmp_path.iterdir()} <= {
+        "out",
+        "recipe.yaml",
+        "tests_rewards.py",
+        "__pycache__",
+    }

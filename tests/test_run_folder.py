@@ -91,30 +91,64 @@ def asked(folder: Path):
     from rl.methods import METHODS
     from rl.settings.tables import RunSettings
 
-    return from_resolved(json.loads((folder / "config.json").read_text()), METHODS, options=RunSettings)
+    return from_resolved(
+        json.loads((folder / "config.json").read_text()), METHODS, options=RunSettings
+    )
 
 
 @pytest.mark.parametrize("change", ["", "another context"])
 def test_rows_are_looked_through_once_for_each_model(tmp_path, monkeypatch, change):
-    """Those of a later stage before the first step; when it begins, again only if its model is not what it was taken for."""
+    """Those of a later stage before the first step; when it begins, again only if its model is not
+    what it was taken for.
+    """
     from rl.run import prepare, rehearsal
 
     seen, good_rows = [], prepare.good_rows
-    monkeypatch.setattr(prepare, "good_rows", lambda rows, *how: (seen.append(rows.name), good_rows(rows, *how))[1])
+    monkeypatch.setattr(
+        prepare, "good_rows", lambda rows, *how: (seen.append(rows.name), good_rows(rows, *how))[1]
+    )
     if change:
         sound = rehearsal._skeleton
-        monkeypatch.setattr(rehearsal, "_skeleton", lambda *model: (sound(*model)[0], 99, sound(*model)[2]))
-    train(str(recipe(tmp_path, text=RECIPE.replace("steps: 3", "steps: 1").replace("steps: 4", "steps: 1"))), tmp_path / "run")
-    assert len(seen) == (5 if change else 3), seen  # the first stage's; the later one's and those held out for it
+        monkeypatch.setattr(
+            rehearsal, "_skeleton", lambda *model: (sound(*model)[0], 99, sound(*model)[2])
+        )
+    train(
+        str(
+            recipe(
+                tmp_path,
+                text=RECIPE.replace("steps: 3", "steps: 1").replace("steps: 4", "steps: 1"),
+            )
+        ),
+        tmp_path / "run",
+    )
+    # the first stage's; the later one's and those held out for it
+    assert len(seen) == (5 if change else 3), seen
 
 
-# ------------------------------------------------------------------------------------------------- the list of checkpoints
+# -------------------------------------------------------------------------- the list of checkpoints
 
 
 def damages(text: str, count: int, seed: int = 0):
-    """The list lost, cut off, bits flipped, lines lost or twice, words exchanged, fields removed or of other types, names forged."""
+    """The list lost, cut off, bits flipped, lines lost or twice, words exchanged, fields removed or
+    of other types, names forged.
+    """
     rng, data, lines = random.Random(seed), text.encode(), text.splitlines(keepends=True)
-    values = [None, True, -1, 10**30, 0.5, "", "x", "../../outside", "/etc", "sft-final", [], {}, "grpo-000009", "."]
+    values = [
+        None,
+        True,
+        -1,
+        10**30,
+        0.5,
+        "",
+        "x",
+        "../../outside",
+        "/etc",
+        "sft-final",
+        [],
+        {},
+        "grpo-000009",
+        ".",
+    ]
     yield from (None, b"", b"\n", b"{}\n", b"[]\n", b"\xff\xfe", data[:-1], data * 2)
     for i in range(count):
         kind = i % 5
@@ -140,13 +174,18 @@ def damages(text: str, count: int, seed: int = 0):
 
 
 def survives(done: Path, to: Path, count: int, seed: int) -> int:
-    """Puts each damaged list into the folder and goes as far as a resumed run does before it trains. Returns how many were noticed."""
+    """Puts each damaged list into the folder and goes as far as a resumed run does before it
+    trains. Returns how many were noticed.
+    """
     folder = copied(done, to)
     outside = to / "outside"
     outside.mkdir()
     (outside / "thesis.txt").write_text("years of work")
-    shutil.copytree(folder / "checkpoints" / "sft-final", folder / "checkpoints" / "my copy")  # somebody's own
-    shutil.copytree(folder / "checkpoints" / "sft-final", folder / "checkpoints" / "sft-final-backup")
+    # somebody's own
+    shutil.copytree(folder / "checkpoints" / "sft-final", folder / "checkpoints" / "my copy")
+    shutil.copytree(
+        folder / "checkpoints" / "sft-final", folder / "checkpoints" / "sft-final-backup"
+    )
     os.symlink(outside, folder / "checkpoints" / "linked")
     os.symlink(outside, folder / "sampler_weights" / "grpo-best-linked")
     text = (folder / CHECKPOINTS).read_text()
@@ -186,13 +225,17 @@ def test_a_lost_list_is_made_again_as_it_was(done, tmp_path):
     assert again(folder)
     made = [json.loads(line) for line in (folder / CHECKPOINTS).read_text().splitlines()]
     for row in rows + made:
-        row["state_path"], row["sampler_path"] = bool(row["state_path"]), Path(row["sampler_path"]).parts[-2:]
+        row["state_path"], row["sampler_path"] = (
+            bool(row["state_path"]),
+            Path(row["sampler_path"]).parts[-2:],
+        )
     assert made == rows and {row["kind"] for row in made} == {"last", "final", "best"}
     # also what the metrics alone know
     steps = stage_steps(json.loads((folder / "config.json").read_text())["stages"])
     (folder / "metrics.jsonl").unlink()
     best = next(row for row in completed(folder, steps)[0] if row["kind"] == "best")
-    assert best["value"] == next(row["value"] for row in rows if row["kind"] == "best")  # as the list has it
+    # as the list has it
+    assert best["value"] == next(row["value"] for row in rows if row["kind"] == "best")
 
 
 @pytest.mark.slow
@@ -203,22 +246,31 @@ def test_a_link_in_the_way_is_left_alone_and_named(done, tmp_path):
     os.symlink(tmp_path / "elsewhere", folder / "checkpoints" / "grpo-final")
     with pytest.raises(RunFolderError, match="grpo-final is in the way.*it is a link"):
         again(folder)
-    assert (folder / "checkpoints" / "grpo-final").is_symlink() and (tmp_path / "elsewhere").is_dir()
+    assert (folder / "checkpoints" / "grpo-final").is_symlink() and (
+        tmp_path / "elsewhere"
+    ).is_dir()
     (folder / "checkpoints" / "grpo-final").unlink()
-    shutil.copytree(folder / "checkpoints" / "sft-final", folder / "checkpoints" / "grpo-final")  # whole, and none of its own
+    # whole, and none of its own
+    shutil.copytree(folder / "checkpoints" / "sft-final", folder / "checkpoints" / "grpo-final")
     with pytest.raises(RunFolderError, match="grpo-final is in the way.*none of its own"):
         again(folder)
     checkpoint.verify(folder / "checkpoints" / "grpo-final")
 
 
-def test_what_lies_at_the_step_gone_on_from_is_in_the_way_where_it_is_none_of_its_own(done, tmp_path):
-    """All steps are done and saved, and the stage's end under its own name is still to be written: at the same step."""
+def test_what_lies_at_the_step_gone_on_from_is_in_the_way_where_it_is_none_of_its_own(
+    done, tmp_path
+):
+    """All steps are done and saved, and the stage's end under its own name is still to be written:
+    at the same step.
+    """
     folder = copied(done, tmp_path)
     os.rename(folder / "checkpoints" / "grpo-final", folder / "checkpoints" / "grpo-000008")
     plan = asked(folder)
     assert find(plan, folder, Heard()).step == 8
     shutil.copytree(folder / "checkpoints" / "sft-final", folder / "checkpoints" / "grpo-final")
-    with pytest.raises(RunFolderError, match="grpo-final is in the way.*its step 8.*none of its own"):
+    with pytest.raises(
+        RunFolderError, match="grpo-final is in the way.*its step 8.*none of its own"
+    ):
         find(plan, folder, Heard())
     checkpoint.verify(folder / "checkpoints" / "grpo-final")
 
@@ -238,7 +290,7 @@ def test_a_checkpoint_is_never_looked_for_outside_of_the_folder(tmp_path):
             checkpoint.verify(folder)
 
 
-# -------------------------------------------------------------------------------------------------------------- whose it is
+# -------------------------------------------------------------------------------------- whose it is
 
 
 def swap(folder: Path, name: str, change) -> None:
@@ -249,7 +301,10 @@ def swap(folder: Path, name: str, change) -> None:
     (place / "state.json").write_text(json.dumps(state))
     manifest = json.loads((place / "manifest.json").read_text())
     size = (place / "state.json").stat().st_size
-    manifest["files"]["state.json"] = {"bytes": size, "sha256": checkpoint._checksum(place / "state.json")}
+    manifest["files"]["state.json"] = {
+        "bytes": size,
+        "sha256": checkpoint._checksum(place / "state.json"),
+    }
     manifest.pop("sha256", None)
     (place / "manifest.json").write_text(json.dumps(manifest))
     checkpoint.verify(place)
@@ -294,13 +349,19 @@ def test_a_checkpoint_of_another_run_is_refused_with_what_differs(done, tmp_path
         return
     with pytest.raises(UserError, match=message) as error:
         again(folder)
-    assert any(remedy in str(error.value) for remedy in ("--base-model", "Move it out", "Move it elsewhere"))
+    assert any(
+        remedy in str(error.value)
+        for remedy in ("--base-model", "Move it out", "Move it elsewhere")
+    )
     checkpoint.verify(folder / "checkpoints" / "grpo-000006")
 
 
 @pytest.mark.slow
 def test_checkpoints_of_before_runs_had_names_go_on(done, tmp_path):
-    whole_rows, folder = (done / "run" / "metrics.jsonl").read_text().count("\n"), copied(done, tmp_path)
+    whole_rows, folder = (
+        (done / "run" / "metrics.jsonl").read_text().count("\n"),
+        copied(done, tmp_path),
+    )
     shutil.rmtree(folder / "checkpoints" / "grpo-final")
     for place in (folder / "checkpoints").iterdir():
         swap(folder, place.name, lambda state: state["metadata"].pop("run"))
@@ -337,14 +398,17 @@ def test_metrics_with_holes_are_refused(done, tmp_path):
         with pytest.raises(UserError, match=message) as error:
             again(folder)
         assert "metrics.jsonl" in str(error.value)
-    (folder / "metrics.jsonl").write_text("".join(lines[:-1]) + lines[-1][:20])  # after the checkpoint: taken back anyway
+    # after the checkpoint: taken back anyway
+    (folder / "metrics.jsonl").write_text("".join(lines[:-1]) + lines[-1][:20])
     again(folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("left_out", [False, True])
 def test_data_that_were_changed_are_refused(left_out, tmp_path):
-    """`left_out`: one row is too long for the model, and skipped; the data are the same when the run goes on."""
+    """`left_out`: one row is too long for the model, and skipped; the data are the same when the
+    run goes on.
+    """
     rows = [{"prompt": f"{i}+1=", "response": str(i + 1)} for i in range(8)]
     rows += [{"prompt": "1+" * 3000 + "1=", "response": "3001"}] * left_out
     data = tmp_path / "rows.jsonl"
@@ -362,7 +426,7 @@ def test_data_that_were_changed_are_refused(left_out, tmp_path):
     train(f"{words} --save-every 2 --resume", tmp_path / "run")
 
 
-# -------------------------------------------------------------------------------------------------------------- later stages
+# ------------------------------------------------------------------------------------- later stages
 
 LATER = """
 stages:
@@ -394,7 +458,12 @@ max_tokens: 3
         ("grpo", "renderer: chat_template", "", "chat template|chat_template"),
         ("grpo", "max_tokens: 5000", "", "5000"),
         ("grpo", "{lora_rank: 8, lora_start: continue}", "lora_rank: 4", "rank"),
-        ("grpo", "{lora_rank: 4, train_attn: false, train_mlp: false, train_unembed: false}", "", "trains nothing"),
+        (
+            "grpo",
+            "{lora_rank: 4, train_attn: false, train_mlp: false, train_unembed: false}",
+            "",
+            "trains nothing",
+        ),
         ("ppo", "critic_model: tiny:ascii", "", "vocabulary"),
         ("ppo", "critic_model: ./gone", "", "no model folder"),
         ("grpo", "{kl_coef: 0.1, reference_model: tiny:ascii}", "", "vocabulary"),
@@ -406,7 +475,9 @@ max_tokens: 3
         ("grpo", "dataset: ./rows.jsonl", "", "rows.jsonl"),
     ],
 )
-def test_what_is_wrong_with_a_later_stage_is_known_before_the_first_step(method, second, first, message, tmp_path, monkeypatch):
+def test_what_is_wrong_with_a_later_stage_is_known_before_the_first_step(
+    method, second, first, message, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     if "EMPTY" in second:
         (tmp_path / "EMPTY").mkdir()
@@ -425,15 +496,29 @@ def half_a_model(folder: Path) -> None:
     import transformers as t
     from safetensors.torch import load_file, save_file
 
-    small = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    small = {
+        "vocab_size": 24,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     t.LlamaForCausalLM(t.LlamaConfig(**small)).save_pretrained(folder)
     tensors = load_file(str(folder / "model.safetensors"))
-    save_file(dict(sorted(tensors.items())[::2]), str(folder / "model.safetensors"), metadata={"format": "pt"})
+    save_file(
+        dict(sorted(tensors.items())[::2]),
+        str(folder / "model.safetensors"),
+        metadata={"format": "pt"},
+    )
 
 
-@pytest.mark.parametrize("name", ["my stage", "a/b", "../x", "", "x" * 101, "-x", ".x", "a.partial-1", "naïve", "a\tb"])
+@pytest.mark.parametrize(
+    "name", ["my stage", "a/b", "../x", "", "x" * 101, "-x", ".x", "a.partial-1", "naïve", "a\tb"]
+)
 def test_a_stage_has_a_name_that_its_checkpoints_can_have(name, tmp_path, capsys):
-    (tmp_path / "recipe.yaml").write_text(LATER.format(method="grpo", second=f"name: {json.dumps(name)}", first=""))
+    (tmp_path / "recipe.yaml").write_text(
+        LATER.format(method="grpo", second=f"name: {json.dumps(name)}", first="")
+    )
     with pytest.raises(SystemExit) as end:
         train(str(tmp_path / "recipe.yaml"), tmp_path / "run")
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
@@ -453,7 +538,10 @@ def test_a_mended_recipe_keeps_the_stages_that_are_done(done, tmp_path):
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert (folder / "metrics.jsonl").read_text().splitlines(keepends=True)[:3] == lines[:3]
     assert (folder / "checkpoints" / "sft-final" / "manifest.json").stat().st_mtime_ns == kept
-    assert json.loads((folder / "config.json").read_text())["stages"][1]["settings"]["learning_rate"] == 1e-5
+    assert (
+        json.loads((folder / "config.json").read_text())["stages"][1]["settings"]["learning_rate"]
+        == 1e-5
+    )
     recipe(folder.parent, "learning_rate: 1e-4")  # now it is done
     with pytest.raises(RunFolderError, match="these differ: stage grpo: learning_rate"):
         again(folder)
@@ -468,7 +556,10 @@ def test_a_damaged_end_of_a_stage_is_made_again_from_the_checkpoint_before(done,
     file.write_bytes(file.read_bytes()[:-1] + b"\x00")
     again(folder)
     checkpoint.verify(folder / "checkpoints" / "sft-final")
-    assert all((final_weights_of(folder)[key] == value).all() for key, value in final_weights_of(done / "run").items())
+    assert all(
+        (final_weights_of(folder)[key] == value).all()
+        for key, value in final_weights_of(done / "run").items()
+    )
 
 
 @pytest.mark.slow
@@ -482,17 +573,21 @@ def test_the_lost_end_of_a_stage_that_a_later_one_begins_from_is_known_at_the_st
         shutil.rmtree(folder / "checkpoints" / name)
     lines = (folder / "metrics.jsonl").read_text()
     (folder / "checkpoints" / "sft-final" / "manifest.json").unlink()
-    with pytest.raises(UserError, match="begins from the end of stage sft, which is not whole any more"):
+    with pytest.raises(
+        UserError, match="begins from the end of stage sft, which is not whole any more"
+    ):
         again(folder)
     assert (folder / "metrics.jsonl").read_text() == lines
 
 
-# ------------------------------------------------------------------------------------------------------------- the folder
+# --------------------------------------------------------------------------------------- the folder
 
 
 @pytest.mark.slow
 def test_two_runs_are_kept_apart(done, tmp_path, monkeypatch):
-    """Beside a live run: --resume, --overwrite, --auto-resume and a first start are refused before anything is touched."""
+    """Beside a live run: --resume, --overwrite, --auto-resume and a first start are refused before
+    anything is touched.
+    """
     folder, held = copied(done, tmp_path), []
     log = run.Stage._log
 
@@ -507,9 +602,13 @@ sys.path.insert(0, {str(REPO)!r})
 import runpy
 runpy.run_path({str(REPO / "train.py")!r}, run_name="__main__")
 """
-                second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+                second = subprocess.run(
+                    [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+                )
                 said = " ".join(second.stderr.replace("│", " ").split())
-                assert second.returncode == 2 and f"in use by process {os.getpid()} on" in said, said
+                assert second.returncode == 2 and f"in use by process {os.getpid()} on" in said, (
+                    said
+                )
                 assert "nothing was started" in said
                 assert (folder / "run.lock").read_text() == held[0]
         log(self, done, metrics)
@@ -563,7 +662,18 @@ def test_a_run_that_never_took_a_step_does_not_block_the_next(tmp_path, monkeypa
         train(words, tmp_path / "run")
 
 
-@pytest.mark.parametrize("folder", ["file", "file/below", "a\0b", "x" * 300, "/proc/whetstone/run", "~nobody-of-that-name/run", "sealed/r"])
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "file",
+        "file/below",
+        "a\0b",
+        "x" * 300,
+        "/proc/whetstone/run",
+        "~nobody-of-that-name/run",
+        "sealed/r",
+    ],
+)
 def test_a_folder_that_cannot_be_is_known_before_work(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("x")
@@ -578,8 +688,12 @@ def test_a_folder_that_cannot_be_is_known_before_work(folder, tmp_path, monkeypa
 
     monkeypatch.setattr(run, "prepared_stages", never)
     before = sorted(tmp_path.iterdir())
-    with pytest.raises((UserError, SystemExit)) as found:  # at the line, or when the folder is looked at
-        train("sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 1", Path(folder))
+    # at the line, or when the folder is looked at
+    with pytest.raises((UserError, SystemExit)) as found:
+        train(
+            "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 1",
+            Path(folder),
+        )
     assert "output-dir" in f"{found.value} {capsys.readouterr().err}"
     assert sorted(tmp_path.iterdir()) == before
 
@@ -648,5 +762,8 @@ def test_a_tracker_that_is_not_installed_is_known_before_work(tmp_path, monkeypa
 
     monkeypatch.setattr(tracker.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RunFolderError, match="pip install wandb"):
-        train("sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 2 --wandb-project p", tmp_path / "run")
+        train(
+            "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 2 --wandb-project p",
+            tmp_path / "run",
+        )
     assert not (tmp_path / "run").exists()

@@ -27,7 +27,9 @@ lock.release()
 
 
 def holding(folder: Path, seconds: float = 60) -> subprocess.Popen:
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder), str(seconds)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder), str(seconds)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "held\n"
     return process
 
@@ -38,7 +40,14 @@ def left(folder: Path) -> list[str]:
 
 def another_hosts(folder: Path, seconds_ago: float, **more) -> dict:
     """The lock of a process on a machine that cannot be asked."""
-    owner = {"host": "node17", "boot": "else", "pid": 4242, "began": "1", "slurm": None, "nonce": "theirs"}
+    owner = {
+        "host": "node17",
+        "boot": "else",
+        "pid": 4242,
+        "began": "1",
+        "slurm": None,
+        "nonce": "theirs",
+    }
     owner |= {"since": time.time() - 3600, **more}
     (folder / "run.lock").write_text(json.dumps(owner))
     then = time.time() - seconds_ago
@@ -48,9 +57,13 @@ def another_hosts(folder: Path, seconds_ago: float, **more) -> dict:
 
 def test_a_second_process_is_refused_and_told_who_has_it(tmp_path):
     process = holding(tmp_path)
-    with pytest.raises(RunFolderError, match=rf"in use by process {process.pid} on \S+, begun \d+ s ago, last heard of \d s ago"):
+    with pytest.raises(
+        RunFolderError,
+        match=rf"in use by process {process.pid} on \S+, begun \d+ s ago, last heard of \d s ago",
+    ):
         RunLock(tmp_path).acquire()
-    with pytest.raises(RunFolderError, match="in use by"):  # on the same host nobody has to wait to know
+    # on the same host nobody has to wait to know
+    with pytest.raises(RunFolderError, match="in use by"):
         RunLock(tmp_path, patient=True).acquire()
     process.kill()
     process.wait()
@@ -70,7 +83,10 @@ def test_a_process_that_ended_but_is_not_waited_for_is_dead(tmp_path):
     process = holding(tmp_path)
     process.kill()
     deadline = time.monotonic() + 20
-    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < deadline:
+    while (
+        Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     with RunLock(tmp_path) as lock:
         lock.acquire()
@@ -82,7 +98,9 @@ def test_a_process_id_that_was_given_again_is_another_process(tmp_path):
         lock.acquire()
         owner = json.loads((tmp_path / "run.lock").read_text())
     alive = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    (tmp_path / "run.lock").write_text(json.dumps({**owner, "pid": alive.pid, "began": "1", "nonce": "theirs"}))
+    (tmp_path / "run.lock").write_text(
+        json.dumps({**owner, "pid": alive.pid, "began": "1", "nonce": "theirs"})
+    )
     with RunLock(tmp_path) as lock:
         lock.acquire()
     alive.kill()
@@ -91,7 +109,10 @@ def test_a_process_id_that_was_given_again_is_another_process(tmp_path):
 
 def test_a_lock_of_another_host_ends_with_its_heartbeat(tmp_path):
     another_hosts(tmp_path, 30)
-    with pytest.raises(RunFolderError, match=r"process 4242 on node17, begun 60 min ago, last heard of (30|31) s ago"):
+    with pytest.raises(
+        RunFolderError,
+        match=r"process 4242 on node17, begun 60 min ago, last heard of (30|31) s ago",
+    ):
         RunLock(tmp_path).acquire()
     another_hosts(tmp_path, 61)
     with RunLock(tmp_path) as lock:
@@ -99,12 +120,18 @@ def test_a_lock_of_another_host_ends_with_its_heartbeat(tmp_path):
         assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
 
 
-def test_a_requeued_job_waits_until_it_knows_and_takes_over_its_own_earlier_start(tmp_path, monkeypatch):
+def test_a_requeued_job_waits_until_it_knows_and_takes_over_its_own_earlier_start(
+    tmp_path, monkeypatch
+):
     another_hosts(tmp_path, 0)
     begin, said = time.monotonic(), []
     with RunLock(tmp_path, patient=True, beat=0.1, stale=1.0) as lock:
         lock.acquire(said.append)
-    assert 0.8 < time.monotonic() - begin < 30 and "waiting up to 1 s" in said[0] and "taken over" in said[1]
+    assert (
+        0.8 < time.monotonic() - begin < 30
+        and "waiting up to 1 s" in said[0]
+        and "taken over" in said[1]
+    )
     another_hosts(tmp_path, 0, slurm=["70012", 0])
     monkeypatch.setenv("SLURM_JOB_ID", "70012")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -141,7 +168,10 @@ def test_who_lost_the_folder_writes_nothing_more_there(tmp_path):
     assert json.loads((tmp_path / "run.lock").read_text())["nonce"] == "theirs"  # whose it is now
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '"x"', '{"pid": "x"}', "\x00\xff", '{"host": 3, "pid": null, "nonce": []}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '"x"', '{"pid": "x"}', "\x00\xff", '{"host": 3, "pid": null, "nonce": []}'],
+)
 def test_a_lock_that_cannot_be_read_ends_with_its_heartbeat(tmp_path, text):
     (tmp_path / "run.lock").write_text(text)
     with pytest.raises(RunFolderError, match="does not name"):
@@ -154,7 +184,9 @@ def test_a_lock_that_cannot_be_read_ends_with_its_heartbeat(tmp_path, text):
 
 @pytest.mark.slow
 def test_of_many_at_once_one_at_a_time_has_it(tmp_path):
-    """Processes that hold it for a moment, take over from dead ones, and are killed: never two at once."""
+    """Processes that hold it for a moment, take over from dead ones, and are killed: never two at
+    once.
+    """
     code = f"""
 import os, random, sys, time
 sys.path.insert(0, {str(REPO)!r})
@@ -187,7 +219,12 @@ try:
 except ChildProcessError:
     print(had)
 """
-    workers = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(i)], stdout=subprocess.PIPE, text=True) for i in range(4)]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path), str(i)], stdout=subprocess.PIPE, text=True
+        )
+        for i in range(4)
+    ]
     outputs = [worker.communicate(timeout=120)[0] for worker in workers]
     assert [worker.returncode for worker in workers] == [0] * 4
     assert all(int(text) > 0 for text in outputs)
@@ -198,7 +235,9 @@ except ChildProcessError:
 
 
 def test_who_takes_a_dead_owners_place_looks_again_whether_it_is_still_his(tmp_path):
-    """Between the first look and the turn to replace the lock, somebody else has replaced it, and is at work."""
+    """Between the first look and the turn to replace the lock, somebody else has replaced it, and
+    is at work.
+    """
     another_hosts(tmp_path, 61)
     first, second = RunLock(tmp_path), RunLock(tmp_path)
     verdict = first._is_over

@@ -1,4 +1,6 @@
-"""Runs that go on from each other: any run, checkpoint or adapter is a base model; what is said of it; what conflicts."""
+"""Runs that go on from each other: any run, checkpoint or adapter is a base model; what is said of
+it; what conflicts.
+"""
 
 import copy
 import json
@@ -65,22 +67,36 @@ def spec(folder: Path, name: str) -> dict:
 
 @pytest.mark.parametrize("form", ["run", "checkpoint", "model"])
 def test_a_lora_run_is_gone_on_with_by_default_and_says_so(adapter, form, tmp_path, said):
-    target = {"run": adapter, "checkpoint": adapter / "checkpoints/sft-final", "model": adapter / "checkpoints/sft-final/model"}[form]
+    target = {
+        "run": adapter,
+        "checkpoint": adapter / "checkpoints/sft-final",
+        "model": adapter / "checkpoints/sft-final/model",
+    }[form]
     train(f"{GRPO} --base-model {target} --learning-rate 1e-9", tmp_path / "next")
     assert "its LoRA adapter of rank 4 goes on" in said()
     (note,) = config(tmp_path / "next")["origins"]
     assert note["asked"] == str(target) and "goes on" in note["how"]
     settings = config(tmp_path / "next")["stages"][0]["settings"]
-    assert settings["lora_rank"] == 4 and settings["base_model"] == str(adapter / "checkpoints/sft-final/model")
+    assert settings["lora_rank"] == 4 and settings["base_model"] == str(
+        adapter / "checkpoints/sft-final/model"
+    )
     torch.testing.assert_close(
-        of(tmp_path / "next/checkpoints/grpo-final"), of(adapter / "checkpoints/sft-final"), rtol=0, atol=1e-5
+        of(tmp_path / "next/checkpoints/grpo-final"),
+        of(adapter / "checkpoints/sft-final"),
+        rtol=0,
+        atol=1e-5,
     )  # at a rate of 1e-9 nothing moves: it is the same adapter
     assert spec(tmp_path / "next", "grpo-final")["base_model"] == "tiny:addition"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "asked,rank", [("--lora-rank 2 --no-train-mlp", 2), ("--lora-rank 4 --lora-start merge", 4), ("--lora-start merge", None)]
+    "asked,rank",
+    [
+        ("--lora-rank 2 --no-train-mlp", 2),
+        ("--lora-rank 4 --lora-start merge", 4),
+        ("--lora-start merge", None),
+    ],
 )
 def test_another_adapter_is_trained_on_the_merged_one(adapter, asked, rank, tmp_path, said):
     words = f"{GRPO} --base-model {adapter} {asked} --kl-coef 0.1"
@@ -88,15 +104,24 @@ def test_another_adapter_is_trained_on_the_merged_one(adapter, asked, rank, tmp_
     assert "merged into its base, in fp32" in said()
     lora = spec(tmp_path / "next", "grpo-final")["lora"]
     assert (lora and lora["rank"]) == rank
-    torch.testing.assert_close(of(tmp_path / "next/checkpoints/grpo-final"), of(adapter / "checkpoints/sft-final"), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        of(tmp_path / "next/checkpoints/grpo-final"),
+        of(adapter / "checkpoints/sft-final"),
+        rtol=0,
+        atol=1e-5,
+    )
     rows = train(words, tmp_path / "moving")
     assert rows[-1]["optim/grad_norm"] > 0
-    assert (of(tmp_path / "moving/checkpoints/grpo-final") - of(adapter / "checkpoints/sft-final")).abs().max() > 1e-4
+    assert (
+        of(tmp_path / "moving/checkpoints/grpo-final") - of(adapter / "checkpoints/sft-final")
+    ).abs().max() > 1e-4
 
 
 @pytest.mark.slow
 def test_what_a_run_began_from_is_kept_when_it_is_resumed(adapter, tmp_path):
-    """Later checkpoints of the first run do not matter, nor that the settings say `--base-model RUN`."""
+    """Later checkpoints of the first run do not matter, nor that the settings say `--base-model
+    RUN`.
+    """
     source, run = tmp_path / "sft", tmp_path / "next"
     shutil.copytree(adapter, source)
     words = f"{GRPO} --base-model {source} --lora-rank 2 --save-every 1 --steps 2"
@@ -109,9 +134,13 @@ def test_what_a_run_began_from_is_kept_when_it_is_resumed(adapter, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base", ["runs/sft", "runs/sft/checkpoints/sft-final", "runs/sft/checkpoints/sft-final/model"])
+@pytest.mark.parametrize(
+    "base", ["runs/sft", "runs/sft/checkpoints/sft-final", "runs/sft/checkpoints/sft-final/model"]
+)
 @pytest.mark.parametrize("asked", ["--lora-rank 2", ""])
-def test_what_is_named_by_a_relative_path_is_gone_on_with_by_the_folder_alone(adapter, base, asked, tmp_path, monkeypatch):
+def test_what_is_named_by_a_relative_path_is_gone_on_with_by_the_folder_alone(
+    adapter, base, asked, tmp_path, monkeypatch
+):
     shutil.copytree(adapter, tmp_path / "runs" / "sft")
     monkeypatch.chdir(tmp_path)
     run = Path("runs/next")
@@ -122,14 +151,20 @@ def test_what_is_named_by_a_relative_path_is_gone_on_with_by_the_folder_alone(ad
 
 
 def test_two_runs_with_stages_of_one_name_are_not_mixed_up(adapter, tmp_path):
-    """The base of the second run's adapter is the first run's sft-final; the second run has an sft-final of its own."""
+    """The base of the second run's adapter is the first run's sft-final; the second run has an
+    sft-final of its own.
+    """
     run = tmp_path / "again"
     train(f"{SFT} --base-model {adapter} --lora-rank 2 --seed 7", run)
     moved_there = tmp_path / "elsewhere"
     shutil.move(run, moved_there)
     final = moved_there / "checkpoints" / "sft-final"
-    assert spec(moved_there, "sft-final")["base_model"] == str(adapter / "checkpoints/sft-final/model")
-    plain = PeftModel.from_pretrained(load_model(str(adapter / "checkpoints/sft-final/model")).model, str(final / "model"))
+    assert spec(moved_there, "sft-final")["base_model"] == str(
+        adapter / "checkpoints/sft-final/model"
+    )
+    plain = PeftModel.from_pretrained(
+        load_model(str(adapter / "checkpoints/sft-final/model")).model, str(final / "model")
+    )
     assert torch.equal(of(final), logits(plain))
 
 
@@ -144,7 +179,9 @@ def test_a_chain_of_stages_under_other_adapters_is_one_of_merged_weights(tmp_pat
     assert "stage second begins from stage sft: its LoRA adapter of rank 3 is merged" in said()
     assert "stage grpo begins from stage second: its LoRA adapter of rank 2 goes on" in said()
     shutil.move(tmp_path / "run", tmp_path / "moved")
-    first, second, last = (tmp_path / "moved" / "checkpoints" / f"{name}-final" for name in ("sft", "second", "grpo"))
+    first, second, last = (
+        tmp_path / "moved" / "checkpoints" / f"{name}-final" for name in ("sft", "second", "grpo")
+    )
     base = load_model("tiny:addition", seed=spec(first.parents[1], first.name)["seed"]).model
     merged = merge(PeftModel.from_pretrained(base, str(first / "model")))
     assert not merged.config.tie_word_embeddings
@@ -161,7 +198,9 @@ def test_a_chain_of_stages_under_other_adapters_is_one_of_merged_weights(tmp_pat
         ("--lora-start merge --base-model tiny:addition", "no LoRA adapter"),
     ],
 )
-def test_what_cannot_be_gone_on_with_is_said_before_anything_is_written(adapter, words, problem, tmp_path):
+def test_what_cannot_be_gone_on_with_is_said_before_anything_is_written(
+    adapter, words, problem, tmp_path
+):
     base = "" if "--base-model" in words else f"--base-model {adapter}"
     with pytest.raises(UserError, match=problem):
         train(f"{GRPO} {base} {words}", tmp_path / "next")
@@ -187,15 +226,22 @@ def test_a_run_does_not_begin_from_its_own_folder(adapter, tmp_path):
 
 
 def test_a_reward_model_is_no_policy(tmp_path):
-    train("reward_model --dataset addition --steps 1 --batch-size 4 --eval-every 0 --max-tokens 4", tmp_path / "rm")
+    train(
+        "reward_model --dataset addition --steps 1 --batch-size 4 --eval-every 0 --max-tokens 4",
+        tmp_path / "rm",
+    )
     with pytest.raises(UserError, match="trained as a reward model"):
         train(f"{GRPO} --base-model {tmp_path / 'rm'}", tmp_path / "next")
 
 
 def test_the_plan_knows_what_a_run_begins_from(adapter):
-    run = parse([*f"{GRPO} --base-model {adapter} --plan".split()], METHODS, RECIPE, options=RunSettings)
+    run = parse(
+        [*f"{GRPO} --base-model {adapter} --plan".split()], METHODS, RECIPE, options=RunSettings
+    )
     held = show_needs(run)
-    other = show_needs(parse([*f"{GRPO} --lora-rank 4 --plan".split()], METHODS, RECIPE, options=RunSettings))
+    other = show_needs(
+        parse([*f"{GRPO} --lora-rank 4 --plan".split()], METHODS, RECIPE, options=RunSettings)
+    )
     assert held == other
 
 
@@ -210,20 +256,40 @@ def test_commands_at_the_end_are_whole_and_quoted(adapter, tmp_path, monkeypatch
     shown = {}
     monkeypatch.setattr(Console, "end", lambda self, title, **what: shown.update(what))
     folder = tmp_path / "my runs" / "it's"
-    run = parse([*f"{GRPO} --base-model {adapter} --steps 1".split(), "--output-dir", str(folder)], METHODS, RECIPE, options=RunSettings)
+    run = parse(
+        [*f"{GRPO} --base-model {adapter} --steps 1".split(), "--output-dir", str(folder)],
+        METHODS,
+        RECIPE,
+        options=RunSettings,
+    )
     execute(run)
     commands = [shlex.split(text) for text in shown["commands"]]
-    assert [words[:2] for words in commands] == [["python", f"{name}.py"] for name in ("sample", "evaluate", "plot", "export")]
+    assert [words[:2] for words in commands] == [
+        ["python", f"{name}.py"] for name in ("sample", "evaluate", "plot", "export")
+    ]
     assert all(words[2] == str(folder) for words in commands) and commands[-1][-1] == "--merge"
-    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "TORCHELASTIC_")) or name == "LOCAL_RANK"]:
+    for name in [
+        name
+        for name in os.environ
+        if name.startswith(("ACCELERATE_", "TORCHELASTIC_")) or name == "LOCAL_RANK"
+    ]:
         monkeypatch.delenv(name)
     launched = ["accelerate", "launch"]
-    for mark, started in ((None, ["python"]), ("ACCELERATE_MIXED_PRECISION", launched), ("LOCAL_RANK", launched)):
+    for mark, started in (
+        (None, ["python"]),
+        ("ACCELERATE_MIXED_PRECISION", launched),
+        ("LOCAL_RANK", launched),
+    ):
         if mark is not None:
             monkeypatch.setenv(mark, "0")
         again = shlex.split(resume_command(folder))
         assert again[: len(started) + 1] == [*started, "train.py"]
-        assert parse(again[len(started) + 1 :], METHODS, RECIPE, options=RunSettings).options.output_dir == folder
+        assert (
+            parse(
+                again[len(started) + 1 :], METHODS, RECIPE, options=RunSettings
+            ).options.output_dir
+            == folder
+        )
 
 
 def test_a_client_loads_without_bars_or_words_about_the_future(adapter, tmp_path, capfd):
@@ -235,6 +301,10 @@ def test_a_client_loads_without_bars_or_words_about_the_future(adapter, tmp_path
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with ServiceClient(output_dir=tmp_path / "out") as service:
-            service.create_lora_training_client(str(tmp_path / "base"), rank=2).save_weights_and_get_sampling_client()
+            service.create_lora_training_client(
+                str(tmp_path / "base"), rank=2
+            ).save_weights_and_get_sampling_client()
     assert bars.is_progress_bar_enabled()
-    assert "Loading weights" not in capfd.readouterr().err and not [w for w in caught if issubclass(w.category, FutureWarning)]
+    assert "Loading weights" not in capfd.readouterr().err and not [
+        w for w in caught if issubclass(w.category, FutureWarning)
+    ]

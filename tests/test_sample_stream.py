@@ -1,4 +1,6 @@
-"""A sampler that lives on between slices: who joins, who leaves, what other verbs do in between, and whose tokens are whose."""
+"""A sampler that lives on between slices: who joins, who leaves, what other verbs do in between,
+and whose tokens are whose.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ PARAMS = SamplingParams(max_tokens=9, temperature=1.0, stop=[])
 
 
 def asked(i: int, **changes) -> Request:
-    return Request(**{"prompt": [3 + i % 5, 4, 12] + [5] * (i % 3), "params": PARAMS, "seed": 7, "problem": i, **changes})
+    return Request(
+        **{
+            "prompt": [3 + i % 5, 4, 12] + [5] * (i % 3),
+            "params": PARAMS,
+            "seed": 7,
+            "problem": i,
+            **changes,
+        }
+    )
 
 
 def told(responses):
@@ -58,7 +68,11 @@ def test_what_was_dropped_or_refused_costs_no_other(policy):
     client = policy.save_weights_and_get_sampling_client()
     expected, _ = client.sample_many([asked(1)]).result()
     with SampleStream(client) as stream:
-        gone, stays, wrong = stream.add(asked(0, num_samples=3)), stream.add(asked(1)), stream.add(asked(2, prompt=[99]))
+        gone, stays, wrong = (
+            stream.add(asked(0, num_samples=3)),
+            stream.add(asked(1)),
+            stream.add(asked(2, prompt=[99])),
+        )
         early = stream.add(asked(3))
         stream.drop(early)  # before it was ever let in
         assert isinstance(stream.slice(2).finished[wrong], ValueError)
@@ -73,14 +87,21 @@ def test_a_slice_shows_what_is_drawn_so_far(policy):
         ticket, lengths = stream.add(asked(0, num_samples=2)), []
         while stream.busy:
             found = stream.slice(4, shows=True)
-            lengths.append({sample: len(s.tokens) for sample, s in found.drawn.get(ticket, {}).items()})
+            lengths.append(
+                {sample: len(s.tokens) for sample, s in found.drawn.get(ticket, {}).items()}
+            )
             last = found.drawn.get(ticket) or last  # noqa: F821
     assert lengths == [{0: 4, 1: 4}, {0: 8, 1: 8}, {}]
-    assert all(last[i].tokens == sequence.tokens[:8] for i, sequence in enumerate(found.finished[ticket].sequences))
+    assert all(
+        last[i].tokens == sequence.tokens[:8]
+        for i, sequence in enumerate(found.finished[ticket].sequences)
+    )
 
 
 @pytest.mark.parametrize("anew", [False, True])
-def test_new_weights_reach_running_samples_at_a_token_and_each_token_says_which_drew_it(policy, anew):
+def test_new_weights_reach_running_samples_at_a_token_and_each_token_says_which_drew_it(
+    policy, anew
+):
     datums = random_datums(4, seed=3)
     old = policy.save_weights_and_get_sampling_client()
     v = old.version
@@ -91,24 +112,31 @@ def test_new_weights_reach_running_samples_at_a_token_and_each_token_says_which_
         policy.optim_step(ADAM.__class__(learning_rate=0.05)).result()
         new = policy.save_weights_and_get_sampling_client()
         stream.switch(new, anew=anew)
-        late = stream.add(asked(0, problem=50))  # the same prompt, which the new weights read for themselves
+        # the same prompt, which the new weights read for themselves
+        late = stream.add(asked(0, problem=50))
         found = to_the_end(stream)
     for ticket in tickets:
         (sequence,) = found[ticket].sequences
         assert sequence.versions == [v] * 4 + [v + 1] * 5 and sequence.version == v
         whole = ModelInput.from_ints([*asked(ticket).prompt, *sequence.tokens])
-        # each token's logprob is of the weights that its version names (where they read it all themselves)
+        # each token's logprob is of the weights that its version names (where they read it all
+        # themselves)
         before, after = (np.array(c.compute_logprobs(whole).result()[-9:]) for c in (old, new))
         np.testing.assert_allclose(sequence.logprobs[:4], before[:4], atol=1e-5)
         assert np.abs(before - after).max() > 1e-2
         assert (np.abs(np.array(sequence.logprobs[4:]) - after[4:]).max() < 1e-5) == anew
     (fresh,) = found[late].sequences
     expected, _ = new.sample_many([asked(0, problem=50)]).result()
-    assert told([found[late]]) == told(expected) and (fresh.version, fresh.versions) == (v + 1, None)
+    assert told([found[late]]) == told(expected) and (fresh.version, fresh.versions) == (
+        v + 1,
+        None,
+    )
 
 
 def test_a_stream_whose_weights_are_gone_says_so_instead_of_drawing_under_a_stale_label(policy):
-    """The learner loads its next weights into a sampler that nobody holds: slices of the old version must not run on them."""
+    """The learner loads its next weights into a sampler that nobody holds: slices of the old
+    version must not run on them.
+    """
     client = policy.save_weights_and_get_sampling_client()
     with SampleStream(client) as stream:
         stream.add(asked(0))
@@ -135,7 +163,9 @@ def test_what_is_unfinished_goes_on_in_another_stream_as_it_would_have(policy):
         there = {again[ticket]: response for ticket, response in to_the_end(other).items()}
     assert told(here[t] for t in tickets) == told(there[t] for t in tickets) == told(expected)
     # bit for bit, since both read the same tokens again in the same batch
-    assert [here[t].sequences[0].logprobs for t in tickets] == [there[t].sequences[0].logprobs for t in tickets]
+    assert [here[t].sequences[0].logprobs for t in tickets] == [
+        there[t].sequences[0].logprobs for t in tickets
+    ]
 
 
 @pytest.mark.parametrize("kind", ["fast", "hf"])
@@ -166,7 +196,9 @@ def test_every_decoder_goes_on_where_a_sample_was_cut(kind):
 
 
 class Talk:
-    """Conversations of several turns on an engine: each prompt is what was read and drawn before, and something new."""
+    """Conversations of several turns on an engine: each prompt is what was read and drawn before,
+    and something new.
+    """
 
     def __init__(self, engine, count, named=True):
         self.engine, self.named = engine, named
@@ -179,7 +211,11 @@ class Talk:
             if only is None or i in only:
                 name = f"talk {i}" if self.named else None
                 params = SamplingParams(max_tokens=4 + i, temperature=1.0, stop=[])
-                numbers[self.engine.add(Request(prompt=said, params=params, seed=turn, problem=i, conversation=name))] = i
+                numbers[
+                    self.engine.add(
+                        Request(prompt=said, params=params, seed=turn, problem=i, conversation=name)
+                    )
+                ] = i
         while self.engine.busy:
             for done in self.engine.step():
                 i, (sequence,) = numbers[done.request_id], done.response.sequences
@@ -189,7 +225,9 @@ class Talk:
 
 @pytest.mark.parametrize("path", ["kernels", "torch"])
 def test_a_conversation_is_read_once_whatever_its_turns(path):
-    """Counted; and every logprob as a plain forward gives it, the prompt's tokens having been read a turn at a time."""
+    """Counted; and every logprob as a plain forward gives it, the prompt's tokens having been read
+    a turn at a time.
+    """
     model = tiny_model("qwen3")
     decoder = make_decoder(model, kind="fast")
     if path == "torch":
@@ -198,15 +236,25 @@ def test_a_conversation_is_read_once_whatever_its_turns(path):
     for turn in range(3):
         talk.turn(turn)
         plain.turn(turn)
-    lengths = [len(said) for said in talk.said.values()]  # the last turn's answers and what came after them are not read
+    # the last turn's answers and what came after them are not read
+    lengths = [len(said) for said in talk.said.values()]
     unread = sum(len(drawn[-1][1].tokens) + 2 for drawn in talk.drawn.values())
-    assert talk.engine.counters.prefill_tokens + talk.engine.counters.fed_tokens == sum(lengths) - unread + sum(3 + i for i in range(4))
-    assert talk.engine.counters.prefill_tokens + talk.engine.counters.kept_tokens == plain.engine.counters.prefill_tokens
+    assert talk.engine.counters.prefill_tokens + talk.engine.counters.fed_tokens == sum(
+        lengths
+    ) - unread + sum(3 + i for i in range(4))
+    assert (
+        talk.engine.counters.prefill_tokens + talk.engine.counters.kept_tokens
+        == plain.engine.counters.prefill_tokens
+    )
     assert plain.engine.counters.kept_tokens == 0
     for i, turns in talk.drawn.items():
         for (prompt, sequence), (_, expected) in zip(turns, plain.drawn[i], strict=True):
             assert sequence.tokens == expected.tokens
-            np.testing.assert_allclose(sequence.logprobs, reference_logprobs(model, prompt, sequence.tokens).numpy(), atol=1e-4)
+            np.testing.assert_allclose(
+                sequence.logprobs,
+                reference_logprobs(model, prompt, sequence.tokens).numpy(),
+                atol=1e-4,
+            )
 
 
 def test_conversations_make_room_end_and_are_not_taken_for_others():
@@ -216,7 +264,9 @@ def test_conversations_make_room_end_and_are_not_taken_for_others():
     for turn in range(3):
         tight.turn(turn)
         roomy.turn(turn)
-    assert [[s.tokens for _, s in drawn] for drawn in tight.drawn.values()] == [[s.tokens for _, s in d] for d in roomy.drawn.values()]
+    assert [[s.tokens for _, s in drawn] for drawn in tight.drawn.values()] == [
+        [s.tokens for _, s in d] for d in roomy.drawn.values()
+    ]
     assert 0 < tight.engine.counters.peak_cache_tokens <= 60
     talk = Talk(Engine(make_decoder(model, kind="fast")), 3)
     talk.turn(0)
@@ -225,10 +275,13 @@ def test_conversations_make_room_end_and_are_not_taken_for_others():
     before = talk.engine.counters.kept_tokens
     talk.turn(1)
     kept = talk.engine.counters.kept_tokens - before
-    assert kept == len(talk.drawn[2][1][0]) - 3  # its last token was never fed, and two came after it
+    # its last token was never fed, and two came after it
+    assert kept == len(talk.drawn[2][1][0]) - 3
     talk.turn(2)  # of the two that were called "talk 1" the later one goes on
     for prompt, sequence in (turn for turns in talk.drawn.values() for turn in turns[1:]):
-        np.testing.assert_allclose(sequence.logprobs, reference_logprobs(model, prompt, sequence.tokens).numpy(), atol=1e-4)
+        np.testing.assert_allclose(
+            sequence.logprobs, reference_logprobs(model, prompt, sequence.tokens).numpy(), atol=1e-4
+        )
 
 
 def test_an_episode_that_is_drawn_again_goes_on_by_its_own_cache():
@@ -242,4 +295,8 @@ def test_an_episode_that_is_drawn_again_goes_on_by_its_own_cache():
     talk.turn(1)
     for first, again, last in talk.drawn.values():
         assert first[1].tokens == again[1].tokens
-        np.testing.assert_allclose(last[1].logprobs, reference_logprobs(model, *(last[0], last[1].tokens)).numpy(), atol=1e-4)
+        np.testing.assert_allclose(
+            last[1].logprobs,
+            reference_logprobs(model, *(last[0], last[1].tokens)).numpy(),
+            atol=1e-4,
+        )

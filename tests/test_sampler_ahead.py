@@ -1,6 +1,8 @@
-"""What the host does while the device works: it chooses who comes in next and sends their tokens, and only then waits.
+"""What the host does while the device works: it chooses who comes in next and sends their tokens,
+and only then waits.
 
-The device is played: steps that were launched are made when somebody waits for them, and not before.
+The device is played: steps that were launched are made when somebody waits for them, and not
+before.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from rl.types import SamplingParams
 
 @pytest.fixture
 def events(monkeypatch):
-    """What happened in order: "launched", ("brought", sequences), "waited" by a look, ("read", of how many sequences, brought before)."""
+    """What happened in order: "launched", ("brought", sequences), "waited" by a look, ("read", of
+    how many sequences, brought before).
+    """
     found, queue = [], []
     run, wait, bring, read = Steps.run, SteppedEngine._wait, PagedState.bring, PagedState._read
 
@@ -40,7 +44,9 @@ def events(monkeypatch):
 
     def reads(self, prompts, readers, tables):
         assert not queue
-        found.append(("read", len(prompts), sum(tuple(prompt) in self._brought for prompt in prompts)))
+        found.append(
+            ("read", len(prompts), sum(tuple(prompt) in self._brought for prompt in prompts))
+        )
         return read(self, prompts, readers, tables)
 
     monkeypatch.setattr(Steps, "run", launch)
@@ -56,10 +62,17 @@ def decoder():
 
 
 def test_the_next_requests_are_prepared_before_the_wait(decoder, events):
-    """Each look: launched, brought, waited. Whoever comes in after the first batch is on the device before there is room for it."""
+    """Each look: launched, brought, waited. Whoever comes in after the first batch is on the device
+    before there is room for it.
+    """
     prompts = random_prompts([6, 9, 4, 12, 7, 5])
     requests = [
-        Request(prompt=prompt, num_samples=2, problem=i, params=SamplingParams(max_tokens=6 + 3 * i, stop=[5]))
+        Request(
+            prompt=prompt,
+            num_samples=2,
+            problem=i,
+            params=SamplingParams(max_tokens=6 + 3 * i, stop=[5]),
+        )
         for i, prompt in enumerate(prompts)
     ]
     found = answers(SteppedEngine(decoder, page=4, max_rows=4, look=5), requests)
@@ -69,31 +82,53 @@ def test_the_next_requests_are_prepared_before_the_wait(decoder, events):
     for i in looks:
         assert events[i + 1][0] == "brought" and events[i + 2] == "waited"
     reads = [event[1:] for event in events if event[0] == "read"]
-    assert reads[0] == (2, 0) and len(reads) > 2 and all(count == before for count, before in reads[1:])
+    assert (
+        reads[0] == (2, 0)
+        and len(reads) > 2
+        and all(count == before for count, before in reads[1:])
+    )
 
 
 def test_rows_that_wait_for_pages_are_prepared_first(decoder, events):
     """They come back before anything new, by reading prompt and response again."""
     engine = SteppedEngine(decoder, page=4, kv_cache_tokens=40, max_rows=6, look=2)
     requests = [
-        Request(prompt=prompt, num_samples=2, problem=i, params=SamplingParams(max_tokens=20, stop=[]))
+        Request(
+            prompt=prompt, num_samples=2, problem=i, params=SamplingParams(max_tokens=20, stop=[])
+        )
         for i, prompt in enumerate(random_prompts([9, 6, 5]))
     ]
     same(answers(engine, requests), answers(Engine(decoder), requests))
-    begun = [one for event in events if event[0] == "brought" for one in event[1] if list(one) not in [r.prompt for r in requests]]
+    begun = [
+        one
+        for event in events
+        if event[0] == "brought"
+        for one in event[1]
+        if list(one) not in [r.prompt for r in requests]
+    ]
     assert engine.evictions and begun and any(event[0] == "read" and event[2] for event in events)
 
 
 def test_as_much_is_prepared_as_there_may_be_room_for(decoder, events):
-    """Four places, all of which may come free within a look: prompts of the next four samples in line, if they are not there."""
+    """Four places, all of which may come free within a look: prompts of the next four samples in
+    line, if they are not there.
+    """
     engine = SteppedEngine(decoder, page=4, max_rows=4, look=4)
     prompts = random_prompts([6] * 9)
     for i, (which, n) in enumerate([(0, 1), (1, 3), (1, 2), (2, 1), (2, 1), (3, 1)]):
-        engine.add(Request(prompt=prompts[which], num_samples=n, problem=i, params=SamplingParams(max_tokens=30, stop=[])))
+        engine.add(
+            Request(
+                prompt=prompts[which],
+                num_samples=n,
+                problem=i,
+                params=SamplingParams(max_tokens=30, stop=[]),
+            )
+        )
     engine.step()
     engine.step()
     (brought,) = [event[1] for event in events if event[0] == "brought"]
-    assert brought == [tuple(prompts[2])]  # two samples of a prompt that is there, two of one that is not
+    # two samples of a prompt that is there, two of one that is not
+    assert brought == [tuple(prompts[2])]
 
 
 def test_what_is_prepared_has_a_bound_and_is_sent_once(decoder, monkeypatch):
@@ -101,14 +136,19 @@ def test_what_is_prepared_has_a_bound_and_is_sent_once(decoder, monkeypatch):
 
     sent, send = [], cache_paged.sent
     monkeypatch.setattr(engine_stepped, "_AHEAD", 10)
-    monkeypatch.setattr(cache_paged, "sent", lambda numbers, device: sent.append(tuple(numbers)) or send(numbers, device))
+    monkeypatch.setattr(
+        cache_paged,
+        "sent",
+        lambda numbers, device: sent.append(tuple(numbers)) or send(numbers, device),
+    )
     engine = SteppedEngine(decoder, page=4, max_rows=2, look=2)
     prompts = random_prompts([6, 7, 8, 9, 5])
     for i, prompt in enumerate(prompts):
         engine.add(Request(prompt=prompt, problem=i, params=SamplingParams(max_tokens=12, stop=[])))
     for _ in range(3):
         engine.step()
-    assert list(engine._state._brought) == [tuple(prompts[2]), tuple(prompts[3])]  # two places; 17 tokens are past the bound of 10
+    # two places; 17 tokens are past the bound of 10
+    assert list(engine._state._brought) == [tuple(prompts[2]), tuple(prompts[3])]
     engine.max_rows = 5
     monkeypatch.setattr(engine, "_lets_in", lambda: False)
     engine.step()
@@ -118,16 +158,22 @@ def test_what_is_prepared_has_a_bound_and_is_sent_once(decoder, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_samples_are_the_same_however_late_the_device_is(decoder, events, seed):
-    """Groups, stops, temperatures, few pages, few places; a look too early would see the last one's tokens."""
+    """Groups, stops, temperatures, few pages, few places; a look too early would see the last one's
+    tokens.
+    """
     engine, requests = tight(np.random.default_rng(seed), decoder)
     same(answers(engine, requests), answers(Engine(decoder, (3,)), requests))
     assert engine.looks == events.count("launched") == events.count("waited")
 
 
 def test_a_brought_prompt_is_read_as_any_other(decoder):
-    """Batches of brought ones, padded where their lengths differ, and batches of which some were not brought."""
+    """Batches of brought ones, padded where their lengths differ, and batches of which some were
+    not brought.
+    """
     prompts = [tuple(prompt) for prompt in random_prompts([5, 9, 9, 7])]
     expected = decoder.forward_prompts(prompts, [None] * 4, None)
     there = [torch.tensor(prompt) for prompt in prompts]
     for given in (there, [*there[:2], None, None]):
-        assert torch.equal(decoder.forward_prompts(prompts, [None] * 4, None, there=given), expected)
+        assert torch.equal(
+            decoder.forward_prompts(prompts, [None] * 4, None, there=given), expected
+        )

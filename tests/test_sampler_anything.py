@@ -24,9 +24,13 @@ def many(kind, seeds, decoders):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_happens_to_an_engine_the_samples_are_the_same(kind, decoders):
-    """Requests of all kinds, aborted or gone on elsewhere, with new weights midway: each gives what it gives alone."""
+    """Requests of all kinds, aborted or gone on elsewhere, with new weights midway: each gives what
+    it gives alone.
+    """
     found = many(kind, range(9), decoders)
-    assert found["compared"] > 200 and all(found[what] for what in ("dropped", "changed", "moved", "begun")), found
+    assert found["compared"] > 200 and all(
+        found[what] for what in ("dropped", "changed", "moved", "begun")
+    ), found
     assert found["waited"] or kind == "plain"
     assert found["looks"] or kind != "stepped"
 
@@ -39,7 +43,9 @@ def test_whatever_happens_to_an_engine_in_many_workloads(kind, decoders):
 
 
 def test_a_prompt_of_a_row_that_waited_through_new_weights_is_read_anew(decoders):
-    """The row that waits comes back and goes on; what is asked of the same prompt then begins from the new weights' logits."""
+    """The row that waits comes back and goes on; what is asked of the same prompt then begins from
+    the new weights' logits.
+    """
     old, new = decoders
     engine = PagedEngine(old, (3,), page=4, kv_cache_tokens=32)
     first, second = random_prompts([4, 5])
@@ -62,13 +68,18 @@ def test_a_prompt_of_a_row_that_waited_through_new_weights_is_read_anew(decoders
 
 @pytest.mark.parametrize("kind", [Engine, PagedEngine, SteppedEngine])
 def test_one_of_two_that_go_on_with_a_conversation_reads_it_anew(kind, decoders):
-    """Both come in at once, after the same turn and with other words: the cache is the first one's to write to."""
+    """Both come in at once, after the same turn and with other words: the cache is the first one's
+    to write to.
+    """
     alone, engine = Alone(decoders[0]), kind(decoders[0], (3,))
     params = SamplingParams(max_tokens=6, stop=[])
     first = Request(prompt=random_prompts([7])[0], params=params, conversation="one")
     engine.add(first)
     said = [*first.prompt, *engine.run()[0].sequences[0].tokens]
-    nexts = [Request(prompt=[*said, *more], problem=i, params=params, conversation="one") for i, more in enumerate([(5, 9), (8,)])]
+    nexts = [
+        Request(prompt=[*said, *more], problem=i, params=params, conversation="one")
+        for i, more in enumerate([(5, 9), (8,)])
+    ]
     for request in nexts:
         engine.add(request)
     for request, response in zip(nexts, engine.run(), strict=True):
@@ -84,7 +95,11 @@ def test_what_was_read_with_other_weights_is_no_conversations_beginning(decoders
     engine.add(first)
     engine.step()
     engine.change_weights(decoders[1], 1)
-    after = Request(prompt=[*first.prompt, *engine.run()[0].sequences[0].tokens, 5, 9], params=params, conversation="one")
+    after = Request(
+        prompt=[*first.prompt, *engine.run()[0].sequences[0].tokens, 5, 9],
+        params=params,
+        conversation="one",
+    )
     engine.add(after)
     same(engine.run()[0].sequences[0], Alone(decoders[1])(after)[0])
     assert engine.counters.kept_tokens == 0

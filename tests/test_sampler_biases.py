@@ -1,4 +1,6 @@
-"""min_p, logit_bias, min_tokens and ignore_eos: against a plain forward, in every engine, and refused in training."""
+"""min_p, logit_bias, min_tokens and ignore_eos: against a plain forward, in every engine, and
+refused in training.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,25 @@ KINDS = {"fast": Engine, "hf": Engine, "stepped": SteppedEngine}
 
 
 def sampled(kind, params, samples=12, others=(), decoder=None):
-    """The sequences of each of three prompts; `others`: params of requests that run in the same batch."""
+    """The sequences of each of three prompts; `others`: params of requests that run in the same
+    batch.
+    """
     decoder = decoder or make_decoder(tiny_model("qwen3"), kind="hf" if kind == "hf" else "fast")
     engine = KINDS[kind](decoder, eos_token_ids=EOS, max_rows=64)
     prompts = random_prompts([5, 9, 7])
     for problem, prompt in enumerate(prompts):
-        engine.add(Request(prompt=prompt, num_samples=samples, params=params, seed=3, problem=problem))
+        engine.add(
+            Request(prompt=prompt, num_samples=samples, params=params, seed=3, problem=problem)
+        )
     for number, other in enumerate(others):
         engine.add(Request(prompt=prompts[0], num_samples=2, params=other, seed=4, problem=number))
     return prompts, [response.sequences for response in engine.run()]
 
 
 def expected_logprobs(model, prompt, tokens, params):
-    """Of each token: (in what it is drawn from, in the model's own distribution), both at the temperature, in float64."""
+    """Of each token: (in what it is drawn from, in the model's own distribution), both at the
+    temperature, in float64.
+    """
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *tokens]])).logits[0].double()[len(prompt) - 1 : -1]
     temperature, found = params.temperature or 1.0, []
@@ -46,7 +54,11 @@ def expected_logprobs(model, prompt, tokens, params):
         if i < params.min_tokens:
             biased[[] if params.ignore_eos else list(EOS)] = -math.inf
         drawn = (biased / temperature).softmax(-1)
-        drawn = torch.where(drawn < params.min_p * drawn.max(), 0.0, drawn) if params.temperature else drawn
+        drawn = (
+            torch.where(drawn < params.min_p * drawn.max(), 0.0, drawn)
+            if params.temperature
+            else drawn
+        )
         found.append(((drawn[token] / drawn.sum()).log().item(), whole[token].item()))
     return found
 
@@ -55,12 +67,20 @@ def expected_logprobs(model, prompt, tokens, params):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(
     "how",
-    [{"min_p": 0.4}, {"logit_bias": BIAS}, {"min_tokens": 6}, {"min_p": 0.1, "logit_bias": BIAS, "min_tokens": 3}],
+    [
+        {"min_p": 0.4},
+        {"logit_bias": BIAS},
+        {"min_tokens": 6},
+        {"min_p": 0.1, "logit_bias": BIAS, "min_tokens": 3},
+    ],
     ids=lambda how: "+".join(how),
 )
 def test_logprobs_are_of_what_was_drawn_from(kind, how, temperature):
     """And with `untruncated_logprobs` the same tokens have those of the model's own distribution."""
-    model, params = tiny_model("qwen3"), SamplingParams(max_tokens=10, temperature=temperature, **how)
+    model, params = (
+        tiny_model("qwen3"),
+        SamplingParams(max_tokens=10, temperature=temperature, **how),
+    )
     whole = SamplingParams(max_tokens=10, temperature=temperature, untruncated_logprobs=True, **how)
     prompts, groups = sampled(kind, params, others=(SamplingParams(max_tokens=9), whole))
     again = sampled(kind, whole)[1]
@@ -77,7 +97,13 @@ def test_logprobs_are_of_what_was_drawn_from(kind, how, temperature):
 
 def test_every_engine_draws_the_same_tokens():
     for how in ({"min_p": 0.3}, {"logit_bias": BIAS}, {"min_tokens": 5}, {"ignore_eos": True}):
-        drawn = [[[s.tokens for s in group] for group in sampled(kind, SamplingParams(max_tokens=9, **how))[1]] for kind in KINDS]
+        drawn = [
+            [
+                [s.tokens for s in group]
+                for group in sampled(kind, SamplingParams(max_tokens=9, **how))[1]
+            ]
+            for kind in KINDS
+        ]
         assert drawn[0] == drawn[1] == drawn[2]
 
 
@@ -85,19 +111,37 @@ def test_every_engine_draws_the_same_tokens():
 def test_stops_before_min_tokens_and_eos_that_ends_nothing(kind):
     usual = [s for group in sampled(kind, SamplingParams(max_tokens=12))[1] for s in group]
     assert min(len(s.tokens) for s in usual) < 4  # EOS does come early
-    late = [s for group in sampled(kind, SamplingParams(max_tokens=12, min_tokens=8, stop=[7]))[1] for s in group]
-    assert all(len(s.tokens) > 8 or s.stop_reason == "length" for s in late) and any(s.stop_reason == "stop" for s in late)
+    late = [
+        s
+        for group in sampled(kind, SamplingParams(max_tokens=12, min_tokens=8, stop=[7]))[1]
+        for s in group
+    ]
+    assert all(len(s.tokens) > 8 or s.stop_reason == "length" for s in late) and any(
+        s.stop_reason == "stop" for s in late
+    )
     assert not any(token in (*EOS, 7) for s in late for token in s.tokens[:8])
-    on = [s for group in sampled(kind, SamplingParams(max_tokens=12, ignore_eos=True))[1] for s in group]
-    assert all(len(s.tokens) == 12 and s.stop_reason == "length" for s in on) and any(set(EOS) & set(s.tokens[:-1]) for s in on)
+    on = [
+        s
+        for group in sampled(kind, SamplingParams(max_tokens=12, ignore_eos=True))[1]
+        for s in group
+    ]
+    assert all(len(s.tokens) == 12 and s.stop_reason == "length" for s in on) and any(
+        set(EOS) & set(s.tokens[:-1]) for s in on
+    )
     for whole, cut in zip(on, usual, strict=True):  # the same stream, gone on with
         assert whole.tokens[: len(cut.tokens)] == cut.tokens
-    own = [s for group in sampled(kind, SamplingParams(max_tokens=12, ignore_eos=True, stop=[1]))[1] for s in group]
+    own = [
+        s
+        for group in sampled(kind, SamplingParams(max_tokens=12, ignore_eos=True, stop=[1]))[1]
+        for s in group
+    ]
     assert {s.tokens[-1] for s in own if s.stop_reason == "stop"} == {1}
 
 
 def test_a_request_that_has_begun_counts_what_it_drew():
-    """min_tokens is of the whole answer, and a bias goes on: the same tokens whether an engine was interrupted or not."""
+    """min_tokens is of the whole answer, and a bias goes on: the same tokens whether an engine was
+    interrupted or not.
+    """
     params = SamplingParams(max_tokens=12, min_tokens=7, logit_bias=BIAS)
     decoder, prompt = make_decoder(tiny_model("qwen3")), random_prompts([6])[0]
     request = Request(prompt=prompt, params=params, seed=1)
@@ -118,10 +162,16 @@ def test_min_p_against_plain_python(min_p, top_k, top_p):
     torch.manual_seed(1)
     logits, uniform = torch.randn(30, 12) * 2, torch.rand(30, dtype=torch.float64)
     columns = [np.full(30, value) for value in (0.9, top_k, top_p, False, min_p)]
-    tokens, logprobs = draw(logits, uniform, row_settings(*columns, vocab=12, device=torch.device("cpu")))
+    tokens, logprobs = draw(
+        logits, uniform, row_settings(*columns, vocab=12, device=torch.device("cpu"))
+    )
     for row in range(30):
         weights = [math.exp(x / 0.9) for x in logits[row].tolist()]
-        ranked = [i for i in sorted(range(12), key=lambda i: -weights[i]) if weights[i] >= min_p * max(weights)]
+        ranked = [
+            i
+            for i in sorted(range(12), key=lambda i: -weights[i])
+            if weights[i] >= min_p * max(weights)
+        ]
         ranked = ranked[: top_k if top_k > 0 else None]
         total, kept, before = sum(weights[i] for i in ranked), [], 0.0
         for i in ranked:
@@ -129,21 +179,34 @@ def test_min_p_against_plain_python(min_p, top_k, top_p):
                 kept.append(i)
                 before += weights[i] / total
         cumulative = np.cumsum([weights[i] if i in kept else 0.0 for i in range(12)])
-        assert tokens[row] == int(np.searchsorted(cumulative, uniform[row].item() * cumulative[-1], side="right"))
-        assert logprobs[row] == pytest.approx(math.log(weights[tokens[row]] / cumulative[-1]), abs=1e-5)
+        assert tokens[row] == int(
+            np.searchsorted(cumulative, uniform[row].item() * cumulative[-1], side="right")
+        )
+        assert logprobs[row] == pytest.approx(
+            math.log(weights[tokens[row]] / cumulative[-1]), abs=1e-5
+        )
 
 
-@pytest.mark.parametrize("how", [{"min_p": 0.1}, {"logit_bias": {3: 1.0}}, {"min_tokens": 1}, {"top_k": 2}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"min_p": 0.1}, {"logit_bias": {3: 1.0}}, {"min_tokens": 1}, {"top_k": 2}], ids=str
+)
 def test_training_on_such_samples_is_refused(how, tmp_path):
     """As on those of top_k and top_p. `ignore_eos` changes no probability, and is trained on."""
     with ServiceClient(output_dir=tmp_path) as service:
         client = service.create_full_training_client("tiny:addition")
-        for params, refused in ((SamplingParams(max_tokens=3, ignore_eos=True), False), (SamplingParams(max_tokens=3, **how), True)):
+        for params, refused in (
+            (SamplingParams(max_tokens=3, ignore_eos=True), False),
+            (SamplingParams(max_tokens=3, **how), True),
+        ):
             sampler = client.save_weights_and_get_sampling_client()
             sequence = sampler.sample(ModelInput.from_ints([3, 4]), 1, params).result().sequences[0]
             tokens = [3, 4, *sequence.tokens]
             advantages = [0.0] + [1.0] * len(sequence.tokens)
-            inputs = {"target_tokens": tokens[1:], "logprobs": [0.0, *sequence.logprobs], "advantages": advantages}
+            inputs = {
+                "target_tokens": tokens[1:],
+                "logprobs": [0.0, *sequence.logprobs],
+                "advantages": advantages,
+            }
             datum = Datum(ModelInput.from_ints(tokens[:-1]), inputs)
             if refused:
                 with pytest.raises(ValueError, match="min_p, logit_bias or min_tokens"):
@@ -173,5 +236,9 @@ def test_values_out_of_range_are_named(how, says):
 
 def test_a_bias_for_a_token_that_the_model_has_not_is_an_error():
     engine = Engine(make_decoder(tiny_model("qwen3")))
-    with pytest.raises(ValueError, match=f"names the token {VOCAB}, and the model's ids are 0 to {VOCAB - 1}"):
-        engine.add(Request(prompt=[1], params=SamplingParams(max_tokens=2, logit_bias={VOCAB: 1.0})))
+    with pytest.raises(
+        ValueError, match=f"names the token {VOCAB}, and the model's ids are 0 to {VOCAB - 1}"
+    ):
+        engine.add(
+            Request(prompt=[1], params=SamplingParams(max_tokens=2, logit_bias={VOCAB: 1.0}))
+        )

@@ -1,4 +1,6 @@
-"""Which engine samples: asked for, or found out by a trial; a trial that fails says so and nothing changes but the speed."""
+"""Which engine samples: asked for, or found out by a trial; a trial that fails says so and nothing
+changes but the speed.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ def test_who_says_gets_it_and_a_cpu_is_plain_by_default():
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "with adapters"])
 def test_a_trial_finds_nothing_where_both_are_right(kind, dtype):
     model = tiny_model("qwen3" if kind == "with adapters" else kind, max_position_embeddings=1024)
-    decoder = make_decoder(add_lora(model, ["q_proj", "lm_head"]) if kind == "with adapters" else model, dtype=dtype, kind="fast")
+    decoder = make_decoder(
+        add_lora(model, ["q_proj", "lm_head"]) if kind == "with adapters" else model,
+        dtype=dtype,
+        kind="fast",
+    )
     assert choice.difference(decoder) is None
 
 
@@ -63,7 +69,13 @@ def test_a_trial_sees_what_is_wrong(monkeypatch, fault):
         def attend(q, kv, table, length, shared):
             if fault == "the shared pages" and shared is not None:
                 shared = replace(shared, length=shared.length // 2)
-            return real(q, kv, table, length - (length % 256 == 1).int() if fault == "a page's end" else length, shared)
+            return real(
+                q,
+                kv,
+                table,
+                length - (length % 256 == 1).int() if fault == "a page's end" else length,
+                shared,
+            )
 
         monkeypatch.setattr(step_buffers, "attend_pages", attend)
     try:
@@ -75,7 +87,8 @@ def test_a_trial_sees_what_is_wrong(monkeypatch, fault):
 
 def test_where_the_trial_fails_it_is_said_once_and_sampling_is_plain(monkeypatch):
     decoder = decoder_of()
-    decoder.device = torch.device("cuda")  # which this machine may not have: the trial meets what it meets
+    # which this machine may not have: the trial meets what it meets
+    decoder.device = torch.device("cuda")
     choice._refusal.cache_clear()
     asked = []
 
@@ -85,7 +98,9 @@ def test_where_the_trial_fails_it_is_said_once_and_sampling_is_plain(monkeypatch
 
     monkeypatch.setattr(choice, "difference", fails)
     monkeypatch.setattr(choice, "Engine", lambda decoder, **settings: "plain")
-    with pytest.warns(UserWarning, match="no kernel image is available.*, so sampling goes the plain way") as said:
+    with pytest.warns(
+        UserWarning, match="no kernel image is available.*, so sampling goes the plain way"
+    ) as said:
         assert [make_engine(decoder) for _ in range(3)] == ["plain"] * 3
     assert len(asked) == len(said) == 1
     choice._refusal.cache_clear()
@@ -109,7 +124,10 @@ def test_engines_that_keep_a_plain_cache_say_so_where_pages_are_asked_for():
 
     loaded = SimpleNamespace(eos_token_ids=(3,), tokenizer=None, model=tiny_model("qwen3"))
     source = versions.SamplerVersion(make_decoder(loaded.model), loaded, 0, None, learned=True)
-    assert type(versions.engine_of(source, SamplerSettings(cache="paged", kv_cache_tokens=512))) is SteppedEngine
+    assert (
+        type(versions.engine_of(source, SamplerSettings(cache="paged", kv_cache_tokens=512)))
+        is SteppedEngine
+    )
     assert type(versions.engine_of(source, SamplerSettings())) is Engine
     with pytest.raises(UserError, match="router_replay.*leave sampler_cache at auto"):
         versions.engine_of(source, SamplerSettings(cache="paged", router_replay=True))

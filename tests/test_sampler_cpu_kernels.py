@@ -1,4 +1,6 @@
-"""The compiled CPU kernels against float64; what happens where they cannot be compiled. Whole models: test_sampler_decoders.py."""
+"""The compiled CPU kernels against float64; what happens where they cannot be compiled. Whole
+models: test_sampler_decoders.py.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,15 @@ def fresh():
 
 def test_rms_norm(kernels):
     torch.manual_seed(0)
-    x, weight = torch.randn(5, 37) * torch.tensor([1e-4, 1.0, 30.0, 1e3, 0.0])[:, None], torch.randn(37)
+    x, weight = (
+        torch.randn(5, 37) * torch.tensor([1e-4, 1.0, 30.0, 1e3, 0.0])[:, None],
+        torch.randn(37),
+    )
     x64 = x.double()
     expected = x64 / (x64.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
-    torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-6).double(), expected, rtol=3e-7, atol=1e-7)
+    torch.testing.assert_close(
+        kernels.rms_norm(x, weight, 1e-6).double(), expected, rtol=3e-7, atol=1e-7
+    )
 
 
 def test_silu_mul_over_every_magnitude(kernels):
@@ -40,13 +47,17 @@ def test_silu_mul_over_every_magnitude(kernels):
     up = torch.linspace(-3, 3, len(gate))
     got = kernels.silu_mul(torch.cat([gate, up])[None])[0]
     expected = torch.nn.functional.silu(gate.double()) * up.double()
-    assert ((got - expected).abs() <= 5e-7 * expected.abs() + 1e-35).all()  # relative: the exponential is good to 2e-7
+    # relative: the exponential is good to 2e-7
+    assert ((got - expected).abs() <= 5e-7 * expected.abs() + 1e-35).all()
 
 
 def attention_inputs(rows=7, heads=6, key_heads=3, width=32):
     torch.manual_seed(1)
     prompts, prompt_positions, positions = 3, 20, 11
-    blocks = torch.randn(2, prompts, key_heads, prompt_positions, width), torch.randn(2, rows + 2, key_heads, positions, width)
+    blocks = (
+        torch.randn(2, prompts, key_heads, prompt_positions, width),
+        torch.randn(2, rows + 2, key_heads, positions, width),
+    )
     return {
         "qkv_NX": torch.randn(rows, (heads + 2 * key_heads) * width),
         "norm_qk": torch.rand(2 * width) + 0.5,
@@ -75,22 +86,40 @@ def test_attend_against_float64_row_by_row(kernels, repeat, width, normed):
         cos, sin = inputs["rope"].double()[:, inputs["position_N"][n]]
 
         def turned(x, weight, cos=cos, sin=sin):
-            x = x if weight is None else x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+            x = (
+                x
+                if weight is None
+                else x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+            )
             return x * cos + x.roll(width // 2, -1) * sin
 
         x = inputs["qkv_NX"][n].double().view(-1, width)
-        q, k, v = turned(x[:heads], norm_q), turned(x[heads : heads + key_heads], norm_k), x[heads + key_heads :]
+        q, k, v = (
+            turned(x[:heads], norm_q),
+            turned(x[heads : heads + key_heads], norm_k),
+            x[heads + key_heads :],
+        )
         written, prompt = int(inputs["written_N"][n]), int(inputs["prompt_of_row_N"][n])
         length = int(inputs["prompt_length_P"][prompt])
         for h in range(heads):
             g = h // (heads // key_heads)
             keys, values = (
-                torch.cat([inputs["prompt_kv"][i, prompt, g, :length].double(), before[i, n, g, :written].double(), own[g][None]])
+                torch.cat(
+                    [
+                        inputs["prompt_kv"][i, prompt, g, :length].double(),
+                        before[i, n, g, :written].double(),
+                        own[g][None],
+                    ]
+                )
                 for i, own in ((0, k), (1, v))
             )
             expected = torch.softmax(keys @ q[h] / width**0.5, 0) @ values
-            torch.testing.assert_close(got[n, h * width : (h + 1) * width], expected, rtol=2e-5, atol=2e-6)
-        torch.testing.assert_close(inputs["row_kv"][0, n, :, written].double(), k, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                got[n, h * width : (h + 1) * width], expected, rtol=2e-5, atol=2e-6
+            )
+        torch.testing.assert_close(
+            inputs["row_kv"][0, n, :, written].double(), k, rtol=1e-5, atol=1e-6
+        )
         assert torch.equal(inputs["row_kv"][1, n, :, written].double(), v)
         before[:, n, :, written] = inputs["row_kv"][:, n, :, written]
     assert torch.equal(before, inputs["row_kv"])  # nothing else was written
@@ -102,14 +131,30 @@ def test_threads_change_no_bit(kernels):
     rows, width = 400, 64
     prompt_kv, row_kv = torch.randn(2, 2, 2, 300, width), torch.randn(2, rows, 2, 40, width)
     qkv = torch.randn(rows, 8 * width)
-    written, owner, lengths = torch.arange(rows) % 40, torch.arange(rows) % 2, torch.tensor([300, 117])
+    written, owner, lengths = (
+        torch.arange(rows) % 40,
+        torch.arange(rows) % 2,
+        torch.tensor([300, 117]),
+    )
     results = []
     for threads in (1, 3):
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         results.append(
             (
-                kernels.attend(qkv, None, 1e-6, torch.ones(2, 400, width), written, prompt_kv, owner, lengths, row_kv, written, 4),
+                kernels.attend(
+                    qkv,
+                    None,
+                    1e-6,
+                    torch.ones(2, 400, width),
+                    written,
+                    prompt_kv,
+                    owner,
+                    lengths,
+                    row_kv,
+                    written,
+                    4,
+                ),
                 kernels.silu_mul(torch.cat([qkv, qkv * 2], 1).repeat(2, 8)),
             )
         )
@@ -120,9 +165,11 @@ def test_threads_change_no_bit(kernels):
 @pytest.mark.parametrize("where", ["query", "prompt", "response"])
 def test_nan_is_not_swallowed(kernels, where):
     inputs = attention_inputs()
-    {"query": inputs["qkv_NX"][1, :32], "prompt": inputs["prompt_kv"][0, 2, 0, 4], "response": inputs["row_kv"][1, 1, 0, 2]}[where].fill_(
-        torch.nan
-    )
+    {
+        "query": inputs["qkv_NX"][1, :32],
+        "prompt": inputs["prompt_kv"][0, 2, 0, 4],
+        "response": inputs["row_kv"][1, 1, 0, 2],
+    }[where].fill_(torch.nan)
     assert kernels.attend(**inputs)[1, :32].isnan().all()
 
 
@@ -155,7 +202,9 @@ def test_a_folder_that_cannot_be_written_is_gone_round(fresh, monkeypatch):
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("vocab", [1, 2, 13, 511, 512, 513, 1024, 5000, 151_936])
 def test_the_draw_is_that_of_exact_sums(kernels, vocab, threads):
-    """In long double, with rows of every temperature, greedy ones, tokens of no weight, ties, and the ends of [0, 1)."""
+    """In long double, with rows of every temperature, greedy ones, tokens of no weight, ties, and
+    the ends of [0, 1).
+    """
     generator = torch.Generator().manual_seed(vocab)
     rows = 12
     logits = torch.randn(rows, vocab, generator=generator) * 4
@@ -183,8 +232,13 @@ def test_the_draw_is_that_of_exact_sums(kernels, vocab, threads):
         elif i == 1:  # at the end of [0, 1) the last few tokens lie within rounding
             assert weight[token[i]] > 0
         else:
-            expected = int(np.searchsorted(sums, np.longdouble(uniform[i].item()) * sums[-1], side="right"))
-            near = abs(sums[expected] / sums[-1] - uniform[i].item()) < 1e-6 or abs(sums[token[i]] / sums[-1] - uniform[i].item()) < 1e-6
+            expected = int(
+                np.searchsorted(sums, np.longdouble(uniform[i].item()) * sums[-1], side="right")
+            )
+            near = (
+                abs(sums[expected] / sums[-1] - uniform[i].item()) < 1e-6
+                or abs(sums[token[i]] / sums[-1] - uniform[i].item()) < 1e-6
+            )
             assert weight[token[i]] > 0 and (token[i] == expected or near)
         exact = float(scaled[token[i]] - scaled.max() - np.log(sums[-1]))
         assert abs(logprob[i].item() - exact) < 1e-6 * max(1.0, abs(exact)), i
@@ -196,7 +250,9 @@ def test_the_draw_follows_the_weights(kernels, vocab):
     generator = torch.Generator().manual_seed(1)
     logits, draws = torch.randn(1, vocab, generator=generator), 40_000
     uniform = torch.rand(draws, dtype=torch.float64, generator=generator)
-    token = torch.cat([kernels.draw(logits.repeat(1000, 1), some, None, None)[0] for some in uniform.split(1000)])
+    token = torch.cat(
+        [kernels.draw(logits.repeat(1000, 1), some, None, None)[0] for some in uniform.split(1000)]
+    )
     weight = logits[0].double().softmax(-1)
     bins = min(vocab, 100)
     place = torch.arange(vocab) * bins // vocab
@@ -220,16 +276,30 @@ def test_logits_that_are_no_numbers_give_a_logprob_that_is_none(kernels, bad):
 
 
 def test_a_row_is_drawn_alike_whoever_is_beside_it():
-    """Cut, greedy, tempered and plain rows together and each alone: the same token and bits; and torch's operations find the same."""
+    """Cut, greedy, tempered and plain rows together and each alone: the same token and bits; and
+    torch's operations find the same.
+    """
     generator = torch.Generator().manual_seed(3)
-    vocab, kinds = 3000, [(1.0, -1, 1.0, 0), (0.7, -1, 1.0, 0), (0.0, -1, 1.0, 0), (1.0, 50, 1.0, 0), (0.9, -1, 0.8, 1), (1.0, 20, 0.9, 1)]
+    vocab, kinds = (
+        3000,
+        [
+            (1.0, -1, 1.0, 0),
+            (0.7, -1, 1.0, 0),
+            (0.0, -1, 1.0, 0),
+            (1.0, 50, 1.0, 0),
+            (0.9, -1, 0.8, 1),
+            (1.0, 20, 0.9, 1),
+        ],
+    )
     kinds = kinds * 4
     logits = torch.randn(len(kinds), vocab, generator=generator) * 3
     uniform = torch.rand(len(kinds), dtype=torch.float64, generator=generator)
 
     def settings(some):
         columns = [np.array(column) for column in zip(*some, strict=True)]
-        return row_settings(*columns[:3], columns[3].astype(bool), vocab=vocab, device=torch.device("cpu"))
+        return row_settings(
+            *columns[:3], columns[3].astype(bool), vocab=vocab, device=torch.device("cpu")
+        )
 
     token, logprob = draw(logits, uniform, settings(kinds))
     by_torch, torchs_logprob = draw_by_torch(logits, uniform, settings(kinds))

@@ -1,4 +1,6 @@
-"""The fast decoder, the HF decoder and the model itself give the same logits; versions are apart; adapters stay unmerged."""
+"""The fast decoder, the HF decoder and the model itself give the same logits; versions are apart;
+adapters stay unmerged.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,11 @@ FAMILY = {
 
 
 @torch.inference_mode()
-def teacher_forced(decoder: Decoder, prompts: list[list[int]], responses: list[list[list[int]]]) -> list[torch.Tensor]:
-    """Logits for every token of every response, through prefill and cached decoding; rows leave when theirs are over.
+def teacher_forced(
+    decoder: Decoder, prompts: list[list[int]], responses: list[list[list[int]]]
+) -> list[torch.Tensor]:
+    """Logits for every token of every response, through prefill and cached decoding; rows leave
+    when theirs are over.
 
     `responses` [prompt][sample]; the result is in that order, each [tokens, V].
     """
@@ -64,7 +69,9 @@ def teacher_forced(decoder: Decoder, prompts: list[list[int]], responses: list[l
 
 def plain_logits(model, prompt: list[int], response: list[int]) -> torch.Tensor:
     with torch.no_grad():
-        return model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        return model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[
+            0, len(prompt) - 1 : -1
+        ]
 
 
 def check_against_model(decoder: Decoder, model, tolerance: float = 1e-5) -> None:
@@ -80,7 +87,9 @@ def check_against_model(decoder: Decoder, model, tolerance: float = 1e-5) -> Non
         for response in group:
             expected = plain_logits(model, prompt, response)
             assert expected.abs().max() > 0.5  # a model that says something
-            assert (next(got) - expected).abs().max() < tolerance * max(1.0, expected.abs().max().item())
+            assert (next(got) - expected).abs().max() < tolerance * max(
+                1.0, expected.abs().max().item()
+            )
 
 
 @pytest.fixture
@@ -122,12 +131,16 @@ def test_hf_decoder_equals_the_model(kind):
 
 
 def test_one_sample_each_reads_prompt_and_response_in_one_go(torch_path):
-    """One row a prompt takes the joint layout; equal and unequal prompt lengths, before and after rows have left."""
+    """One row a prompt takes the joint layout; equal and unequal prompt lengths, before and after
+    rows have left.
+    """
     model = tiny_model("qwen3")
     for lengths in ([6, 6, 6], [4, 11, 7]):
         prompts = random_prompts(lengths)
         responses = [[random_prompts([n], seed=n)[0]] for n in (9, 2, 5)]
-        for got, prompt, group in zip(teacher_forced(make_decoder(model), prompts, responses), prompts, responses, strict=True):
+        for got, prompt, group in zip(
+            teacher_forced(make_decoder(model), prompts, responses), prompts, responses, strict=True
+        ):
             assert (got - plain_logits(model, prompt, group[0])).abs().max() < 2e-5
 
 
@@ -136,11 +149,16 @@ def test_prompts_cut_into_bands_equal_the_model(torch_path, monkeypatch, slack):
     """Very different lengths and group sizes: without slack the prompts fall into several bands."""
     monkeypatch.setattr(attention, "_SLACK", slack)
     made = []
-    monkeypatch.setattr(cache_fast, "make_bands", lambda *args: made.append(attention.make_bands(*args)) or made[-1])
+    monkeypatch.setattr(
+        cache_fast, "make_bands", lambda *args: made.append(attention.make_bands(*args)) or made[-1]
+    )
     model = tiny_model("qwen3")
     check_against_model(make_decoder(model), model)
     prompts, groups = random_prompts([3, 60, 4, 5, 50]), [1, 9, 1, 2, 1]
-    responses = [[random_prompts([1 + (i + j) % 6], seed=i)[0] for j in range(n)] for i, n in enumerate(groups)]
+    responses = [
+        [random_prompts([1 + (i + j) % 6], seed=i)[0] for j in range(n)]
+        for i, n in enumerate(groups)
+    ]
     got = iter(teacher_forced(make_decoder(model), prompts, responses))
     for prompt, group in zip(prompts, responses, strict=True):
         for response in group:
@@ -156,7 +174,10 @@ def test_bands_hold_every_row_once_in_grids_that_are_not_much_too_large():
         owner = np.repeat(np.arange(prompts), generator.choice([0, 1, 2, 8, 200], prompts))
         owner = generator.permutation(np.append(owner, 0))
         bands = attention.make_bands(owner, lengths, torch.device("cpu"))
-        rows = [band.rows_n.tolist() if band.rows_n is not None else list(range(len(owner))) for band in bands]
+        rows = [
+            band.rows_n.tolist() if band.rows_n is not None else list(range(len(owner)))
+            for band in bands
+        ]
         assert sorted(sum(rows, [])) == list(range(len(owner)))
         assert len(bands) <= attention._MOST_BANDS
         cells = sum(band.prompts * band.width * band.length for band in bands)
@@ -171,9 +192,17 @@ def test_bands_hold_every_row_once_in_grids_that_are_not_much_too_large():
     [
         ("gpt2", {}, "GPT2LMHeadModel"),
         ("mistral", {"sliding_window": 8}, "sliding-window"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "sliding-window"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+            "sliding-window",
+        ),
         ("llama", {"hidden_act": "gelu"}, "gelu"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "dynamic",
+        ),
     ],
 )
 def test_auto_falls_back_to_the_models_own_forward_and_fast_says_why(kind, changes, reason):
@@ -189,7 +218,9 @@ def test_hf_decoder_with_a_sliding_window_still_equals_the_model():
 
 
 def test_bfloat16_decoder_stays_close_to_float32():
-    """Attention scores, softmax and logprobs are in float32; what is left is the rounding of weights and activations."""
+    """Attention scores, softmax and logprobs are in float32; what is left is the rounding of
+    weights and activations.
+    """
     model = tiny_model("qwen3")
     prompts = random_prompts([20])
     responses = [[random_prompts([10], seed=9)[0]] * 2]
@@ -201,7 +232,7 @@ def test_bfloat16_decoder_stays_close_to_float32():
         assert kl.max() < 0.01
 
 
-# ------------------------------------------------------------------------------------------------------ versions
+# ----------------------------------------------------------------------------------------- versions
 
 
 @pytest.mark.parametrize("kind", ["fast", "hf"])
@@ -224,7 +255,9 @@ def test_training_the_model_does_not_change_the_decoder_and_load_does(kind):
 def test_load_takes_any_dtype_and_names_what_is_wrong(kind):
     model = tiny_model("qwen2")
     decoder = make_decoder(model, kind=kind)
-    half = {name: parameter.detach().to(torch.bfloat16) for name, parameter in model.named_parameters()}
+    half = {
+        name: parameter.detach().to(torch.bfloat16) for name, parameter in model.named_parameters()
+    }
     decoder.load_(half.items())
     rounded = tiny_model("qwen2")
     rounded.load_state_dict(half, strict=False)
@@ -244,17 +277,21 @@ def test_every_parameter_has_its_place_in_the_fast_decoder():
 
 @pytest.mark.parametrize("kind", ["fast", "hf"])
 def test_a_shell_takes_its_weights_before_it_is_tried_out(kind):
-    """A model whose own parameters mean nothing (they are shared out over ranks) with all its weights given beside it."""
+    """A model whose own parameters mean nothing (they are shared out over ranks) with all its
+    weights given beside it.
+    """
     model = tiny_model("qwen3")
     shell = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in shell.parameters():
             parameter.fill_(float("nan"))
-    decoder = make_decoder(shell, kind=kind, weights=((name, p.detach()) for name, p in model.named_parameters()))
+    decoder = make_decoder(
+        shell, kind=kind, weights=((name, p.detach()) for name, p in model.named_parameters())
+    )
     check_against_model(decoder, model)
 
 
-# ------------------------------------------------------------------------------------------------------ adapters
+# ----------------------------------------------------------------------------------------- adapters
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -280,7 +317,9 @@ def test_adapter_on_a_tied_head():
 
 
 def test_adapters_are_not_merged_into_low_precision_weights():
-    """A young adapter is far below bf16's resolution of the base weights; unmerged, its effect is there all the same."""
+    """A young adapter is far below bf16's resolution of the base weights; unmerged, its effect is
+    there all the same.
+    """
     model = add_lora(tiny_model("qwen3"), LINEAR)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -306,11 +345,16 @@ def test_fork_shares_frozen_weights_and_copies_adapters(kind):
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.normal_(0, 0.3)
-    second.load_((name, parameter) for name, parameter in model.named_parameters())  # frozen ones too, unchanged
+    # frozen ones too, unchanged
+    second.load_((name, parameter) for name, parameter in model.named_parameters())
     assert score(first, prompts) == before
     check_against_model(second, model, tolerance=2e-5)
     if kind == "fast":
-        shared = [key for key in first.weights.buffers if first.weights.buffers[key] is second.weights.buffers[key]]
+        shared = [
+            key
+            for key in first.weights.buffers
+            if first.weights.buffers[key] is second.weights.buffers[key]
+        ]
         assert set(shared) == {key for key in first.weights.buffers if "lora" not in key}
     name = "base_model.model.model.layers.0.mlp.down_proj.base_layer.weight"
     frozen = dict(model.named_parameters())[name].detach()
@@ -327,7 +371,7 @@ def test_adapters_that_the_fast_decoder_does_not_know_run_in_peft(changes):
     check_against_model(decoder, model, tolerance=2e-5)
 
 
-# ------------------------------------------------------------------------------------------------------- bookkeeping
+# -------------------------------------------------------------------------------------- bookkeeping
 
 
 def test_compaction_moves_the_fewest_rows():
@@ -368,16 +412,29 @@ def test_the_last_layer_goes_on_with_last_positions_alone_where_nobody_reads_the
         state.reserve(3, 9, 3, 2)
         with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
             patch.setattr(type(last.down), "_product", product)
-            found.append((state.prefill(prompts, [None, reader, None]), state.prompt_kv[-1].clone()))
+            found.append(
+                (state.prefill(prompts, [None, reader, None]), state.prompt_kv[-1].clone())
+            )
     assert seen == [3, 27] and len(shown) == 1 and shown[0].shape == (3, VOCAB)
     for alone, beside in zip(*found, strict=True):
         torch.testing.assert_close(alone, beside, rtol=1e-5, atol=1e-5)
     for logits, prompt in zip(found[0][0], prompts, strict=True):
-        torch.testing.assert_close(logits, plain_logits(model, prompt[:-1], prompt[-1:] + [0])[-1], rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(
+            logits, plain_logits(model, prompt[:-1], prompt[-1:] + [0])[-1], rtol=1e-4, atol=2e-5
+        )
 
 
 def test_room_for_keys_and_values_is_zero_and_aligned():
-    for shape, dtype in (((2, 3, 4, 5, 6), torch.float32), ((2, 0, 4, 0, 6), torch.float32), ((7, 3), torch.bfloat16)):
+    for shape, dtype in (
+        ((2, 3, 4, 5, 6), torch.float32),
+        ((2, 0, 4, 0, 6), torch.float32),
+        ((7, 3), torch.bfloat16),
+    ):
         room = cache_fast.zeros_at_need(shape, dtype)
-        assert room.shape == shape and room.dtype == dtype and not room.any() and (not room.numel() or room.data_ptr() % 64 == 0)
+        assert (
+            room.shape == shape
+            and room.dtype == dtype
+            and not room.any()
+            and (not room.numel() or room.data_ptr() % 64 == 0)
+        )
         room.fill_(1)

@@ -1,4 +1,6 @@
-"""The engine: what it counts, what it draws, when rows stop, and that a sample does not depend on the batch around it."""
+"""The engine: what it counts, what it draws, when rows stop, and that a sample does not depend on
+the batch around it.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,29 @@ import math
 import numpy as np
 import pytest
 import torch
-from sampler_models import VOCAB, add_lora, one_thread, random_prompts, reference_logprobs, tiny_model  # noqa: F401
+from sampler_models import (  # noqa: F401
+    VOCAB,
+    add_lora,
+    one_thread,
+    random_prompts,
+    reference_logprobs,
+    tiny_model,
+)
 
 from rl.sampler import Engine, Request, make_decoder, score
 from rl.types import SampledSequence, SamplingParams
 
 
-def sample(decoder, prompts, samples=1, *, params=None, eos=(), seed=0, **settings) -> list[list[SampledSequence]]:
+def sample(
+    decoder, prompts, samples=1, *, params=None, eos=(), seed=0, **settings
+) -> list[list[SampledSequence]]:
     """Sequences [prompt][sample] of one engine run."""
     engine = Engine(decoder, eos_token_ids=eos, **settings)
     params = params or SamplingParams(max_tokens=8)
     for problem, prompt in enumerate(prompts):
-        engine.add(Request(prompt=prompt, num_samples=samples, params=params, seed=seed, problem=problem))
+        engine.add(
+            Request(prompt=prompt, num_samples=samples, params=params, seed=seed, problem=problem)
+        )
     return [response.sequences for response in engine.run()]
 
 
@@ -27,36 +40,50 @@ def tokens_of(groups: list[list[SampledSequence]]) -> list[list[list[int]]]:
     return [[sequence.tokens for sequence in group] for group in groups]
 
 
-# ------------------------------------------------------------------------------------------------------- counters
+# ----------------------------------------------------------------------------------------- counters
 
 
 @pytest.mark.parametrize("kind", ["fast", "hf"])
 def test_a_prompt_is_read_once_for_its_group_and_no_row_is_decoded_in_vain(kind):
     model = tiny_model("qwen3", max_position_embeddings=600)
     engine = Engine(make_decoder(model, kind=kind), eos_token_ids=(1, 2, 3), max_rows=16)
-    engine.add(Request(prompt=random_prompts([512])[0], num_samples=16, params=SamplingParams(max_tokens=24)))
+    engine.add(
+        Request(
+            prompt=random_prompts([512])[0], num_samples=16, params=SamplingParams(max_tokens=24)
+        )
+    )
     fed = []  # tokens that reach the model, counted where they enter it
     state = engine._state
     prefill, decode = state.prefill, state.decode
-    state.prefill = lambda prompts, readers: fed.append(sum(map(len, prompts))) or prefill(prompts, readers)  # type: ignore[func-returns-value]
+    state.prefill = lambda prompts, readers: (
+        fed.append(sum(map(len, prompts))) or prefill(prompts, readers)
+    )  # type: ignore[func-returns-value]
     state.decode = lambda tokens: fed.append(len(tokens)) or decode(tokens)  # type: ignore[func-returns-value]
     sequences = engine.run()[0].sequences
     emitted = sum(len(sequence.tokens) for sequence in sequences)
     counters = engine.counters
-    assert len({len(sequence.tokens) for sequence in sequences}) > 3  # rows did leave at different times
+    # rows did leave at different times
+    assert len({len(sequence.tokens) for sequence in sequences}) > 3
     assert counters.prefill_tokens == fed[0] == 512
     assert counters.decoded_rows == counters.emitted_tokens == emitted
-    # Every token but each sample's last is fed once, one a step: the cost of a token does not grow with the length.
+    # Every token but each sample's last is fed once, one a step: the cost of a token does not grow
+    # with the length.
     assert counters.fed_tokens == sum(fed[1:]) == emitted - 16
     assert counters.steps == len(fed) == max(len(sequence.tokens) for sequence in sequences)
 
 
 @pytest.mark.parametrize("kind", ["fast", "hf"])
 def test_a_prompt_stays_while_samples_of_its_group_wait(kind):
-    """Three rows at a time for groups of four: all running rows of a group end together while its last sample waits."""
+    """Three rows at a time for groups of four: all running rows of a group end together while its
+    last sample waits.
+    """
     engine = Engine(make_decoder(tiny_model("qwen3"), kind=kind), max_rows=3)
     for problem, prompt in enumerate(random_prompts([9, 12, 5])):
-        engine.add(Request(prompt=prompt, num_samples=4, params=SamplingParams(max_tokens=3), problem=problem))
+        engine.add(
+            Request(
+                prompt=prompt, num_samples=4, params=SamplingParams(max_tokens=3), problem=problem
+            )
+        )
     engine.run()
     assert engine.counters.prefill_tokens == 9 + 12 + 5
     assert engine.counters.emitted_tokens == 3 * 4 * 3
@@ -66,18 +93,34 @@ def test_identical_prompts_waiting_together_are_read_once():
     engine = Engine(make_decoder(tiny_model("qwen3")))
     prompt = random_prompts([20])[0]
     for first_index in (0, 4):
-        engine.add(Request(prompt=prompt, num_samples=4, params=SamplingParams(max_tokens=3), first_index=first_index))
+        engine.add(
+            Request(
+                prompt=prompt,
+                num_samples=4,
+                params=SamplingParams(max_tokens=3),
+                first_index=first_index,
+            )
+        )
     two = [sequence.tokens for response in engine.run() for sequence in response.sequences]
     assert engine.counters.prefill_tokens == 20
-    assert two == tokens_of(sample(make_decoder(tiny_model("qwen3")), [prompt], 8, params=SamplingParams(max_tokens=3)))[0]
+    assert (
+        two
+        == tokens_of(
+            sample(
+                make_decoder(tiny_model("qwen3")), [prompt], 8, params=SamplingParams(max_tokens=3)
+            )
+        )[0]
+    )
 
 
-# --------------------------------------------------------------------------------------------- distribution, logprobs
+# --------------------------------------------------------------------------- distribution, logprobs
 
 
 @pytest.mark.parametrize("kind", ["fast", "hf"])
 def test_samples_follow_the_enumerated_distribution(kind):
-    """Vocabulary 8, length 2, 20,000 draws at T = 0.7: chi-square over the 64 sequences, and every logprob."""
+    """Vocabulary 8, length 2, 20,000 draws at T = 0.7: chi-square over the 64 sequences, and every
+    logprob.
+    """
     model = tiny_model("qwen3", vocab_size=8)
     draws, prompt, temperature = 20_000, [1, 5, 2], 0.7
     with torch.no_grad():
@@ -85,16 +128,22 @@ def test_samples_follow_the_enumerated_distribution(kind):
         logprobs = (model(input_ids=ids).logits.double() / temperature).log_softmax(-1)
     first, second = logprobs[0, 2], logprobs[:, 3]
     params = SamplingParams(max_tokens=2, temperature=temperature)
-    group = sample(make_decoder(model, kind=kind), [prompt], draws, params=params, max_rows=draws)[0]
+    group = sample(make_decoder(model, kind=kind), [prompt], draws, params=params, max_rows=draws)[
+        0
+    ]
     counts = np.zeros((8, 8))
     for sequence in group:
         a, b = sequence.tokens
         counts[a, b] += 1
         assert sequence.logprobs is not None
-        assert abs(sequence.logprobs[0] - first[a]) < 1e-5 and abs(sequence.logprobs[1] - second[a, b]) < 1e-5
+        assert (
+            abs(sequence.logprobs[0] - first[a]) < 1e-5
+            and abs(sequence.logprobs[1] - second[a, b]) < 1e-5
+        )
     expected = (first[:, None] + second).exp().numpy() * draws
     order = np.argsort(expected.ravel())
-    rare = order[np.cumsum(expected.ravel()[order]) < 8]  # cells too rare for chi-square, taken together
+    # cells too rare for chi-square, taken together
+    rare = order[np.cumsum(expected.ravel()[order]) < 8]
     bins = [(counts.ravel()[i], expected.ravel()[i]) for i in order if i not in rare]
     bins.append((counts.ravel()[rare].sum(), expected.ravel()[rare].sum()))
     chi2 = sum((n - e) ** 2 / e for n, e in bins if e > 0)
@@ -107,13 +156,15 @@ def test_samples_follow_the_enumerated_distribution(kind):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(
-    ("model_kind", "kind"), [("qwen3", "fast"), ("qwen3", "hf"), ("qwen2", "fast"), ("llama", "fast"), ("gpt2", "hf")]
+    ("model_kind", "kind"),
+    [("qwen3", "fast"), ("qwen3", "hf"), ("qwen2", "fast"), ("llama", "fast"), ("gpt2", "hf")],
 )
 def test_every_logprob_equals_a_plain_forward(model_kind, kind, temperature):
     model = tiny_model(model_kind)
     prompts, eos = random_prompts([5, 17, 2, 30, 9]), range(3, 11)
     params = SamplingParams(max_tokens=20, temperature=temperature)
-    # Few rows and several EOS tokens: rows leave at different lengths and waiting ones take their place.
+    # Few rows and several EOS tokens: rows leave at different lengths and waiting ones take their
+    # place.
     groups = sample(make_decoder(model, kind=kind), prompts, 3, params=params, eos=eos, max_rows=5)
     lengths = set()
     for prompt, group in zip(prompts, groups, strict=True):
@@ -127,14 +178,18 @@ def test_every_logprob_equals_a_plain_forward(model_kind, kind, temperature):
 
 
 def test_adapters_logprobs_equal_the_learners():
-    model = add_lora(tiny_model("qwen3"), ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+    model = add_lora(
+        tiny_model("qwen3"), ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
     prompts = random_prompts([5, 17])
     for prompt, group in zip(prompts, sample(make_decoder(model), prompts, 4), strict=True):
         for sequence in group:
-            assert (torch.tensor(sequence.logprobs) - reference_logprobs(model, prompt, sequence.tokens)).abs().max() < 1e-4
+            assert (
+                torch.tensor(sequence.logprobs) - reference_logprobs(model, prompt, sequence.tokens)
+            ).abs().max() < 1e-4
 
 
-# ---------------------------------------------------------------------------------------- independence of the batch
+# ------------------------------------------------------------------------ independence of the batch
 
 
 @pytest.mark.parametrize("kind", ["fast", "hf"])
@@ -144,14 +199,21 @@ def test_a_sample_does_not_depend_on_the_batch_around_it(kind):
     params = SamplingParams(max_tokens=16, temperature=1.1)
     together = tokens_of(sample(decoder, prompts, 4, params=params, eos=(3,), seed=9))
     few_rows = tokens_of(sample(decoder, prompts, 4, params=params, eos=(3,), seed=9, max_rows=3))
-    tight = tokens_of(sample(decoder, prompts, 4, params=params, eos=(3,), seed=9, kv_cache_tokens=150))
+    tight = tokens_of(
+        sample(decoder, prompts, 4, params=params, eos=(3,), seed=9, kv_cache_tokens=150)
+    )
     alone = []
     for problem, index in itertools.product(range(len(prompts)), range(4)):
         engine = Engine(decoder, eos_token_ids=(3,))
-        engine.add(Request(prompt=prompts[problem], params=params, seed=9, problem=problem, first_index=index))
+        engine.add(
+            Request(
+                prompt=prompts[problem], params=params, seed=9, problem=problem, first_index=index
+            )
+        )
         alone.append(engine.run()[0].sequences[0].tokens)
     assert together == few_rows == tight == [alone[i : i + 4] for i in range(0, len(alone), 4)]
-    assert all(len({tuple(tokens) for tokens in group}) > 1 for group in together)  # a seed does not make members equal
+    # a seed does not make members equal
+    assert all(len({tuple(tokens) for tokens in group}) > 1 for group in together)
     assert together != tokens_of(sample(decoder, prompts, 4, params=params, eos=(3,), seed=10))
 
 
@@ -171,18 +233,26 @@ def test_requests_may_arrive_while_others_run():
     assert engine.step() == []
 
 
-# ----------------------------------------------------------------------------------------------- greedy, real model
+# ------------------------------------------------------------------------------- greedy, real model
 
 
-@pytest.mark.parametrize(("model_kind", "kind"), [("qwen3", "fast"), ("qwen3", "hf"), ("gpt2", "hf"), ("llama", "fast")])
+@pytest.mark.parametrize(
+    ("model_kind", "kind"), [("qwen3", "fast"), ("qwen3", "hf"), ("gpt2", "hf"), ("llama", "fast")]
+)
 def test_greedy_equals_generate(model_kind, kind):
     model = tiny_model(model_kind)
     prompts = random_prompts([6, 14, 3])
-    groups = sample(make_decoder(model, kind=kind), prompts, params=SamplingParams(max_tokens=15, temperature=0))
+    groups = sample(
+        make_decoder(model, kind=kind), prompts, params=SamplingParams(max_tokens=15, temperature=0)
+    )
     for prompt, group in zip(prompts, groups, strict=True):
-        expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=15, pad_token_id=0)[0, len(prompt) :]
+        expected = model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=15, pad_token_id=0
+        )[0, len(prompt) :]
         assert group[0].tokens == expected.tolist()
-        assert (torch.tensor(group[0].logprobs) - reference_logprobs(model, prompt, group[0].tokens)).abs().max() < 1e-4
+        assert (
+            torch.tensor(group[0].logprobs) - reference_logprobs(model, prompt, group[0].tokens)
+        ).abs().max() < 1e-4
 
 
 def test_a_trained_model_sorts_all_its_inputs(shared_data):
@@ -190,11 +260,13 @@ def test_a_trained_model_sorts_all_its_inputs(shared_data):
 
     model = GPT2LMHeadModel.from_pretrained(shared_data / "models" / "gpt_nano_sort_hf")
     inputs = [list(letters) for letters in itertools.product(range(3), repeat=6)]
-    groups = sample(make_decoder(model), inputs, params=SamplingParams(max_tokens=6, temperature=0, stop=[]))
+    groups = sample(
+        make_decoder(model), inputs, params=SamplingParams(max_tokens=6, temperature=0, stop=[])
+    )
     assert [group[0].tokens for group in groups] == [sorted(letters) for letters in inputs]
 
 
-# ----------------------------------------------------------------------------------------------------------- stops
+# -------------------------------------------------------------------------------------------- stops
 
 
 def test_stops_cut_the_same_stream_at_their_token():
@@ -202,7 +274,9 @@ def test_stops_cut_the_same_stream_at_their_token():
     prompt = random_prompts([8])[0]
 
     def run(stop, eos):
-        return sample(decoder, [prompt], 6, params=SamplingParams(max_tokens=30, stop=stop), eos=eos)[0]
+        return sample(
+            decoder, [prompt], 6, params=SamplingParams(max_tokens=30, stop=stop), eos=eos
+        )[0]
 
     endless = [sequence.tokens for sequence in run([], (3, 5))]
     assert all(len(tokens) == 30 for tokens in endless)
@@ -222,11 +296,18 @@ def test_stop_strings_end_a_response_at_the_token_that_completes_them(shared_dat
     prompts = random_prompts([8, 3], vocab=len(tokenizer))
     endless = sample(decoder, prompts, 6, params=SamplingParams(max_tokens=30, stop=[]))
     stops = ["e", "th", "00"]
-    stopped = sample(decoder, prompts, 6, params=SamplingParams(max_tokens=30, stop=stops), tokenizer=tokenizer)
+    stopped = sample(
+        decoder, prompts, 6, params=SamplingParams(max_tokens=30, stop=stops), tokenizer=tokenizer
+    )
     reasons = []
     for full, cut in zip(sum(endless, []), sum(stopped, []), strict=True):
-        texts = [tokenizer.decode(full.tokens[:n], clean_up_tokenization_spaces=False) for n in range(1, 31)]
-        expected = next((n + 1 for n, text in enumerate(texts) if any(stop in text for stop in stops)), 30)
+        texts = [
+            tokenizer.decode(full.tokens[:n], clean_up_tokenization_spaces=False)
+            for n in range(1, 31)
+        ]
+        expected = next(
+            (n + 1 for n, text in enumerate(texts) if any(stop in text for stop in stops)), 30
+        )
         assert cut.tokens == full.tokens[:expected]
         reasons.append(cut.stop_reason)
     assert "stop" in reasons
@@ -234,7 +315,7 @@ def test_stop_strings_end_a_response_at_the_token_that_completes_them(shared_dat
         Engine(decoder).add(Request(prompt=[1], params=SamplingParams(max_tokens=3, stop="e")))
 
 
-# ---------------------------------------------------------------------------------------------------------- budget
+# ------------------------------------------------------------------------------------------- budget
 
 
 @pytest.mark.parametrize("kind", ["fast", "hf"])
@@ -243,13 +324,26 @@ def test_the_budget_holds_and_rows_wait_for_it(kind):
     prompts = random_prompts([5, 30, 12, 7, 30])
     engine = Engine(decoder, kv_cache_tokens=120, max_rows=100)
     for problem, prompt in enumerate(prompts):
-        engine.add(Request(prompt=prompt, num_samples=8, params=SamplingParams(max_tokens=4 + problem), problem=problem))
+        engine.add(
+            Request(
+                prompt=prompt,
+                num_samples=8,
+                params=SamplingParams(max_tokens=4 + problem),
+                problem=problem,
+            )
+        )
     allocated, order = [], []
     while len(order) < len(prompts):
         order.extend(done.request_id for done in engine.step())
         if kind == "fast":
             state = engine._state
-            allocated.append(sum(block[0].numel() for blocks in (state.prompt_kv, state.row_kv) for block in blocks))
+            allocated.append(
+                sum(
+                    block[0].numel()
+                    for blocks in (state.prompt_kv, state.row_kv)
+                    for block in blocks
+                )
+            )
     per_token = 2 * 2 * 16  # layers, key heads, head width
     assert all(numbers <= 120 * per_token for numbers in allocated)
     assert engine.counters.peak_cache_tokens <= 120
@@ -261,7 +355,10 @@ def test_the_budget_holds_and_rows_wait_for_it(kind):
 def test_what_can_never_fit_is_an_error_with_numbers():
     decoder = make_decoder(tiny_model("qwen3"))
     engine = Engine(decoder, kv_cache_tokens=40)
-    with pytest.raises(ValueError, match=r"30-token prompt with max_tokens=20 takes 49 tokens.*kv_cache_tokens is 40"):
+    with pytest.raises(
+        ValueError,
+        match=r"30-token prompt with max_tokens=20 takes 49 tokens.*kv_cache_tokens is 40",
+    ):
         engine.add(Request(prompt=[1] * 30, params=SamplingParams(max_tokens=20)))
     with pytest.raises(ValueError, match=r"90 tokens and max_tokens=8 exceed the context of 96"):
         Engine(decoder).add(Request(prompt=[1] * 90, params=SamplingParams(max_tokens=8)))
@@ -274,7 +371,9 @@ def test_what_can_never_fit_is_an_error_with_numbers():
 def test_max_tokens_none_goes_up_to_the_context():
     decoder = make_decoder(tiny_model("qwen3"))
     for limit, settings in ((96, {}), (50, {"max_context": 50})):
-        tokens = sample(decoder, random_prompts([11]), params=SamplingParams(stop=[]), **settings)[0][0].tokens
+        tokens = sample(decoder, random_prompts([11]), params=SamplingParams(stop=[]), **settings)[
+            0
+        ][0].tokens
         assert 11 + len(tokens) - 1 == limit  # the last token is never fed
 
 
@@ -286,19 +385,28 @@ def test_logits_that_are_not_numbers_are_an_error(vocab):
         sample(decoder, random_prompts([4]))
 
 
-# ------------------------------------------------------------------------------------------------------------ a GPU
+# -------------------------------------------------------------------------------------------- a GPU
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_the_same_distribution_is_sampled(dtype):
-    """CPU twin: `test_every_logprob_equals_a_plain_forward`. In bf16 the mean difference to float32 is bounded, not each."""
+    """CPU twin: `test_every_logprob_equals_a_plain_forward`. In bf16 the mean difference to float32
+    is bounded, not each.
+    """
     model = tiny_model("qwen3")
     decoder = make_decoder(model, device="cuda", dtype=dtype)
     prompts = random_prompts([5, 17, 2, 30, 9])
     for samples in (1, 3):  # one row a prompt, and shared prompts
         differences = []
-        groups = sample(decoder, prompts, samples, params=SamplingParams(max_tokens=20), eos=range(3, 11), max_rows=5)
+        groups = sample(
+            decoder,
+            prompts,
+            samples,
+            params=SamplingParams(max_tokens=20),
+            eos=range(3, 11),
+            max_rows=5,
+        )
         for prompt, group in zip(prompts, groups, strict=True):
             for sequence in group:
                 exact = reference_logprobs(model, prompt, sequence.tokens)
@@ -307,7 +415,7 @@ def test_on_a_gpu_the_same_distribution_is_sampled(dtype):
         assert joined.max() < 1e-3 if dtype == torch.float32 else joined.mean() < 0.05
 
 
-# -------------------------------------------------------------------------------------------------- prompt logprobs
+# ---------------------------------------------------------------------------------- prompt logprobs
 
 
 @pytest.mark.parametrize("kind", ["fast", "hf"])
@@ -322,15 +430,28 @@ def test_prompt_logprobs_and_score(kind):
     engine.add(Request(prompt=prompts[0], params=SamplingParams(max_tokens=2)))
     *responses, bare = engine.run()
     assert bare.prompt_logprobs is None and bare.topk_prompt_logprobs is None
-    for prompt, response, scored in zip(prompts, responses, score(decoder, prompts, temperature=0.7), strict=True):
+    for prompt, response, scored in zip(
+        prompts, responses, score(decoder, prompts, temperature=0.7), strict=True
+    ):
         assert response.prompt_logprobs is not None and response.topk_prompt_logprobs is not None
-        assert response.prompt_logprobs[0] is None and response.topk_prompt_logprobs[0] is None and scored[0] is None
-        assert len(response.prompt_logprobs) == len(response.topk_prompt_logprobs) == len(scored) == len(prompt)
+        assert (
+            response.prompt_logprobs[0] is None
+            and response.topk_prompt_logprobs[0] is None
+            and scored[0] is None
+        )
+        assert (
+            len(response.prompt_logprobs)
+            == len(response.topk_prompt_logprobs)
+            == len(scored)
+            == len(prompt)
+        )
         if len(prompt) == 1:
             continue
         plain = reference_logprobs(model, prompt[:1], prompt[1:])
         assert (torch.tensor(response.prompt_logprobs[1:]) - plain).abs().max() < 1e-4
-        assert (torch.tensor(scored[1:]) - reference_logprobs(model, prompt[:1], prompt[1:], 0.7)).abs().max() < 1e-4
+        assert (
+            torch.tensor(scored[1:]) - reference_logprobs(model, prompt[:1], prompt[1:], 0.7)
+        ).abs().max() < 1e-4
         with torch.no_grad():
             all_logprobs = model(input_ids=torch.tensor([prompt])).logits[0].log_softmax(-1)
         for position, pairs in enumerate(response.topk_prompt_logprobs[1:]):

@@ -17,14 +17,19 @@ pytestmark = pytest.mark.gpu
 def test_equal_tokens_to_the_path_from_logits(N, D, V):
     """float32, the same numbers; where tokens differ the number lies on their border."""
     g = torch.Generator("cuda").manual_seed(0)
-    x, w = torch.randn(N, D, generator=g, device="cuda"), torch.randn(V, D, generator=g, device="cuda") * 2 / D**0.5
+    x, w = (
+        torch.randn(N, D, generator=g, device="cuda"),
+        torch.randn(V, D, generator=g, device="cuda") * 2 / D**0.5,
+    )
     u = torch.rand(N, generator=g, device="cuda", dtype=torch.float64)
     temperatures = np.where(np.arange(N) % 5 == 3, 0.0, 0.8)
     settings = row_settings(temperatures, np.full(N, -1), np.ones(N), vocab=V, device=x.device)
     z = x.double() @ w.double().t()
     expected = from_logits(z.float(), u, settings)
     greedy = torch.from_numpy(temperatures == 0).cuda()
-    token, logp = draw(x, w, torch.where(greedy, 1.0, torch.from_numpy(temperatures).float().cuda()), u, greedy)
+    token, logp = draw(
+        x, w, torch.where(greedy, 1.0, torch.from_numpy(temperatures).float().cuda()), u, greedy
+    )
     p = (z / torch.where(greedy, 1.0, 0.8)[:, None]).softmax(-1)
     after, mine = p.cumsum(-1).gather(1, token[:, None])[:, 0], p.gather(1, token[:, None])[:, 0]
     drawn, same = ~greedy, token == expected[0]
@@ -36,17 +41,32 @@ def test_equal_tokens_to_the_path_from_logits(N, D, V):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_step_kernels_are_torchs_path(dtype):
     g = torch.Generator().manual_seed(0)
-    x, residual, weight = torch.randn(5, 896, generator=g), torch.randn(5, 896, generator=g), torch.rand(896, generator=g)
+    x, residual, weight = (
+        torch.randn(5, 896, generator=g),
+        torch.randn(5, 896, generator=g),
+        torch.rand(896, generator=g),
+    )
     gate_up, qkv = torch.randn(5, 2 * 4864, generator=g), torch.randn(5, 18, 64, generator=g)
-    norm, rope, kv = torch.rand(2, 64, generator=g) + 0.5, torch.rand(2, 20, 64, generator=g), torch.zeros(2, 9, 16, 2, 64)
-    at = [torch.randint(0, 20, (5,), generator=g), torch.randperm(9, generator=g)[:5], torch.randint(0, 16, (5,), generator=g)]
+    norm, rope, kv = (
+        torch.rand(2, 64, generator=g) + 0.5,
+        torch.rand(2, 20, 64, generator=g),
+        torch.zeros(2, 9, 16, 2, 64),
+    )
+    at = [
+        torch.randint(0, 20, (5,), generator=g),
+        torch.randperm(9, generator=g)[:5],
+        torch.randint(0, 16, (5,), generator=g),
+    ]
     found = []
     for device in ("cpu", "cuda"):
         x2, residual2, weight2, gate2, qkv2, norm2, rope2, kv2 = (
-            t.to(dtype).to(device, copy=True) for t in (x, residual, weight, gate_up, qkv, norm, rope, kv)
+            t.to(dtype).to(device, copy=True)
+            for t in (x, residual, weight, gate_up, qkv, norm, rope, kv)
         )
         normed, gated = step.residual_rms(x2, residual2, weight2, 1e-6), step.silu_mul(gate2)
-        q = step.rope_append(qkv2, norm2, 1e-6, rope2, at[0].to(device), kv2, at[1].to(device), at[2].to(device), 14)
+        q = step.rope_append(
+            qkv2, norm2, 1e-6, rope2, at[0].to(device), kv2, at[1].to(device), at[2].to(device), 14
+        )
         found.append([t.float().cpu() for t in (normed, residual2, gated, q, kv2)])
     for mine, plain in zip(*found, strict=True):
         tolerance = 1e-5 if dtype == torch.float32 else 4e-2
@@ -54,18 +74,29 @@ def test_step_kernels_are_torchs_path(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("heads", [(14, 2, 64), (16, 8, 128), (32, 8, 128), (4, 4, 80), (6, 2, 96), (8, 4, 256), (32, 1, 64)])
+@pytest.mark.parametrize(
+    "heads",
+    [(14, 2, 64), (16, 8, 128), (32, 8, 128), (4, 4, 80), (6, 2, 96), (8, 4, 256), (32, 1, 64)],
+)
 def test_attention_over_pages_is_the_gathered_one(heads, dtype):
-    """By our kernels, and by torch's varlen attention where it knows pages; a row's bits do not hang on its neighbours."""
+    """By our kernels, and by torch's varlen attention where it knows pages; a row's bits do not
+    hang on its neighbours.
+    """
     from kernels import paged_attention as module
 
     given = module.trial_inputs(torch.device("cuda"), dtype, *heads, 256)
     q, kv, table, length, shared = given
-    exact = module.merged(module.read_gathered, q.double(), kv.double(), table, length, shared).float()
-    ways = ["triton"] + ["varlen"] * (module.varlen_has_pages() and dtype != torch.float32 and heads[2] <= 256)
+    exact = module.merged(
+        module.read_gathered, q.double(), kv.double(), table, length, shared
+    ).float()
+    ways = ["triton"] + ["varlen"] * (
+        module.varlen_has_pages() and dtype != torch.float32 and heads[2] <= 256
+    )
     for way in ways:
         found = module._by(way, *given)
-        torch.testing.assert_close(found.float(), exact, atol=1e-4 if dtype == torch.float32 else 2e-2, rtol=0)
+        torch.testing.assert_close(
+            found.float(), exact, atol=1e-4 if dtype == torch.float32 else 2e-2, rtol=0
+        )
         other = torch.randn_like(q).index_copy(0, torch.tensor([4], device="cuda"), q[4:5])
         assert torch.equal(module._by(way, other, kv, table, length, shared)[4], found[4])
     module._tried.cache_clear()
@@ -99,16 +130,36 @@ def test_the_engine_over_pages_samples_what_the_plain_one_does():
     from rl.sampler import Engine, PagedEngine, Request, make_decoder
     from rl.types import SamplingParams
 
-    sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=1000)
+    sizes = dict(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=1000,
+    )
     torch.manual_seed(0)
     decoder = make_decoder(Qwen2ForCausalLM(Qwen2Config(**sizes)).bfloat16().cuda(), kind="fast")
     answers = []
-    for engine in (PagedEngine(decoder, kv_cache_tokens=256 * 12, max_rows=8), Engine(decoder, kv_cache_tokens=100_000)):
+    for engine in (
+        PagedEngine(decoder, kv_cache_tokens=256 * 12, max_rows=8),
+        Engine(decoder, kv_cache_tokens=100_000),
+    ):
         for i in range(3):
-            engine.add(Request(prompt=list(range(1, 300 + i)), num_samples=3, params=SamplingParams(max_tokens=40), problem=i))
+            engine.add(
+                Request(
+                    prompt=list(range(1, 300 + i)),
+                    num_samples=3,
+                    params=SamplingParams(max_tokens=40),
+                    problem=i,
+                )
+            )
         answers.append([s for response in engine.run() for s in response.sequences])
     for mine, plain in zip(*answers, strict=True):
-        same = next((i for i, (a, b) in enumerate(zip(mine.tokens, plain.tokens, strict=True)) if a != b), len(mine.tokens))
+        same = next(
+            (i for i, (a, b) in enumerate(zip(mine.tokens, plain.tokens, strict=True)) if a != b),
+            len(mine.tokens),
+        )
         assert same > 0
         np.testing.assert_allclose(mine.logprobs[:same], plain.logprobs[:same], atol=0.05)
 
@@ -132,7 +183,9 @@ def test_this_device_samples_over_pages_with_graphs():
 
 
 def test_graphs_draw_what_the_same_step_draws_without_one(monkeypatch):
-    """To the bit, for rows that leave one bucket after the other, also after new weights were loaded in place."""
+    """To the bit, for rows that leave one bucket after the other, also after new weights were
+    loaded in place.
+    """
     from rl.sampler import Request, SteppedEngine
     from rl.sampler.step_graphs import Steps, run_step
     from rl.types import SamplingParams
@@ -140,18 +193,31 @@ def test_graphs_draw_what_the_same_step_draws_without_one(monkeypatch):
     def eager(self, rows, width, shared, count):
         self.buffers.at.zero_()
         for _ in range(count):
-            run_step(self.model, self.kv, self.rope, self.buffers, rows, self.pages, shared and rows > 1)
+            run_step(
+                self.model, self.kv, self.rope, self.buffers, rows, self.pages, shared and rows > 1
+            )
 
     decoder, found = small_decoder(), []
-    engines = [SteppedEngine(decoder, (5, 6, 7), kv_cache_tokens=256 * 60, max_rows=24) for _ in range(2)]
+    engines = [
+        SteppedEngine(decoder, (5, 6, 7), kv_cache_tokens=256 * 60, max_rows=24) for _ in range(2)
+    ]
     for change in (1.0, 1.05):
         name = "model.layers.1.mlp.down_proj.weight"
         decoder.load_([(name, decoder.weights.view(name) * change)])
         for engine, run in zip(engines, (Steps.run, eager), strict=True):
             monkeypatch.setattr(Steps, "run", run)
             for i in range(6):
-                engine.add(Request(prompt=list(range(1, 250 + 20 * i)), num_samples=4, params=SamplingParams(max_tokens=60), problem=i))
-            found.append([(s.tokens, s.logprobs) for response in engine.run() for s in response.sequences])
+                engine.add(
+                    Request(
+                        prompt=list(range(1, 250 + 20 * i)),
+                        num_samples=4,
+                        params=SamplingParams(max_tokens=60),
+                        problem=i,
+                    )
+                )
+            found.append(
+                [(s.tokens, s.logprobs) for response in engine.run() for s in response.sequences]
+            )
     assert found[0] == found[1] and found[2] == found[3] and found[0] != found[2]
     assert len(engines[0]._steps._graphs) > 2 and not engines[1]._steps._graphs
 
@@ -177,18 +243,31 @@ def test_steps_between_two_looks_wait_for_nothing():
 
 
 def test_a_second_call_with_new_weights_captures_nothing(monkeypatch):
-    """CPU twin: test_sampler_kept.py. To the bit what an engine draws that captured its graphs for these weights."""
+    """CPU twin: test_sampler_kept.py. To the bit what an engine draws that captured its graphs for
+    these weights.
+    """
     from rl.sampler import Kept, Request, SteppedEngine
     from rl.sampler.step_graphs import Steps
     from rl.types import SamplingParams
 
     captured, capture = [], Steps._capture
-    monkeypatch.setattr(Steps, "_capture", lambda self, rows, shared: captured.append((rows, shared)) or capture(self, rows, shared))
+    monkeypatch.setattr(
+        Steps,
+        "_capture",
+        lambda self, rows, shared: captured.append((rows, shared)) or capture(self, rows, shared),
+    )
 
     def drawn(kept):
         engine = SteppedEngine(decoder, (5, 6, 7), kv_cache_tokens=256 * 60, max_rows=24, kept=kept)
         for i in range(6):
-            engine.add(Request(prompt=list(range(1, 250 + 20 * i)), num_samples=4, params=SamplingParams(max_tokens=60), problem=i))
+            engine.add(
+                Request(
+                    prompt=list(range(1, 250 + 20 * i)),
+                    num_samples=4,
+                    params=SamplingParams(max_tokens=60),
+                    problem=i,
+                )
+            )
         found = [(s.tokens, s.logprobs) for response in engine.run() for s in response.sequences]
         engine.close()
         return found

@@ -1,6 +1,8 @@
-"""What one engine over pages leaves to the next: pages, buffers and graphs, which are captured once and not once a call.
+"""What one engine over pages leaves to the next: pages, buffers and graphs, which are captured once
+and not once a call.
 
-A graph is played here: it remembers the very tensors it was captured with, as a real one remembers addresses.
+A graph is played here: it remembers the very tensors it was captured with, as a real one remembers
+addresses.
 """
 
 from __future__ import annotations
@@ -53,10 +55,18 @@ def captured(monkeypatch):
 
 
 def requests(seed: int = 0, groups: tuple[int, ...] = (4, 1, 3)) -> list[Request]:
-    """Groups and single rows that end one after the other, so that a batch goes down through the buckets."""
+    """Groups and single rows that end one after the other, so that a batch goes down through the
+    buckets.
+    """
     prompts = random_prompts([9, 6, 13][: len(groups)])
     return [
-        Request(prompt=prompt, num_samples=n, problem=i, seed=seed, params=SamplingParams(max_tokens=8 + 9 * i, stop=[5]))
+        Request(
+            prompt=prompt,
+            num_samples=n,
+            problem=i,
+            seed=seed,
+            params=SamplingParams(max_tokens=8 + 9 * i, stop=[5]),
+        )
         for i, (prompt, n) in enumerate(zip(prompts, groups, strict=True))
     ]
 
@@ -75,7 +85,9 @@ def same(found, expected):
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama with adapters"])
 def test_three_calls_with_new_weights_between_capture_once(captured, kind):
-    """The weights go into the buffers in place; each call's tokens are those of an engine made for these weights alone."""
+    """The weights go into the buffers in place; each call's tokens are those of an engine made for
+    these weights alone.
+    """
     name, _, more = kind.partition(" with ")
     model = add_lora(tiny_model(name), LORA) if more else tiny_model(name)
     decoder, between, pages, seen = make_decoder(model, kind="fast"), Kept(), set(), []
@@ -95,8 +107,12 @@ def test_three_calls_with_new_weights_between_capture_once(captured, kind):
 
 
 def test_a_batchs_graphs_are_captured_the_largest_first(captured):
-    """All that it will shrink through at once, so that the smaller ones find their memory in the largest one's pool."""
-    engine = SteppedEngine(make_decoder(tiny_model("qwen3"), kind="fast"), page=4, kv_cache_tokens=400, max_rows=16)
+    """All that it will shrink through at once, so that the smaller ones find their memory in the
+    largest one's pool.
+    """
+    engine = SteppedEngine(
+        make_decoder(tiny_model("qwen3"), kind="fast"), page=4, kv_cache_tokens=400, max_rows=16
+    )
     drawn(engine, requests(groups=(5,)))
     assert [(rows, shared) for _, rows, shared in captured][:3] == [(8, True), (4, True), (2, True)]
     before = len(captured)
@@ -115,28 +131,42 @@ def test_engines_that_leave_nothing_capture_anew(captured):
 
 
 def test_another_decoder_has_graphs_of_its_own_over_the_same_pages(captured):
-    """Two versions that are drawn from in turn, and one stream that goes from one to the other and back."""
+    """Two versions that are drawn from in turn, and one stream that goes from one to the other and
+    back.
+    """
     first = make_decoder(tiny_model("qwen3"), kind="fast")
     second, between = first.fork(), Kept()
     second.load_((name, first.weights.view(name) * 1.2) for name in first.weights.pieces)
     expected = [drawn(Engine(decoder), requests()) for decoder in (first, second)]
     for turn in (0, 1, 0, 1):
-        engine = SteppedEngine((first, second)[turn], page=4, kv_cache_tokens=400, max_rows=16, kept=between)
+        engine = SteppedEngine(
+            (first, second)[turn], page=4, kv_cache_tokens=400, max_rows=16, kept=between
+        )
         same(drawn(engine, requests()), expected[turn])
         engine.close()
     engine = SteppedEngine(first, page=4, kv_cache_tokens=400, max_rows=16, kept=between)
     for turn in (0, 1, 0):
         engine.change_weights((first, second)[turn], turn)
         same(drawn(engine, requests()), expected[turn])
-    assert len(captured) == len(set(captured)) and {which for which, *_ in captured} == {id(first), id(second)}
+    assert len(captured) == len(set(captured)) and {which for which, *_ in captured} == {
+        id(first),
+        id(second),
+    }
 
 
 def test_stops_of_another_engine_are_not_the_next_ones():
-    """The table of stops lies in the buffers that both use; one of more kinds than there is room for needs others."""
+    """The table of stops lies in the buffers that both use; one of more kinds than there is room
+    for needs others.
+    """
     decoder, between = make_decoder(tiny_model("qwen3"), kind="fast"), Kept()
     for stops in ([[5]], [[7, 9], [11]], [[k] for k in range(3, 25)]):
         asked = [
-            Request(prompt=[4, 9, 2], num_samples=2, problem=i, params=SamplingParams(max_tokens=20, stop=stop))
+            Request(
+                prompt=[4, 9, 2],
+                num_samples=2,
+                problem=i,
+                params=SamplingParams(max_tokens=20, stop=stop),
+            )
             for i, stop in enumerate(stops)
         ]
         engine = SteppedEngine(decoder, page=4, kv_cache_tokens=4000, max_rows=64, kept=between)
@@ -176,7 +206,9 @@ def test_one_pool_lies_idle_at_most_and_gives_way_before_another_is_made(monkeyp
         engine.close()  # twice is once
         del engine
     assert alive == [0, 0, 0]
-    with_one, two = (SteppedEngine(decoder, page=4, kv_cache_tokens=400, kept=between) for _ in range(2))
+    with_one, two = (
+        SteppedEngine(decoder, page=4, kv_cache_tokens=400, kept=between) for _ in range(2)
+    )
     assert with_one._state.kv[0] is not two._state.kv[0]
     with_one.close()
     with pytest.raises(IndexError):
@@ -184,7 +216,9 @@ def test_one_pool_lies_idle_at_most_and_gives_way_before_another_is_made(monkeyp
 
 
 def test_a_learner_gets_the_memory_until_it_has_left_room():
-    """`room` is asked for what lies there beyond the most that was ever taken: nothing once it lay there through an update."""
+    """`room` is asked for what lies there beyond the most that was ever taken: nothing once it lay
+    there through an update.
+    """
     decoder, asked, answer = make_decoder(tiny_model("qwen3"), kind="fast"), [], True
 
     def room(device, size):
@@ -218,20 +252,30 @@ def test_room_is_what_this_process_may_have_less_the_most_it_took(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 80))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 40)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 35)
-    assert kept.leaves_room(torch.device("cuda"), 24) and not kept.leaves_room(torch.device("cuda"), 25)
+    assert kept.leaves_room(torch.device("cuda"), 24) and not kept.leaves_room(
+        torch.device("cuda"), 25
+    )
 
 
 def sums(seed: int = 0) -> list[Request]:
     """As `requests`, of words and lengths that the smallest model knows."""
     return [
-        Request(prompt=[3 + i, 4, 12], num_samples=n, problem=i, seed=seed, params=SamplingParams(max_tokens=4 + 2 * i, stop=[5]))
+        Request(
+            prompt=[3 + i, 4, 12],
+            num_samples=n,
+            problem=i,
+            seed=seed,
+            params=SamplingParams(max_tokens=4 + 2 * i, stop=[5]),
+        )
         for i, n in enumerate((4, 1, 3))
     ]
 
 
 @pytest.fixture
 def worker():
-    made = Worker(WorkerSettings(sampler=SamplerSettings(cache="paged", kv_cache_tokens=1024, max_rows=16)))
+    made = Worker(
+        WorkerSettings(sampler=SamplerSettings(cache="paged", kv_cache_tokens=1024, max_rows=16))
+    )
     made.create_model(0, ModelSpec("tiny:addition", seed=1), None, False)
     yield made
     made.forget_all()
@@ -243,19 +287,25 @@ def learn(worker):
 
 
 def test_a_rank_keeps_them_over_its_verbs(captured, worker):
-    """Sample, update, hand over, three times: with room for both the second and third time capture nothing."""
+    """Sample, update, hand over, three times: with room for both the second and third time capture
+    nothing.
+    """
     worker.kept._room = lambda device, size: True
     counts, tokens = [], []
     for version in range(4):
         worker.snapshot(0, version)
         responses, _ = worker.sample(version, sums(version))
         tokens.append([s.tokens for i in sorted(responses) for s in responses[i].sequences])
-        plain = drawn(Engine(worker.versions[version].decoder, worker.versions[version].loaded.eos_token_ids), sums(version))
+        plain = drawn(
+            Engine(worker.versions[version].decoder, worker.versions[version].loaded.eos_token_ids),
+            sums(version),
+        )
         assert tokens[-1] == [one for one, _ in plain]
         counts.append(len(captured))
         learn(worker)
         worker.forget_version(version)
-    assert counts[0] > 0 and counts[1] == 2 * counts[0]  # the first update is made with nothing lying there
+    # the first update is made with nothing lying there
+    assert counts[0] > 0 and counts[1] == 2 * counts[0]
     assert counts[3] == counts[2] == counts[1]
 
 
@@ -273,7 +323,9 @@ def test_on_a_host_a_learner_finds_what_it_found_before(worker):
 def test_a_call_that_failed_leaves_nothing(worker):
     """What lies in its pages may be no numbers, and they would be another's padding."""
     worker.snapshot(0, 0)
-    name = next(name for name in worker.versions[0].decoder.weights.pieces if name.endswith("norm.weight"))
+    name = next(
+        name for name in worker.versions[0].decoder.weights.pieces if name.endswith("norm.weight")
+    )
     worker.versions[0].decoder.weights.view(name).fill_(torch.nan)
     with pytest.raises(FloatingPointError, match="diverged"):
         worker.sample(0, sums())
@@ -293,10 +345,14 @@ def test_a_stream_that_is_closed_or_begun_anew_gives_its_pages_on(worker):
 
 @pytest.mark.parametrize("left", ["closed", "begun anew"])
 def test_a_stream_of_weights_that_diverged_leaves_nothing_to_those_that_have_not(worker, left):
-    """Its pages hold what is no number; rows that come after end in pages of which they fill a part."""
+    """Its pages hold what is no number; rows that come after end in pages of which they fill a
+    part.
+    """
     worker.snapshot(0, 0)
     worker.snapshot(0, 1)
-    name = next(name for name in worker.versions[0].decoder.weights.pieces if name.endswith("norm.weight"))
+    name = next(
+        name for name in worker.versions[0].decoder.weights.pieces if name.endswith("norm.weight")
+    )
     worker.versions[0].decoder.weights.view(name).fill_(torch.nan)
     asked = [(ticket, 0, request) for ticket, request in enumerate(sums())]
     with pytest.raises(FloatingPointError, match="diverged"):
@@ -308,8 +364,12 @@ def test_a_stream_of_weights_that_diverged_leaves_nothing_to_those_that_have_not
         worker.streams[7].anew(lambda: Engine(worker.versions[1].decoder, ()))
     assert worker.kept._idle is None
     responses, _ = worker.sample(1, sums())
-    plain = drawn(Engine(worker.versions[1].decoder, worker.versions[1].loaded.eos_token_ids), sums())
-    assert [s.tokens for i in sorted(responses) for s in responses[i].sequences] == [one for one, _ in plain]
+    plain = drawn(
+        Engine(worker.versions[1].decoder, worker.versions[1].loaded.eos_token_ids), sums()
+    )
+    assert [s.tokens for i in sorted(responses) for s in responses[i].sequences] == [
+        one for one, _ in plain
+    ]
     assert not bad.kv[0].isfinite().all()
 
 
@@ -322,7 +382,9 @@ def test_what_lies_behind_a_rows_last_position_is_not_seen_whatever_it_is():
 
 
 def test_what_another_learner_takes_is_seen_anew(worker):
-    """Also of one that did not get the memory it asked for: that is not part of the most that was ever taken."""
+    """Also of one that did not get the memory it asked for: that is not part of the most that was
+    ever taken.
+    """
     worker.kept._room = lambda device, size: True
     learn(worker)
     worker.snapshot(0, 0)

@@ -1,4 +1,6 @@
-"""Rows of several adapters in one batch: each sample is what its model draws alone, whoever is beside it, enters, leaves or fails."""
+"""Rows of several adapters in one batch: each sample is what its model draws alone, whoever is
+beside it, enters, leaves or fails.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,19 @@ ADAPTERS: list[dict[str, Any]] = [
 
 @functools.cache
 def family(kind: str, count: int = 4) -> tuple[FastDecoder, list[FastDecoder]]:
-    """A base, and decoders of random adapters that share its memory; to be forked before they are changed."""
+    """A base, and decoders of random adapters that share its memory; to be forked before they are
+    changed.
+    """
     base = make_decoder(tiny_model(kind), kind="fast")
     decoders = []
     for i, one in enumerate(ADAPTERS[:count]):
         torch.manual_seed(i)
         settings = {name: value for name, value in one.items() if name != "targets"}
-        decoders.append(make_decoder(add_lora(tiny_model(kind), one["targets"], **settings), kind="fast", base=base))
+        decoders.append(
+            make_decoder(
+                add_lora(tiny_model(kind), one["targets"], **settings), kind="fast", base=base
+            )
+        )
     assert all(decoder.base is base for decoder in decoders)
     return base, decoders
 
@@ -56,14 +64,18 @@ def check(response: Any, expected: Any) -> None:
     for got, wanted in zip(response.sequences, expected.sequences, strict=True):
         np.testing.assert_allclose(got.logprobs, wanted.logprobs, atol=1e-5)
     if expected.prompt_logprobs is not None:
-        np.testing.assert_allclose(response.prompt_logprobs[1:], expected.prompt_logprobs[1:], atol=1e-5)
+        np.testing.assert_allclose(
+            response.prompt_logprobs[1:], expected.prompt_logprobs[1:], atol=1e-5
+        )
 
 
 def test_adapters_hold_nothing_of_the_base_but_themselves():
     base, decoders = family("qwen3")
     held = {buffer.data_ptr() for buffer in base.weights.buffers.values()}
     for decoder in decoders:
-        own = {key for key, buffer in decoder.weights.buffers.items() if buffer.data_ptr() not in held}
+        own = {
+            key for key, buffer in decoder.weights.buffers.items() if buffer.data_ptr() not in held
+        }
         assert own and all("lora" in key for key in own)
         with pytest.raises(ValueError, match=r"frozen and shared"):
             decoder.load_([("base_model.model.model.norm.weight", torch.full((32,), 9.0))])
@@ -77,7 +89,9 @@ def test_weights_that_are_not_the_bases_are_not_shared():
     with torch.no_grad():
         other.model.norm.weight.add_(1e-3)
     decoder = make_decoder(add_lora(other, ALL), kind="fast", base=base)
-    assert decoder.base is None and decoder.weights.buffers["norm"] is not base.weights.buffers["norm"]
+    assert (
+        decoder.base is None and decoder.weights.buffers["norm"] is not base.weights.buffers["norm"]
+    )
     with pytest.raises(UserError, match=r"another base"):
         MixedDecoder(base).put(1, decoder, 0)
 
@@ -91,8 +105,11 @@ def test_each_model_draws_in_a_mixed_batch_what_it_draws_alone(kind, kernels, mo
     engine = mixed(base, decoders, max_rows=9)
     prompts = random_prompts([5, 17, 9, 5, 12, 3, 30, 8, 11, 2])
     requests = []
-    for i, prompt in enumerate([*prompts, prompts[1], prompts[1]]):  # the same prompt for several models is read by each
-        params = SamplingParams(max_tokens=4 + i, temperature=0.9 if i % 3 else 0.0, top_p=0.8 if i % 4 == 1 else 1.0)
+    # the same prompt for several models is read by each
+    for i, prompt in enumerate([*prompts, prompts[1], prompts[1]]):
+        params = SamplingParams(
+            max_tokens=4 + i, temperature=0.9 if i % 3 else 0.0, top_p=0.8 if i % 4 == 1 else 1.0
+        )
         requests.append(Request(prompt=prompt, params=params, num_samples=1 + i % 3, seed=3, problem=i, weights=i % 5,
                                 include_prompt_logprobs=i % 2 == 0))  # fmt: skip
         engine.add(requests[-1])
@@ -104,10 +121,17 @@ def test_each_model_draws_in_a_mixed_batch_what_it_draws_alone(kind, kernels, mo
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_workloads(seed):
-    """Requests come at any step, some go, conversations go on from the cache, and models get other weights while others are drawn from."""
+    """Requests come at any step, some go, conversations go on from the cache, and models get other
+    weights while others are drawn from.
+    """
     rng = np.random.default_rng(seed)
     base, decoders = family(["qwen3", "llama"][seed % 2])
-    engine = mixed(base, decoders, max_rows=int(rng.integers(3, 12)), kv_cache_tokens=int(rng.integers(300, 1500)))
+    engine = mixed(
+        base,
+        decoders,
+        max_rows=int(rng.integers(3, 12)),
+        kv_cache_tokens=int(rng.integers(300, 1500)),
+    )
     known = dict(enumerate([base, *decoders]))
     newest = dict(enumerate(known))  # a model's newest number
     asked: dict[int, Request] = {}
@@ -120,7 +144,9 @@ def test_random_workloads(seed):
             prompt = rng.integers(0, 41, int(rng.integers(1, 20))).tolist()
             if name is not None and (name, newest[model]) in talks:
                 prompt = [*talks.pop((name, newest[model])), *prompt[:4]]
-            params = SamplingParams(max_tokens=int(rng.integers(1, 12)), temperature=float(rng.choice([0.0, 0.7, 1.0])))
+            params = SamplingParams(
+                max_tokens=int(rng.integers(1, 12)), temperature=float(rng.choice([0.0, 0.7, 1.0]))
+            )
             request = Request(prompt=prompt[-60:] if name is None else prompt[:60], params=params, seed=seed, problem=len(asked),
                               num_samples=1 if name else int(rng.integers(1, 4)), conversation=name, weights=newest[model])  # fmt: skip
             asked[engine.add(request)] = request
@@ -131,7 +157,13 @@ def test_random_workloads(seed):
             model, number = int(rng.integers(1, 5)), len(known)
             changed = known[newest[model]].fork()
             pieces = changed.weights.pieces.items()
-            changed.load_([(name, torch.randn(changed.weights.view(name).shape) * 0.2) for name, p in pieces if p.trainable])
+            changed.load_(
+                [
+                    (name, torch.randn(changed.weights.view(name).shape) * 0.2)
+                    for name, p in pieces
+                    if p.trainable
+                ]
+            )
             known[number] = changed
             engine.decoder.put(number, changed, 10 + number)
             newest[model] = number
@@ -140,18 +172,25 @@ def test_random_workloads(seed):
             answers[done.request_id] = done.response
             request = asked[done.request_id]
             if request.conversation is not None:
-                talks[request.conversation, request.weights] = [*request.prompt, *done.response.sequences[0].tokens]
+                talks[request.conversation, request.weights] = [
+                    *request.prompt,
+                    *done.response.sequences[0].tokens,
+                ]
     while engine.busy:
         answers |= {done.request_id: done.response for done in engine.step()}
     assert answers.keys() == asked.keys() - dropped and len(answers) > 15
     for number, response in answers.items():
         check(response, alone(known[asked[number].weights], asked[number]))
     told = {s.version - 10 for response in answers.values() for s in response.sequences}
-    assert told == {asked[number].weights for number in answers} and max(told) > 4, "no changed weights were drawn from"
+    assert told == {asked[number].weights for number in answers} and max(told) > 4, (
+        "no changed weights were drawn from"
+    )
 
 
 @pytest.mark.parametrize("kernels, samples", [(True, 2), (False, 2), (False, 1)])
-def test_one_whose_weights_give_no_numbers_fails_alone_and_leaves_nothing_behind(kernels, samples, monkeypatch):
+def test_one_whose_weights_give_no_numbers_fails_alone_and_leaves_nothing_behind(
+    kernels, samples, monkeypatch
+):
     if not kernels:
         monkeypatch.setattr("rl.sampler.cpu_kernels.load", lambda: None)
     base, decoders = family("qwen3")
@@ -160,11 +199,18 @@ def test_one_whose_weights_give_no_numbers_fails_alone_and_leaves_nothing_behind
         if piece.trainable and "layers.0.self_attn.v_proj" in name:
             decoders[0].weights.view(name).fill_(float("nan"))
     engine = mixed(base, decoders, max_rows=4)
-    prompts = random_prompts([20, 5, 19, 7, 20, 5, 18, 9, 20, 6, 20, 8])  # the broken one's are long: what they leave is not overwritten
+    # the broken one's are long: what they leave is not overwritten
+    prompts = random_prompts([20, 5, 19, 7, 20, 5, 18, 9, 20, 6, 20, 8])
     params = SamplingParams(max_tokens=10)
     requests = {}
     for i, prompt in enumerate(prompts):  # they enter again and again, and others take their places
-        request = Request(prompt=prompt, params=params, num_samples=samples, problem=i, weights=(1, 0, 1, 2)[i % 4])
+        request = Request(
+            prompt=prompt,
+            params=params,
+            num_samples=samples,
+            problem=i,
+            weights=(1, 0, 1, 2)[i % 4],
+        )
         requests[engine.add(request)] = request
     found = {}
     while engine.busy:

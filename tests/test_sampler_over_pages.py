@@ -1,4 +1,6 @@
-"""Every test of the engine, of conversations and of streams once more, with the cache in pages wherever the fast decoder decodes."""
+"""Every test of the engine, of conversations and of streams once more, with the cache in pages
+wherever the fast decoder decodes.
+"""
 
 import pytest
 import test_sample_stream as streams
@@ -11,8 +13,12 @@ from rl.sampler import Engine, PagedEngine, Request, SteppedEngine, make_decoder
 from rl.sampler.decoder_fast import FastDecoder
 from rl.types import SamplingParams
 
-# These look at rectangles, or at positions that are no whole pages; in pages the budget is test_sampler_paged.py's.
-OTHER = {"test_the_budget_holds_and_rows_wait_for_it", "test_what_can_never_fit_is_an_error_with_numbers"}
+# These look at rectangles, or at positions that are no whole pages; in pages the budget is
+# test_sampler_paged.py's.
+OTHER = {
+    "test_the_budget_holds_and_rows_wait_for_it",
+    "test_what_can_never_fit_is_an_error_with_numbers",
+}
 PAGE = 4
 made = []
 
@@ -24,9 +30,13 @@ def pages(monkeypatch, request):
 
     def over_pages(decoder, *args, **settings):
         if type(decoder) is not FastDecoder:
-            settings = {name: value for name, value in settings.items() if name not in ("kept", "sizes")}
+            settings = {
+                name: value for name, value in settings.items() if name not in ("kept", "sizes")
+            }
             return Engine(decoder, *args, **settings)
-        kind, more = (SteppedEngine, {"look": 3}) if request.param == "stepped" else (PagedEngine, {})
+        kind, more = (
+            (SteppedEngine, {"look": 3}) if request.param == "stepped" else (PagedEngine, {})
+        )
         made.append(kind(decoder, *args, page=PAGE, **settings, **more))
         return made[-1]
 
@@ -34,7 +44,9 @@ def pages(monkeypatch, request):
         pytest.skip("the generic decoder keeps no pages")
     for module in (engine, streams):
         monkeypatch.setattr(module, "Engine", over_pages)
-    monkeypatch.setattr(versions, "make_engine", lambda decoder, cache, **settings: over_pages(decoder, **settings))
+    monkeypatch.setattr(
+        versions, "make_engine", lambda decoder, cache, **settings: over_pages(decoder, **settings)
+    )
     yield
     for one in made:  # nothing stays behind but what conversations keep
         tables = one._state.tables
@@ -45,7 +57,11 @@ def pages(monkeypatch, request):
 
 
 def _of(module):
-    return {name: test for name, test in vars(module).items() if name.startswith("test_") and name not in OTHER}
+    return {
+        name: test
+        for name, test in vars(module).items()
+        if name.startswith("test_") and name not in OTHER
+    }
 
 
 assert not _of(engine).keys() & _of(streams).keys()
@@ -54,5 +70,8 @@ globals().update(_of(engine) | _of(streams))
 
 def test_what_can_never_fit_in_whole_pages_is_an_error_with_numbers():
     paged = PagedEngine(make_decoder(tiny_model("qwen3")), kv_cache_tokens=51, page=PAGE)
-    with pytest.raises(ValueError, match=r"30-token prompt with max_tokens=20 takes 52 tokens.*kv_cache_tokens is 51"):
+    with pytest.raises(
+        ValueError,
+        match=r"30-token prompt with max_tokens=20 takes 52 tokens.*kv_cache_tokens is 51",
+    ):
         paged.add(Request(prompt=[1] * 30, params=SamplingParams(max_tokens=20)))

@@ -1,4 +1,6 @@
-"""Matrices in a second layout: the products are those of float64, and no layout outlives the numbers that it was made of."""
+"""Matrices in a second layout: the products are those of float64, and no layout outlives the
+numbers that it was made of.
+"""
 
 from dataclasses import replace
 from importlib import import_module
@@ -10,8 +12,12 @@ from sampler_models import add_lora, one_thread, random_prompts, reference_logpr
 from rl.sampler import Engine, Request, make_decoder, packed
 from rl.types import SamplingParams
 
-pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
-WIDE = dict(hidden_size=256, intermediate_size=512, head_dim=32, vocab_size=2000, num_hidden_layers=1)
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"
+)
+WIDE = dict(
+    hidden_size=256, intermediate_size=512, head_dim=32, vocab_size=2000, num_hidden_layers=1
+)
 
 
 def wide(kind="qwen3"):
@@ -41,10 +47,17 @@ def test_products_are_float64s(rows, biased):
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
 def test_a_wide_model_samples_what_transformers_scores(kind, monkeypatch):
     calls, product = [], packed.product
-    monkeypatch.setattr(packed, "product", lambda *given: calls.append(product(*given)) or calls[-1])
+    monkeypatch.setattr(
+        packed, "product", lambda *given: calls.append(product(*given)) or calls[-1]
+    )
     model = wide(kind)
     for tokens, logprobs in answer(make_decoder(model, kind="fast")):
-        torch.testing.assert_close(torch.tensor(logprobs), reference_logprobs(model, [4, 9, 2], tokens).float(), atol=2e-4, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(logprobs),
+            reference_logprobs(model, [4, 9, 2], tokens).float(),
+            atol=2e-4,
+            rtol=0,
+        )
     assert calls
 
 
@@ -62,7 +75,9 @@ def test_weights_that_are_loaded_in_place_are_the_next_products():
 
 
 def test_forks_share_the_layout_of_what_they_share():
-    """An adapter's versions stand on one base: each has its own adapters, and the base's matrices are there once more, not once each."""
+    """An adapter's versions stand on one base: each has its own adapters, and the base's matrices
+    are there once more, not once each.
+    """
     decoder = make_decoder(add_lora(wide(), ["q_proj", "down_proj"]), kind="fast")
     answer(decoder)
     held = len(packed._made)
@@ -90,9 +105,16 @@ def test_the_plan_counts_what_is_held_twice():
 
     model = wide()
     c = model.config
-    sizes = dict(hidden=c.hidden_size, heads=c.num_attention_heads, key_heads=c.num_key_value_heads, head_width=c.head_dim)
+    sizes = dict(
+        hidden=c.hidden_size,
+        heads=c.num_attention_heads,
+        key_heads=c.num_key_value_heads,
+        head_width=c.head_dim,
+    )
     sizes |= dict(layers=c.num_hidden_layers, mlp=c.intermediate_size, vocab=c.vocab_size)
-    nothing = dict(parameters=0, trainable=0, adapters=0, small=0, largest=0, max_context=None, windowed=False)
+    nothing = dict(
+        parameters=0, trainable=0, adapters=0, small=0, largest=0, max_context=None, windowed=False
+    )
     shape = plan.ModelShape(name="x", fast=True, **sizes, **nothing)
     decoder = make_decoder(model, kind="fast")
     held = sum(one.weight.nbytes for layer in decoder.layers for one in (layer.qkv, layer.out, layer.gate_up, layer.down, decoder.head)
@@ -100,5 +122,9 @@ def test_the_plan_counts_what_is_held_twice():
     launch = plan.Launch(cuda=False, bf16=False, world=1, per_node=1, zero=None, fsdp=False)
     assert held > 0 and plan.packed_copy(shape, launch) == held
     assert (plan.PACKED_LEAST, plan.PACKED_MOST) == (packed.LEAST, packed.MOST)
-    assert plan.packed_copy(shape, replace(launch, bf16=True)) == plan.packed_copy(shape, replace(launch, cuda=True)) == 0
+    assert (
+        plan.packed_copy(shape, replace(launch, bf16=True))
+        == plan.packed_copy(shape, replace(launch, cuda=True))
+        == 0
+    )
     assert plan.packed_copy(replace(shape, layers=2000), launch) == 0

@@ -1,4 +1,6 @@
-"""The cache in pages: the tables by themselves, its attention against one softmax over everything, and the engine against the plain one."""
+"""The cache in pages: the tables by themselves, its attention against one softmax over everything,
+and the engine against the plain one.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,15 @@ from rl.types import SamplingParams
 
 
 def check(tables: Tables) -> None:
-    """Every page is counted by who holds it, and no more than 1.1 times the tokens and a page a row are held.
+    """Every page is counted by who holds it, and no more than 1.1 times the tokens and a page a row
+    are held.
 
     A prompt that waits for rows counts as one.
     """
     held = [0] * len(tables.pool.held)
-    for page in itertools.chain(*(row.pages for row in tables.rows), *(prompt.pages for prompt in tables.prompts)):
+    for page in itertools.chain(
+        *(row.pages for row in tables.rows), *(prompt.pages for prompt in tables.prompts)
+    ):
         held[page] += 1
     assert held == tables.pool.held
     assert tables.pool.free == held.count(0)
@@ -35,8 +40,10 @@ def check(tables: Tables) -> None:
 
 @pytest.mark.parametrize("size", [1, 4, 7, 256])
 def test_a_thousand_random_workloads_leak_no_page(size):
-    """Admission, sharing, copies at the first write, rows that end, wait and come back, in any order. What each row would read is
-    what was written for it. Rows grow by a token at a time, and over large pages by as many as come between two looks and more."""
+    """Admission, sharing, copies at the first write, rows that end, wait and come back, in any
+    order. What each row would read is what was written for it. Rows grow by a token at a time, and
+    over large pages by as many as come between two looks and more.
+    """
     rng = np.random.default_rng(size)
     for _ in range(1000 // 4):
         tables = Tables(int(rng.integers(8, 40)), size)
@@ -104,7 +111,9 @@ def perturbed_decoder():
     model = load_model("tiny:addition", seed=0).model
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+            parameter.add_(
+                0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            )
     return make_decoder(model, kind="fast")
 
 
@@ -139,7 +148,12 @@ def same_samples(decoder, seeds: range) -> int:
         rng = np.random.default_rng(seed)
         requests, page = workload(rng), int(rng.choice([2, 4, 8]))
         most = max(-(-(len(r.prompt) + r.params.max_tokens) // page) for r in requests)
-        paged = PagedEngine(decoder, kv_cache_tokens=page * (most + int(rng.integers(0, 8))), max_rows=int(rng.integers(1, 12)), page=page)
+        paged = PagedEngine(
+            decoder,
+            kv_cache_tokens=page * (most + int(rng.integers(0, 8))),
+            max_rows=int(rng.integers(1, 12)),
+            page=page,
+        )
         found = answers(paged, requests)
         expected = answers(Engine(decoder, kv_cache_tokens=100_000, max_rows=64), requests)
         for mine, plain in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):

@@ -1,4 +1,6 @@
-"""What every path to a sample keeps: all ends of sequence that a model names, and random streams that know who a sample is."""
+"""What every path to a sample keeps: all ends of sequence that a model names, and random streams
+that know who a sample is.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from rl.sampler import Request
 from rl.seeds import derive_seed
 from rl.types import ModelInput, Problem, SamplingParams
 
-ENDS = {1: "the tokenizer", 4: "the model's config", 6: "the generation config", 8: "the generation config"}
+ENDS = {
+    1: "the tokenizer",
+    4: "the model's config",
+    6: "the generation config",
+    8: "the generation config",
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +40,17 @@ def folder(tmp_path_factory):
 
 
 def check_ends(client) -> None:
-    """Each of them ends samples, with the reason "stop", and none stands inside one; also where a stop of the caller's is given."""
+    """Each of them ends samples, with the reason "stop", and none stands inside one; also where a
+    stop of the caller's is given.
+    """
     for stop in (None, [12]):
-        response = client.sample(ModelInput.from_ints([3, 5]), 128, SamplingParams(max_tokens=40, stop=stop, seed=1)).result()
+        response = client.sample(
+            ModelInput.from_ints([3, 5]), 128, SamplingParams(max_tokens=40, stop=stop, seed=1)
+        ).result()
         ends, given = set(ENDS), set(stop or [])
-        assert ends | given <= {s.tokens[-1] for s in response.sequences if s.stop_reason == "stop"}, ENDS
+        assert ends | given <= {
+            s.tokens[-1] for s in response.sequences if s.stop_reason == "stop"
+        }, ENDS
         for sequence in response.sequences:
             assert not (ends | given) & set(sequence.tokens[:-1])
             assert (sequence.stop_reason == "stop") == (sequence.tokens[-1] in ends | given)
@@ -56,7 +69,7 @@ def test_every_end_of_sequence_ends_a_sample_on_every_path(folder, tmp_path):
             check_ends(service.create_sampling_client(model_path=state))
 
 
-# ---------------------------------------------------------------------------------------------------- random streams
+# ----------------------------------------------------------------------------------- random streams
 
 
 class SameAgain(Env):
@@ -90,12 +103,21 @@ def test_each_turn_of_an_episode_has_a_random_stream_of_its_own(tmp_path):
     with ServiceClient(output_dir=tmp_path, seed=1) as service:
         sampler = service.create_sampling_client(base_model="tiny:addition")
         (group,) = rollout([Questions(5, 4, 3)], sampler, params, seed=9).groups
-        said = [[turn.ac.tokens for turn in episode.transitions] for episode in group.trajectories_G]
-        assert len({tuple(tokens) for episode in said for tokens in episode}) == 12  # one prompt, twelve different answers
+        said = [
+            [turn.ac.tokens for turn in episode.transitions] for episode in group.trajectories_G
+        ]
+        # one prompt, twelve different answers
+        assert len({tuple(tokens) for episode in said for tokens in episode}) == 12
         for turn in range(3):  # and which: by name, not by what was drawn before
             for member in range(4):
                 plain = SamplingParams(max_tokens=6, stop=[])
-                request = Request(prompt=[3, 4, 12], params=plain, seed=derive_seed(9, turn), problem=5, first_index=member)
+                request = Request(
+                    prompt=[3, 4, 12],
+                    params=plain,
+                    seed=derive_seed(9, turn),
+                    problem=5,
+                    first_index=member,
+                )
                 (response,), _ = sampler.sample_many([request]).result()
                 assert response.sequences[0].tokens == said[member][turn]
 
@@ -111,12 +133,23 @@ class Digits:
 
 
 def test_a_teachers_answers_do_not_depend_on_the_batch_around_them(tmp_path):
-    rows = [Problem([{"role": "user", "content": str(i)}], tag=tag, index=i) for i in range(3) for tag in ("sums", "words")]
-    method = Distill(DistillSettings(distillation=DistillationSettings(teacher=("t",), learn_from="teacher", group_size=3)))
+    rows = [
+        Problem([{"role": "user", "content": str(i)}], tag=tag, index=i)
+        for i in range(3)
+        for tag in ("sums", "words")
+    ]
+    method = Distill(
+        DistillSettings(
+            distillation=DistillationSettings(teacher=("t",), learn_from="teacher", group_size=3)
+        )
+    )
 
     def answers(teacher, chosen, seed=7):
         datums = method._sampled(chosen, Digits(), teacher, seed)
-        return [[d.loss_fn_inputs["target_tokens"].array.tolist() for d in datums[i : i + 3]] for i in range(0, len(datums), 3)]
+        return [
+            [d.loss_fn_inputs["target_tokens"].array.tolist() for d in datums[i : i + 3]]
+            for i in range(0, len(datums), 3)
+        ]
 
     with ServiceClient(output_dir=tmp_path, seed=1) as service:
         teacher = service.create_sampling_client(base_model="tiny:addition")
@@ -130,11 +163,19 @@ def test_a_teachers_answers_do_not_depend_on_the_batch_around_them(tmp_path):
 
 
 def test_samples_do_not_depend_on_the_number_of_ranks(monkeypatch):
-    """The sampling verb of each rank of two, one after the other in this process, against that of one."""
+    """The sampling verb of each rank of two, one after the other in this process, against that of
+    one.
+    """
     worker = Worker(WorkerSettings())
     worker.load_sampler(1, None, "tiny:addition")
     requests = [
-        Request(prompt=prompt, num_samples=1 + i % 3, params=SamplingParams(max_tokens=5 + i), seed=3, problem=i)
+        Request(
+            prompt=prompt,
+            num_samples=1 + i % 3,
+            params=SamplingParams(max_tokens=5 + i),
+            seed=3,
+            problem=i,
+        )
         for i, prompt in enumerate(random_prompts([3, 9, 4, 12, 5, 7, 3], 14))
     ]
     alone, _ = worker.merge("sample", [worker.sample(1, requests)])

@@ -1,4 +1,6 @@
-"""The generic decoder over many architectures: every logprob is that of the finished sequence alone, or the model is refused by name."""
+"""The generic decoder over many architectures: every logprob is that of the finished sequence
+alone, or the model is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,20 @@ def decoder_of(model, **how):
 
 
 def check_sampled(decoder, model, bound: float = 1e-4) -> None:
-    """Ragged prompts in groups, few rows at once (so that rows enter late and leave early): the reference is one plain forward."""
+    """Ragged prompts in groups, few rows at once (so that rows enter late and leave early): the
+    reference is one plain forward.
+    """
     engine = Engine(decoder, eos_token_ids=(1,), max_rows=5)
     prompts = random_prompts([9, 3, 21, 9], VOCAB)
     for problem, (prompt, samples) in enumerate(zip(prompts, (2, 3, 2, 1), strict=True)):
-        engine.add(Request(prompt=prompt, num_samples=samples, params=SamplingParams(max_tokens=5 + 3 * problem), problem=problem))
+        engine.add(
+            Request(
+                prompt=prompt,
+                num_samples=samples,
+                params=SamplingParams(max_tokens=5 + 3 * problem),
+                problem=problem,
+            )
+        )
     worst = 0.0
     for prompt, response in zip(prompts, engine.run(), strict=True):
         for sequence in response.sequences:
@@ -47,7 +58,14 @@ def check_scored(decoder, model, bound: float = 1e-4) -> None:
         assert found[0] is None and float((torch.tensor(found[1:]) - expected).abs().max()) < bound
 
 
-@pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in POPULATION if "longrope" not in k])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        k if k in QUICK else pytest.param(k, marks=pytest.mark.slow)
+        for k in POPULATION
+        if "longrope" not in k
+    ],
+)
 def test_sampled_and_scored_logprobs_are_those_of_the_sequence_alone(kind):
     model = build(kind)
     decoder = decoder_of(model)
@@ -58,9 +76,14 @@ def test_sampled_and_scored_logprobs_are_those_of_the_sequence_alone(kind):
 
 @pytest.mark.parametrize("kind", QUICK)
 def test_rows_that_leave_one_by_one_leave_the_others_as_they_were(kind):
-    """Many samples of one prompt, which end at random; the last rows take the places of those that left."""
+    """Many samples of one prompt, which end at random; the last rows take the places of those that
+    left.
+    """
     model = build(kind)
-    engine, (prompt,) = Engine(decoder_of(model), eos_token_ids=range(1, 8)), random_prompts([6], VOCAB)
+    engine, (prompt,) = (
+        Engine(decoder_of(model), eos_token_ids=range(1, 8)),
+        random_prompts([6], VOCAB),
+    )
     engine.add(Request(prompt=prompt, num_samples=14, params=SamplingParams(max_tokens=12)))
     (response,) = engine.run()
     assert len({len(sequence.tokens) for sequence in response.sequences}) >= 4
@@ -69,7 +92,7 @@ def test_rows_that_leave_one_by_one_leave_the_others_as_they_were(kind):
         assert float((torch.tensor(sequence.logprobs) - expected).abs().max()) < 1e-4
 
 
-# -------------------------------------------------------------------------------------------- what cannot be exact
+# ----------------------------------------------------------------------------- what cannot be exact
 
 
 @pytest.mark.parametrize("kind", ["xlnet", "bert"])
@@ -87,7 +110,9 @@ def test_recomputing_is_said_and_a_cache_is_not():
 
 
 class Leaky(torch.nn.Module):
-    """Adds a trace of the batch's mean to every row: what a layer that forgets whose tokens it reads does."""
+    """Adds a trace of the batch's mean to every row: what a layer that forgets whose tokens it
+    reads does.
+    """
 
     def __init__(self, inner: torch.nn.Module, size: float):
         super().__init__()
@@ -111,8 +136,12 @@ def test_rows_that_feel_each_other_are_run_one_at_a_time(size):
 def test_a_fast_decoder_that_is_not_the_model_is_not_used():
     """A Llama whose code does something more than the Llama that the fast decoder knows."""
     model = tiny_model("llama")
-    model.model.layers[1].mlp.forward = lambda x, mlp=model.model.layers[1].mlp: 1.5 * type(mlp).forward(mlp, x)
-    with pytest.warns(UserWarning, match="fast decoder does not give the logits of this LlamaForCausalLM"):
+    model.model.layers[1].mlp.forward = lambda x, mlp=model.model.layers[1].mlp: (
+        1.5 * type(mlp).forward(mlp, x)
+    )
+    with pytest.warns(
+        UserWarning, match="fast decoder does not give the logits of this LlamaForCausalLM"
+    ):
         decoder = make_decoder(model)
     assert isinstance(decoder, HFDecoder)
     with pytest.raises(ValueError, match="kind='hf'"):
@@ -125,40 +154,57 @@ def test_the_trial_leaves_model_and_generator_alone():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state, window = torch.get_rng_state(), model.config.sliding_window
     decoder_of(model)
-    assert model.training and model.config.sliding_window == window and torch.equal(torch.get_rng_state(), state)
+    assert (
+        model.training
+        and model.config.sliding_window == window
+        and torch.equal(torch.get_rng_state(), state)
+    )
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-# -------------------------------------------------------------------------- frequencies that depend on the length
+# ------------------------------------------------------------ frequencies that depend on the length
 
 
 def test_longrope_on_both_sides_of_the_original_length():
-    """A short and a long prompt in one batch, and sequences around the switch scored together: each exactly as alone."""
+    """A short and a long prompt in one batch, and sequences around the switch scored together: each
+    exactly as alone.
+    """
     model = build("phi3 longrope")
     decoder = make_decoder(model)
     prompts = random_prompts([5, 40, 20, 33], VOCAB)
     engine = Engine(decoder)
     for problem, prompt in enumerate(prompts):
-        engine.add(Request(prompt=prompt, num_samples=2, params=SamplingParams(max_tokens=12), problem=problem))
+        engine.add(
+            Request(
+                prompt=prompt, num_samples=2, params=SamplingParams(max_tokens=12), problem=problem
+            )
+        )
     for prompt, response in zip(prompts, engine.run(), strict=True):
         for sequence in response.sequences:
             tokens = torch.tensor([[*prompt, *sequence.tokens]])
             with torch.no_grad():  # the last token is not fed, as a learner does not feed it
-                logits = model(input_ids=tokens[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :].double()
+                logits = (
+                    model(input_ids=tokens[:, :-1], use_cache=False)
+                    .logits[0, len(prompt) - 1 :]
+                    .double()
+                )
             expected = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None]).squeeze(1)
             assert float((torch.tensor(sequence.logprobs) - expected).abs().max()) < 1e-4
     around = random_prompts([31, 32, 33, 34, 60], VOCAB)
     for tokens, found in zip(around, score(decoder, around), strict=True):
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([tokens[:-1]]), use_cache=False).logits[0].double()
+            logits = (
+                model(input_ids=torch.tensor([tokens[:-1]]), use_cache=False).logits[0].double()
+            )
         expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1)
         assert float((torch.tensor(found[1:]) - expected).abs().max()) < 1e-4
 
 
 def test_a_sample_that_would_cross_the_switch_is_refused_by_name_and_none_means_up_to_it():
     engine = Engine(make_decoder(build("phi3 longrope")))
-    engine.add(Request(prompt=[3] * 30, params=SamplingParams(max_tokens=3)))  # 30 + 3 - 1 positions are fed
+    # 30 + 3 - 1 positions are fed
+    engine.add(Request(prompt=[3] * 30, params=SamplingParams(max_tokens=3)))
     with pytest.raises(ValueError, match=r"longrope.*past 32 tokens.*max_tokens to 3 or less"):
         engine.add(Request(prompt=[3] * 30, params=SamplingParams(max_tokens=4)))
     engine.add(Request(prompt=[3] * 30, params=SamplingParams(max_tokens=None)))
@@ -166,7 +212,9 @@ def test_a_sample_that_would_cross_the_switch_is_refused_by_name_and_none_means_
 
 
 def test_what_may_be_sampled_is_what_the_model_reads_with_one_set_of_frequencies():
-    """At every length of prompt and answer around the switch, against the frequencies that the model itself takes."""
+    """At every length of prompt and answer around the switch, against the frequencies that the
+    model itself takes.
+    """
     model = build("phi3 longrope")
     engine = Engine(make_decoder(model))
     sets = {}
@@ -179,12 +227,16 @@ def test_what_may_be_sampled_is_what_the_model_reads_with_one_set_of_frequencies
         for max_tokens in range(1, 6):
             request = Request(prompt=[3] * prompt, params=SamplingParams(max_tokens=max_tokens))
             one_set = sets[prompt] == sets[prompt + max_tokens - 1]  # the last token is not fed
-            with contextlib.nullcontext() if one_set else pytest.raises(ValueError, match="longrope"):
+            with (
+                contextlib.nullcontext() if one_set else pytest.raises(ValueError, match="longrope")
+            ):
                 engine.add(request)
 
 
 def test_dynamic_frequencies_are_refused_beyond_the_original_length():
-    model = tiny_model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    model = tiny_model(
+        "llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    )
     decoder = make_decoder(model)
     check_sampled(decoder, model)
     decoder.max_positions = 200
@@ -194,11 +246,13 @@ def test_dynamic_frequencies_are_refused_beyond_the_original_length():
         score(decoder, [[3] * 98])
 
 
-# ---------------------------------------------------------------------------------------------- half precision
+# ----------------------------------------------------------------------------------- half precision
 
 
 def autocast_logprobs(model, tokens: list[int], low: bool) -> torch.Tensor:
-    """Of tokens 1, 2, ... by the model's plain forward: in float32, or under autocast as a learner has it."""
+    """Of tokens 1, 2, ... by the model's plain forward: in float32, or under autocast as a learner
+    has it.
+    """
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=low):
         logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1)
@@ -216,31 +270,70 @@ def decoded_logprobs(decoder, prompt: list[int], response: list[int]) -> torch.T
     return torch.stack(logits).log_softmax(-1).gather(1, torch.tensor(response)[:, None]).squeeze(1)
 
 
-LONG = ("llama", "gemma2", "gpt2", "gptj", "codegen", "phi", "gpt_neox", "opt", "gpt_oss", "qwen3_moe", "deepseek_v3", "lfm2", "mamba2")
+LONG = (
+    "llama",
+    "gemma2",
+    "gpt2",
+    "gptj",
+    "codegen",
+    "phi",
+    "gpt_neox",
+    "opt",
+    "gpt_oss",
+    "qwen3_moe",
+    "deepseek_v3",
+    "lfm2",
+    "mamba2",
+)
 
 
-CASES = [(name, "hf", adapter) for name in LONG for adapter in (False, True)] + [("llama", "fast", False), ("llama", "fast", True)]
+CASES = [(name, "hf", adapter) for name in LONG for adapter in (False, True)] + [
+    ("llama", "fast", False),
+    ("llama", "fast", True),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "adapter"), [c if c == ("llama", "hf", False) else pytest.param(*c, marks=pytest.mark.slow) for c in CASES]
+    ("name", "kind", "adapter"),
+    [c if c == ("llama", "hf", False) else pytest.param(*c, marks=pytest.mark.slow) for c in CASES],
 )
 def test_bfloat16_at_positions_beyond_five_hundred(name, kind, adapter):
-    """What rounding costs the learner itself (its autocast against float32) is what it may cost the sampler.
+    """What rounding costs the learner itself (its autocast against float32) is what it may cost the
+    sampler.
 
-    Two roundings of the same size differ by at most their sum; the largest over some hundred tokens of one run of errors may
-    be twice that of another: four times the learner's own. Medians are steadier: twice. Where a router chooses experts a rounding
-    may turn its choice over, which moves single tokens by as much as any number: there the median alone is compared.
-    Frequencies rounded to bfloat16 are wrong by more than a nat there.
+    Two roundings of the same size differ by at most their sum; the largest over some hundred tokens
+    of one run of errors may be twice that of another: four times the learner's own. Medians are
+    steadier: twice. Where a router chooses experts a rounding may turn its choice over, which moves
+    single tokens by as much as any number: there the median alone is compared. Frequencies rounded
+    to bfloat16 are wrong by more than a nat there.
     """
     model = build(name)
     if adapter:
-        skipped = ("lm_head", "embed_out", "in_proj", "out_proj", "gate", "router", "x_proj", "dt_proj")
-        layers = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n.split(".")[-1] not in skipped]
+        skipped = (
+            "lm_head",
+            "embed_out",
+            "in_proj",
+            "out_proj",
+            "gate",
+            "router",
+            "x_proj",
+            "dt_proj",
+        )
+        layers = [
+            n
+            for n, m in model.named_modules()
+            if isinstance(m, torch.nn.Linear) and n.split(".")[-1] not in skipped
+        ]
         model = add_lora(model, layers or ["c_attn", "in_proj"][: 1 if name == "gpt2" else 2])
     tokens = random_prompts([760], VOCAB)[0]
-    exact, learner = autocast_logprobs(model, tokens, low=False), autocast_logprobs(model, tokens, low=True)
-    noise, middle = float((learner - exact).abs().max()), float((learner - exact)[500:].abs().median())
+    exact, learner = (
+        autocast_logprobs(model, tokens, low=False),
+        autocast_logprobs(model, tokens, low=True),
+    )
+    noise, middle = (
+        float((learner - exact).abs().max()),
+        float((learner - exact)[500:].abs().median()),
+    )
     assert 1e-3 < noise and middle < 0.05
     most = 4 * noise if name not in ("gpt_oss", "qwen3_moe", "deepseek_v3") else float("inf")
     decoder = make_decoder(model, dtype=torch.bfloat16, kind=kind)
@@ -254,8 +347,12 @@ def test_bfloat16_at_positions_beyond_five_hundred(name, kind, adapter):
 
 
 def test_only_matrices_are_cast():
-    """Frequencies, norms, biases, the parameters of a recurrence and adapters keep float32; linear layers and experts do not."""
-    model = add_lora(build("granitemoehybrid", num_local_experts=4, num_experts_per_tok=2), ["q_proj"])
+    """Frequencies, norms, biases, the parameters of a recurrence and adapters keep float32; linear
+    layers and experts do not.
+    """
+    model = add_lora(
+        build("granitemoehybrid", num_local_experts=4, num_experts_per_tok=2), ["q_proj"]
+    )
     decoder = decoder_of(model, dtype=torch.bfloat16)
     dtypes = {name: p.dtype for name, p in decoder.model.named_parameters()}
     assert all(buffer.dtype != torch.bfloat16 for buffer in decoder.model.buffers())
@@ -263,7 +360,11 @@ def test_only_matrices_are_cast():
         assert {d for name, d in dtypes.items() if part in name} == {torch.float32}, part
     for part in ("q_proj.base_layer", "o_proj", "embed_tokens"):
         assert {d for name, d in dtypes.items() if part in name} == {torch.bfloat16}, part
-    experts = [d for name, d in dtypes.items() if dict(model.named_parameters())[name].dim() == 3 and "conv" not in name]
+    experts = [
+        d
+        for name, d in dtypes.items()
+        if dict(model.named_parameters())[name].dim() == 3 and "conv" not in name
+    ]
     assert experts and set(experts) == {torch.bfloat16}
     twin = decoder.fork()
     assert twin.plan == decoder.plan
@@ -278,8 +379,13 @@ def test_matrices_that_a_model_wants_in_float32_stay_so(tmp_path, monkeypatch):
     model.save_pretrained(str(tmp_path))
     loaded = type(model).from_pretrained(str(tmp_path), dtype=torch.bfloat16)
     wide = {name for name, p in loaded.named_parameters() if p.dtype == torch.float32}
-    dtypes = {name: p.dtype for name, p in decoder_of(model, dtype=torch.bfloat16).model.named_parameters()}
-    assert len(wide) == model.config.num_hidden_layers and {dtypes[name] for name in wide} == {torch.float32}
+    dtypes = {
+        name: p.dtype
+        for name, p in decoder_of(model, dtype=torch.bfloat16).model.named_parameters()
+    }
+    assert len(wide) == model.config.num_hidden_layers and {dtypes[name] for name in wide} == {
+        torch.float32
+    }
     assert dtypes["model.layers.0.mlp.down_proj.weight"] == torch.bfloat16
 
 
@@ -297,18 +403,29 @@ def test_logits_of_a_bfloat16_decoder_are_not_rounded_to_bfloat16(kind):
         state.enter(np.array([0]))
         logits = state.decode(np.array([6]))[0]
     assert logits.dtype == torch.float32
-    assert float((logits - logits.bfloat16().float()).abs().max()) > 1e-4 * float(logits.abs().max())
+    assert float((logits - logits.bfloat16().float()).abs().max()) > 1e-4 * float(
+        logits.abs().max()
+    )
 
 
 def test_linear_fp32_is_the_float64_product_over_more_columns_than_one_block():
     from rl.sampler.precision import linear_fp32
 
     torch.manual_seed(0)
-    x, weight, bias = torch.randn(2, 3, 64).bfloat16(), torch.randn(5000, 64).bfloat16(), torch.randn(5000)
+    x, weight, bias = (
+        torch.randn(2, 3, 64).bfloat16(),
+        torch.randn(5000, 64).bfloat16(),
+        torch.randn(5000),
+    )
     expected = x.double() @ weight.double().t() + bias.double()
-    # products of bfloat16 are exact in float32; 64 sums and a bias round by 2^-24 of what has been added up
+    # products of bfloat16 are exact in float32; 64 sums and a bias round by 2^-24 of what has been
+    # added up
     magnitude = x.double().abs() @ weight.double().abs().t() + bias.double().abs()
-    assert bool(((linear_fp32(x, weight, bias).double() - expected).abs() <= 66 * 2.0**-24 * magnitude).all())
+    assert bool(
+        (
+            (linear_fp32(x, weight, bias).double() - expected).abs() <= 66 * 2.0**-24 * magnitude
+        ).all()
+    )
 
 
 def test_a_step_of_the_trial_feels_windows_that_are_longer_than_it():

@@ -1,4 +1,5 @@
-"""A decoder that several ranks hold together, each its part: samples are those of one rank that holds all of it.
+"""A decoder that several ranks hold together, each its part: samples are those of one rank that
+holds all of it.
 
 The ranks are threads here; test_sampler_teams.py has processes.
 """
@@ -15,10 +16,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampler_models import VOCAB, add_lora, one_thread, random_prompts, reference_logprobs, tiny_model  # noqa: F401
+from sampler_models import (  # noqa: F401
+    VOCAB,
+    add_lora,
+    one_thread,
+    random_prompts,
+    reference_logprobs,
+    tiny_model,
+)
 
 from rl.errors import UserError
-from rl.sampler import Engine, MixedDecoder, MixedEngine, PagedEngine, Request, make_base, make_decoder, score
+from rl.sampler import (
+    Engine,
+    MixedDecoder,
+    MixedEngine,
+    PagedEngine,
+    Request,
+    make_base,
+    make_decoder,
+    score,
+)
 from rl.sampler.decoder_fast import FastDecoder
 from rl.types import SamplingParams
 
@@ -32,13 +49,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, untied": ("qwen3", {"tie_word_embeddings": False}),
     "mistral": ("mistral", {}),
 }
-ADAPTERS = {"every layer": [*ALL], "head and embedding too": [*ALL, "lm_head", "embed_tokens"], "what is summed": ["o_proj", "down_proj"]}
+ADAPTERS = {
+    "every layer": [*ALL],
+    "head and embedding too": [*ALL, "lm_head", "embed_tokens"],
+    "what is summed": ["o_proj", "down_proj"],
+}
 
 
 class Threads:
-    """A team of threads. `fault`: where the sums over the team are left out, from so many of them on."""
+    """A team of threads. `fault`: where the sums over the team are left out, from so many of them
+    on.
+    """
 
-    def __init__(self, rank: int, size: int, meeting: threading.Barrier, table: list[Any], fault: int | None = None):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        meeting: threading.Barrier,
+        table: list[Any],
+        fault: int | None = None,
+    ):
         self.rank, self.size, self.meeting, self.table = rank, size, meeting, table
         self.fault, self.sums = fault, 0
 
@@ -77,7 +107,9 @@ def on_ranks(size: int, run: Callable[[Threads], Any], fault: int | None = None)
         futures = [pool.submit(one, rank) for rank in range(size)]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
-            raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+            raise next(
+                (e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0]
+            )
         return [future.result() for future in futures]
 
 
@@ -88,11 +120,22 @@ def split(model: torch.nn.Module, team: Threads, **settings: Any) -> FastDecoder
 
 
 def drawn(decoder: FastDecoder, kind: type[Engine] = Engine, **settings: Any) -> list[Any]:
-    """Groups on prompts of several lengths, more rows than fit at once, some with logprobs of their prompt."""
+    """Groups on prompts of several lengths, more rows than fit at once, some with logprobs of their
+    prompt.
+    """
     engine = kind(decoder, eos_token_ids=(3,), max_rows=5, **settings)
     for i, prompt in enumerate(random_prompts([4, 11, 1, 7])):
         params = SamplingParams(max_tokens=9, temperature=0.9, top_k=7 if i == 3 else -1)
-        engine.add(Request(prompt=prompt, num_samples=3, params=params, seed=5, problem=i, include_prompt_logprobs=i < 2))
+        engine.add(
+            Request(
+                prompt=prompt,
+                num_samples=3,
+                params=params,
+                seed=5,
+                problem=i,
+                include_prompt_logprobs=i < 2,
+            )
+        )
     return engine.run()
 
 
@@ -102,10 +145,12 @@ def check(found: list[Any], expected: list[Any], atol: float = 1e-5) -> None:
         for got, wanted in zip(one.sequences, other.sequences, strict=True):
             np.testing.assert_allclose(got.logprobs, wanted.logprobs, atol=atol)
         if other.prompt_logprobs is not None:
-            np.testing.assert_allclose(one.prompt_logprobs[1:], other.prompt_logprobs[1:], atol=atol)
+            np.testing.assert_allclose(
+                one.prompt_logprobs[1:], other.prompt_logprobs[1:], atol=atol
+            )
 
 
-# ------------------------------------------------------------------------------------------------------------- the same samples
+# --------------------------------------------------------------------------------- the same samples
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -124,14 +169,18 @@ def test_samples_are_those_of_one_rank_and_of_the_model_itself(family):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_without_the_kernels_of_a_cpu_and_from_pages(size):
-    """float64: the general forward, whose logprobs are float32. 41 words are no whole number a rank."""
+    """float64: the general forward, whose logprobs are float32. 41 words are no whole number a
+    rank.
+    """
     model = tiny_model("qwen3", num_key_value_heads=4).double()
     decoder = make_decoder(model, kind="fast")
     assert isinstance(decoder, FastDecoder) and decoder.cpu_kernels is None
     expected = drawn(decoder)
     for rank in on_ranks(size, lambda team: drawn(split(model, team))):
         check(rank, expected, 2e-6)
-    for rank in on_ranks(size, lambda team: drawn(split(model, team), PagedEngine, page=4, kv_cache_tokens=80)):
+    for rank in on_ranks(
+        size, lambda team: drawn(split(model, team), PagedEngine, page=4, kv_cache_tokens=80)
+    ):
         check(rank, expected, 2e-6)
 
 
@@ -165,7 +214,16 @@ def test_several_adapters_on_one_base_in_one_batch():
             decoder.put(number, own, 0)
         engine = MixedEngine(decoder, eos_token_ids=(3,))
         for i, prompt in enumerate(random_prompts([4, 6, 3, 5])):
-            engine.add(Request(prompt=prompt, num_samples=2, params=SamplingParams(max_tokens=7), seed=1, problem=i, weights=i % 3))
+            engine.add(
+                Request(
+                    prompt=prompt,
+                    num_samples=2,
+                    params=SamplingParams(max_tokens=7),
+                    seed=1,
+                    problem=i,
+                    weights=i % 3,
+                )
+            )
         return engine.run()
 
     expected = run(None)
@@ -178,7 +236,9 @@ def test_logprobs_of_texts():
     expected = score(make_decoder(model, kind="fast"), texts, 0.7)
     for found in on_ranks(2, lambda team: score(split(model, team), texts, 0.7)):
         for one, other in zip(found, expected, strict=True):
-            np.testing.assert_allclose(np.array(one[1:], float), np.array(other[1:], float), atol=1e-5)
+            np.testing.assert_allclose(
+                np.array(one[1:], float), np.array(other[1:], float), atol=1e-5
+            )
 
 
 def test_a_sum_that_is_left_out_is_seen():
@@ -195,7 +255,7 @@ def test_a_sum_that_is_left_out_is_seen():
         check(broken[0], expected)
 
 
-# -------------------------------------------------------------------------------------------------------------- what a rank holds
+# -------------------------------------------------------------------------------- what a rank holds
 
 
 def test_new_weights_come_whole_one_at_a_time_and_each_rank_takes_its_part():
@@ -213,7 +273,10 @@ def test_new_weights_come_whole_one_at_a_time_and_each_rank_takes_its_part():
         first = split(model, team)
         second = first.fork()
         second.load_(changed)
-        assert second.weights.shared and second.weights.buffers["embed"] is first.weights.buffers["embed"]
+        assert (
+            second.weights.shared
+            and second.weights.buffers["embed"] is first.weights.buffers["embed"]
+        )
         return [drawn(second), drawn(first)]
 
     before = drawn(make_decoder(model, kind="fast"))
@@ -244,36 +307,51 @@ def test_a_rank_holds_its_share_of_the_weights_and_of_the_cache(tied):
         state = decoder.new_state(1000)
         state.reserve(2, 16, 4, 8)
         norms = sum(b.numel() for key, b in decoder.weights.buffers.items() if "norm" in key)
-        return sum(b.numel() for b in decoder.weights.buffers.values()) - norms, norms, sum(b.numel() for b in state.row_kv)
+        return (
+            sum(b.numel() for b in decoder.weights.buffers.values()) - norms,
+            norms,
+            sum(b.numel() for b in state.row_kv),
+        )
 
     whole, norms, cache = held(make_decoder(model, kind="fast"))  # type: ignore[arg-type]
     assert whole + norms == sum(p.numel() for p in model.parameters())
     ranks = on_ranks(4, lambda team: held(split(model, team)))
     assert sum(own for own, *_ in ranks) == whole
-    assert max(own for own, *_ in ranks) <= whole / 4 + 32 * (1 if tied else 2)  # one word more, where 41 are dealt out
+    # one word more, where 41 are dealt out
+    assert max(own for own, *_ in ranks) <= whole / 4 + 32 * (1 if tied else 2)
     assert {(n, c * 4) for _, n, c in ranks} == {(norms, cache)}
 
 
-# ------------------------------------------------------------------------------------------------------------------ what is refused
+# ---------------------------------------------------------------------------------- what is refused
 
 
 def test_heads_and_columns_that_cannot_be_dealt_out():
     model = tiny_model("llama", num_attention_heads=4, num_key_value_heads=2, intermediate_size=48)
-    with pytest.raises(UserError, match=r"sampler_tp 4 does not divide this model's 2 key-value heads: .* Smaller ones that do: 1, 2$"):
+    with pytest.raises(
+        UserError,
+        match=r"sampler_tp 4 does not divide this model's 2 key-value heads: .* Smaller ones that do: 1, 2$",
+    ):
         on_ranks(4, lambda team: split(model, team))
     odd = tiny_model("llama", num_key_value_heads=4, intermediate_size=50)
-    with pytest.raises(UserError, match=r"sampler_tp 4 does not divide this model's 50 MLP columns"):
+    with pytest.raises(
+        UserError, match=r"sampler_tp 4 does not divide this model's 50 MLP columns"
+    ):
         on_ranks(4, lambda team: split(odd, team))
 
 
 @pytest.mark.parametrize("kind", ["auto", "fast", "hf"])
 def test_what_only_the_generic_decoder_samples(kind):
     model = tiny_model("gpt2")
-    with pytest.raises(UserError, match="sampler_tp 2 splits what the fast decoder samples .* leave sampler_tp at 1"):
+    with pytest.raises(
+        UserError,
+        match="sampler_tp 2 splits what the fast decoder samples .* leave sampler_tp at 1",
+    ):
         on_ranks(2, lambda team: make_decoder(copy.deepcopy(model), kind=kind, team=team))
 
 
 def test_the_words_are_all_there():
     model = tiny_model("llama")
     decoders = on_ranks(2, lambda team: split(model, team))
-    assert [len(decoder.embed.weight_VE) for decoder in decoders] == [20, 21] and decoders[0].vocab_size == VOCAB
+    assert [len(decoder.embed.weight_VE) for decoder in decoders] == [20, 21] and decoders[
+        0
+    ].vocab_size == VOCAB

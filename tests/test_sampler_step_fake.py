@@ -25,11 +25,23 @@ WAITS = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.maske
          "aten._unique2.default", "aten.repeat_interleave.Tensor", "aten.lift_fresh.default", "aten.equal.default"}  # fmt: skip
 VIEWS = ("view", "_unsafe_view", "slice", "unsqueeze", "squeeze", "transpose", "t", "split", "select", "detach", "unbind", "empty",
          "empty_like", "new_empty")  # fmt: skip
-FROM_NOTHING = {"empty", "zeros", "ones", "full", "arange", "scalar_tensor", "empty_strided", "rand", "randn"}
+FROM_NOTHING = {
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "arange",
+    "scalar_tensor",
+    "empty_strided",
+    "rand",
+    "randn",
+}
 
 
 class Recorder(TorchDispatchMode):
-    """What was done in order, with its shapes; what waits for the device or leaves it; what was made from nothing; Triton's launches."""
+    """What was done in order, with its shapes; what waits for the device or leaves it; what was
+    made from nothing; Triton's launches.
+    """
 
     def __init__(self):
         super().__init__()
@@ -37,7 +49,14 @@ class Recorder(TorchDispatchMode):
         self.launching, self.born, self.stayed = False, [], []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name, inside = str(func), [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        name, inside = (
+            str(func),
+            [
+                t
+                for t in torch.utils._pytree.tree_leaves((args, kwargs))
+                if isinstance(t, torch.Tensor)
+            ],
+        )
         if name in WAITS:
             self.waits.append(name)
         out = func(*args, **(kwargs or {}))
@@ -65,7 +84,9 @@ class Launched:
 
 @pytest.fixture
 def recorder(monkeypatch):
-    """Triton's kernels stand still; what is around their launches runs, and may make room for what they give (`empty`) and no more."""
+    """Triton's kernels stand still; what is around their launches runs, and may make room for what
+    they give (`empty`) and no more.
+    """
     import triton
 
     from kernels import draw_triton, paged_attention, paged_attention_triton, step, step_triton
@@ -85,7 +106,9 @@ def recorder(monkeypatch):
     for module in (step_triton, draw_triton, paged_attention_triton):
         for name, one in list(vars(module).items()):
             if isinstance(one, triton.JITFunction) and name.endswith("_kernel"):
-                monkeypatch.setattr(module, name, Launched(wire, name.strip("_").removesuffix("_kernel")))
+                monkeypatch.setattr(
+                    module, name, Launched(wire, name.strip("_").removesuffix("_kernel"))
+                )
         for name in ("residual_rms", "silu_mul", "rope_append", "draw", "attend_pages"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, marked(getattr(module, name)))
@@ -98,7 +121,10 @@ def fake_decoder(real: FastDecoder) -> FastDecoder:
     """The same on fake CUDA tensors."""
     weights = Weights()
     weights.pieces = real.weights.pieces
-    weights.buffers = {key: torch.empty(buffer.shape, dtype=buffer.dtype, device="cuda") for key, buffer in real.weights.buffers.items()}
+    weights.buffers = {
+        key: torch.empty(buffer.shape, dtype=buffer.dtype, device="cuda")
+        for key, buffer in real.weights.buffers.items()
+    }
     return FastDecoder(real.architecture, weights)
 
 
@@ -108,7 +134,10 @@ def two_steps(wire, model, rows, shared) -> tuple[list, int, StepBuffers]:
     with FakeTensorMode():
         decoder = fake_decoder(real)
         a = decoder.architecture
-        kv = [torch.empty(2, 30, 256, a.key_heads, a.head_width, dtype=torch.bfloat16, device="cuda") for _ in decoder.layers]
+        kv = [
+            torch.empty(2, 30, 256, a.key_heads, a.head_width, dtype=torch.bfloat16, device="cuda")
+            for _ in decoder.layers
+        ]
         rope = torch.empty(2, 2048, a.head_width, dtype=torch.bfloat16, device="cuda")
         buffers = StepBuffers.make(1024, 8, 8, 16, decoder.vocab_size, torch.device("cuda"))
         found = []
@@ -124,7 +153,14 @@ def two_steps(wire, model, rows, shared) -> tuple[list, int, StepBuffers]:
         return found[0], len(decoder.layers), buffers
 
 
-STEPS = ["qwen3", "qwen2", "llama", "qwen3 with adapters", "qwen3 with one on the head", "large with one on the head"]
+STEPS = [
+    "qwen3",
+    "qwen2",
+    "llama",
+    "qwen3 with adapters",
+    "qwen3 with one on the head",
+    "large with one on the head",
+]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -135,8 +171,16 @@ def test_a_step_waits_for_nothing_makes_nothing_and_is_the_same_every_time(recor
     adapters = ["lm_head"] if "head" in more else ["q_proj", "o_proj", "gate_proj", "down_proj"]
     two_steps(recorder, add_lora(model, adapters) if more else model, 24, shared)
     assert recorder.waits == [] and recorder.leaves == []
-    assert recorder.made == [] and recorder.born and recorder.stayed == []  # no tensor out of nothing; what there was is gone
-    layers = {"residual_rms": 2 * 5, "silu_mul": 2 * 2, "rope_append": 2 * 2, "own": 2 * 2, "merge": 2 * 2}  # two steps of two layers
+    # no tensor out of nothing; what there was is gone
+    assert recorder.made == [] and recorder.born and recorder.stayed == []
+    # two steps of two layers
+    layers = {
+        "residual_rms": 2 * 5,
+        "silu_mul": 2 * 2,
+        "rope_append": 2 * 2,
+        "own": 2 * 2,
+        "merge": 2 * 2,
+    }
     draws = {} if "head" in more else {"slices": 2, "pick": 2, "search": 2}
     assert recorder.launched == layers | draws | ({"shared": 2 * 2} if shared else {})
 
@@ -153,19 +197,33 @@ def test_the_count_sees_what_a_graph_cannot_have(recorder):
         stays, gone = x + 1, [torch.arange(4, device="cuda") * 2]
         gone.clear()
     assert recorder.waits == ["aten._local_scalar_dense.default"]
-    assert [name for name, _ in recorder.made] == ["aten.empty.memory_format", "aten.arange.default"]
+    assert [name for name, _ in recorder.made] == [
+        "aten.empty.memory_format",
+        "aten.arange.default",
+    ]
     assert [one() for one in recorder.born if one() is not None] == [stays]
 
 
-@pytest.mark.parametrize(("rows", "shared", "attention"), [(16, False, 2), (16, True, 3), (600, False, 1)])
+@pytest.mark.parametrize(
+    ("rows", "shared", "attention"), [(16, False, 2), (16, True, 3), (600, False, 1)]
+)
 def test_a_layer_is_nine_to_eleven_launches(recorder, rows, shared, attention):
-    """Without adapters: four products, attention (own pages; a group's, and putting parts together), and four of our own."""
+    """Without adapters: four products, attention (own pages; a group's, and putting parts
+    together), and four of our own.
+    """
     short = {}
     for layers in (1, 3):
         recorder.launched.clear()
-        done, _, _ = two_steps(recorder, tiny_model("llama", num_hidden_layers=layers), rows, shared)
-        short[layers] = Counter(name for name, *_ in done if not name.startswith("prim") and name.split(".")[1] not in VIEWS)
-        assert sum(recorder.launched.values()) == 2 * ((4 + attention) * layers + 4)  # two steps; the norm and the draw at the end
+        done, _, _ = two_steps(
+            recorder, tiny_model("llama", num_hidden_layers=layers), rows, shared
+        )
+        short[layers] = Counter(
+            name
+            for name, *_ in done
+            if not name.startswith("prim") and name.split(".")[1] not in VIEWS
+        )
+        # two steps; the norm and the draw at the end
+        assert sum(recorder.launched.values()) == 2 * ((4 + attention) * layers + 4)
     assert short[3] - short[1] == {"aten.mm.default": 2 * 4}
 
 

@@ -1,4 +1,6 @@
-"""Steps over static buffers: the same samples as the plain engine, and what a CUDA graph needs of a step, counted on fake tensors."""
+"""Steps over static buffers: the same samples as the plain engine, and what a CUDA graph needs of a
+step, counted on fake tensors.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ LORA = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 def answers(engine, requests):
     for request in requests:
         engine.add(request)
-    return [[(s.tokens, s.logprobs, s.stop_reason) for s in response.sequences] for response in engine.run()]
+    return [
+        [(s.tokens, s.logprobs, s.stop_reason) for s in response.sequences]
+        for response in engine.run()
+    ]
 
 
 def same(found, expected):
@@ -29,15 +34,25 @@ def same(found, expected):
 
 
 def workload(rng: np.random.Generator, vocab: int) -> list[Request]:
-    """Groups on prompts of any length, greedy rows, temperatures, stops of several kinds, now and then top-k."""
+    """Groups on prompts of any length, greedy rows, temperatures, stops of several kinds, now and
+    then top-k.
+    """
     prompts = [rng.integers(0, vocab, int(rng.integers(1, 20))).tolist() for _ in range(3)]
     requests = []
     for i in range(int(rng.integers(2, 7))):
         stop = [None, [5], [], [7, 9, 11]][int(rng.integers(4))]
-        how = dict(temperature=float(rng.choice([0.0, 0.7, 1.0])), top_k=3 if rng.random() < 0.1 else -1, stop=stop)
+        how = dict(
+            temperature=float(rng.choice([0.0, 0.7, 1.0])),
+            top_k=3 if rng.random() < 0.1 else -1,
+            stop=stop,
+        )
         params = SamplingParams(max_tokens=int(rng.integers(1, 25)), **how)
         prompt = prompts[int(rng.integers(3))]
-        requests.append(Request(prompt=prompt, num_samples=int(rng.integers(1, 5)), problem=i, seed=4, params=params))
+        requests.append(
+            Request(
+                prompt=prompt, num_samples=int(rng.integers(1, 5)), problem=i, seed=4, params=params
+            )
+        )
     return requests
 
 
@@ -45,12 +60,18 @@ def tight(rng: np.random.Generator, decoder) -> tuple[SteppedEngine, list[Reques
     """Requests, and an engine of few pages and few places for them."""
     requests, page = workload(rng, decoder.vocab_size), int(rng.choice([2, 4, 8]))
     most = max(-(-(len(r.prompt) + r.params.max_tokens) // page) for r in requests)
-    limits = dict(kv_cache_tokens=page * (most + int(rng.integers(0, 12))), max_rows=int(rng.integers(1, 12)))
-    return SteppedEngine(decoder, (3,), page=page, look=int(rng.integers(1, 10)), **limits), requests
+    limits = dict(
+        kv_cache_tokens=page * (most + int(rng.integers(0, 12))), max_rows=int(rng.integers(1, 12))
+    )
+    return SteppedEngine(
+        decoder, (3,), page=page, look=int(rng.integers(1, 10)), **limits
+    ), requests
 
 
 def random_workloads(decoder, seeds) -> tuple[int, int, int]:
-    """Through both engines; how often rows waited, how often the host looked, how many steps there were."""
+    """Through both engines; how often rows waited, how often the host looked, how many steps there
+    were.
+    """
     waited, looks, steps = 0, 0, 0
     for seed in seeds:
         rng = np.random.default_rng(seed)
@@ -58,7 +79,11 @@ def random_workloads(decoder, seeds) -> tuple[int, int, int]:
         same(answers(engine, requests), answers(Engine(decoder, (3,)), requests))
         tables = engine._state.tables
         assert tables.pool.free == len(tables.pool.held) and not tables.rows
-        waited, looks, steps = waited + engine.evictions, looks + engine.looks, steps + engine.counters.steps
+        waited, looks, steps = (
+            waited + engine.evictions,
+            looks + engine.looks,
+            steps + engine.counters.steps,
+        )
     return waited, looks, steps
 
 
@@ -78,37 +103,65 @@ def test_the_same_samples_as_the_plain_engine_in_many_workloads(decoder):
     assert waited > 20
 
 
-KINDS = ["qwen2", "llama", "mistral", "qwen3 with adapters", "qwen3 with an adapter on the head", "qwen3, 1500 words"]
+KINDS = [
+    "qwen2",
+    "llama",
+    "mistral",
+    "qwen3 with adapters",
+    "qwen3 with an adapter on the head",
+    "qwen3, 1500 words",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_family_and_adapters_by_every_look(kind):
-    """Biases, heads of their own, unmerged adapters, large vocabularies; groups that share pages, prompts that end within one."""
+    """Biases, heads of their own, unmerged adapters, large vocabularies; groups that share pages,
+    prompts that end within one.
+    """
     name, _, more = kind.partition(" with ")
     model = tiny_model(name.split(",")[0], **({"vocab_size": 1500} if "1500" in kind else {}))
     if more:
         model = add_lora(model, ["lm_head", "q_proj"] if "head" in more else LORA)
     decoder = make_decoder(model, kind="fast")
     requests = [
-        Request(prompt=prompt, num_samples=n, problem=i, params=SamplingParams(max_tokens=14, temperature=0.9))
-        for i, (prompt, n) in enumerate(zip(random_prompts([5, 17, 12, 9]), (4, 3, 1, 5), strict=True))
+        Request(
+            prompt=prompt,
+            num_samples=n,
+            problem=i,
+            params=SamplingParams(max_tokens=14, temperature=0.9),
+        )
+        for i, (prompt, n) in enumerate(
+            zip(random_prompts([5, 17, 12, 9]), (4, 3, 1, 5), strict=True)
+        )
     ]
     expected = answers(Engine(decoder, (3, 4)), requests)
     for look in (1, 5, 32):
         engine = SteppedEngine(decoder, (3, 4), page=4, look=look, max_rows=9)
         same(answers(engine, requests), expected)
-        assert engine.looks <= engine.counters.steps and (look == 1 or engine.looks < engine.counters.steps / 2)
+        assert engine.looks <= engine.counters.steps and (
+            look == 1 or engine.looks < engine.counters.steps / 2
+        )
 
 
 def test_in_bfloat16_too():
-    """The same path in half precision: the residual, the norms and the head round where the plain path's do."""
+    """The same path in half precision: the residual, the norms and the head round where the plain
+    path's do.
+    """
     decoder = make_decoder(tiny_model("qwen3"), dtype=torch.bfloat16, kind="fast")
     params, prompts = SamplingParams(max_tokens=12), random_prompts([5, 17])
-    requests = [Request(prompt=prompt, num_samples=3, problem=i, params=params) for i, prompt in enumerate(prompts)]
-    mine, plain = (answers(engine, requests) for engine in (SteppedEngine(decoder, page=4), Engine(decoder)))
+    requests = [
+        Request(prompt=prompt, num_samples=3, problem=i, params=params)
+        for i, prompt in enumerate(prompts)
+    ]
+    mine, plain = (
+        answers(engine, requests) for engine in (SteppedEngine(decoder, page=4), Engine(decoder))
+    )
     together = 0
     for one, other in zip(itertools.chain(*mine), itertools.chain(*plain), strict=True):
-        n = next((i for i, (a, b) in enumerate(zip(one[0], other[0], strict=True)) if a != b), len(one[0]))
+        n = next(
+            (i for i, (a, b) in enumerate(zip(one[0], other[0], strict=True)) if a != b),
+            len(one[0]),
+        )
         np.testing.assert_allclose(one[1][:n], other[1][:n], atol=0.1)
         together += n
     assert together > 36  # of 72
@@ -121,24 +174,37 @@ def test_weights_that_are_loaded_in_place_are_the_next_steps(decoder):
     engine = SteppedEngine(decoder, page=4)
     request = Request(prompt=[4, 9, 2], num_samples=2, params=SamplingParams(max_tokens=10))
     answers(engine, [request])
-    steps, before = engine._steps, {key: buffer.data_ptr() for key, buffer in decoder.weights.buffers.items()}
+    steps, before = (
+        engine._steps,
+        {key: buffer.data_ptr() for key, buffer in decoder.weights.buffers.items()},
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
     decoder.load_(model.named_parameters())
     same(answers(engine, [request]), answers(Engine(make_decoder(model, kind="fast")), [request]))
-    assert engine._steps is steps and before == {key: buffer.data_ptr() for key, buffer in decoder.weights.buffers.items()}
+    assert engine._steps is steps and before == {
+        key: buffer.data_ptr() for key, buffer in decoder.weights.buffers.items()
+    }
 
 
 def test_rows_that_ended_write_to_no_page_of_another(decoder):
-    """Half of the rows stop early, within a look; the pages of all others hold what a look after every step leaves there."""
+    """Half of the rows stop early, within a look; the pages of all others hold what a look after
+    every step leaves there.
+    """
     found = []
     for look in (1, 16):
         engine = SteppedEngine(decoder, (3, 4, 5, 6, 7, 8), page=4, look=look, kv_cache_tokens=400)
         for i, prompt in enumerate(random_prompts([6, 11, 9])):
-            engine.add(Request(prompt=prompt, num_samples=4, problem=i, params=SamplingParams(max_tokens=30)))
+            engine.add(
+                Request(
+                    prompt=prompt, num_samples=4, problem=i, params=SamplingParams(max_tokens=30)
+                )
+            )
         engine.run()
-        engine.add(Request(prompt=random_prompts([13])[0], params=SamplingParams(max_tokens=18, stop=[])))
+        engine.add(
+            Request(prompt=random_prompts([13])[0], params=SamplingParams(max_tokens=18, stop=[]))
+        )
         response = engine.run()[0].sequences[0]
         found.append((response.tokens, response.logprobs))
     assert found[0][0] == found[1][0]
@@ -156,20 +222,37 @@ def test_what_is_not_a_number_is_an_error_within_a_look():
 
 
 def test_buckets_hold_every_number_of_rows():
-    assert buckets(1) == [1] and buckets(3) == [1, 2, 4] and buckets(24) == [1, 2, 4, 8, 16, 24] and buckets(1024)[-3:] == [512, 768, 1024]
+    assert (
+        buckets(1) == [1]
+        and buckets(3) == [1, 2, 4]
+        and buckets(24) == [1, 2, 4, 8, 16, 24]
+        and buckets(1024)[-3:] == [512, 768, 1024]
+    )
     for most in range(1, 70):
         sizes = buckets(most)
-        assert sizes == sorted(set(sizes)) and sizes[-1] >= most and (len(sizes) == 1 or sizes[-2] < most)
+        assert (
+            sizes == sorted(set(sizes))
+            and sizes[-1] >= most
+            and (len(sizes) == 1 or sizes[-2] < most)
+        )
 
 
 def test_ends_are_found_where_the_steps_are_made(decoder, monkeypatch):
-    """Read from the buffers before the host looks: a row that ended stands at its last token, and was not carried on."""
+    """Read from the buffers before the host looks: a row that ended stands at its last token, and
+    was not carried on.
+    """
     engine, ended = SteppedEngine(decoder, tuple(range(3, 12)), page=4, look=12), 0
     for i, prompt in enumerate(random_prompts([6, 11])):
-        engine.add(Request(prompt=prompt, num_samples=6, problem=i, params=SamplingParams(max_tokens=7 + 9 * i)))
+        engine.add(
+            Request(
+                prompt=prompt, num_samples=6, problem=i, params=SamplingParams(max_tokens=7 + 9 * i)
+            )
+        )
     engine.step()
     rows, run = {name: engine._rows[name].copy() for name in ("max_tokens", "drawn")}, engine._run
-    written = engine._state.prompt_lengths[engine._state.prompt_of_row] + engine._state.response_lengths
+    written = (
+        engine._state.prompt_lengths[engine._state.prompt_of_row] + engine._state.response_lengths
+    )
 
     def seen(count):
         nonlocal ended

@@ -1,4 +1,6 @@
-"""When a response ends: the meaning of `stop`, and stop strings against decoding the whole text at every token."""
+"""When a response ends: the meaning of `stop`, and stop strings against decoding the whole text at
+every token.
+"""
 
 import numpy as np
 import pytest
@@ -18,8 +20,12 @@ def load_tokenizer(path):
 def test_meaning_of_stop():
     eos = (2, 5)
     assert stop_condition(None, eos).token_ids == {2, 5}
-    assert stop_condition([], eos).token_ids == frozenset() and stop_condition([], eos).strings == ()
-    assert stop_condition("end", eos).token_ids == {2, 5} and stop_condition("end", eos).strings == ("end",)
+    assert (
+        stop_condition([], eos).token_ids == frozenset() and stop_condition([], eos).strings == ()
+    )
+    assert stop_condition("end", eos).token_ids == {2, 5} and stop_condition(
+        "end", eos
+    ).strings == ("end",)
     assert stop_condition([7, 9], eos).token_ids == {2, 5, 7, 9}
     with pytest.raises(ValueError, match="empty string"):
         stop_condition(["a", ""], eos)
@@ -30,21 +36,33 @@ def test_table_looks_up_rows_of_tokens_and_shares_equal_conditions():
     first, none = table.row(stop_condition([4], (2,))), table.row(stop_condition([], (2,)))
     assert table.row(stop_condition([4], (2,))) == first != none
     tokens = np.array([2, 4, 5, 2])
-    assert table.table[np.array([first, first, first, none]), tokens].tolist() == [True, True, False, False]
+    assert table.table[np.array([first, first, first, none]), tokens].tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_every_id_of_the_vocabulary_can_stop():
-    """The first and the last too, of the model's and of the caller's; what is no id of the vocabulary stops nothing."""
+    """The first and the last too, of the model's and of the caller's; what is no id of the
+    vocabulary stops nothing.
+    """
     table = StopTable(6)
     for token in range(6):
-        for row in (table.row(stop_condition([token], ())), table.row(stop_condition(None, (token, 6, 99)))):
+        for row in (
+            table.row(stop_condition([token], ())),
+            table.row(stop_condition(None, (token, 6, 99))),
+        ):
             assert np.flatnonzero(table.table[row]).tolist() == [token]
 
 
 def first_hit_by_full_decoding(tokenizer, strings, tokens) -> int | None:
     """Number of tokens after which the whole decoded text holds a stop string."""
     for n in range(1, len(tokens) + 1):
-        text = tokenizer.decode(tokens[:n], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = tokenizer.decode(
+            tokens[:n], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         if any(string in text for string in strings):
             return n
     return None
@@ -59,15 +77,27 @@ def test_stop_strings_equal_full_decoding(shared_data, name):
     for _ in range(6):  # random ids: partial characters, odd spaces, special tokens
         streams.append(torch.randint(0, len(tokenizer), (40,), generator=generator).tolist())
     # Character by character, so that a stop string spans many tokens.
-    streams.append([token for character in "so </answer>\n\nUser: x" for token in tokenizer.encode(character)])
-    conditions: list[tuple[str, ...]] = [("</answer>",), ("\n\nUser:",), ("日本", "zzz"), ("🙂🙂",), ("   ",), (" .",), (" ",)]
+    streams.append(
+        [token for character in "so </answer>\n\nUser: x" for token in tokenizer.encode(character)]
+    )
+    conditions: list[tuple[str, ...]] = [
+        ("</answer>",),
+        ("\n\nUser:",),
+        ("日本", "zzz"),
+        ("🙂🙂",),
+        ("   ",),
+        (" .",),
+        (" ",),
+    ]
     conditions.append(("e", "t"))
     hits = 0
     for tokens in streams:
         for strings in conditions:
             finder = StopStrings(tokenizer)
             array = np.array(tokens)
-            found = next((n for n in range(1, len(tokens) + 1) if finder.found(strings, array[:n])), None)
+            found = next(
+                (n for n in range(1, len(tokens) + 1) if finder.found(strings, array[:n])), None
+            )
             expected = first_hit_by_full_decoding(tokenizer, strings, tokens)
             assert found == expected, (strings, tokens)
             hits += expected is not None

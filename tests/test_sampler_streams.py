@@ -1,4 +1,6 @@
-"""Counter-based uniforms: the published Philox answers, and independence of who else is in the batch."""
+"""Counter-based uniforms: the published Philox answers, and independence of who else is in the
+batch.
+"""
 
 import numpy as np
 import pytest
@@ -32,7 +34,12 @@ def test_every_coordinate_changes_the_number_and_batches_do_not():
     for name in base:
         changed = {**base, name: base[name] + 1}
         assert uniforms(*(np.array([value], np.uint64) for value in changed.values()))[0] != alone
-    many = uniforms(np.uint64(5), np.arange(50, dtype=np.uint64)[:, None], np.uint64(2), np.arange(20, dtype=np.uint64))
+    many = uniforms(
+        np.uint64(5),
+        np.arange(50, dtype=np.uint64)[:, None],
+        np.uint64(2),
+        np.arange(20, dtype=np.uint64),
+    )
     assert many.shape == (50, 20) and many[7, 11] == alone
     assert len(np.unique(many)) == many.size
 
@@ -46,7 +53,12 @@ def test_every_bit_of_seed_and_problem_counts():
 
 
 def test_uniform_moments_and_range():
-    u = uniforms(np.uint64(1), np.arange(200, dtype=np.uint64)[:, None], np.uint64(0), np.arange(1000, dtype=np.uint64))
+    u = uniforms(
+        np.uint64(1),
+        np.arange(200, dtype=np.uint64)[:, None],
+        np.uint64(0),
+        np.arange(1000, dtype=np.uint64),
+    )
     assert u.min() >= 0 and u.max() < 1
     n = u.size
     assert abs(u.mean() - 0.5) < 5 / np.sqrt(12 * n)
@@ -62,16 +74,33 @@ def test_negative_and_huge_seeds_are_taken_modulo_two_to_64():
 
 
 def test_rows_know_their_next_uniform_however_far_they_went_without_asking():
-    """Steps that run by themselves are recorded with no question before them; whoever asks then gets the token's own number."""
+    """Steps that run by themselves are recorded with no question before them; whoever asks then
+    gets the token's own number.
+    """
     rng = np.random.default_rng(3)
     for _ in range(50):
-        rows, nothing = Rows(), dict(max_tokens=[99], stop_row=[0], has_strings=[False], temperature=[1.0])
-        nothing |= dict(top_k=[-1], top_p=[1.0], min_p=[0.0], min_tokens=[0], biased=[False], untruncated_logprobs=[False])
+        rows, nothing = (
+            Rows(),
+            dict(max_tokens=[99], stop_row=[0], has_strings=[False], temperature=[1.0]),
+        )
+        nothing |= dict(
+            top_k=[-1],
+            top_p=[1.0],
+            min_p=[0.0],
+            min_tokens=[0],
+            biased=[False],
+            untruncated_logprobs=[False],
+        )
         for job, (seed, problem) in enumerate([(4, 0), (4, 1), (9, 1)]):
             rows.enter([0], [2], [job], job=[job], seed=[seed], problem=[problem], **nothing)
         for _ in range(12):
             found = rows.uniforms()
-            assert np.array_equal(found, uniforms(rows["seed"], rows["problem"], rows["index"], rows["drawn"].astype(np.uint64)))
+            assert np.array_equal(
+                found,
+                uniforms(
+                    rows["seed"], rows["problem"], rows["index"], rows["drawn"].astype(np.uint64)
+                ),
+            )
             for _ in range(int(rng.integers(1, 30))):
                 rows.record(np.zeros(len(rows), np.int64), np.zeros(len(rows)))
             if len(rows) > 1 and rng.random() < 0.2:

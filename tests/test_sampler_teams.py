@@ -1,4 +1,5 @@
-"""Processes that hold the sampler's weights together (`sampler_tp`): two on gloo draw what each would by itself.
+"""Processes that hold the sampler's weights together (`sampler_tp`): two on gloo draw what each
+would by itself.
 
 Learners are under DDP, ZeRO-3 and FSDP2.
 """
@@ -21,12 +22,21 @@ from rl.errors import BadRequestError, UserError
 from rl.models.load import load_model
 from rl.ranks import check_team
 
-SAME = ("drawn 0", "drawn 1", "by the last weights", "by the first weights", "of a stream", "of the folder")
+SAME = (
+    "drawn 0",
+    "drawn 1",
+    "by the last weights",
+    "by the first weights",
+    "of a stream",
+    "of the folder",
+)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """A tiny model of each family, with the tokenizer of a preset: GQA, biases, norms of queries and keys, tied heads or not."""
+    """A tiny model of each family, with the tokenizer of a preset: GQA, biases, norms of queries
+    and keys, tied heads or not.
+    """
     folder = tmp_path_factory.mktemp("models")
     tokenizer = load_model("tiny:addition").tokenizer
     for kind in CASES:
@@ -35,12 +45,22 @@ def models(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[pytest.param("ddp", marks=pytest.mark.campaign), "zero3", "fsdp2"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("ddp", marks=pytest.mark.campaign), "zero3", "fsdp2"]
+)
 def launched(request, models, tmp_path_factory) -> tuple[str, dict[str, Any]]:
     out = tmp_path_factory.mktemp(request.param)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(REPO / f"accelerate_configs/{request.param}.yaml")]
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(REPO / f"accelerate_configs/{request.param}.yaml"),
+    ]
     launch += ["--num_processes", "2", "--main_process_port", "0"]
-    launch += ["--deepspeed_config_file", str(sharded("zero3", out))] if request.param == "zero3" else []
+    launch += (
+        ["--deepspeed_config_file", str(sharded("zero3", out))] if request.param == "zero3" else []
+    )
     run([*launch, str(REPO / "tests" / "teams_case.py"), str(models), str(out)], out, 280)
     return request.param, json.loads((out / "found.json").read_text())
 
@@ -79,28 +99,46 @@ def test_the_sampler_agrees_with_the_learner(launched, case):
 def test_each_holds_about_half(launched, case):
     _, found = launched
     whole, halves = found["alone"][case]["held"][0], found["together"][case]["held"]
-    assert whole == found["together"][case]["parameters"] and max(halves) < 0.6 * whole <= 0.6 * sum(halves)
+    assert whole == found["together"][case]["parameters"] and max(
+        halves
+    ) < 0.6 * whole <= 0.6 * sum(halves)
 
 
 @pytest.mark.slow
 def test_a_sum_left_out_is_seen(launched):
-    """Under DDP as the sampler is made; under ZeRO-3 and FSDP2, where nobody has the whole model to compare with, in the samples."""
+    """Under DDP as the sampler is made; under ZeRO-3 and FSDP2, where nobody has the whole model to
+    compare with, in the samples.
+    """
     launch, found = launched
     if launch == "ddp":
         assert "does not give the logits" in found["a sum left out"]
     else:
-        assert [tokens for tokens, *_ in found["a sum left out"]] != [tokens for tokens, *_ in found["alone"]["qwen3"]["drawn 0"]]
+        assert [tokens for tokens, *_ in found["a sum left out"]] != [
+            tokens for tokens, *_ in found["alone"]["qwen3"]["drawn 0"]
+        ]
 
 
-# ------------------------------------------------------------------------------------------------------------------ what is refused
+# ---------------------------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(
     "tp, ranks, world, local, said",
     [
-        (2, 0, None, None, "one was started: start as many, as in `accelerate launch .*--num_processes 2 "),
+        (
+            2,
+            0,
+            None,
+            None,
+            "one was started: start as many, as in `accelerate launch .*--num_processes 2 ",
+        ),
         (2, 0, 3, None, "does not divide the 3 processes of a machine: it is one of 1, 3 there"),
-        (4, 0, 12, 6, "does not divide the 6 processes of a machine: it is one of 1, 2, 3, 6 there"),
+        (
+            4,
+            0,
+            12,
+            6,
+            "does not divide the 6 processes of a machine: it is one of 1, 2, 3, 6 there",
+        ),
         (2, 1, 3, None, "do not go together: ranks that only sample hold all weights each"),
     ],
 )
@@ -120,5 +158,7 @@ def test_no_process_is_no_team():
 
 def test_a_service_says_so_before_anything_is_made(monkeypatch, tmp_path):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(UserError, match="sampler_tp 2 splits the sampler's weights over 2 processes"):
+    with pytest.raises(
+        UserError, match="sampler_tp 2 splits the sampler's weights over 2 processes"
+    ):
         ServiceClient(output_dir=tmp_path, settings=WorkerSettings(sampler=SamplerSettings(tp=2)))

@@ -12,12 +12,20 @@ CPU = torch.device("cpu")
 
 
 def settings_of(rows: list[tuple], vocab: int) -> RowSettings:
-    """Of (temperature, top_k, top_p), and where it is given whether logprobs are of the whole distribution."""
-    return row_settings(*(np.array(column) for column in zip(*rows, strict=True)), vocab=vocab, device=CPU)
+    """Of (temperature, top_k, top_p), and where it is given whether logprobs are of the whole
+    distribution.
+    """
+    return row_settings(
+        *(np.array(column) for column in zip(*rows, strict=True)), vocab=vocab, device=CPU
+    )
 
 
-def brute_distribution(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
-    """Probabilities after the cuts: rank by (-logit, id), keep k, keep until the mass before a token reaches p."""
+def brute_distribution(
+    logits: list[float], temperature: float, top_k: int, top_p: float
+) -> list[float]:
+    """Probabilities after the cuts: rank by (-logit, id), keep k, keep until the mass before a
+    token reaches p.
+    """
     weights = [math.exp((x - max(logits)) / temperature) for x in logits]
     ranked = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     ranked = ranked[: top_k if top_k > 0 else None]
@@ -32,7 +40,10 @@ def brute_distribution(logits: list[float], temperature: float, top_k: int, top_
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-@pytest.mark.parametrize(("top_k", "top_p"), [(-1, 1.0), (3, 1.0), (-1, 0.7), (5, 0.6), (1, 1.0), (-1, 1e-9), (100, 0.999)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"),
+    [(-1, 1.0), (3, 1.0), (-1, 0.7), (5, 0.6), (1, 1.0), (-1, 1e-9), (100, 0.999)],
+)
 def test_cuts_and_logprobs_against_brute_force(temperature, top_k, top_p):
     torch.manual_seed(0)
     logits = torch.randn(40, 12) * 2
@@ -43,23 +54,34 @@ def test_cuts_and_logprobs_against_brute_force(temperature, top_k, top_p):
     for row in range(40):
         expected = brute_distribution(logits[row].tolist(), temperature, top_k, top_p)
         cumulative = np.cumsum(expected)
-        assert tokens[row] == int(np.searchsorted(cumulative, uniform[row].item() * cumulative[-1], side="right"))
+        assert tokens[row] == int(
+            np.searchsorted(cumulative, uniform[row].item() * cumulative[-1], side="right")
+        )
         assert math.isclose(logprobs[row], math.log(expected[tokens[row]]), abs_tol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 1.7])
 def test_logprobs_of_the_whole_distribution_beside_cuts(temperature):
-    """The same tokens as with the logprobs of what was drawn from, and each row's own kind of logprob, side by side."""
+    """The same tokens as with the logprobs of what was drawn from, and each row's own kind of
+    logprob, side by side.
+    """
     torch.manual_seed(2)
     cuts = [(3, 1.0), (-1, 0.7), (5, 0.6), (1, 1.0), (-1, 1.0)]
-    logits, uniform = torch.randn(len(cuts) * 2, 12) * 2, torch.rand(len(cuts) * 2, dtype=torch.float64)
+    logits, uniform = (
+        torch.randn(len(cuts) * 2, 12) * 2,
+        torch.rand(len(cuts) * 2, dtype=torch.float64),
+    )
     rows = [(temperature, *cut, whole) for cut in cuts for whole in (True, False)]
     tokens, logprobs = draw(logits, uniform, settings_of(rows, 12))
     usual_tokens, usual = draw(logits, uniform, settings_of([row[:3] for row in rows], 12))
     assert tokens.tolist() == usual_tokens.tolist()
     for i, (_, _, _, whole) in enumerate(rows):
         expected = brute_distribution(logits[i].tolist(), temperature or 1.0, -1, 1.0)[tokens[i]]
-        assert math.isclose(logprobs[i], math.log(expected), abs_tol=1e-5) if whole else logprobs[i] == usual[i]
+        assert (
+            math.isclose(logprobs[i], math.log(expected), abs_tol=1e-5)
+            if whole
+            else logprobs[i] == usual[i]
+        )
 
 
 def test_rows_with_their_own_settings_do_not_disturb_each_other():
@@ -74,13 +96,19 @@ def test_rows_with_their_own_settings_do_not_disturb_each_other():
 
 def test_greedy_takes_the_lowest_of_equal_logits_and_reports_the_untempered_logprob():
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0]])
-    tokens, logprobs = draw(logits, torch.tensor([0.99], dtype=torch.float64), settings_of([(0.0, -1, 1.0)], 4))
+    tokens, logprobs = draw(
+        logits, torch.tensor([0.99], dtype=torch.float64), settings_of([(0.0, -1, 1.0)], 4)
+    )
     assert tokens.tolist() == [1]
     assert abs(logprobs[0] - (2 - math.log(1 + 2 * math.e**2 + math.e))) < 1e-6
 
 
 def test_top_k_ties_keep_the_lowest_ids():
-    cut = truncate(torch.tensor([[1.0, 1.0, 1.0, 0.0]]), torch.tensor([2]), torch.tensor([1.0], dtype=torch.float64))
+    cut = truncate(
+        torch.tensor([[1.0, 1.0, 1.0, 0.0]]),
+        torch.tensor([2]),
+        torch.tensor([1.0], dtype=torch.float64),
+    )
     assert cut.isfinite().tolist() == [[True, True, False, False]]
 
 
@@ -97,8 +125,11 @@ def test_inverse_cdf_equals_exact_sums_and_never_takes_weight_zero(vocab):
     for row in range(6):
         exact = np.cumsum(weights[row].numpy().astype(np.longdouble))
         assert weights[row, tokens[row]] > 0
-        expected = int(np.searchsorted(exact, np.longdouble(uniform[row].item()) * exact[-1], side="right"))
-        if row != 1:  # at 1 - 2^-53 the last few tokens lie within rounding; weight above zero is what must hold
+        expected = int(
+            np.searchsorted(exact, np.longdouble(uniform[row].item()) * exact[-1], side="right")
+        )
+        # at 1 - 2^-53 the last few tokens lie within rounding; weight above zero is what must hold
+        if row != 1:
             assert tokens[row] == expected
         assert math.isclose(totals[row], float(exact[-1]), rel_tol=1e-12)
 

@@ -1,4 +1,5 @@
-"""`--sampler-tp`: what a run, its plan and the scripts beside it make of processes that hold the sampler together.
+"""`--sampler-tp`: what a run, its plan and the scripts beside it make of processes that hold the
+sampler together.
 
 The same samples: test_sampler_split.py, test_sampler_teams.py; here, of whole runs.
 """
@@ -43,7 +44,7 @@ def asked(words: str):
     return parse(words.split(), METHODS, ADDITION, options=RunSettings)
 
 
-# ------------------------------------------------------------------------------------------------- what a plan counts, by hand
+# ---------------------------------------------------------------------- what a plan counts, by hand
 
 SHAPE = ModelShape(name="x", parameters=1_000_000, trainable=1_000_000, adapters=0, small=0, largest=200_000, layers=2, hidden=64, heads=4,
                    key_heads=2, head_width=2, mlp=128, vocab=1000, max_context=None, fast=True, windowed=False, unsplit=10_000)  # fmt: skip
@@ -52,21 +53,26 @@ WORK = Work(batch=MicroBatch(1, 8, 8), samples=True, prompts=3, prompt=10, rows=
 
 def test_a_ranks_part_by_hand():
     one, two = (Launch(cuda=True, bf16=True, world=4, zero=3, team=team) for team in (1, 2))
-    assert sampler_copy(SHAPE, one) == 2e6 and sampler_copy(SHAPE, two) == 2 * (10_000 + 990_000 / 2)
+    assert sampler_copy(SHAPE, one) == 2e6 and sampler_copy(SHAPE, two) == 2 * (
+        10_000 + 990_000 / 2
+    )
     adapted = replace(SHAPE, parameters=1_100_000, adapters=100_000, unsplit_adapters=40_000)
-    assert sampler_copy(adapted, two) == 2 * (10_000 + 990_000 / 2) + 4 * (40_000 + 60_000 / 2)  # adapters in fp32
+    # adapters in fp32
+    assert sampler_copy(adapted, two) == 2 * (10_000 + 990_000 / 2) + 4 * (40_000 + 60_000 / 2)
     assert kv_cache(SHAPE, one, WORK) == 2 * kv_cache(SHAPE, two, WORK) == 16 * 2 * (3 * 10 + 6 * 4)
-    assert sampler_working(SHAPE, two, WORK) == 4 * 1000 * (4 * 6 + 3)  # logits are whole on all of them
+    # logits are whole on all of them
+    assert sampler_working(SHAPE, two, WORK) == 4 * 1000 * (4 * 6 + 3)
     reading = replace(WORK, prompts=1, prompt=8192, rows=1, answer=1)
     wide = replace(SHAPE, vocab=1)
     assert sampler_working(wide, two, reading) == 2 * 8192 * (2 * 64 + 3 * 128 / 2 + 6 * 4 * 2 / 2)
     alone, joined = (plan(SHAPE, Held(), launch, WORK, [SHAPE]) for launch in (one, two))
     sizes = [{item.name: item.train for item in found.items} for found in (alone, joined)]
     changed = {name for name in sizes[0] if sizes[0][name] != sizes[1][name]}
-    assert changed == {"sampler's copy of the weights", "models that only score"}  # those are sampled from as well
+    # those are sampled from as well
+    assert changed == {"sampler's copy of the weights", "models that only score"}
 
 
-# ---------------------------------------------------------------------------------------- what it counts, against real tensors
+# ------------------------------------------------------------- what it counts, against real tensors
 
 REAL = {
     "qwen3": ({}, ()),
@@ -98,17 +104,20 @@ def test_the_plan_counts_what_ranks_really_hold(case, size, tmp_path):
 
     launch = Launch(cuda=False, bf16=False, world=size, team=size)
     found = on_ranks(size, held)
-    word = 4 * shape.hidden * (1 if model.config.tie_word_embeddings else 2)  # 41 words do not come out even
+    # 41 words do not come out even
+    word = 4 * shape.hidden * (1 if model.config.tie_word_embeddings else 2)
     word += 4 * 3 if adapted else 0  # nor do the rows of the head's adapter
     assert VOCAB % size
     for weights, _ in found:
         assert abs(weights - sampler_copy(shape, launch)) <= word < 0.05 * weights
-    assert sum(weights for weights, _ in found) == pytest.approx(size * sampler_copy(shape, launch), abs=1)
+    assert sum(weights for weights, _ in found) == pytest.approx(
+        size * sampler_copy(shape, launch), abs=1
+    )
     work = replace(WORK, prompts=2, prompt=16, rows=4, answer=9)
     assert {cache for _, cache in found} == {kv_cache(shape, launch, work)}
 
 
-# -------------------------------------------------------------------------------------------- a policy that fits by it alone
+# ------------------------------------------------------------------- a policy that fits by it alone
 
 
 @pytest.fixture(scope="module")
@@ -120,20 +129,38 @@ def large(tmp_path_factory) -> str:
 
 
 def test_a_32b_policy_fits_8_gpus_of_80_gib_with_a_split_sampler(large, capsys):
-    words = LINE.format(large) + " --lora-rank 32 --gradient-checkpointing --plan --plan-gpus 8 --plan-gpu-memory 80 --plan-zero 3"
-    with pytest.raises(UserError, match=r"(?s)needs 9\d\.\d GiB .*--sampler-tp 2: \d\d\.\d GiB, fits") as refused:
+    words = (
+        LINE.format(large)
+        + " --lora-rank 32 --gradient-checkpointing --plan --plan-gpus 8 --plan-gpu-memory 80 --plan-zero 3"
+    )
+    with pytest.raises(
+        UserError, match=r"(?s)needs 9\d\.\d GiB .*--sampler-tp 2: \d\d\.\d GiB, fits"
+    ) as refused:
         show(asked(words))
-    assert "does not fit" in capsys.readouterr().out and "--sampler-tp 4" not in str(refused.value)  # the least that is enough
+    # the least that is enough
+    assert "does not fit" in capsys.readouterr().out and "--sampler-tp 4" not in str(refused.value)
     show(asked(words + " --sampler-tp 2"))
     said = " ".join(capsys.readouterr().out.split())
     assert "fits:" in said and "by 2 processes that hold a sampler together" in said
     launch = Launch(cuda=True, bf16=True, world=8, per_node=8, zero=3)
     plans = {k: needs_of(asked(words + f" --sampler-tp {k}"), launch, 512)[0] for k in (1, 2, 4, 8)}
-    copies = {k: next(i.sample for i in p.plan.items if i.name.startswith("sampler's")) for k, p in plans.items()}
-    assert copies[1] > 60 * GIB and all(copies[1] / k < copies[k] < 1.05 * copies[1] / k for k in (2, 4, 8))
-    assert plans[8].plan.peak < plans[4].plan.peak < plans[2].plan.peak < 0.92 * 80 * GIB < plans[1].plan.peak
+    copies = {
+        k: next(i.sample for i in p.plan.items if i.name.startswith("sampler's"))
+        for k, p in plans.items()
+    }
+    assert copies[1] > 60 * GIB and all(
+        copies[1] / k < copies[k] < 1.05 * copies[1] / k for k in (2, 4, 8)
+    )
+    assert (
+        plans[8].plan.peak
+        < plans[4].plan.peak
+        < plans[2].plan.peak
+        < 0.92 * 80 * GIB
+        < plans[1].plan.peak
+    )
     rows = {k: p.work.rows for k, p in plans.items()}
-    assert rows[1] == 64 < rows[2] == 128 and rows[8] <= 512  # a team draws what its ranks would one by one, as far as the cache has room
+    # a team draws what its ranks would one by one, as far as the cache has room
+    assert rows[1] == 64 < rows[2] == 128 and rows[8] <= 512
 
 
 def test_all_weights_of_it_fit_with_the_optimizer_in_host_memory(large):
@@ -142,30 +169,60 @@ def test_all_weights_of_it_fit_with_the_optimizer_in_host_memory(large):
     room = 0.92 * 80 * GIB
     changes = remedies(run, launch, 512)
     (team,) = [change for change in shown(changes, room) if change.kind == "sampler_tp"]
-    assert team.words == "--sampler-tp 8" and team.peak > room  # not enough alone: the one that helps most is told
-    taken, peak = together(run, launch, 512, [change for change in changes if change.kind != "lora_rank"], room)
+    # not enough alone: the one that helps most is told
+    assert team.words == "--sampler-tp 8" and team.peak > room
+    taken, peak = together(
+        run, launch, 512, [change for change in changes if change.kind != "lora_rank"], room
+    )
     words = [change.words for change in taken]
     assert peak <= room and "accelerate_configs/zero3_offload.yaml on 8 GPUs" in words
-    assert [word for word in words if word.startswith("--sampler-tp")] in (["--sampler-tp 2"], ["--sampler-tp 4"], ["--sampler-tp 8"])
-    assert not together(run, launch, 512, [change for change in changes if change.kind not in ("lora_rank", "sampler_tp")], room)[0]
+    assert [word for word in words if word.startswith("--sampler-tp")] in (
+        ["--sampler-tp 2"],
+        ["--sampler-tp 4"],
+        ["--sampler-tp 8"],
+    )
+    assert not together(
+        run,
+        launch,
+        512,
+        [change for change in changes if change.kind not in ("lora_rank", "sampler_tp")],
+        room,
+    )[0]
 
 
 def test_a_judge_is_split_and_a_reward_model_is_not():
     launch = Launch(cuda=True, bf16=True, world=2, per_node=2)
 
     def scores(model: str, k: int) -> float:
-        run = asked(LINE.format("tiny:ascii") + f" --{model}-model tiny:ascii --kl-coef 0 --sampler-tp {k}")
-        return next(i.sample for i in needs_of(run, launch, 16)[0].plan.items if i.name == "models that only score")
+        run = asked(
+            LINE.format("tiny:ascii") + f" --{model}-model tiny:ascii --kl-coef 0 --sampler-tp {k}"
+        )
+        return next(
+            i.sample
+            for i in needs_of(run, launch, 16)[0].plan.items
+            if i.name == "models that only score"
+        )
 
     whole = scores("comparison", 1)
-    assert 0.5 * whole < scores("comparison", 2) < 0.51 * whole and scores("reward", 2) == scores("reward", 1) == whole > 0
+    assert (
+        0.5 * whole < scores("comparison", 2) < 0.51 * whole
+        and scores("reward", 2) == scores("reward", 1) == whole > 0
+    )
 
 
-def test_it_is_told_to_one_gpu_with_the_launch_it_needs_and_never_where_it_cannot_be(large, tmp_path):
-    run, one = asked(LINE.format(large) + " --lora-rank 8 --gradient-checkpointing"), Launch(cuda=True, bf16=True)
+def test_it_is_told_to_one_gpu_with_the_launch_it_needs_and_never_where_it_cannot_be(
+    large, tmp_path
+):
+    run, one = (
+        asked(LINE.format(large) + " --lora-rank 8 --gradient-checkpointing"),
+        Launch(cuda=True, bf16=True),
+    )
     told = {change.words for change in remedies(run, one, 512) if change.kind == "sampler_tp"}
     assert told == {f"--sampler-tp {k} on 8 GPUs" for k in (2, 4, 8)}
-    assert any(c.kind == "sampler_tp" for c in together(run, one, 512, remedies(run, one, 512), 0.92 * 80 * GIB)[0])
+    assert any(
+        c.kind == "sampler_tp"
+        for c in together(run, one, 512, remedies(run, one, 512), 0.92 * 80 * GIB)[0]
+    )
     config_of("0.5B").save_pretrained(tmp_path)  # 14 heads, 2 key-value heads
     ranks = Launch(cuda=True, bf16=True, world=8, per_node=8, zero=3)
     small = remedies(asked(LINE.format(tmp_path)), ranks, 512)
@@ -175,10 +232,23 @@ def test_it_is_told_to_one_gpu_with_the_launch_it_needs_and_never_where_it_canno
 
 
 def test_launches_that_such_a_team_does_not_go_with_are_not_offered(tmp_path):
-    """Three processes of a machine that hold the sampler together: 8 GPUs are no whole number of threes, and nothing ends over that."""
-    sizes = dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=3, num_attention_heads=9, num_key_value_heads=3)
-    AutoConfig.for_model("llama", **sizes, vocab_size=4096, bos_token_id=1, eos_token_id=2).save_pretrained(tmp_path)
-    run, launch = asked(LINE.format(tmp_path) + " --sampler-tp 3"), Launch(cuda=True, bf16=True, world=3, per_node=3)
+    """Three processes of a machine that hold the sampler together: 8 GPUs are no whole number of
+    threes, and nothing ends over that.
+    """
+    sizes = dict(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=3,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+    )
+    AutoConfig.for_model(
+        "llama", **sizes, vocab_size=4096, bos_token_id=1, eos_token_id=2
+    ).save_pretrained(tmp_path)
+    run, launch = (
+        asked(LINE.format(tmp_path) + " --sampler-tp 3"),
+        Launch(cuda=True, bf16=True, world=3, per_node=3),
+    )
     ahead(run, launch, 512)
     assert remedies(run, launch, 512)
     for line, there in ((" --sampler-tp 3", False), ("", True)):
@@ -186,15 +256,21 @@ def test_launches_that_such_a_team_does_not_go_with_are_not_offered(tmp_path):
         assert any("accelerate_configs" in change.words for change in tried) is there
 
 
-# ------------------------------------------------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         ("--sampler-tp 0", "--sampler-tp is at least 1 .*1 is a whole copy on each process"),
-        ("--sampler-tp 2 --sampler hf", "splits what the fast decoder samples.*leave --sampler-tp at 1, or sampler at auto"),
-        ("--sampler-tp 2 --sampler-cache paged", "wait for each other at every step: leave --sampler-cache at auto, or --sampler-tp at 1"),
+        (
+            "--sampler-tp 2 --sampler hf",
+            "splits what the fast decoder samples.*leave --sampler-tp at 1, or sampler at auto",
+        ),
+        (
+            "--sampler-tp 2 --sampler-cache paged",
+            "wait for each other at every step: leave --sampler-cache at auto, or --sampler-tp at 1",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused_as_they_are_read(words, says, capsys):
@@ -205,14 +281,18 @@ def test_settings_that_do_not_go_together_are_refused_as_they_are_read(words, sa
 
 
 def test_a_script_that_asks_for_them_is_refused_likewise():
-    with pytest.raises(UserError, match="the sampler is hf.*leave sampler_tp at 1, or the sampler at auto"):
+    with pytest.raises(
+        UserError, match="the sampler is hf.*leave sampler_tp at 1, or the sampler at auto"
+    ):
         SamplerSettings(tp=2, kind="hf")
     with pytest.raises(UserError, match="leave sampler_cache at auto, or sampler_tp at 1"):
         SamplerSettings(tp=2, cache="paged")
 
 
 def test_it_holds_for_the_whole_run():
-    one, two = (asked(LINE.format("tiny:addition") + f" --sampler-tp {k}").stages[0] for k in (1, 2))
+    one, two = (
+        asked(LINE.format("tiny:addition") + f" --sampler-tp {k}").stages[0] for k in (1, 2)
+    )
     assert worker_settings([two]).sampler.tp == 2
     with pytest.raises(UserError, match="sampler_tp hold for the whole run"):
         worker_settings([one, two])
@@ -221,18 +301,42 @@ def test_it_holds_for_the_whole_run():
 @pytest.mark.parametrize(
     ("kind", "words", "world", "says"),
     [
-        ("qwen3", "--sampler-tp 4", 4, "sampler_tp 4 does not divide this model's 2 key-value heads.*Smaller ones that do: 1, 2$"),
-        ("llama50", "--sampler-tp 4", 4, "does not divide this model's 2 key-value heads, 50 MLP columns"),
+        (
+            "qwen3",
+            "--sampler-tp 4",
+            4,
+            "sampler_tp 4 does not divide this model's 2 key-value heads.*Smaller ones that do: 1, 2$",
+        ),
+        (
+            "llama50",
+            "--sampler-tp 4",
+            4,
+            "does not divide this model's 2 key-value heads, 50 MLP columns",
+        ),
         ("gpt2", "--sampler-tp 2", 2, "fast decoder .*is none of these: leave sampler_tp at 1"),
-        ("qwen3", "--sampler-tp 2", 3, "does not divide the 3 processes of a machine: it is one of 1, 3"),
+        (
+            "qwen3",
+            "--sampler-tp 2",
+            3,
+            "does not divide the 3 processes of a machine: it is one of 1, 3",
+        ),
         ("qwen3", "--sampler-tp 2", 1, "over 2 processes of a machine, and this is one"),
-        ("qwen3", "--sampler-tp 2 --sampler-ranks 1 --max-steps-off-policy 1", 3, "do not go together"),
+        (
+            "qwen3",
+            "--sampler-tp 2 --sampler-ranks 1 --max-steps-off-policy 1",
+            3,
+            "do not go together",
+        ),
     ],
 )
-def test_a_model_or_launch_that_cannot_be_split_is_refused_before_weights_are_read(kind, words, world, says, tmp_path, monkeypatch):
+def test_a_model_or_launch_that_cannot_be_split_is_refused_before_weights_are_read(
+    kind, words, world, says, tmp_path, monkeypatch
+):
     """By the run as it begins, and by its plan. There are no weights in the folder."""
     changes = {"intermediate_size": 50} if kind == "llama50" else {}
-    tiny_model(kind.rstrip("0123456789") if kind == "llama50" else kind, **changes).config.save_pretrained(tmp_path)
+    tiny_model(
+        kind.rstrip("0123456789") if kind == "llama50" else kind, **changes
+    ).config.save_pretrained(tmp_path)
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, str(world))
     line = LINE.format(tmp_path).replace("1024", "8") + " "
@@ -243,7 +347,7 @@ def test_a_model_or_launch_that_cannot_be_split_is_refused_before_weights_are_re
     check(asked(line), pytest.fail)
 
 
-# ------------------------------------------------------------------------------------------------------------------ whole runs
+# --------------------------------------------------------------------------------------- whole runs
 
 REWARD = "def score(prompt, response, meta):\n    return float(sum(map(ord, response)) % 5)\n"
 TRAIN = "train.py grpo --base-model tiny:addition --dataset addition --steps 2 --batch-size 4 --group-size 4 --max-tokens 4 --eval-every 0 "
@@ -252,14 +356,27 @@ TRAIN += "--learning-rate 1e-2 --rollouts-every 1 --save-every 0 --no-eval-greed
 
 def launched(config: str, folder: Path, script: str, words: list[str]) -> None:
     folder.mkdir(exist_ok=True)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(REPO / f"accelerate_configs/{config}.yaml")]
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(REPO / f"accelerate_configs/{config}.yaml"),
+    ]
     launch += ["--num_processes", "2", "--main_process_port", "0"]
-    launch += ["--deepspeed_config_file", str(sharded("zero3", folder))] if config == "zero3" else []
+    launch += (
+        ["--deepspeed_config_file", str(sharded("zero3", folder))] if config == "zero3" else []
+    )
     run([*launch, str(REPO / script), *words], folder, 120)
 
 
 def rollouts(folder: Path, step: int) -> list[dict]:
-    return [json.loads(line) for line in (folder / "run" / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / "run" / "rollouts" / f"step_{step:06d}.jsonl")
+        .read_text()
+        .splitlines()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -271,13 +388,22 @@ def alone(tmp_path_factory) -> Path:
 def trained(config: str, folder: Path, tp: int) -> Path:
     (folder / "own.py").write_text(REWARD)
     script, *words = TRAIN.split()
-    words += ["--reward", f"{folder}/own.py:score", "--sampler-tp", str(tp), "--output-dir", str(folder / "run")]
+    words += [
+        "--reward",
+        f"{folder}/own.py:score",
+        "--sampler-tp",
+        str(tp),
+        "--output-dir",
+        str(folder / "run"),
+    ]
     launched(config, folder, script, words)
     return folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["ddp", "zero3", pytest.param("fsdp2", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    "config", ["ddp", "zero3", pytest.param("fsdp2", marks=pytest.mark.campaign)]
+)
 def test_a_run_draws_and_learns_the_same(config, alone, tmp_path):
     """The second step is drawn by weights that were handed over in parts."""
     folder = trained(config, tmp_path, 2)
@@ -292,7 +418,9 @@ def test_a_run_draws_and_learns_the_same(config, alone, tmp_path):
 
 
 def _asked_again(folder: Path) -> None:
-    """A run's sampler_tp is of its launch: one process evaluates its weights, and two that hold them together find the same."""
+    """A run's sampler_tp is of its launch: one process evaluates its weights, and two that hold
+    them together find the same.
+    """
     assert open_weights(str(folder / "run")).stage.settings.sampling.sampler_tp == 2
     words = [str(folder / "run"), "--limit", "6", "--samples", "2", "--trust-run", "--output"]
     by_itself = [sys.executable, str(REPO / "evaluate.py"), *words, str(folder / "one.json")]

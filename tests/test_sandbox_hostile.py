@@ -1,4 +1,6 @@
-"""No program of the hostile set gets a reward, a secret, time or room that is not its own; every benign one gets its reward."""
+"""No program of the hostile set gets a reward, a secret, time or room that is not its own; every
+benign one gets its reward.
+"""
 
 import collections
 import os
@@ -15,7 +17,16 @@ from rl.sandbox import Asserts, Calls, Dialogues, Grade, Limits, Pytest, Sandbox
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("bubblewrap")]
 
-LIMITS = Limits(wall_s=1.0, cpu_s=1.0, total_s=2.0, memory_mb=192, processes=32, file_mb=16, files=300, output_kb=1024)
+LIMITS = Limits(
+    wall_s=1.0,
+    cpu_s=1.0,
+    total_s=2.0,
+    memory_mb=192,
+    processes=32,
+    file_mb=16,
+    files=300,
+    output_kb=1024,
+)
 GENEROUS = Limits(wall_s=20.0, cpu_s=10.0, total_s=60.0)
 SECRET = "SECRET-" + "3fd1c9"
 
@@ -29,7 +40,9 @@ def grade(sandbox: Sandbox, program: Program, limits: Limits) -> Grade:
         "sorting": Asserts("", SORTS, "f"),
         "in place": Asserts("", IN_PLACE, "f"),
     }[program.style]
-    return sandbox.grade(program.text, tests, limits=limits, early_stop=program.family in (8, 9), cache=False)
+    return sandbox.grade(
+        program.text, tests, limits=limits, early_stop=program.family in (8, 9), cache=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +53,9 @@ def sandbox():
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    """A secret in a file, in the environment, behind a port, behind an abstract socket, in this process's memory."""
+    """A secret in a file, in the environment, behind a port, behind an abstract socket, in this
+    process's memory.
+    """
     folder = tmp_path_factory.mktemp("home")
     (folder / "secret.txt").write_text(SECRET)
     os.environ["WSX_SECRET"] = SECRET
@@ -68,8 +83,16 @@ def planted(tmp_path_factory):
 def left_behind() -> dict[str, list[str]]:
     """What a program could leave on the host."""
     names = [str(p) for place in ("/tmp", "/dev/shm", "/var/tmp") for p in Path(place).glob("wsx*")]
-    segments = Path("/proc/sysvipc/shm").read_text().splitlines()[1:] if Path("/proc/sysvipc/shm").exists() else []
-    return {"files": names, "segments": segments, "mounts": sorted(line.split()[4] for line in Path("/proc/self/mountinfo").open())}
+    segments = (
+        Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
+        if Path("/proc/sysvipc/shm").exists()
+        else []
+    )
+    return {
+        "files": names,
+        "segments": segments,
+        "mounts": sorted(line.split()[4] for line in Path("/proc/self/mountinfo").open()),
+    }
 
 
 def below(pid: int) -> list[int]:
@@ -111,13 +134,21 @@ def test_no_hostile_program_gets_anything(sandbox, planted):
                 printed = run.stdout + run.stderr
             with lock:
                 if any(found.passed):
-                    faults.append(f"{program.family} {program.name} ({program.style}) has a reward: {found.reasons}")
+                    faults.append(
+                        f"{program.family} {program.name} ({program.style}) has a reward: {found.reasons}"
+                    )
                 if any("SECRET-" in text for text in (printed, *found.reasons)):
-                    faults.append(f"{program.family} {program.name} ({program.style}) has a secret: {found.reasons} {printed}")
+                    faults.append(
+                        f"{program.family} {program.name} ({program.style}) has a secret: {found.reasons} {printed}"
+                    )
                 if any(reason.startswith("lost") for reason in found.reasons):
-                    faults.append(f"{program.family} {program.name} ({program.style}) ended its sandbox: {found.reasons}")
+                    faults.append(
+                        f"{program.family} {program.name} ({program.style}) ended its sandbox: {found.reasons}"
+                    )
                 if found.wall_s > LIMITS.total_s + 1.0 and program.style != "pytest":
-                    faults.append(f"{program.family} {program.name} ({program.style}) took {took:.1f} s: {found.reasons}")
+                    faults.append(
+                        f"{program.family} {program.name} ({program.style}) took {took:.1f} s: {found.reasons}"
+                    )
 
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
@@ -126,16 +157,25 @@ def test_no_hostile_program_gets_anything(sandbox, planted):
         thread.join()
     assert not faults, "\n".join(faults)
     assert left_behind() == before
-    left = [len(below(slot.zygote.process.pid)) for slot in sandbox._slots._all if slot.zygote is not None]
+    left = [
+        len(below(slot.zygote.process.pid))
+        for slot in sandbox._slots._all
+        if slot.zygote is not None
+    ]
     assert all(count <= 2 for count in left), left  # bubblewrap's own and the zygote
 
 
 def test_the_set_fools_a_grader_that_trusts_the_program(sandbox):
-    """The same texts, with their asserts at the end of one file and the exit code as the verdict: many a one is rewarded there."""
+    """The same texts, with their asserts at the end of one file and the exit code as the verdict:
+    many a one is rewarded there.
+    """
     programs = [p for p in hostile() if p.style in ("asserts", "calls") and p.family in (2, 4)]
     runs = [sandbox.run("\n".join([p.text, *ASSERTS[:2]]), limits=LIMITS) for p in programs]
     fooled = {p.name for p, run in zip(programs, runs, strict=True) if run.ok}
-    assert len(fooled) >= 15 and {"os._exit", "equals everything", "an int that equals everything"} <= fooled, sorted(fooled)
+    assert (
+        len(fooled) >= 15
+        and {"os._exit", "equals everything", "an int that equals everything"} <= fooled
+    ), sorted(fooled)
 
 
 @pytest.mark.parametrize("program", BENIGN, ids=[f"{p.name}, {p.style}" for p in BENIGN])

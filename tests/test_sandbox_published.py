@@ -1,4 +1,6 @@
-"""Published problems: their own solutions pass their own tests, a body that does nothing passes none."""
+"""Published problems: their own solutions pass their own tests, a body that does nothing passes
+none.
+"""
 
 import gzip
 import json
@@ -18,10 +20,21 @@ def test_humaneval(shared_data):
         rows = [json.loads(line) for line in file]
     tests = [Asserts("", [row["test"]], row["entry_point"]) for row in rows]
     with Sandbox(limits=LIMITS) as sandbox:
-        right = sandbox.grade_many([(row["prompt"] + row["canonical_solution"], test) for row, test in zip(rows, tests, strict=True)])
-        empty = sandbox.grade_many([(row["prompt"] + "    pass\n", test) for row, test in zip(rows, tests, strict=True)])
+        right = sandbox.grade_many(
+            [
+                (row["prompt"] + row["canonical_solution"], test)
+                for row, test in zip(rows, tests, strict=True)
+            ]
+        )
+        empty = sandbox.grade_many(
+            [(row["prompt"] + "    pass\n", test) for row, test in zip(rows, tests, strict=True)]
+        )
     assert len(rows) == 164
-    assert [(row["task_id"], grade.reasons) for row, grade in zip(rows, right, strict=True) if not grade.all] == []
+    assert [
+        (row["task_id"], grade.reasons)
+        for row, grade in zip(rows, right, strict=True)
+        if not grade.all
+    ] == []
     assert [row["task_id"] for row, grade in zip(rows, empty, strict=True) if grade.all] == []
 
 
@@ -29,17 +42,31 @@ def test_humaneval(shared_data):
 def test_mbpp_sanitized(shared_data):
     rows = json.loads((shared_data / "mbpp" / "sanitized-mbpp.json").read_text())
     with Sandbox(limits=LIMITS) as sandbox:
-        grades = sandbox.grade_many([(row["code"], Asserts("\n".join(row["test_imports"]), row["test_list"])) for row in rows])
+        grades = sandbox.grade_many(
+            [
+                (row["code"], Asserts("\n".join(row["test_imports"]), row["test_list"]))
+                for row in rows
+            ]
+        )
     assert len(rows) == 427
-    assert [(row["task_id"], grade.reasons) for row, grade in zip(rows, grades, strict=True) if not grade.all] == []
+    assert [
+        (row["task_id"], grade.reasons)
+        for row, grade in zip(rows, grades, strict=True)
+        if not grade.all
+    ] == []
 
 
 def test_mbpp_solutions_whose_setup_builds_on_their_class(shared_data):
-    """Two fail where the setup runs before the solution, since `Node` is the solution's; here a setup may name what is the program's."""
+    """Two fail where the setup runs before the solution, since `Node` is the solution's; here a
+    setup may name what is the program's.
+    """
     with open(shared_data / "mbpp" / "mbpp.jsonl") as file:
         rows = [row for row in map(json.loads, file) if row["task_id"] in (367, 927, 533)]
     with Sandbox(limits=LIMITS) as sandbox:
         for row in rows:
             grade = sandbox.grade(row["code"], Asserts(row["test_setup_code"], row["test_list"]))
             assert grade.all, (row["task_id"], grade.reasons)
-            assert not sandbox.grade(row["code"].replace("return", "return not"), Asserts(row["test_setup_code"], row["test_list"])).all
+            assert not sandbox.grade(
+                row["code"].replace("return", "return not"),
+                Asserts(row["test_setup_code"], row["test_list"]),
+            ).all

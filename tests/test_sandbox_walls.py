@@ -1,4 +1,6 @@
-"""Each wall taken down lets something through that it held back: a program that gets past shows it, with the wall it does not."""
+"""Each wall taken down lets something through that it held back: a program that gets past shows it,
+with the wall it does not.
+"""
 
 import os
 import socket
@@ -15,8 +17,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("bubblewrap")]
 
 
 class Escape(NamedTuple):
-    """`program` prints "through" where the wall is down. `first`: runs before it in the same sandbox. `covers`: walls that hold the same
-    thing back, taken down for both halves."""
+    """`program` prints "through" where the wall is down. `first`: runs before it in the same
+    sandbox. `covers`: walls that hold the same thing back, taken down for both halves.
+    """
 
     program: str
     first: str = ""
@@ -61,7 +64,9 @@ def port():
 
 
 def goes_through(escape: Escape, without: tuple[str, ...], port: int) -> bool:
-    with Sandbox("bubblewrap", Limits(wall_s=10, memory_mb=128), workers=1, without=without) as sandbox:
+    with Sandbox(
+        "bubblewrap", Limits(wall_s=10, memory_mb=128), workers=1, without=without
+    ) as sandbox:
         assert all(wall in sandbox.kind for wall in without)
         if escape.first:
             first = sandbox.run(escape.first)

@@ -1,4 +1,6 @@
-"""bench/scaling.py on mixtures and models that see: its numbers against parameters and operations that are counted."""
+"""bench/scaling.py on mixtures and models that see: its numbers against parameters and operations
+that are counted.
+"""
 
 import sys
 from dataclasses import replace
@@ -31,7 +33,8 @@ def scaling(monkeypatch):
 def mixture(per_token: int):
     model = tiny_model("qwen3_moe", num_experts_per_tok=per_token, sliding_window=None)
     model.set_attn_implementation("eager")
-    model.config._experts_implementation = "eager"  # a matrix product an expert, which the counter sees
+    # a matrix product an expert, which the counter sees
+    model.config._experts_implementation = "eager"
     return model
 
 
@@ -51,19 +54,25 @@ def test_a_mixture_computes_with_the_experts_that_a_token_is_sent_to(per_token, 
     model = mixture(per_token)
     shape = shape_of(model, tmp_path)
     experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
-    assert shape.parameters == sum(p.numel() for p in model.parameters()) and shape.idle == experts * (4 - per_token) // 4
+    assert (
+        shape.parameters == sum(p.numel() for p in model.parameters())
+        and shape.idle == experts * (4 - per_token) // 4
+    )
     ids = torch.arange(TOKENS)[None]
     attention = 4 * TOKENS**2 * shape.heads * shape.head_width * shape.layers
     table = VOCAB * shape.hidden  # rows of it are looked up, not multiplied
     found = counted(model, input_ids=ids, use_cache=False) - attention
-    assert found == pytest.approx(2 * TOKENS * (shape.active - table), rel=0.02)  # norms are no products
+    # norms are no products
+    assert found == pytest.approx(2 * TOKENS * (shape.active - table), rel=0.02)
     assert found < 0.9 * 2 * TOKENS * (shape.parameters - table)
 
 
 def test_a_token_sent_to_two_experts_more_costs_those_and_nothing_else(tmp_path):
     shapes = {k: shape_of(mixture(k), tmp_path / str(k)) for k in (1, 3)}
     ids = torch.arange(TOKENS)[None]
-    more = counted(mixture(3), input_ids=ids, use_cache=False) - counted(mixture(1), input_ids=ids, use_cache=False)
+    more = counted(mixture(3), input_ids=ids, use_cache=False) - counted(
+        mixture(1), input_ids=ids, use_cache=False
+    )
     assert more == 2 * TOKENS * (shapes[3].active - shapes[1].active) > 0
 
 
@@ -74,12 +83,18 @@ def test_all_experts_are_sent_and_gathered_and_few_are_computed_with(scaling, tm
         launch = Launch(cuda=True, bf16=True, world=4, zero=zero)
         assert scaling.payload(shape, launch, 3) == scaling.payload(dense, launch, 3)
     ddp = scaling.payload(shape, Launch(cuda=True, bf16=True, world=4), 3)
-    assert ddp["all_reduce"] == 4 * shape.parameters  # gradients of experts that nobody reached as well
-    assert scaling.arithmetic(dense, load) - scaling.arithmetic(shape, load) == 8 * shape.idle * load.tokens
+    # gradients of experts that nobody reached as well
+    assert ddp["all_reduce"] == 4 * shape.parameters
+    assert (
+        scaling.arithmetic(dense, load) - scaling.arithmetic(shape, load)
+        == 8 * shape.idle * load.tokens
+    )
 
 
 def test_a_tower_runs_over_patches_and_learns_only_where_it_is_trained(scaling, tmp_path):
-    """Its operations are counted; what joins it to the text reads one position of four, so that the model is an upper bound."""
+    """Its operations are counted; what joins it to the text reads one position of four, so that the
+    model is an upper bound.
+    """
     _, config, tokenizer, processor, _ = seeing._qwen3_vl()
     config.vision_config.depth = 6
     from transformers import Qwen3VLForConditionalGeneration
@@ -93,16 +108,21 @@ def test_a_tower_runs_over_patches_and_learns_only_where_it_is_trained(scaling, 
     assert frozen.seeing == tower and frozen.seeing_trained == 0
     side = 4  # patches: a picture of 16 x 16
     pixels = torch.zeros(side * side, 3 * 4 * 4)
-    found = counted(model.model.visual, hidden_states=pixels, grid_thw=torch.tensor([[1, side, side]]))
+    found = counted(
+        model.model.visual, hidden_states=pixels, grid_thw=torch.tensor([[1, side, side]])
+    )
     assert 0.6 * 2 * tower * side**2 < found < 1.1 * 2 * tower * side**2
     load = scaling.Load(patches=256)
     blind = scaling.arithmetic(own, scaling.Load())
     assert blind == 8 * own.active * load.tokens
     assert scaling.arithmetic(own, load) - blind == 8 * tower * load.answers * 256
-    assert scaling.arithmetic(frozen, load) - scaling.arithmetic(frozen, scaling.Load()) == 2 * tower * load.answers * 256
+    assert (
+        scaling.arithmetic(frozen, load) - scaling.arithmetic(frozen, scaling.Load())
+        == 2 * tower * load.answers * 256
+    )
 
 
-# ------------------------------------------------------------------------------------------------- samplers held by several GPUs
+# -------------------------------------------------------------------- samplers held by several GPUs
 
 
 class Counting:
@@ -117,7 +137,10 @@ class Counting:
         return self.team.sum_(x)
 
     def gather(self, x):
-        self.calls, self.gathered = self.calls + 1, self.gathered + self.size * x.numel() * x.element_size()
+        self.calls, self.gathered = (
+            self.calls + 1,
+            self.gathered + self.size * x.numel() * x.element_size(),
+        )
         return self.team.gather(x)
 
     def first_(self, x):
@@ -126,7 +149,9 @@ class Counting:
 
 
 def test_a_teams_traffic_is_what_its_ranks_send(scaling, tmp_path):
-    """Four groups of two on prompts of six tokens, five new tokens each, all at once; 48 words come out even."""
+    """Four groups of two on prompts of six tokens, five new tokens each, all at once; 48 words come
+    out even.
+    """
     import scaling_teams
     from sampler_models import tiny_model as seen_model
     from test_sampler_split import on_ranks, split
@@ -139,15 +164,28 @@ def test_a_teams_traffic_is_what_its_ranks_send(scaling, tmp_path):
 
     def counted(threads):
         team = Counting(threads)
-        engine = Engine(split(model, team, weights=list(model.named_parameters())), eos_token_ids=(), max_rows=8)  # not tried: no sums
+        # not tried: no sums
+        engine = Engine(
+            split(model, team, weights=list(model.named_parameters())), eos_token_ids=(), max_rows=8
+        )
         assert team.calls == 0
         for i in range(4):
-            engine.add(Request(prompt=[i + 1] * 6, num_samples=2, params=SamplingParams(max_tokens=5, stop=[]), seed=1, problem=i))
+            engine.add(
+                Request(
+                    prompt=[i + 1] * 6,
+                    num_samples=2,
+                    params=SamplingParams(max_tokens=5, stop=[]),
+                    seed=1,
+                    problem=i,
+                )
+            )
         assert [len(s.tokens) for found in engine.run() for s in found.sequences] == [5] * 8
         return team
 
     shape = shape_of(model, tmp_path)
-    modelled = scaling_teams.of_a_step(shape, Launch(cuda=False, bf16=False, world=2, team=2), load, rows=8)
+    modelled = scaling_teams.of_a_step(
+        shape, Launch(cuda=False, bf16=False, world=2, team=2), load, rows=8
+    )
     for team in on_ranks(2, counted):
         assert (team.calls, team.summed, team.gathered, team.copied) == (
             modelled.calls, modelled.summed, modelled.gathered, modelled.copied)  # fmt: skip
@@ -158,7 +196,10 @@ def test_seconds_of_a_team_by_hand(scaling):
 
     hardware = scaling.Hardware(nvlink=100.0, collective_seconds=2.0)
     sent = scaling_teams.Sent(calls=3, summed=400.0, gathered=200.0, copied=50.0)
-    assert scaling_teams.seconds(sent, 4, hardware) == 3 * 2.0 + (2 * 0.75 * 400 + 0.75 * 200 + 50) / 100
+    assert (
+        scaling_teams.seconds(sent, 4, hardware)
+        == 3 * 2.0 + (2 * 0.75 * 400 + 0.75 * 200 + 50) / 100
+    )
     assert scaling_teams.seconds(sent, 1, hardware) == 0
 
 
@@ -170,12 +211,19 @@ def test_a_32b_policy_is_sampled_by_as_few_gpus_together_as_fit(scaling):
 
     def step(gpus: int, memory: float = 80.0):
         launch = Launch(cuda=True, bf16=True, world=gpus, per_node=8, zero=3)
-        return scaling.step("32B", shape, Held(), launch, load, replace(hardware, memory_gib=memory), driver, 1200.0)
+        return scaling.step(
+            "32B", shape, Held(), launch, load, replace(hardware, memory_gib=memory), driver, 1200.0
+        )
 
     found = step(64)
     whole = step(64, 1000.0)
     assert whole.sampler_tp == 1 and whole.sampler_traffic_s == 0 and whole.memory_gib > 80 * 0.92
-    assert found.fits and found.sampler_tp in (2, 4, 8) and found.memory_gib <= 80 * 0.92 and found.sampler_traffic_s > 0
+    assert (
+        found.fits
+        and found.sampler_tp in (2, 4, 8)
+        and found.memory_gib <= 80 * 0.92
+        and found.sampler_traffic_s > 0
+    )
     assert found.sample_s == whole.sample_s + found.sampler_traffic_s
     assert found.step_s == pytest.approx(whole.step_s + found.sampler_traffic_s)
     never = step(64, 20.0)

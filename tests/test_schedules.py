@@ -8,7 +8,9 @@ from rl.schedules import factor
 def test_constant_linear_cosine_by_hand():
     assert [factor("constant", s, 4) for s in range(4)] == [1.0] * 4
     assert [factor("linear", s, 4) for s in range(4)] == [1.0, 0.75, 0.5, 0.25]
-    assert [factor("cosine", s, 4) for s in range(4)] == pytest.approx([1.0, 0.8535533905932737, 0.5, 0.1464466094067262])
+    assert [factor("cosine", s, 4) for s in range(4)] == pytest.approx(
+        [1.0, 0.8535533905932737, 0.5, 0.1464466094067262]
+    )
 
 
 def test_warm_up_rises_to_one_and_never_starts_at_zero():

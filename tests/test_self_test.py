@@ -31,7 +31,9 @@ def service(tmp_path_factory):
 def policy(request, service):
     full = request.param in ("full", "value head")
     if full:
-        client = service.create_full_training_client("tiny:addition-small", seed=2, value_head=request.param != "full")
+        client = service.create_full_training_client(
+            "tiny:addition-small", seed=2, value_head=request.param != "full"
+        )
     else:
         client = service.create_lora_training_client("tiny:addition-small", rank=4, seed=2)
     if request.param != "fresh lora":
@@ -41,7 +43,8 @@ def policy(request, service):
     client.release()
 
 
-ONE = pytest.mark.parametrize("policy", ["full"], indirect=True)  # where the kind of policy does not enter
+# where the kind of policy does not enter
+ONE = pytest.mark.parametrize("policy", ["full"], indirect=True)
 
 
 @pytest.fixture
@@ -63,14 +66,30 @@ def healthy(run):
 
 
 def test_what_is_right_passes(run, policy, sampler):
-    before = policy.forward(random_datums(3, seed=5), "importance_sampling", {"temperature": 1.0}).result().loss_fn_outputs
-    drawn = sampler.sample(random_datums(1, seed=5)[0].model_input, 3, replace(PARAMS, seed=1)).result().sequences
+    before = (
+        policy.forward(random_datums(3, seed=5), "importance_sampling", {"temperature": 1.0})
+        .result()
+        .loss_fn_outputs
+    )
+    drawn = (
+        sampler.sample(random_datums(1, seed=5)[0].model_input, 3, replace(PARAMS, seed=1))
+        .result()
+        .sequences
+    )
     text = run()
     assert "moved weights reach the sampler" in text and "gradients reach" in text
     reached, of = text.split("gradients reach ")[1].split(" tensors")[0].split(" of ")
     assert reached == of and int(of) > 10
-    after = policy.forward(random_datums(3, seed=5), "importance_sampling", {"temperature": 1.0}).result().loss_fn_outputs
-    again = sampler.sample(random_datums(1, seed=5)[0].model_input, 3, replace(PARAMS, seed=1)).result().sequences
+    after = (
+        policy.forward(random_datums(3, seed=5), "importance_sampling", {"temperature": 1.0})
+        .result()
+        .loss_fn_outputs
+    )
+    again = (
+        sampler.sample(random_datums(1, seed=5)[0].model_input, 3, replace(PARAMS, seed=1))
+        .result()
+        .sequences
+    )
     for one, other in zip(before, after, strict=True):
         np.testing.assert_array_equal(one["logprobs"].array, other["logprobs"].array)
     assert [(s.tokens, s.logprobs) for s in drawn] == [(s.tokens, s.logprobs) for s in again]
@@ -97,6 +116,7 @@ def test_a_hand_over_that_delivers_nothing(run, monkeypatch):
 @pytest.mark.parametrize("number", [0, 5, -1])
 def test_a_tensor_or_an_adapter_left_out(run, monkeypatch, number, healthy):
     """Whichever: the first (an embedding, or its adapter), one inside, the last."""
+
     def without(pieces):
         whole = [(name, tensor.clone()) for name, tensor in pieces]
         del whole[number]
@@ -132,7 +152,10 @@ def shifted(names, by):
     def made(trajectory):
         found = []
         for datum in real(trajectory):
-            moved = {name: TensorData(np.roll(datum.loss_fn_inputs[name].array, by), "float32") for name in names}
+            moved = {
+                name: TensorData(np.roll(datum.loss_fn_inputs[name].array, by), "float32")
+                for name in names
+            }
             found.append(datum.with_inputs({**datum.loss_fn_inputs, **moved}))
         return found
 
@@ -144,18 +167,27 @@ def shifted(names, by):
 @pytest.mark.parametrize("names", [("mask",), ("logprobs",), ("mask", "logprobs")])
 def test_a_mask_or_logprobs_shifted_by_one(run, monkeypatch, names, by):
     monkeypatch.setattr(module, "trajectory_to_datums", shifted(names, by))
-    with pytest.raises(SelfTestFailed, match="not those that were sampled|not those of the sampled tokens"):
+    with pytest.raises(
+        SelfTestFailed, match="not those that were sampled|not those of the sampled tokens"
+    ):
         run()
 
 
 def drawn_otherwise(monkeypatch, change):
     real = module._draw
-    monkeypatch.setattr(module, "_draw", lambda *args: [(prompt, change(sequence)) for prompt, sequence in real(*args)])
+    monkeypatch.setattr(
+        module,
+        "_draw",
+        lambda *args: [(prompt, change(sequence)) for prompt, sequence in real(*args)],
+    )
 
 
 @ONE
 def test_a_fragment_taken_for_an_ended_answer(run, monkeypatch):
-    drawn_otherwise(monkeypatch, lambda s: replace(s, stop_reason="stop" if s.stop_reason == "length" else "length"))
+    drawn_otherwise(
+        monkeypatch,
+        lambda s: replace(s, stop_reason="stop" if s.stop_reason == "length" else "length"),
+    )
     with pytest.raises(SelfTestFailed, match="stop_reason"):
         run()
 
@@ -163,7 +195,11 @@ def test_a_fragment_taken_for_an_ended_answer(run, monkeypatch):
 @ONE
 def test_another_temperature_than_that_which_is_trained_at(run, monkeypatch):
     real = module.prove
-    monkeypatch.setattr(module, "prove", lambda policy, sampler, datums, temperature: real(policy, sampler, datums, 1.0))
+    monkeypatch.setattr(
+        module,
+        "prove",
+        lambda policy, sampler, datums, temperature: real(policy, sampler, datums, 1.0),
+    )
     with pytest.raises(SelfTestFailed, match="disagree on the logprobs of the same tokens"):
         run(replace(PARAMS, temperature=0.5))
 
@@ -186,12 +222,16 @@ def test_gradients_that_do_not_arrive_or_reach_what_is_frozen(run, policy, monke
 def test_nothing_stays_of_a_self_test_that_fails(run, policy, monkeypatch):
     """Nor of one whose look itself is broken off: the weights are back."""
     datums = random_datums(3, seed=5)
-    before = policy.forward(datums, "importance_sampling", {"temperature": 1.0}).result().loss_fn_outputs
+    before = (
+        policy.forward(datums, "importance_sampling", {"temperature": 1.0}).result().loss_fn_outputs
+    )
     with monkeypatch.context() as patch:
         patch.setattr(proof, "_gradient", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run()
-    after = policy.forward(datums, "importance_sampling", {"temperature": 1.0}).result().loss_fn_outputs
+    after = (
+        policy.forward(datums, "importance_sampling", {"temperature": 1.0}).result().loss_fn_outputs
+    )
     for one, other in zip(before, after, strict=True):
         np.testing.assert_array_equal(one["logprobs"].array, other["logprobs"].array)
     run()
@@ -214,15 +254,26 @@ WORDS = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [f"grpo {WORDS} --lora-rank 4", f"ppo {WORDS}"], ids=["grpo lora", "ppo"])
+@pytest.mark.parametrize(
+    "words", [f"grpo {WORDS} --lora-rank 4", f"ppo {WORDS}"], ids=["grpo lora", "ppo"]
+)
 def test_a_run_is_the_same_with_and_without(words, tmp_path):
     rows = train(words, tmp_path / "with")
-    assert train(f"{words} --no-self-test", tmp_path / "without") == rows and rows[-1]["optim/grad_norm"] > 0
+    assert (
+        train(f"{words} --no-self-test", tmp_path / "without") == rows
+        and rows[-1]["optim/grad_norm"] > 0
+    )
     found = sorted((tmp_path / "with" / "checkpoints").rglob("*.safetensors"))
     assert len(found) >= 2
     for path in found:
-        if path.name != "rng.safetensors":  # the process's generator, which nothing of a run draws from
-            one, other = load_file(path), load_file(tmp_path / "without" / path.relative_to(tmp_path / "with"))
-            assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one), path
+        # the process's generator, which nothing of a run draws from
+        if path.name != "rng.safetensors":
+            one, other = (
+                load_file(path),
+                load_file(tmp_path / "without" / path.relative_to(tmp_path / "with")),
+            )
+            assert one.keys() == other.keys() and all(
+                torch.equal(one[name], other[name]) for name in one
+            ), path
     config = json.loads((tmp_path / "without" / "config.json").read_text())
     assert config["options"]["self_test"] is False

@@ -1,4 +1,6 @@
-"""The server by its wire: the same as the clients in this process, in order, once, and each tenant for himself."""
+"""The server by its wire: the same as the clients in this process, in order, once, and each tenant
+for himself.
+"""
 
 import asyncio
 import base64
@@ -26,15 +28,30 @@ KEYS = ("tml-first-tenants-key", "tml-second-tenants-key")
 def texts(count: int = 6, seed: int = 0) -> list[Datum]:
     rng = np.random.default_rng(seed)
     rows = [rng.integers(2, 90, rng.integers(4, 12)) for _ in range(count)]
-    return [Datum(ModelInput.from_ints(row[:-1].tolist()), {"target_tokens": row[1:], "weights": np.ones(len(row) - 1)}) for row in rows]
+    return [
+        Datum(
+            ModelInput.from_ints(row[:-1].tolist()),
+            {"target_tokens": row[1:], "weights": np.ones(len(row) - 1)},
+        )
+        for row in rows
+    ]
 
 
 def rewarded(count: int = 4, seed: int = 1) -> list[Datum]:
     rng, data = np.random.default_rng(seed), []
     for _ in range(count):
         n = int(rng.integers(4, 10))
-        fields = {"logprobs": -4.5 + 0.2 * rng.standard_normal(n), "advantages": rng.standard_normal(n), "mask": np.ones(n)}
-        data.append(Datum(ModelInput.from_ints(rng.integers(2, 90, n).tolist()), {"target_tokens": rng.integers(2, 90, n), **fields}))
+        fields = {
+            "logprobs": -4.5 + 0.2 * rng.standard_normal(n),
+            "advantages": rng.standard_normal(n),
+            "mask": np.ones(n),
+        }
+        data.append(
+            Datum(
+                ModelInput.from_ints(rng.integers(2, 90, n).tolist()),
+                {"target_tokens": rng.integers(2, 90, n), **fields},
+            )
+        )
     return data
 
 
@@ -61,7 +78,8 @@ def here(tmp_path_factory):
 def test_the_five_steps_are_those_of_the_clients_in_this_process_to_the_bit(wires, here):
     data = texts()
     model = wires.model()
-    rest, first = wires.ask(model, 2, data[3:]), wires.ask(model, 1, data[:3])  # the first chunk comes last, as the SDK sends it
+    # the first chunk comes last, as the SDK sends it
+    rest, first = wires.ask(model, 2, data[3:]), wires.ask(model, 1, data[:3])
     stepped = wires.step(model, 3, grad_clip_norm=1.0)
     client = here.create_lora_training_client(BASE, 4, 7)
     for asked, part in ((first, data[:3]), (rest, data[3:])):
@@ -69,18 +87,27 @@ def test_the_five_steps_are_those_of_the_clients_in_this_process_to_the_bit(wire
         for logprobs, output in zip(there[0], mine.loss_fn_outputs, strict=True):
             assert np.array_equal(logprobs, output["logprobs"].array)
         assert there[1] == mine.metrics
-    assert wires.wait(stepped)["metrics"] == client.optim_step(AdamParams(1e-2, grad_clip_norm=1.0)).result().metrics
+    assert (
+        wires.wait(stepped)["metrics"]
+        == client.optim_step(AdamParams(1e-2, grad_clip_norm=1.0)).result().metrics
+    )
     sampler, own = wires.sampler(model, 4), client.save_weights_and_get_sampling_client()
     prompt = [5, 9, 30]
-    there = wires.sample(sampler, 0, prompt, 3, seed=11, prompt_logprobs=True, topk_prompt_logprobs=2)
+    there = wires.sample(
+        sampler, 0, prompt, 3, seed=11, prompt_logprobs=True, topk_prompt_logprobs=2
+    )
     mine = own.sample(ModelInput.from_ints(prompt), 3, SamplingParams(8, seed=11), True, 2).result()
     for found, sequence in zip(there.sequences, mine.sequences, strict=True):
         assert np.array_equal(np.frombuffer(found.tokens, "<i4"), sequence.tokens_np)
         assert np.array_equal(np.frombuffer(found.logprobs, "<f4"), sequence.logprobs_np)
     prompt_logprobs = np.frombuffer(there.prompt_logprobs, "<f4")
-    assert np.isnan(prompt_logprobs[0]) and np.array_equal(prompt_logprobs[1:], mine.prompt_logprobs_np[1:])
+    assert np.isnan(prompt_logprobs[0]) and np.array_equal(
+        prompt_logprobs[1:], mine.prompt_logprobs_np[1:]
+    )
     ids = np.frombuffer(there.topk_prompt_logprobs.token_ids, "<i4").reshape(-1, 2)
-    assert [row.tolist() for row in ids[1:]] == [[token for token, _ in row] for row in mine.topk_prompt_logprobs[1:]]
+    assert [row.tolist() for row in ids[1:]] == [
+        [token for token, _ in row] for row in mine.topk_prompt_logprobs[1:]
+    ]
 
 
 def _for_loss(name):
@@ -89,7 +116,13 @@ def _for_loss(name):
         n, spec = 6, LOSSES[name]
         fields = {"target_tokens": rng.integers(2, 90, n)}
         for field in spec.required[1:]:
-            value = np.full(n, float(i % 2)) if field == "labels" else np.ones(n) if field == "mask" else -4.0 + rng.standard_normal(n)
+            value = (
+                np.full(n, float(i % 2))
+                if field == "labels"
+                else np.ones(n)
+                if field == "mask"
+                else -4.0 + rng.standard_normal(n)
+            )
             fields[field] = value
         if name != "cross_entropy":
             fields.setdefault("mask", np.ones(n))  # some take their actions from it
@@ -102,24 +135,38 @@ WITHOUT_VALUES = [name for name, spec in LOSSES.items() if not spec.values]
 
 def test_every_loss_gives_over_the_wire_what_it_gives_here(wires, here):
     model, client = wires.model(), here.create_lora_training_client(BASE, 4, 7)
-    settings = {"ppo": {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3}, "dro": {"beta": 0.1}, "dpo": {"beta": 0.2}}
+    settings = {
+        "ppo": {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3},
+        "dro": {"beta": 0.1},
+        "dpo": {"beta": 0.2},
+    }
     for seq, name in enumerate(WITHOUT_VALUES, start=1):
         data, config = _for_loss(name), settings.get(name, {})
         rows, metrics = wires.output(wires.ask(model, seq, data, name, config))
         mine = client.forward_backward(data, name, config).result()
-        assert {key: value for key, value in metrics.items()} == {k if ":" in k else f"{k}:mean": v for k, v in mine.metrics.items()}, name
-        assert all(np.array_equal(a, b["logprobs"].array) for a, b in zip(rows, mine.loss_fn_outputs, strict=True)), name
+        assert {key: value for key, value in metrics.items()} == {
+            k if ":" in k else f"{k}:mean": v for k, v in mine.metrics.items()
+        }, name
+        assert all(
+            np.array_equal(a, b["logprobs"].array)
+            for a, b in zip(rows, mine.loss_fn_outputs, strict=True)
+        ), name
         assert all(key.count(":") == 1 for key in metrics), (name, list(metrics))
     stepped = wires.wait(wires.step(model, len(WITHOUT_VALUES) + 1))
     assert stepped["metrics"] == client.optim_step(AdamParams(1e-2)).result().metrics
-    for seq, name in enumerate((*(name for name in LOSSES if LOSSES[name].values), "stable_reinforce"), start=len(WITHOUT_VALUES) + 2):
+    for seq, name in enumerate(
+        (*(name for name in LOSSES if LOSSES[name].values), "stable_reinforce"),
+        start=len(WITHOUT_VALUES) + 2,
+    ):
         refused = wires.wait(wires.ask(model, seq, _for_loss("cross_entropy"), name))
         assert refused["category"] == "user" and name in refused["error"]
 
 
 @pytest.mark.parametrize("rank", [8, 64])
 def test_an_adapter_over_the_wire_is_scaled_by_alpha_32_as_on_tinker(wires, here, rank):
-    """After a step, whose size is in the adapter's matrices: the function is that of alpha 32, not that of alpha = rank."""
+    """After a step, whose size is in the adapter's matrices: the function is that of alpha 32, not
+    that of alpha = rank.
+    """
     data, model, seen = texts(), wires.model(rank=rank), {}
     wires.ask(model, 1, data)
     wires.wait(wires.step(model, 2))
@@ -128,49 +175,78 @@ def test_an_adapter_over_the_wire_is_scaled_by_alpha_32_as_on_tinker(wires, here
         client = here.create_lora_training_client(BASE, rank, 7, alpha=alpha)
         client.forward_backward(data, "cross_entropy").result()
         client.optim_step(AdamParams(1e-2)).result()
-        seen[alpha] = [output["logprobs"].array for output in client.forward(data, "cross_entropy").result().loss_fn_outputs]
+        seen[alpha] = [
+            output["logprobs"].array
+            for output in client.forward(data, "cross_entropy").result().loss_fn_outputs
+        ]
     assert all(np.array_equal(there, mine) for there, mine in zip(rows, seen[32], strict=True))
-    assert not any(np.allclose(there, mine, atol=1e-3) for there, mine in zip(rows, seen[rank], strict=True))
+    assert not any(
+        np.allclose(there, mine, atol=1e-3) for there, mine in zip(rows, seen[rank], strict=True)
+    )
 
 
 def test_a_checkpoint_of_alpha_equal_to_the_rank_goes_on_over_the_wire_as_it_was(tmp_path):
-    """Saved by a server of before: its model was made with no alpha. Read back as a new model, and into one of today's."""
+    """Saved by a server of before: its model was made with no alpha. Read back as a new model, and
+    into one of today's.
+    """
     data = texts()
     with server(tmp_path / "served") as one:
         own, made = one.desk.service, []
         before, wires = own.create_lora_training_client, Wire(one)
-        own.create_lora_training_client = lambda *given, **more: made.append(before(*given, alpha=None, **more)) or made[-1]
+        own.create_lora_training_client = lambda *given, **more: (
+            made.append(before(*given, alpha=None, **more)) or made[-1]
+        )
         wires.open()
         model = wires.model(rank=8)
         del own.create_lora_training_client
         wires.ask(model, 1, data)
         wires.wait(wires.step(model, 2))
-        saved = wires.wait(wires.post("save_weights", model_id=model, seq_id=3, path="before"))["path"]
+        saved = wires.wait(wires.post("save_weights", model_id=model, seq_id=3, path="before"))[
+            "path"
+        ]
         fresh = wires.model(1, rank=8)
-        loaded = wires.wait(wires.post("load_weights", session_id=wires.session, model_seq_id=2, path=saved, optimizer=True))["model_id"]
+        loaded = wires.wait(
+            wires.post(
+                "load_weights", session_id=wires.session, model_seq_id=2, path=saved, optimizer=True
+            )
+        )["model_id"]
         wires.wait(wires.post("load_weights", model_id=fresh, seq_id=1, path=saved, optimizer=True))
         rows = []
         for name, seq in ((model, 4), (fresh, 2), (loaded, 1)):
             wires.ask(name, seq, data)
             wires.wait(wires.step(name, seq + 1))
-            rows.append(np.concatenate(wires.output(wires.ask(name, seq + 2, data, forward_only=True))[0]))
+            rows.append(
+                np.concatenate(wires.output(wires.ask(name, seq + 2, data, forward_only=True))[0])
+            )
     assert np.array_equal(rows[0], rows[1]) and np.array_equal(rows[0], rows[2])
 
 
 @pytest.mark.parametrize("form", ["no mask", "weights"])
 def test_tinkers_documented_datums_train_over_the_wire_as_with_a_mask(wires, form):
-    """A datum's first positions are its prompt: no advantage, a logprob of 0; `weights` say the same."""
+    """A datum's first positions are its prompt: no advantage, a logprob of 0; `weights` say the
+    same.
+    """
     models = [wires.model(number) for number in range(2)]
     bare, masked = [], []
     for datum in rewarded():
         n = datum.model_input.length
         mask = np.asarray([0.0] + [1.0] * (n - 1), np.float32)
-        fields = {name: datum.loss_fn_inputs[name].array for name in ("target_tokens", "logprobs", "advantages")}
-        fields = {**fields, "logprobs": fields["logprobs"] * mask, "advantages": fields["advantages"] * mask}
+        fields = {
+            name: datum.loss_fn_inputs[name].array
+            for name in ("target_tokens", "logprobs", "advantages")
+        }
+        fields = {
+            **fields,
+            "logprobs": fields["logprobs"] * mask,
+            "advantages": fields["advantages"] * mask,
+        }
         bare.append(datum.with_inputs(fields | ({"weights": mask} if form == "weights" else {})))
         masked.append(datum.with_inputs(fields | {"mask": mask}))
     for seq, loss in enumerate(("importance_sampling", "ppo", "cispo", "dro", "gspo"), start=1):
-        outputs = [wires.output(wires.ask(model, seq, data, loss)) for model, data in zip(models, (bare, masked), strict=True)]
+        outputs = [
+            wires.output(wires.ask(model, seq, data, loss))
+            for model, data in zip(models, (bare, masked), strict=True)
+        ]
         assert outputs[0][1] == outputs[1][1]
     steps = [wires.wait(wires.step(model, 6))["metrics"] for model in models]
     assert steps[0] == steps[1] and steps[0]["grad_norm"] > 0
@@ -182,15 +258,29 @@ def test_a_request_that_comes_twice_runs_once_and_is_answered_alike(wires):
     assert len({one["request_id"] for one in asked}) == 1
     steps = [wires.wait(wires.step(model, 2)) for _ in range(3)]
     assert steps[0] == steps[1] == steps[2] and steps[0]["metrics"]["grad_norm"] > 0
-    skipped = wires.wait(wires.step(model, 3))  # had the second run, this gradient would not be gone
+    # had the second run, this gradient would not be gone
+    skipped = wires.wait(wires.step(model, 3))
     assert skipped["metrics"] == {"grad_norm": 0.0, "skipped": 1.0}
-    assert "something else" in wires.post("optim_step", 400, model_id=model, seq_id=2, adam_params={"learning_rate": 0.5})["detail"]
+    assert (
+        "something else"
+        in wires.post(
+            "optim_step", 400, model_id=model, seq_id=2, adam_params={"learning_rate": 0.5}
+        )["detail"]
+    )
     sampler = wires.sampler(model, 4)
-    tries = [wires.post("save_weights_for_sampler", model_id=model, seq_id=5, sampling_session_seq_id=7 + i) for i in range(2)]
-    made = [wires.wait(one)["sampling_session_id"] for one in tries]  # the SDK numbers its sampling sessions anew for each try
+    tries = [
+        wires.post(
+            "save_weights_for_sampler", model_id=model, seq_id=5, sampling_session_seq_id=7 + i
+        )
+        for i in range(2)
+    ]
+    # the SDK numbers its sampling sessions anew for each try
+    made = [wires.wait(one)["sampling_session_id"] for one in tries]
     assert made[0] == made[1] == f"{wires.session}:sample:7"
     first, again = wires.ask_sample(sampler, 0, [4, 5]), wires.ask_sample(sampler, 0, [4, 5])
-    assert first == again and wires.wait(first, "SampleResponse") == wires.wait(again, "SampleResponse")
+    assert first == again and wires.wait(first, "SampleResponse") == wires.wait(
+        again, "SampleResponse"
+    )
 
 
 def test_what_is_wrong_with_its_values_is_an_answer_and_leaves_no_gap(wires):
@@ -203,13 +293,29 @@ def test_what_is_wrong_with_its_values_is_an_answer_and_leaves_no_gap(wires):
     stepped = wires.wait(wires.step(model, 4))
     assert stepped["category"] == "user" and "not run" in stepped["error"]
     after = wires.output(wires.ask(model, 5, good, forward_only=True))
-    assert all(np.array_equal(a, b) for a, b in zip(before[0], after[0], strict=True)), "the weights are as they were"
-    assert wires.wait(wires.step(model, 6))["metrics"] == {"grad_norm": 0.0, "skipped": 1.0}, "half of the gradient stayed"
-    cases = {7: {"adam_params": {"learning_rate": -1}}, 8: {"optimizer_params": {"type": "dimuon"}}, 9: {"adam_params": {"rate": 1}}}
+    assert all(np.array_equal(a, b) for a, b in zip(before[0], after[0], strict=True)), (
+        "the weights are as they were"
+    )
+    assert wires.wait(wires.step(model, 6))["metrics"] == {"grad_norm": 0.0, "skipped": 1.0}, (
+        "half of the gradient stayed"
+    )
+    cases = {
+        7: {"adam_params": {"learning_rate": -1}},
+        8: {"optimizer_params": {"type": "dimuon"}},
+        9: {"adam_params": {"rate": 1}},
+    }
     for seq, fields in cases.items():
-        assert wires.wait(wires.post("optim_step", model_id=model, seq_id=seq, **fields))["category"] == "user"
+        assert (
+            wires.wait(wires.post("optim_step", model_id=model, seq_id=seq, **fields))["category"]
+            == "user"
+        )
     for seq, name in ((10, "../up"), (11, "a/b"), (12, ".hidden"), (13, "")):
-        assert "name" in wires.wait(wires.post("save_weights", model_id=model, seq_id=seq, path=name))["error"]
+        assert (
+            "name"
+            in wires.wait(wires.post("save_weights", model_id=model, seq_id=seq, path=name))[
+                "error"
+            ]
+        )
     assert wires.wait(wires.step(model, 14))["metrics"]["skipped"] == 1.0
 
 
@@ -231,11 +337,17 @@ def test_samples_are_drawn_between_the_micro_batches_of_a_call(tmp_path):
         rows, metrics = wires.output(trained)
         assert [name for name, _ in order] == ["sample", "train"], order
         assert order[0][1] + 5 < order[1][1], "it did not wait for the call"
-        with ServiceClient(output_dir=tmp_path / "here", settings=WorkerSettings(learner=LearnerSettings(token_budget=32))) as service:
+        with ServiceClient(
+            output_dir=tmp_path / "here",
+            settings=WorkerSettings(learner=LearnerSettings(token_budget=32)),
+        ) as service:
             client = service.create_lora_training_client(BASE, 4, 7)
             mine = client.forward_backward(texts(300), "cross_entropy").result()
             assert metrics == mine.metrics
-            assert all(np.array_equal(a, b["logprobs"].array) for a, b in zip(rows, mine.loss_fn_outputs, strict=True))
+            assert all(
+                np.array_equal(a, b["logprobs"].array)
+                for a, b in zip(rows, mine.loss_fn_outputs, strict=True)
+            )
             norm = client.optim_step(AdamParams(1e-2)).result().metrics
         assert wires.wait(wires.step(model, 3))["metrics"] == norm
 
@@ -282,7 +394,11 @@ def test_a_server_that_goes_on_keeps_models_paths_and_what_was_trained(tmp_path)
 
     def go_on(wires, model, path):
         seen = [wires.output(wires.ask(model, 4, texts(4, 1)))[1], wires.wait(wires.step(model, 5))]
-        again = wires.wait(wires.post("load_weights", session_id=wires.session, model_seq_id=9, path=path, optimizer=True))
+        again = wires.wait(
+            wires.post(
+                "load_weights", session_id=wires.session, model_seq_id=9, path=path, optimizer=True
+            )
+        )
         assert again["path"] == path
         return seen + [wires.output(wires.ask(again["model_id"], 1, texts(4, 1)))[1]]
 
@@ -307,10 +423,13 @@ def test_a_gradient_that_a_restart_lost_is_told_and_no_number_is_waited_for(tmp_
         wires.output(wires.ask(model, 1, texts()))
         stepped = wires.wait(wires.step(model, 2))
         wires.output(wires.ask(model, 3, texts()))
-        shutil.copytree(tmp_path / "a", tmp_path / "b")  # what a server that is killed now leaves behind
+        # what a server that is killed now leaves behind
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
     with server(tmp_path / "b", resume=True, durable=True) as one:
         again = Wire(one)
-        assert again.wait({"request_id": f"{model}:2"}) == stepped == again.wait(again.step(model, 2)), "applied once, told again"
+        assert (
+            again.wait({"request_id": f"{model}:2"}) == stepped == again.wait(again.step(model, 2))
+        ), "applied once, told again"
         asked = again.step(model, 4)
         time.sleep(0.2)
         one.tenants.pass_gaps()
@@ -334,9 +453,28 @@ def test_what_is_anothers_does_not_exist(tmp_path):
         theirs.ask(model, 3, texts(), status=404)
         theirs.post("optim_step", 404, model_id=model, seq_id=3, adam_params={})
         theirs.post("save_weights", 404, model_id=model, seq_id=3, path="b")
-        theirs.post("load_weights", 404, session_id=theirs.session, model_seq_id=0, path=path, optimizer=False)
-        theirs.post("create_sampling_session", 404, session_id=theirs.session, sampling_session_seq_id=0, model_path=path)
-        theirs.post("create_sampling_session", 404, session_id=mine.session, sampling_session_seq_id=5, base_model=BASE)
+        theirs.post(
+            "load_weights",
+            404,
+            session_id=theirs.session,
+            model_seq_id=0,
+            path=path,
+            optimizer=False,
+        )
+        theirs.post(
+            "create_sampling_session",
+            404,
+            session_id=theirs.session,
+            sampling_session_seq_id=0,
+            model_path=path,
+        )
+        theirs.post(
+            "create_sampling_session",
+            404,
+            session_id=mine.session,
+            sampling_session_seq_id=5,
+            base_model=BASE,
+        )
         theirs.post("asample", 404, sampling_session_id=sampler, seq_id=9, prompt={"chunks": []})
         theirs.post("retrieve_future", 410, request_id=taken["request_id"])
         theirs.post("cancel_future", 410, request_id=taken["request_id"])
@@ -345,17 +483,33 @@ def test_what_is_anothers_does_not_exist(tmp_path):
         theirs.post("weights_info", 404, tinker_path=path)
         run = f"/api/v1/training_runs/{model}"
         one_of = "/checkpoints/weights/a"
-        asked = [("GET", ""), ("GET", "/checkpoints"), ("GET", one_of + "/archive"), ("PUT", one_of + "/ttl"), ("DELETE", one_of)]
+        asked = [
+            ("GET", ""),
+            ("GET", "/checkpoints"),
+            ("GET", one_of + "/archive"),
+            ("PUT", one_of + "/ttl"),
+            ("DELETE", one_of),
+        ]
         for method, where in asked:
             assert theirs.http.request(method, run + where).status_code == 404, where
-            assert mine.http.request(method, run + where, json={} if method == "PUT" else None).status_code < 300, where
+            assert (
+                mine.http.request(
+                    method, run + where, json={} if method == "PUT" else None
+                ).status_code
+                < 300
+            ), where
         assert theirs.http.get("/api/v1/checkpoints").json()["checkpoints"] == []
         assert theirs.http.get("/api/v1/sessions").json()["sessions"] == [theirs.session]
         for key in ("", "tml-first-tenants-ke", "tml-first-tenants-key2", "é"):
             answer = mine.http.get("/api/v1/sessions", headers={"x-api-key": key.encode()})
             assert answer.status_code == 401, key
-        bearer = mine.http.get("/api/v1/sessions", headers={"x-api-key": "", "authorization": f"Bearer {KEYS[0]}"})
-        assert bearer.status_code == 200 and mine.http.get("/healthz", headers={"x-api-key": "x"}).status_code == 200
+        bearer = mine.http.get(
+            "/api/v1/sessions", headers={"x-api-key": "", "authorization": f"Bearer {KEYS[0]}"}
+        )
+        assert (
+            bearer.status_code == 200
+            and mine.http.get("/healthz", headers={"x-api-key": "x"}).status_code == 200
+        )
         assert mine.http.get("/metrics", headers={"x-api-key": "x"}).status_code == 401
 
 
@@ -366,22 +520,44 @@ def test_nothing_leads_out_of_the_folder_and_no_body_breaks_in(wires, served):
     for path in ("tinker://../../etc", "tinker://../../etc/weights/passwd", f"tinker://{model}/weights/..", f"tinker://{model}/../x",
                  f"tinker://{model}/weights/%2e%2e", "/etc/passwd", "file:///etc", f"tinker://{model}/live/live", "tinker://", "",
                  f"tinker://{session}:train:01/weights/a", f"tinker://{model}/weights/a\0b"):  # fmt: skip
-        wires.post("load_weights", 404, session_id=session, model_seq_id=50, path=path or " ", optimizer=False)
-        wires.post("create_sampling_session", 404, session_id=session, sampling_session_seq_id=50, model_path=path or " ")
+        wires.post(
+            "load_weights",
+            404,
+            session_id=session,
+            model_seq_id=50,
+            path=path or " ",
+            optimizer=False,
+        )
+        wires.post(
+            "create_sampling_session",
+            404,
+            session_id=session,
+            sampling_session_seq_id=50,
+            model_path=path or " ",
+        )
         wires.post("weights_info", 404, tinker_path=path or " ")
     assert {path for path in root.parent.iterdir()} == before
-    for path in ("/api/v1/files/1/ab/x/weights/y/../../z", f"/api/v1/files/9999999999/{'0' * 64}/{model}/weights/a/state.json"):
+    for path in (
+        "/api/v1/files/1/ab/x/weights/y/../../z",
+        f"/api/v1/files/9999999999/{'0' * 64}/{model}/weights/a/state.json",
+    ):
         assert wires.http.get(path).status_code == 404
-    good = wire.MESSAGES["ForwardBackwardRequest"](model_id=model, seq_id=1, loss_fn="cross_entropy")
+    good = wire.MESSAGES["ForwardBackwardRequest"](
+        model_id=model, seq_id=1, loss_fn="cross_entropy"
+    )
     rng = np.random.default_rng(0)
     for i in range(300):
         raw = bytearray(good.SerializeToString() + rng.bytes(int(rng.integers(0, 60))))
         for at in rng.integers(0, len(raw), int(rng.integers(1, 9))):
             raw[at] = int(rng.integers(0, 256))
-        answer = wires.http.post("/api/v1/forward_backward", content=bytes(raw), headers={"content-type": PROTOBUF})
+        answer = wires.http.post(
+            "/api/v1/forward_backward", content=bytes(raw), headers={"content-type": PROTOBUF}
+        )
         assert answer.status_code in (200, 400, 404), (i, answer.text)
         assert "Traceback" not in answer.text and ".py" not in answer.text
-    big = wires.http.post("/api/v1/telemetry", content=b"", headers={"content-length": str(2 * 2**30)})
+    big = wires.http.post(
+        "/api/v1/telemetry", content=b"", headers={"content-length": str(2 * 2**30)}
+    )
     assert big.status_code == 413
 
     def endless():
@@ -400,30 +576,48 @@ def test_a_full_queue_says_so_and_takes_more_later(tmp_path):
         model = wires.model()
         with held(one):
             kept = wires.step(model, 1)
-            refused = wires.http.post("/api/v1/optim_step", json={"model_id": model, "seq_id": 2, "adam_params": {}})
+            refused = wires.http.post(
+                "/api/v1/optim_step", json={"model_id": model, "seq_id": 2, "adam_params": {}}
+            )
             assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
         wires.wait(kept)
         assert wires.wait(wires.step(model, 2))["metrics"]["skipped"] == 1.0
 
 
 def test_two_clients_that_call_everything_the_same_get_each_its_own(tmp_path):
-    """One key, one name for both sessions and for what they save: each goes on with its own weights, nothing is written over."""
+    """One key, one name for both sessions and for what they save: each goes on with its own
+    weights, nothing is written over.
+    """
     with server(tmp_path) as one:
         seen = []
         for seed in (1, 2):
             wires = Wire(one)
-            wires.session = wires.post("create_session", tags=["me"], user_metadata={"name": "run"}, display_name="run")["session_id"]
+            wires.session = wires.post(
+                "create_session", tags=["me"], user_metadata={"name": "run"}, display_name="run"
+            )["session_id"]
             model = wires.model(seed=seed)
             wires.output(wires.ask(model, 1, texts(4, seed)))
             wires.wait(wires.step(model, 2))
-            path = wires.wait(wires.post("save_weights", model_id=model, seq_id=3, path="one"))["path"]
+            path = wires.wait(wires.post("save_weights", model_id=model, seq_id=3, path="one"))[
+                "path"
+            ]
             after = wires.output(wires.ask(model, 4, texts(4, 9), forward_only=True))[0]
             seen.append((wires, model, path, after))
         (a, model, path, _), (_, _, other, _) = seen
         assert path != other
-        assert "one" in a.wait(a.post("save_weights", model_id=model, seq_id=5, path="one"))["error"], "a name is given once"
+        assert (
+            "one" in a.wait(a.post("save_weights", model_id=model, seq_id=5, path="one"))["error"]
+        ), "a name is given once"
         for wires, _, path, after in seen:
-            again = wires.wait(wires.post("load_weights", session_id=wires.session, model_seq_id=9, path=path, optimizer=True))["model_id"]
+            again = wires.wait(
+                wires.post(
+                    "load_weights",
+                    session_id=wires.session,
+                    model_seq_id=9,
+                    path=path,
+                    optimizer=True,
+                )
+            )["model_id"]
             found = wires.output(wires.ask(again, 1, texts(4, 9), forward_only=True))[0]
             assert all(np.array_equal(x, y) for x, y in zip(after, found, strict=True))
         assert not np.array_equal(seen[0][3][0], seen[1][3][0])
@@ -434,26 +628,52 @@ def test_what_was_saved_can_be_listed_taken_along_and_removed(wires, tmp_path):
     import tarfile
 
     model = wires.model()
-    kept = wires.wait(wires.post("save_weights", model_id=model, seq_id=1, path="a", user_metadata={"step": "1"}))["path"]
-    brief = wires.wait(wires.post("save_weights_for_sampler", model_id=model, seq_id=2, path="b", ttl_seconds=3600))["path"]
-    whole = wires.wait(wires.post("save_weights_external", model_id=model, seq_id=3, path="c"))["path"]
+    kept = wires.wait(
+        wires.post("save_weights", model_id=model, seq_id=1, path="a", user_metadata={"step": "1"})
+    )["path"]
+    brief = wires.wait(
+        wires.post("save_weights_for_sampler", model_id=model, seq_id=2, path="b", ttl_seconds=3600)
+    )["path"]
+    whole = wires.wait(wires.post("save_weights_external", model_id=model, seq_id=3, path="c"))[
+        "path"
+    ]
     run = f"/api/v1/training_runs/{model}"
     listed = wires.http.get(run + "/checkpoints").json()["checkpoints"]
     assert [one["tinker_path"] for one in listed] == [kept, brief, whole]
     assert [one["checkpoint_type"] for one in listed] == ["training", "sampler", "external"]
-    assert listed[0]["user_metadata"] == {"step": "1"} and listed[0]["expires_at"] is None and listed[1]["expires_at"] is not None
+    assert (
+        listed[0]["user_metadata"] == {"step": "1"}
+        and listed[0]["expires_at"] is None
+        and listed[1]["expires_at"] is not None
+    )
     assert wires.post("weights_info", tinker_path=kept)["lora_rank"] == 4
-    tar = tarfile.open(fileobj=io.BytesIO(wires.http.get(run + "/checkpoints/weights/a/archive").content))
+    tar = tarfile.open(
+        fileobj=io.BytesIO(wires.http.get(run + "/checkpoints/weights/a/archive").content)
+    )
     assert {"state.json", "manifest.json", "model/adapter_model.safetensors"} <= set(tar.getnames())
-    urls = wires.http.get(run + "/checkpoints/external_weights/c/external_weights_urls").json()["urls"]
+    urls = wires.http.get(run + "/checkpoints/external_weights/c/external_weights_urls").json()[
+        "urls"
+    ]
     assert {"config.json", "model.safetensors"} <= set(urls)
-    assert wires.http.get(urls["config.json"], headers={"x-api-key": ""}).json()["model_type"] == "qwen3"
-    assert wires.http.get(urls["config.json"][:-11] + "model.safetensors").status_code == 404, "a link is for one file"
-    assert wires.http.put(run + "/checkpoints/weights/a/ttl", json={"ttl_seconds": 1}).status_code == 204
+    assert (
+        wires.http.get(urls["config.json"], headers={"x-api-key": ""}).json()["model_type"]
+        == "qwen3"
+    )
+    assert wires.http.get(urls["config.json"][:-11] + "model.safetensors").status_code == 404, (
+        "a link is for one file"
+    )
+    assert (
+        wires.http.put(run + "/checkpoints/weights/a/ttl", json={"ttl_seconds": 1}).status_code
+        == 204
+    )
     assert wires.http.delete(run + "/checkpoints/sampler_weights/b").status_code == 204
     time.sleep(1.1)
-    assert [one["tinker_path"] for one in wires.http.get(run + "/checkpoints").json()["checkpoints"]] == [whole]
-    wires.post("load_weights", 404, session_id=wires.session, model_seq_id=60, path=kept, optimizer=True)
+    assert [
+        one["tinker_path"] for one in wires.http.get(run + "/checkpoints").json()["checkpoints"]
+    ] == [whole]
+    wires.post(
+        "load_weights", 404, session_id=wires.session, model_seq_id=60, path=kept, optimizer=True
+    )
 
 
 def test_one_tenants_failure_touches_no_other(wires, served):
@@ -462,7 +682,10 @@ def test_one_tenants_failure_touches_no_other(wires, served):
     models = wires.model(), other.model()
     sampler = other.sampler(models[1], 1)
     asked = other.ask_sample(sampler, 0, [4, 5], seed=1)
-    broken = Datum(ModelInput.from_ints([4, 5]), {"target_tokens": [5, 6], "logprobs": [-np.inf, -1.0], "advantages": [1.0, 1.0]})
+    broken = Datum(
+        ModelInput.from_ints([4, 5]),
+        {"target_tokens": [5, 6], "logprobs": [-np.inf, -1.0], "advantages": [1.0, 1.0]},
+    )
     failed = wires.wait(wires.ask(models[0], 1, [broken], "importance_sampling"))
     assert failed["category"] == "user"
     cancelled = other.ask_sample(sampler, 1, [4, 5], max_tokens=200)
@@ -475,7 +698,9 @@ def test_one_tenants_failure_touches_no_other(wires, served):
 
 
 def test_a_client_that_dies_between_two_chunks_leaves_nothing_behind(tmp_path):
-    """Its first chunk never comes. What came of it waits for its session's end alone; no gradient is kept, no one else waits."""
+    """Its first chunk never comes. What came of it waits for its session's end alone; no gradient
+    is kept, no one else waits.
+    """
     with server(tmp_path) as one:
         dying, other = Wire(one), Wire(one)
         dying.open()
@@ -484,7 +709,9 @@ def test_a_client_that_dies_between_two_chunks_leaves_nothing_behind(tmp_path):
         dying.output(dying.ask(model, 1, texts(), forward_only=True))
         rest, step = dying.ask(model, 3, texts()[3:]), dying.step(model, 4)
         other.output(other.ask(theirs, 1, texts()))
-        assert other.wait(other.step(theirs, 2))["metrics"]["grad_norm"] > 0, "another's requests wait for nothing"
+        assert other.wait(other.step(theirs, 2))["metrics"]["grad_norm"] > 0, (
+            "another's requests wait for nothing"
+        )
         session = one.book.sessions[dying.session]
         end_session(one.desk, one.tenants, session, "silent")
         for waited in (rest, step):
@@ -502,22 +729,39 @@ def test_settings_that_would_open_the_door_are_refused():
 
     bases = (ServedBase.parse("Qwen/Qwen3-0.6B=tiny:chat,/tokenizer"),)
     assert bases[0] == ServedBase("Qwen/Qwen3-0.6B", "tiny:chat", "/tokenizer")
-    wrong = (({"host": "0.0.0.0"}, "keys"), ({"keys": ("short",)}, "16"), ({"tls_cert": "a"}, "--tls-key"), ({"bases": ()}, "base-model"))
+    wrong = (
+        ({"host": "0.0.0.0"}, "keys"),
+        ({"keys": ("short",)}, "16"),
+        ({"tls_cert": "a"}, "--tls-key"),
+        ({"bases": ()}, "base-model"),
+    )
     for fields, said in wrong:
         with pytest.raises(UserError, match=said):
             ServeSettings(**{"bases": bases, "output_dir": "x", **fields})
 
 
 def test_images_travel_and_are_what_they_are_in_this_process(tmp_path):
-    """Trained and sampled over the wire, beside the clients here; a model that reads text alone says so, and bytes that are no image."""
+    """Trained and sampled over the wire, beside the clients here; a model that reads text alone
+    says so, and bytes that are no image.
+    """
     base, adam = "tiny:vision", {"learning_rate": 1e-2}
     with ServiceClient(output_dir=tmp_path / "here") as service:
         client = service.create_lora_training_client(base, 4, 7)
         words = client.get_tokenizer()
-        head = spelt(words, "<|user|><|vision_start|>", chunk(1), "<|vision_end|>what?<|end|><|assistant|>")
+        head = spelt(
+            words, "<|user|><|vision_start|>", chunk(1), "<|vision_end|>what?<|end|><|assistant|>"
+        )
         whole = reader_of(words).settled(ModelInput([*head.chunks, *spelt(words, "3").chunks]))
-        datum = Datum(whole.cut(whole.length - 1), {"target_tokens": whole.flat()[1:], "weights": np.ones(whole.length - 1)})
-        mine = client.forward_backward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].array
+        datum = Datum(
+            whole.cut(whole.length - 1),
+            {"target_tokens": whole.flat()[1:], "weights": np.ones(whole.length - 1)},
+        )
+        mine = (
+            client.forward_backward([datum], "cross_entropy")
+            .result()
+            .loss_fn_outputs[0]["logprobs"]
+            .array
+        )
         client.optim_step(AdamParams(**adam)).result()
         params = SamplingParams(max_tokens=6, seed=3)
         expected = client.save_weights_and_get_sampling_client().sample(head, 2, params).result()
@@ -528,17 +772,34 @@ def test_images_travel_and_are_what_they_are_in_this_process(tmp_path):
         (found,), _ = one.output(one.ask(model, 1, [datum]))
         one.wait(one.step(model, 2))
         sampler = one.sampler(model, 3)
-        picture = {"type": "image", "data": base64.b64encode(chunk(1).data).decode(), "format": "png"}
-        prompt = [picture if part.type == "image" else {"type": "encoded_text", "tokens": list(part.tokens)} for part in head.chunks]
+        picture = {
+            "type": "image",
+            "data": base64.b64encode(chunk(1).data).decode(),
+            "format": "png",
+        }
+        prompt = [
+            picture
+            if part.type == "image"
+            else {"type": "encoded_text", "tokens": list(part.tokens)}
+            for part in head.chunks
+        ]
         drawn = one.sample(sampler, 1, prompt, 2, max_tokens=6, seed=3)
-        broken = one.wait(one.ask_sample(sampler, 2, [{**picture, "data": base64.b64encode(b"no image").decode()}]))
+        broken = one.wait(
+            one.ask_sample(
+                sampler, 2, [{**picture, "data": base64.b64encode(b"no image").decode()}]
+            )
+        )
     assert np.array_equal(found, mine)
-    assert [np.frombuffer(s.tokens, "<i4").tolist() for s in drawn.sequences] == [s.tokens for s in expected.sequences]
+    assert [np.frombuffer(s.tokens, "<i4").tolist() for s in drawn.sequences] == [
+        s.tokens for s in expected.sequences
+    ]
     assert broken["category"] == "user" and "image" in broken["error"]
 
 
 def test_logprobs_of_given_tokens_in_the_place_of_a_prompts(wires, served):
-    """Against the score of each such prefix with that token behind it; listed in full and in compressed rows; here and over the wire."""
+    """Against the score of each such prefix with that token behind it; listed in full and in
+    compressed rows; here and over the wire.
+    """
     prompt, wanted = [5, 6, 7, 8], np.array([[9, -1], [-1, -1], [3, 90]])
     listed = [(i, j, int(token)) for (i, j), token in np.ndenumerate(wanted) if token >= 0]
     full = {"data": wanted.reshape(-1).tolist(), "dtype": "int64", "shape": [3, 2]}
@@ -546,26 +807,47 @@ def test_logprobs_of_given_tokens_in_the_place_of_a_prompts(wires, served):
     rows |= {"sparse_crow_indices": [0, 1, 1, 3], "sparse_col_indices": [j for _, j, _ in listed]}
     sampler = wires.sampler(wires.model(), 1)
     client = served.tenants.sampling_client(served.book.samplers[sampler])
-    here = client.sample(ModelInput.from_ints(prompt), 1, SamplingParams(max_tokens=1), target_prompt_logprobs=TensorData(wanted)).result()
+    here = client.sample(
+        ModelInput.from_ints(prompt),
+        1,
+        SamplingParams(max_tokens=1),
+        target_prompt_logprobs=TensorData(wanted),
+    ).result()
     expected = np.zeros((3, 2))
     for i, j, token in listed:
-        expected[i, j] = client.compute_logprobs(ModelInput.from_ints([*prompt[: i + 1], token])).result()[-1]
+        expected[i, j] = client.compute_logprobs(
+            ModelInput.from_ints([*prompt[: i + 1], token])
+        ).result()[-1]
     assert np.abs(here.target_prompt_logprobs.array - expected).max() < 1e-5 and expected.min() < -1
     for seq, given in enumerate((full, rows)):
-        found = wires.sample(sampler, seq, prompt, max_tokens=1, target_prompt_logprobs=given).target_prompt_logprobs
-        assert list(found.shape) == [3, 2] and np.abs(np.frombuffer(found.dense, "<f4").reshape(3, 2) - expected).max() < 1e-5
-    for wrong in ({**full, "shape": [2, 3]}, {**full, "data": [999] * 6}, {**rows, "sparse_crow_indices": [0, 9]}, {**full, "data": "x"}):
+        found = wires.sample(
+            sampler, seq, prompt, max_tokens=1, target_prompt_logprobs=given
+        ).target_prompt_logprobs
+        assert (
+            list(found.shape) == [3, 2]
+            and np.abs(np.frombuffer(found.dense, "<f4").reshape(3, 2) - expected).max() < 1e-5
+        )
+    for wrong in (
+        {**full, "shape": [2, 3]},
+        {**full, "data": [999] * 6},
+        {**rows, "sparse_crow_indices": [0, 9]},
+        {**full, "data": "x"},
+    ):
         seq += 1
         refused = wires.wait(wires.ask_sample(sampler, seq, prompt, target_prompt_logprobs=wrong))
         assert refused["category"] == "user" and "target_prompt_logprobs" in refused["error"]
 
 
 def test_an_error_that_a_client_was_told_is_no_complaint_in_the_log():
-    """However often it was asked for: asyncio complains of every future that ends in an error and is never looked at."""
+    """However often it was asked for: asyncio complains of every future that ends in an error and
+    is never looked at.
+    """
     complaints = []
 
     async def asked_twice():
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context["message"]))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda loop, context: complaints.append(context["message"])
+        )
         promise = Promises(60.0).add(Promise("one", "owner", "sample"))
         asked = [asyncio.create_task(promise.wait(30.0)) for _ in range(2)]
         await asyncio.sleep(0)
@@ -585,7 +867,9 @@ def test_a_compressed_forward_backward_is_read_and_a_bomb_is_not(tmp_path):
         client = Wire(served)
         client.open()
         model, other, data = client.model(0), client.model(1), rewarded(3)
-        message = wire.MESSAGES["ForwardBackwardRequest"](model_id=model, seq_id=1, loss_fn="importance_sampling")
+        message = wire.MESSAGES["ForwardBackwardRequest"](
+            model_id=model, seq_id=1, loss_fn="importance_sampling"
+        )
         message.data.extend(datum_message(one) for one in data)
 
         def send(body: bytes, encoding: str = "zstd"):
@@ -596,7 +880,9 @@ def test_a_compressed_forward_backward_is_read_and_a_bomb_is_not(tmp_path):
         found = client.output(send(packed).json())
         assert send(packed).json()["request_id"] == f"{model}:1"  # sent again, done once
         plain = client.output(client.ask(other, 1, data, "importance_sampling"))
-        assert found[1] == plain[1] and all((a == b).all() for a, b in zip(found[0], plain[0], strict=True))
+        assert found[1] == plain[1] and all(
+            (a == b).all() for a, b in zip(found[0], plain[0], strict=True)
+        )
         assert send(zstandard.compress(bytes(1 << 28))).status_code == 413  # 256 MiB in 10 KB
         assert [send(body).status_code for body in (b"none", packed[:-9], b"")] == [400] * 3
         assert send(packed, "br").status_code == 415

@@ -1,4 +1,6 @@
-"""The real SDK against a server that fails now and then: what it does again is done once; what is its caller's fault is told at once."""
+"""The real SDK against a server that fails now and then: what it does again is done once; what is
+its caller's fault is told at once.
+"""
 
 import json
 import os
@@ -21,7 +23,8 @@ KEYS = ("tml-the-one-that-trains", "tml-the-one-that-samples")
 BUDGET = 32  # tokens of a micro-batch: a call has many
 ADAM = AdamParams(1e-2)
 SHUT, FULL, BROKEN, CUT = 503, 429, 500, 0  # CUT: the connection ends in the midst of the answer
-# What the first requests of a route meet: a status in the place of an answer; "taken": after the server has done what was asked.
+# What the first requests of a route meet: a status in the place of an answer; "taken": after the
+# server has done what was asked.
 FAULTS = {
     "create_session": [(SHUT, "refused")],
     "create_model": [(SHUT, "taken")],
@@ -37,7 +40,11 @@ class Faulty:
     """An application whose first answers go wrong. `seen`: how many requests came, by route."""
 
     def __init__(self, app):
-        self.app, self.left, self.seen = app, {name: list(faults) for name, faults in FAULTS.items()}, Counter()
+        self.app, self.left, self.seen = (
+            app,
+            {name: list(faults) for name, faults in FAULTS.items()},
+            Counter(),
+        )
 
     async def __call__(self, scope, receive, send):
         name = scope["path"].removeprefix("/api/v1/") if scope["type"] == "http" else ""
@@ -48,7 +55,13 @@ class Faulty:
         if status is None:
             await self.app(scope, receive, send)
         elif status == CUT:  # so many bytes are promised, and fewer come
-            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1000")]})
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": 200,
+                    "headers": [(b"content-length", b"1000")],
+                }
+            )
             await send({"type": "http.response.body", "body": b"{", "more_body": True})
         else:
             await refusal(status, "not now: try again")(scope, receive, send)
@@ -76,7 +89,9 @@ def seen(tmp_path_factory):
     """What tests/sdk_faults.py saw, and the server that it saw it of."""
     python = os.environ.get("WHETSTONE_TEST_SDK")
     if not python:
-        pytest.skip("WHETSTONE_TEST_SDK names no Python with the tinker SDK (pip install -r requirements-sdk.txt into a venv of its own)")
+        pytest.skip(
+            "WHETSTONE_TEST_SDK names no Python with the tinker SDK (pip install -r requirements-sdk.txt into a venv of its own)"
+        )
     with server(tmp_path_factory.mktemp("served"), keys=KEYS, token_budget=BUDGET) as one:
         _breaks_once(one.tenants)
         faulty = Faulty(one.app)
@@ -92,33 +107,57 @@ def seen(tmp_path_factory):
 
 @pytest.fixture
 def here(tmp_path):
-    with ServiceClient(output_dir=tmp_path, settings=WorkerSettings(learner=LearnerSettings(token_budget=BUDGET))) as service:
+    with ServiceClient(
+        output_dir=tmp_path, settings=WorkerSettings(learner=LearnerSettings(token_budget=BUDGET))
+    ) as service:
         yield service
 
 
 def test_what_the_sdk_does_again_after_a_fault_is_done_once(seen, here):
-    """Refused before it was taken, or taken with its answer lost: equal to the clients in this process, which no fault meets."""
+    """Refused before it was taken, or taken with its answer lost: equal to the clients in this
+    process, which no fault meets.
+    """
     found, one, faulty = seen[0]["faults"], *seen[1:]
     assert not any(faulty.left.values()), f"faults that nobody met: {faulty.left}"
     client = here.create_lora_training_client(BASE, 4, 7)
     for step in range(2):
-        assert outputs(client.forward_backward(texts(5, step), "cross_entropy").result()) == found[f"learnt {step}"]
+        assert (
+            outputs(client.forward_backward(texts(5, step), "cross_entropy").result())
+            == found[f"learnt {step}"]
+        )
         assert client.optim_step(ADAM).result().metrics == found[f"stepped {step}"]
     sampler = client.save_weights_and_get_sampling_client()
     assert [sampled(sampler, [5, 9, 30 + i], 2, 11 + i) for i in range(2)] == found["sampled"]
     owner, beside = one.book.models_of, seen[0]["beside"]
-    assert len([model for key in one.app._keys for model in owner(key[1])]) == 3, "a model that was asked for twice was made twice"
-    done = {verb: one.desk.tally.value("work_total", verb=verb, outcome="done") for verb in ("forward_backward", "optim_step", "forward")}
-    assert done == {"forward_backward": 4, "optim_step": 4, "forward": 1}, "something ran twice, or not at all"
-    rows = [row for rows in (*found["sampled"], *beside["alone"]) for row, _ in rows] + beside["wave"]
-    assert one.desk.tally.value("sampled_tokens_total") == sum(map(len, rows)), "a sample was drawn twice"
+    assert len([model for key in one.app._keys for model in owner(key[1])]) == 3, (
+        "a model that was asked for twice was made twice"
+    )
+    done = {
+        verb: one.desk.tally.value("work_total", verb=verb, outcome="done")
+        for verb in ("forward_backward", "optim_step", "forward")
+    }
+    assert done == {"forward_backward": 4, "optim_step": 4, "forward": 1}, (
+        "something ran twice, or not at all"
+    )
+    rows = [row for rows in (*found["sampled"], *beside["alone"]) for row, _ in rows] + beside[
+        "wave"
+    ]
+    assert one.desk.tally.value("sampled_tokens_total") == sum(map(len, rows)), (
+        "a sample was drawn twice"
+    )
 
 
 def test_whose_fault_it_was_is_told_and_the_callers_own_is_not_tried_again(seen, here):
-    """0.38 raises a failed future at once, whoever's fault; the category says whether it is worth another try, and the next one works."""
+    """0.38 raises a failed future at once, whoever's fault; the category says whether it is worth
+    another try, and the next one works.
+    """
     found, _, faulty = seen[0]["faults"], *seen[1:]
     kind, said, category = found["server's"]
-    assert (kind, category) == ("RequestFailedError", "server") and "its log says why" in said and "nobody is to see" not in said
+    assert (
+        (kind, category) == ("RequestFailedError", "server")
+        and "its log says why" in said
+        and "nobody is to see" not in said
+    )
     client = here.create_lora_training_client(BASE, 4, 7)
     for step in range(2):
         client.forward_backward(texts(5, step), "cross_entropy")
@@ -127,18 +166,36 @@ def test_whose_fault_it_was_is_told_and_the_callers_own_is_not_tried_again(seen,
     kind, said, category = found["user's"]
     assert (kind, category) == ("RequestFailedError", "user") and "500" in said
     calls = 2 + 3 + 2  # forward_backwards, forwards, and those of the test below
-    assert faulty.seen["forward_backward"] == len(FAULTS["forward_backward"]) + calls, "a refusal was sent again"
+    assert faulty.seen["forward_backward"] == len(FAULTS["forward_backward"]) + calls, (
+        "a refusal was sent again"
+    )
 
 
 def test_one_key_samples_while_another_trains_and_both_get_what_they_get_alone(seen, here):
     found = seen[0]["beside"]
-    client, other = here.create_lora_training_client(BASE, 6, 3), here.create_lora_training_client(BASE, 4, 9)
+    client, other = (
+        here.create_lora_training_client(BASE, 6, 3),
+        here.create_lora_training_client(BASE, 4, 9),
+    )
     other.forward_backward(texts(6, 5), "cross_entropy")
     other.optim_step(ADAM).result()
     sampler = other.save_weights_and_get_sampling_client()
     assert [sampled(sampler, [5, 9, 4 + i], 1, i) for i in range(6)] == found["alone"]
-    wave = [sampler.sample(ModelInput.from_ints([4, 5 + i]), 1, SamplingParams(6, 5)).result().sequences[0].tokens for i in range(8)]
+    wave = [
+        sampler.sample(ModelInput.from_ints([4, 5 + i]), 1, SamplingParams(6, 5))
+        .result()
+        .sequences[0]
+        .tokens
+        for i in range(8)
+    ]
     assert wave == found["wave"]
     assert found["before"] == 7, "samples waited for the whole of another's call"
-    assert outputs(client.forward_backward([one for i in range(80) for one in texts(12, i)], "cross_entropy").result()) == found["learnt"]
+    assert (
+        outputs(
+            client.forward_backward(
+                [one for i in range(80) for one in texts(12, i)], "cross_entropy"
+            ).result()
+        )
+        == found["learnt"]
+    )
     assert client.optim_step(ADAM).result().metrics == found["stepped"]

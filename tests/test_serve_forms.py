@@ -1,4 +1,6 @@
-"""An answer in protobuf and in JSON, as `accept` asks for it: every kind of it, the same numbers in both, and those of this process."""
+"""An answer in protobuf and in JSON, as `accept` asks for it: every kind of it, the same numbers in
+both, and those of this process.
+"""
 
 import numpy as np
 import pytest
@@ -26,13 +28,19 @@ def wires(served):
 def both(wires, asked):
     """The answer's bytes and its JSON."""
     plain = wires.wait(asked)
-    raw = wires.http.post("/api/v1/retrieve_future", json={"request_id": asked["request_id"]}, headers={"accept": PROTOBUF})
+    raw = wires.http.post(
+        "/api/v1/retrieve_future",
+        json={"request_id": asked["request_id"]},
+        headers={"accept": PROTOBUF},
+    )
     assert raw.status_code == 200
     return raw, plain
 
 
 def fields_of(message):
-    """Rows of a protobuf ForwardBackwardOutput as {name: (dtype, nested list)}, whatever records they came in."""
+    """Rows of a protobuf ForwardBackwardOutput as {name: (dtype, nested list)}, whatever records
+    they came in.
+    """
     rows = []
     for record in message.loss_fn_outputs:
         found = [{} for _ in range(record.num_datums)]
@@ -41,44 +49,72 @@ def fields_of(message):
             offsets = np.frombuffer(field.offsets, "<i8")
             for i, (a, b) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
                 array = np.frombuffer(field.data[a:b], dtype).reshape(-1, *field.trailing_shape)
-                found[i][name] = ("float32" if dtype.kind == "f" else "int64", list(array.shape), array)
+                found[i][name] = (
+                    "float32" if dtype.kind == "f" else "int64",
+                    list(array.shape),
+                    array,
+                )
         rows += found
     return rows
 
 
 def check_rows(message, plain):
     rows = fields_of(message)
-    assert len(rows) == len(plain["loss_fn_outputs"]) > 0 and message.loss_fn_output_type == plain["loss_fn_output_type"]
+    assert (
+        len(rows) == len(plain["loss_fn_outputs"]) > 0
+        and message.loss_fn_output_type == plain["loss_fn_output_type"]
+    )
     for row, other in zip(rows, plain["loss_fn_outputs"], strict=True):
         assert row.keys() == other.keys() and row
         for name, (dtype, shape, array) in row.items():
             assert (dtype, shape) == (other[name]["dtype"], other[name]["shape"])
-            assert np.array_equal(np.asarray(other[name]["data"], array.dtype).reshape(array.shape), array, equal_nan=True)
-    assert dict(message.metrics) == plain["metrics"] and all(":" in name for name in plain["metrics"])
+            assert np.array_equal(
+                np.asarray(other[name]["data"], array.dtype).reshape(array.shape),
+                array,
+                equal_nan=True,
+            )
+    assert dict(message.metrics) == plain["metrics"] and all(
+        ":" in name for name in plain["metrics"]
+    )
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_what_a_loss_gives_is_the_same_in_both_forms(wires, forward_only):
     model = wires.model()
     for seq, name in enumerate(WITHOUT_VALUES, start=1):
-        raw, plain = both(wires, wires.ask(model, seq, _for_loss(name), name, forward_only=forward_only))
+        raw, plain = both(
+            wires, wires.ask(model, seq, _for_loss(name), name, forward_only=forward_only)
+        )
         assert raw.headers["content-type"].startswith(PROTOBUF), (name, raw.text)
         check_rows(wire.parse("ForwardBackwardOutput", raw.content), plain)
 
 
 def test_logprobs_of_several_targets_a_position_are_the_same_in_both_forms(wires, tmp_path):
-    """[tokens, K] instead of [tokens]: a trailing shape in protobuf, a shape in JSON; beside the client in this process."""
+    """[tokens, K] instead of [tokens]: a trailing shape in protobuf, a shape in JSON; beside the
+    client in this process.
+    """
     data = []
     for n in (3, 5):
         targets = TensorData(np.arange(2 * n).reshape(n, 2) + 3)
-        data.append(Datum(ModelInput.from_ints(list(range(5, 5 + n))), {"target_tokens": targets, "weights": np.ones((n, 2), "<f4")}))
+        data.append(
+            Datum(
+                ModelInput.from_ints(list(range(5, 5 + n))),
+                {"target_tokens": targets, "weights": np.ones((n, 2), "<f4")},
+            )
+        )
     raw, plain = both(wires, wires.ask(wires.model(), 1, data))
     check_rows(wire.parse("ForwardBackwardOutput", raw.content), plain)
     assert [row["logprobs"]["shape"] for row in plain["loss_fn_outputs"]] == [[3, 2], [5, 2]]
     with ServiceClient(output_dir=tmp_path) as service:
-        here = service.create_lora_training_client(BASE, 4, 7).forward_backward(data, "cross_entropy").result()
+        here = (
+            service.create_lora_training_client(BASE, 4, 7)
+            .forward_backward(data, "cross_entropy")
+            .result()
+        )
     for row, mine in zip(plain["loss_fn_outputs"], here.loss_fn_outputs, strict=True):
-        assert np.array_equal(np.float32(row["logprobs"]["data"]), mine["logprobs"].array.reshape(-1))
+        assert np.array_equal(
+            np.float32(row["logprobs"]["data"]), mine["logprobs"].array.reshape(-1)
+        )
 
 
 def test_a_sample_is_the_same_in_both_forms(wires, tmp_path):
@@ -88,37 +124,74 @@ def test_a_sample_is_the_same_in_both_forms(wires, tmp_path):
             {"prompt_logprobs": True, "prompt_logprobs_last_n": 1}]  # fmt: skip
     seen = []
     for seq, asked in enumerate(asks):
-        raw, plain = both(wires, wires.ask_sample(sampler, seq, [5, 6, 7], 2, seed=4, max_tokens=3 + seq, **asked))
+        raw, plain = both(
+            wires, wires.ask_sample(sampler, seq, [5, 6, 7], 2, seed=4, max_tokens=3 + seq, **asked)
+        )
         message = wire.parse("SampleResponse", raw.content)
         assert len(message.sequences) == len(plain["sequences"]) == 2 and plain["type"] == "sample"
         for one, other in zip(message.sequences, plain["sequences"], strict=True):
-            assert np.frombuffer(one.tokens, "<i4").tolist() == other["tokens"] and len(other["tokens"]) > 0
+            assert (
+                np.frombuffer(one.tokens, "<i4").tolist() == other["tokens"]
+                and len(other["tokens"]) > 0
+            )
             assert np.array_equal(np.frombuffer(one.logprobs, "<f4"), np.float32(other["logprobs"]))
-            assert {wire.STOP: "stop", wire.LENGTH: "length"}[one.stop_reason] == other["stop_reason"]
+            assert {wire.STOP: "stop", wire.LENGTH: "length"}[one.stop_reason] == other[
+                "stop_reason"
+            ]
         assert message.prompt_cache_hit_tokens == plain["prompt_cache_hit_tokens"]
-        assert message.HasField("prompt_logprobs") == (plain["prompt_logprobs"] is not None) == ("prompt_logprobs" in asked)
+        assert (
+            message.HasField("prompt_logprobs")
+            == (plain["prompt_logprobs"] is not None)
+            == ("prompt_logprobs" in asked)
+        )
         if "prompt_logprobs" in asked:
             found = np.frombuffer(message.prompt_logprobs, "<f4")
             nones = np.asarray([value is None for value in plain["prompt_logprobs"]])
             assert np.array_equal(np.isnan(found), nones) and nones[0]
-            assert np.array_equal(found[~nones], np.float32([value for value in plain["prompt_logprobs"] if value is not None]))
+            assert np.array_equal(
+                found[~nones],
+                np.float32([value for value in plain["prompt_logprobs"] if value is not None]),
+            )
             seen.append(int(nones.sum()))
-        assert message.HasField("topk_prompt_logprobs") == (plain["topk_prompt_logprobs"] is not None) == ("topk_prompt_logprobs" in asked)
+        assert (
+            message.HasField("topk_prompt_logprobs")
+            == (plain["topk_prompt_logprobs"] is not None)
+            == ("topk_prompt_logprobs" in asked)
+        )
         if "topk_prompt_logprobs" in asked:
             top = message.topk_prompt_logprobs
-            ids, values = np.frombuffer(top.token_ids, "<i4").reshape(-1, top.k), np.frombuffer(top.logprobs, "<f4").reshape(-1, top.k)
-            assert top.length == len(plain["topk_prompt_logprobs"]) == 3 and plain["topk_prompt_logprobs"][0] is None
-            for row, logprobs, other in list(zip(ids, values, plain["topk_prompt_logprobs"], strict=True))[1:]:
-                assert [(int(token), np.float32(value)) for token, value in other] == list(zip(row.tolist(), logprobs, strict=True))
-        assert message.HasField("target_prompt_logprobs") == ("target_prompt_logprobs" in plain) == ("target_prompt_logprobs" in asked)
+            ids, values = (
+                np.frombuffer(top.token_ids, "<i4").reshape(-1, top.k),
+                np.frombuffer(top.logprobs, "<f4").reshape(-1, top.k),
+            )
+            assert (
+                top.length == len(plain["topk_prompt_logprobs"]) == 3
+                and plain["topk_prompt_logprobs"][0] is None
+            )
+            for row, logprobs, other in list(
+                zip(ids, values, plain["topk_prompt_logprobs"], strict=True)
+            )[1:]:
+                assert [(int(token), np.float32(value)) for token, value in other] == list(
+                    zip(row.tolist(), logprobs, strict=True)
+                )
+        assert (
+            message.HasField("target_prompt_logprobs")
+            == ("target_prompt_logprobs" in plain)
+            == ("target_prompt_logprobs" in asked)
+        )
         if "target_prompt_logprobs" in asked:
             tensor, other = message.target_prompt_logprobs, plain["target_prompt_logprobs"]
             assert list(tensor.shape) == other["shape"] == [2, 2]
             assert np.array_equal(np.frombuffer(tensor.dense, "<f4"), np.float32(other["data"]))
-    assert seen == [1, 1, 2]  # positions without a logprob: the first, and with last_n of 3 tokens two
+    # positions without a logprob: the first, and with last_n of 3 tokens two
+    assert seen == [1, 1, 2]
     with ServiceClient(output_dir=tmp_path) as service:
-        client = service.create_lora_training_client(BASE, 4, 7).save_weights_and_get_sampling_client()
-        mine = client.sample(ModelInput.from_ints([5, 6, 7]), 2, SamplingParams(max_tokens=7, seed=4)).result()
+        client = service.create_lora_training_client(
+            BASE, 4, 7
+        ).save_weights_and_get_sampling_client()
+        mine = client.sample(
+            ModelInput.from_ints([5, 6, 7]), 2, SamplingParams(max_tokens=7, seed=4)
+        ).result()
     assert [one["tokens"] for one in plain["sequences"]] == [one.tokens for one in mine.sequences]
 
 
@@ -130,20 +203,38 @@ def test_what_has_no_protobuf_is_json_in_both_and_so_is_every_refusal(wires):
              wires.post("save_weights_for_sampler", model_id=model, seq_id=5, sampling_session_seq_id=3),
              wires.post("save_weights_external", model_id=model, seq_id=6, path="c")]  # fmt: skip
     path = wires.wait(asked[1])["path"]
-    asked += [wires.post("load_weights", model_id=model, seq_id=7, path=path, optimizer=True), wires.post("unload_model", model_id=model)]
+    asked += [
+        wires.post("load_weights", model_id=model, seq_id=7, path=path, optimizer=True),
+        wires.post("unload_model", model_id=model),
+    ]
     kinds = []
     for one in asked:
         raw, plain = both(wires, one)
-        assert raw.headers["content-type"] == "application/json" and raw.json() == plain and "error" not in plain
+        assert (
+            raw.headers["content-type"] == "application/json"
+            and raw.json() == plain
+            and "error" not in plain
+        )
         kinds.append(plain["type"])
-    named = ["optim_step", "save_weights", *["save_weights_for_sampler"] * 2, "save_weights_external", "load_weights", "unload_model"]
+    named = [
+        "optim_step",
+        "save_weights",
+        *["save_weights_for_sampler"] * 2,
+        "save_weights_external",
+        "load_weights",
+        "unload_model",
+    ]
     assert kinds == named
-    raw, plain = both(wires, wires.ask(model, 8, [Datum(ModelInput.from_ints([4]), {"target_tokens": [999]})]))
+    raw, plain = both(
+        wires, wires.ask(model, 8, [Datum(ModelInput.from_ints([4]), {"target_tokens": [999]})])
+    )
     assert raw.json() == plain and plain["category"] == "user"
 
 
 def test_numbers_that_are_none_travel_in_both_forms(wires):
-    """A forward of weights that have diverged, or its refusal: never an answer that cannot be written."""
+    """A forward of weights that have diverged, or its refusal: never an answer that cannot be
+    written.
+    """
     model = wires.model()
     wires.output(wires.ask(model, 1, texts()))
     wires.wait(wires.step(model, 2, learning_rate=1e30))

@@ -1,4 +1,6 @@
-"""Well-formed bodies with wild values, on every route: an error in the protocol's own form, and nothing for anybody else to notice."""
+"""Well-formed bodies with wild values, on every route: an error in the protocol's own form, and
+nothing for anybody else to notice.
+"""
 
 import base64
 import copy
@@ -20,7 +22,21 @@ pytestmark = pytest.mark.slow
 COUNT = 2100
 TRACES = re.compile(r'Traceback|\.py\b|File "|0x[0-9a-f]{6}')
 EXTREME = [0, -1, 1, 2**31 - 1, 2**31, -(2**31), 2**63 - 1, 2**63, -(2**63) - 1, 10**400]
-STRANGE = ["", " ", "\0", "\ud800", "é" * 300, "../../etc", "tinker://../../etc", "/etc/passwd", "a" * 5000, "{}", "null", "image", "1e999"]
+STRANGE = [
+    "",
+    " ",
+    "\0",
+    "\ud800",
+    "é" * 300,
+    "../../etc",
+    "tinker://../../etc",
+    "/etc/passwd",
+    "a" * 5000,
+    "{}",
+    "null",
+    "image",
+    "1e999",
+]
 WILD = [*EXTREME, *STRANGE, None, True, False, 1e308, -1e308, 1e-320, float("nan"), float("inf"), 0.5, [], {}, [[]], [None], {"": None},
         [1e308], [2**63], [-1], ["\ud800"], {"type": "image"}, {"tokens": [5]}, [[5, 6]] * 3, {"chunks": []}, [4, 5] * 500]  # fmt: skip
 
@@ -28,14 +44,22 @@ WILD = [*EXTREME, *STRANGE, None, True, False, 1e308, -1e308, 1e-320, float("nan
 def places(tree, at=()):
     """Where something stands in a tree of JSON."""
     found = [at] if at else []
-    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    pairs = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     for key, value in pairs:
         found += places(value, (*at, key))
     return found
 
 
 def bent(rng, tree, foreign):
-    """The same with one to three of its values gone, doubled, or another: a wild one, or what is somebody else's."""
+    """The same with one to three of its values gone, doubled, or another: a wild one, or what is
+    somebody else's.
+    """
     tree, strange = json.loads(json.dumps(tree)), [*WILD, *foreign]
     for _ in range(int(rng.integers(1, 4))):
         at = places(tree)
@@ -63,12 +87,30 @@ def wild_tensor(rng, tensor):
     floats = rng.choice([0, 1, -1, np.nan, np.inf, -np.inf, 1e38, 1e-45], len(values)).astype("<f4")
     tensor.dtype = int(dtype)
     raw = values.astype("<i8").tobytes() if rng.random() < 0.5 else floats.tobytes()
-    shapes = ([], [len(values)], [-1], [0], [2**62, 2**62], [-(2**63)], [2, 3], [1] * 40, [2**63 - 1], [len(values), 1], [2**16, 2**13])
+    shapes = (
+        [],
+        [len(values)],
+        [-1],
+        [0],
+        [2**62, 2**62],
+        [-(2**63)],
+        [2, 3],
+        [1] * 40,
+        [2**63 - 1],
+        [len(values), 1],
+        [2**16, 2**13],
+    )
     tensor.shape.extend(shapes[int(rng.integers(len(shapes)))])
     if rng.random() < 0.3:
         tensor.sparse_csr.values = raw
         for name in ("crow_indices", "col_indices"):
-            setattr(tensor.sparse_csr, name, rng.choice([0, 1, 2, -1, 2**62, -(2**63)], int(rng.integers(0, 5))).astype("<i8").tobytes())
+            setattr(
+                tensor.sparse_csr,
+                name,
+                rng.choice([0, 1, 2, -1, 2**62, -(2**63)], int(rng.integers(0, 5)))
+                .astype("<i8")
+                .tobytes(),
+            )
     else:
         tensor.dense = raw[: len(raw) - int(rng.integers(0, 2))]
 
@@ -78,19 +120,28 @@ def wild_chunk(rng, chunk):
     if kind == 0:
         return  # of no kind
     if kind == 1:
-        chunk.image.data, chunk.image.format = rng.bytes(20), str(rng.choice(["png", "jpeg", "gif", ""]))
+        chunk.image.data, chunk.image.format = (
+            rng.bytes(20),
+            str(rng.choice(["png", "jpeg", "gif", ""])),
+        )
         chunk.image.expected_tokens = int(rng.choice([-1, 0, 1, 2**31 - 1]))
     elif kind == 2:
         chunk.dmel.dmel = rng.bytes(8)
     else:
-        ids = rng.choice([3, 4, 89, 95, 96, 2**31 - 1, -1, -(2**31)], int(rng.integers(0, 7))).astype("<i4").tobytes()
+        ids = (
+            rng.choice([3, 4, 89, 95, 96, 2**31 - 1, -1, -(2**31)], int(rng.integers(0, 7)))
+            .astype("<i4")
+            .tobytes()
+        )
         chunk.encoded_text.tokens = ids if rng.random() < 0.9 else ids + b"x"
 
 
 def wild_training(rng, model, seq):
     """A ForwardBackwardRequest that parses: a good one of which something is wild."""
     losses = [*LOSSES, "stable_reinforce", "", "../x"]
-    message = wire.MESSAGES["ForwardBackwardRequest"](model_id=model, seq_id=seq, loss_fn=str(rng.choice(losses)))
+    message = wire.MESSAGES["ForwardBackwardRequest"](
+        model_id=model, seq_id=seq, loss_fn=str(rng.choice(losses))
+    )
     message.forward_only = bool(rng.random() < 0.4)
     for _ in range(int(rng.integers(0, 4))):
         datum = message.data.add()
@@ -98,19 +149,39 @@ def wild_training(rng, model, seq):
             datum.model_input.add().encoded_text.tokens = np.asarray([5, 6, 7], "<i4").tobytes()
         for _ in range(int(rng.integers(0, 3))):
             wild_chunk(rng, datum.model_input.add())
-        for name in ("target_tokens", "weights", "logprobs", "advantages", "mask", "labels", "ref_logprobs", "\0x"):
+        for name in (
+            "target_tokens",
+            "weights",
+            "logprobs",
+            "advantages",
+            "mask",
+            "labels",
+            "ref_logprobs",
+            "\0x",
+        ):
             if rng.random() < 0.5:
                 wild_tensor(rng, datum.loss_fn_inputs[name])
             elif rng.random() < 0.8:
-                good = np.asarray([6, 7, 8], "<i8") if name == "target_tokens" else np.asarray([-1.0, 1.0, 1.0], "<f4")
+                good = (
+                    np.asarray([6, 7, 8], "<i8")
+                    if name == "target_tokens"
+                    else np.asarray([-1.0, 1.0, 1.0], "<f4")
+                )
                 tensor = datum.loss_fn_inputs[name]
-                tensor.dense, tensor.dtype = good.tobytes(), wire.INT64 if name == "target_tokens" else wire.FLOAT32
+                tensor.dense, tensor.dtype = (
+                    good.tobytes(),
+                    wire.INT64 if name == "target_tokens" else wire.FLOAT32,
+                )
         for spans in (datum.model_input_spans, datum.loss_fn_input_spans):
             if rng.random() < 0.1:
                 span = spans.add()
                 if rng.random() < 0.7:
                     one = span.prompt_tokens if rng.random() < 0.5 else span.sampled_tokens
-                    one.sequence_id, one.offset, one.length = "x", int(rng.choice([0, -1, 2**62])), int(rng.choice([3, -1, 2**62]))
+                    one.sequence_id, one.offset, one.length = (
+                        "x",
+                        int(rng.choice([0, -1, 2**62])),
+                        int(rng.choice([3, -1, 2**62])),
+                    )
     for name in ("beta", "clip_low_threshold", "temperature", "kl", "unknown", ""):
         if rng.random() < 0.15:
             message.loss_fn_config[name] = float(rng.choice([0, -1, np.nan, np.inf, 1e308]))
@@ -121,14 +192,18 @@ def wild_training(rng, model, seq):
             elif rng.random() < 0.7:
                 value.text = str(rng.choice(["", "x", "nan"]))
     if rng.random() < 0.15:
-        message.model_id = str(rng.choice(["", "x", model + "1", "../../etc", f"{'0' * 32}:train:0"]))
+        message.model_id = str(
+            rng.choice(["", "x", model + "1", "../../etc", f"{'0' * 32}:train:0"])
+        )
     if rng.random() < 0.1:
         message.seq_id = int(rng.choice([0, -1, -(2**31)]))
     return message.SerializeToString()
 
 
 class Fuzzer:
-    """One key that sends what it should not. `seen`: answers by route and status; `failed`: futures by category."""
+    """One key that sends what it should not. `seen`: answers by route and status; `failed`: futures
+    by category.
+    """
 
     def __init__(self, served, foreign):
         self.rng, self.foreign = np.random.default_rng(0), foreign
@@ -137,7 +212,9 @@ class Fuzzer:
         self.renew()
 
     def renew(self):
-        """A session of its own with a model and what was saved of it: what came before may have left gaps in the numbers."""
+        """A session of its own with a model and what was saved of it: what came before may have
+        left gaps in the numbers.
+        """
         if self.seq:
             self.wire.post(f"sessions/{self.wire.session}/finish", 204, reason={"type": "success"})
         self.wire.open()
@@ -149,27 +226,80 @@ class Fuzzer:
 
     def good(self):
         """A body that each JSON route takes, by method and path."""
-        session, model = {"session_id": self.wire.session}, {"model_id": self.model, "seq_id": self.seq}
+        session, model = (
+            {"session_id": self.wire.session},
+            {"model_id": self.model, "seq_id": self.seq},
+        )
         self.drawn, self.number = self.drawn + 1, self.number + 1
-        image = {"type": "image", "data": base64.b64encode(picture(1).data).decode(), "format": "png"}
-        chunks = [{"type": "encoded_text", "tokens": [5, 6, 7]}, *([image] if self.rng.random() < 0.1 else [])]
-        params = {"max_tokens": 3, "seed": 1, "temperature": 1.0, "top_k": -1, "top_p": 1.0, "stop": ["x"]}
+        image = {
+            "type": "image",
+            "data": base64.b64encode(picture(1).data).decode(),
+            "format": "png",
+        }
+        chunks = [
+            {"type": "encoded_text", "tokens": [5, 6, 7]},
+            *([image] if self.rng.random() < 0.1 else []),
+        ]
+        params = {
+            "max_tokens": 3,
+            "seed": 1,
+            "temperature": 1.0,
+            "top_k": -1,
+            "top_p": 1.0,
+            "stop": ["x"],
+        }
         targets = {"data": [5, 6], "dtype": "int64", "shape": [2, 1]}
-        sample = {"sampling_session_id": self.sampler, "seq_id": self.drawn, "num_samples": 1, "prompt": {"chunks": chunks}}
+        sample = {
+            "sampling_session_id": self.sampler,
+            "seq_id": self.drawn,
+            "num_samples": 1,
+            "prompt": {"chunks": chunks},
+        }
         sample |= {"sampling_params": params, "prompt_logprobs": True, "topk_prompt_logprobs": 2}
-        sample |= {"target_prompt_logprobs": targets, "prompt_logprobs_last_n": 1} if self.rng.random() < 0.3 else {}
-        drawing = {"max_tokens": 3, "temperature": 1.0, "top_p": 1.0, "top_k": 5, "seed": 3, "stop": ["y"], "n": 1}
+        sample |= (
+            {"target_prompt_logprobs": targets, "prompt_logprobs_last_n": 1}
+            if self.rng.random() < 0.3
+            else {}
+        )
+        drawing = {
+            "max_tokens": 3,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 5,
+            "seed": 3,
+            "stop": ["y"],
+            "n": 1,
+        }
         call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
         messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]},
                     {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "so"}]}]  # fmt: skip
         asked = {"logprobs": True, "top_logprobs": 1, "return_token_ids": True}
         chat = {"model": BASE, "messages": messages, **asked, **drawing}
         text = {"model": BASE, "prompt": [[5, 6], [7, 8]], "echo": True, "logprobs": 1, **drawing}
-        ids = {"model": BASE, "token_ids": [5, 6], "sampling_params": {**drawing, "logprobs": 1, "stop_token_ids": [4]}}
+        ids = {
+            "model": BASE,
+            "token_ids": [5, 6],
+            "sampling_params": {**drawing, "logprobs": 1, "stop_token_ids": [4]},
+        }
         words = {"user_metadata": {"a": "b"}}
-        adam = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "grad_clip_norm": 1.0}
-        made = {**session, "base_model": BASE, "lora_config": {"rank": 2, "seed": 1, "train_mlp": True}, **words}
-        run, one = f"training_runs/{self.model}", f"training_runs/{self.model}/checkpoints/weights/kept"
+        adam = {
+            "learning_rate": 1e-3,
+            "beta1": 0.9,
+            "beta2": 0.95,
+            "eps": 1e-8,
+            "weight_decay": 0.0,
+            "grad_clip_norm": 1.0,
+        }
+        made = {
+            **session,
+            "base_model": BASE,
+            "lora_config": {"rank": 2, "seed": 1, "train_mlp": True},
+            **words,
+        }
+        run, one = (
+            f"training_runs/{self.model}",
+            f"training_runs/{self.model}/checkpoints/weights/kept",
+        )
         found = {
             "client/config": {"sdk_version": "0.38.0"}, "client/dynamic_config": {}, "telemetry": {"events": [{"a": 1}]},
             "create_session": {"tags": ["a"], "display_name": "x", **words}, "session_heartbeat": session,
@@ -190,14 +320,32 @@ class Fuzzer:
                 f"{one}/external_weights_urls", "files/1/x/y/weights/z/w", f"samplers/{self.sampler}", "sessions",
                 f"sessions/{self.wire.session}")  # fmt: skip
         found |= {("GET", f"/api/v1/{name}"): {} for name in gets}
-        found |= {("PUT", f"/api/v1/{one}/ttl"): {"ttl_seconds": 3600}, ("DELETE", f"/api/v1/{one}x"): {}}
+        found |= {
+            ("PUT", f"/api/v1/{one}/ttl"): {"ttl_seconds": 3600},
+            ("DELETE", f"/api/v1/{one}x"): {},
+        }
         found |= {(method, f"/api/v1/{one}/publish"): {} for method in ("POST", "DELETE")}
         for prefix in ("", "/session/a"):
-            found |= {("POST", f"{prefix}/v1/chat/completions"): chat, ("POST", f"{prefix}/v1/completions"): text}
-            found |= {("POST", f"{prefix}/inference/v1/generate"): ids, ("GET", f"{prefix}/v1/models"): {}}
+            found |= {
+                ("POST", f"{prefix}/v1/chat/completions"): chat,
+                ("POST", f"{prefix}/v1/completions"): text,
+            }
+            found |= {
+                ("POST", f"{prefix}/inference/v1/generate"): ids,
+                ("GET", f"{prefix}/v1/models"): {},
+            }
             found |= {("GET", f"{prefix}/v1/models/{BASE}"): {}}
-        rewards = {(name, f"/session/a{at}/reward"): {"reward": 1.0, "metrics": {"a": 1}} for name in ("POST",) for at in ("", "/v1")}
-        found |= {**rewards, ("GET", "/sessions"): {}, ("GET", "/session/a"): {}, ("DELETE", "/session/b"): {}}
+        rewards = {
+            (name, f"/session/a{at}/reward"): {"reward": 1.0, "metrics": {"a": 1}}
+            for name in ("POST",)
+            for at in ("", "/v1")
+        }
+        found |= {
+            **rewards,
+            ("GET", "/sessions"): {},
+            ("GET", "/session/a"): {},
+            ("DELETE", "/session/b"): {},
+        }
         return found | {("GET", path): {} for path in ("/healthz", "/api/v1/healthz", "/metrics")}
 
     def ask(self, method, path, body):
@@ -207,59 +355,110 @@ class Fuzzer:
         if self.rng.random() < 0.1:
             parts = url.split("/")
             place = int(self.rng.integers(1, len(parts)))
-            parts[place] = ["%00", "%ff", "..", "%2e%2e", "-1", "x" * 3000, "9" * 400, "%2Fetc", "é"][int(self.rng.integers(9))]
+            parts[place] = [
+                "%00",
+                "%ff",
+                "..",
+                "%2e%2e",
+                "-1",
+                "x" * 3000,
+                "9" * 400,
+                "%2Fetc",
+                "é",
+            ][int(self.rng.integers(9))]
             url = "/".join(parts)
         if method == "GET" and self.rng.random() < 0.5:
             url += f"?limit={self.rng.choice(['-1', '1e3', '9' * 30, '%00', '²'])}&offset={self.rng.choice(['0', '-1', 'x'])}"
-        headers = {"content-type": "application/json", "x-session-id": str(self.rng.choice(["a", "", " ", "x" * 300, "a/b"]))}
+        headers = {
+            "content-type": "application/json",
+            "x-session-id": str(self.rng.choice(["a", "", " ", "x" * 300, "a/b"])),
+        }
         if self.rng.random() < 0.8:
             del headers["x-session-id"]
-        self.check(path, self.wire.http.request(method, url, content=json.dumps(body).encode(), headers=headers))
+        self.check(
+            path,
+            self.wire.http.request(method, url, content=json.dumps(body).encode(), headers=headers),
+        )
 
     def train(self):
         model = self.foreign[0] if self.rng.random() < 0.05 else self.model
         self.sent.add(("POST", "/api/v1/forward_backward"))
         raw = wild_training(self.rng, model, self.seq)
-        self.check("forward_backward", self.wire.http.post("/api/v1/forward_backward", content=raw, headers={"content-type": PROTOBUF}))
+        self.check(
+            "forward_backward",
+            self.wire.http.post(
+                "/api/v1/forward_backward", content=raw, headers={"content-type": PROTOBUF}
+            ),
+        )
 
     def check(self, route, answer):
-        """An answer, or a refusal in the protocol's form. What was taken is waited for, and is an answer or the caller's fault."""
+        """An answer, or a refusal in the protocol's form. What was taken is waited for, and is an
+        answer or the caller's fault.
+        """
         text = answer.text if "json" in answer.headers.get("content-type", "") else ""
         self.seen[route, answer.status_code] += 1
         try:
             found = json.loads(text) if text else {}
             if answer.status_code >= 400 and answer.status_code != 408:
                 error = found["error"]
-                assert answer.status_code < 500 and error["message"] and error["type"].endswith("_error"), "no refusal"
+                assert (
+                    answer.status_code < 500
+                    and error["message"]
+                    and error["type"].endswith("_error")
+                ), "no refusal"
                 own = route.startswith(("/v1", "/inference", "/session"))
-                assert {"param", "code"} <= error.keys() if own else "detail" in found, "the other form"
+                assert {"param", "code"} <= error.keys() if own else "detail" in found, (
+                    "the other form"
+                )
             assert not TRACES.search(text), "a trace"
         except (AssertionError, ValueError, KeyError) as error:
             self.wrong.append((route, answer.status_code, text[:300], repr(error)[:80]))
             return
-        request_id = found.get("request_id") if isinstance(found, dict) and answer.status_code == 200 else None
-        if not isinstance(request_id, str) or route.startswith(("/v1", "/inference", "/session")) or "future" in route:
+        request_id = (
+            found.get("request_id")
+            if isinstance(found, dict) and answer.status_code == 200
+            else None
+        )
+        if (
+            not isinstance(request_id, str)
+            or route.startswith(("/v1", "/inference", "/session"))
+            or "future" in route
+        ):
             return
         if request_id == f"{self.model}:{self.seq}":
             self.seq += 1
         elif request_id.startswith(self.model + ":") and "unload" not in request_id:
             return  # a number whose turn has not come
-        told = self.wire.http.post("/api/v1/retrieve_future", json={"request_id": request_id}, headers={"accept": PROTOBUF})
+        told = self.wire.http.post(
+            "/api/v1/retrieve_future", json={"request_id": request_id}, headers={"accept": PROTOBUF}
+        )
         failed = "json" in told.headers["content-type"] and "error" in told.json()
-        if told.status_code != 200 or (failed and (told.json()["category"] != "user" or TRACES.search(told.text))):
+        if told.status_code != 200 or (
+            failed and (told.json()["category"] != "user" or TRACES.search(told.text))
+        ):
             self.wrong.append((route, told.status_code, told.text[:300], "what came of it"))
         self.failed[route] += failed
 
 
 class Bystander:
-    """Another key, that trains and samples while all of that goes on. `saw`: every number that it was told."""
+    """Another key, that trains and samples while all of that goes on. `saw`: every number that it
+    was told.
+    """
 
     def __init__(self, served):
         self.wire, self.saw, self.seq = Wire(served, KEYS[1]), [], 1
         self.wire.open()
         self.model = self.wire.model(seed=3)
-        path = self.wire.wait(self.wire.post("save_weights", model_id=self.model, seq_id=1, path="mine"))["path"]
-        self.own = [self.model, self.wire.session, path, self.wire.sampler(self.model, 2), f"{self.model}:1"]
+        path = self.wire.wait(
+            self.wire.post("save_weights", model_id=self.model, seq_id=1, path="mine")
+        )["path"]
+        self.own = [
+            self.model,
+            self.wire.session,
+            path,
+            self.wire.sampler(self.model, 2),
+            f"{self.model}:1",
+        ]
         self.seq = 3
 
     def live(self):
@@ -271,7 +470,9 @@ class Bystander:
         self.saw.append(self.wire.wait(self.wire.step(self.model, self.seq, learning_rate=0.05)))
         sampler = self.wire.sampler(self.model, self.seq + 1, self.seq)
         drawn = self.wire.sample(sampler, 0, [5, 6, 7], 2, seed=self.seq, prompt_logprobs=True)
-        self.saw.append([(one.tokens, one.logprobs) for one in drawn.sequences] + [drawn.prompt_logprobs])
+        self.saw.append(
+            [(one.tokens, one.logprobs) for one in drawn.sequences] + [drawn.prompt_logprobs]
+        )
         self.seq += 2
 
 
@@ -290,23 +491,38 @@ def test_wild_values_are_refused_and_nobody_else_notices(tmp_path, caplog):
                 fuzzer.train()
                 continue
             table = fuzzer.good()
-            heavy = [key for key in table if key[1].endswith(("asample", "completions", "generate", "optim_step"))]
+            heavy = [
+                key
+                for key in table
+                if key[1].endswith(("asample", "completions", "generate", "optim_step"))
+            ]
             key = heavy if fuzzer.rng.random() < 0.45 else sorted(table)
             key = key[int(fuzzer.rng.integers(len(key)))]
             fuzzer.ask(*key, bent(fuzzer.rng, table[key], fuzzer.foreign))
         kinds = {(route, status, said): text for route, status, text, said in fuzzer.wrong}
-        assert not kinds, f"{len(fuzzer.wrong)} answers that should not be: " + "\n".join(map(str, kinds.items()))
-        assert one.desk._thread.is_alive() and fuzzer.wire.http.get("/healthz").json() == {"status": "ok"}
+        assert not kinds, f"{len(fuzzer.wrong)} answers that should not be: " + "\n".join(
+            map(str, kinds.items())
+        )
+        assert one.desk._thread.is_alive() and fuzzer.wire.http.get("/healthz").json() == {
+            "status": "ok"
+        }
         assert {path for path in tmp_path.iterdir()} == {tmp_path / "wild"}
-        assert not [record.getMessage() for record in caplog.records if record.name == "whetstone.serve"], "a fault of the server's own"
-        known = [(method, route) for route in one.app.app.routes for method in route.methods - {"HEAD"}]
+        assert not [
+            record.getMessage() for record in caplog.records if record.name == "whetstone.serve"
+        ], "a fault of the server's own"
+        known = [
+            (method, route) for route in one.app.app.routes for method in route.methods - {"HEAD"}
+        ]
     with server(tmp_path / "calm", keys=KEYS, **limits) as one:
         alone = Bystander(one)
         for _ in range(0, COUNT, 300):
             alone.live()
     assert alone.saw == beside.saw
     refused = sum(count for (_, status), count in fuzzer.seen.items() if status >= 400)
-    assert refused > COUNT / 3 and sum(fuzzer.failed.values()) > COUNT / 10, (refused, fuzzer.failed)
+    assert refused > COUNT / 3 and sum(fuzzer.failed.values()) > COUNT / 10, (
+        refused,
+        fuzzer.failed,
+    )
     calm = [(method, route.path) for method, route in known
             if not any(method == one and route.path_regex.match(path) for one, path in fuzzer.sent)]  # fmt: skip
     assert not calm, f"routes that nothing wild was sent to: {calm}"

@@ -1,4 +1,6 @@
-"""Requests that nobody wants any more: they leave, what they held is given back, and whoever was beside them notices nothing."""
+"""Requests that nobody wants any more: they leave, what they held is given back, and whoever was
+beside them notices nothing.
+"""
 
 import asyncio
 import gc
@@ -28,16 +30,29 @@ def until(true, seconds=30.0):
     return true()
 
 
-def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_alone(tmp_path, monkeypatch):
-    """One key's samples are cancelled before and while they are drawn, in one batch with another's; nobody cancels what is not his."""
+def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_alone(
+    tmp_path, monkeypatch
+):
+    """One key's samples are cancelled before and while they are drawn, in one batch with another's;
+    nobody cancels what is not his.
+    """
     with server(tmp_path, keys=KEYS) as one:
         going, staying = (Wire(one, key) for key in KEYS)
         going.open(), staying.open()
-        theirs, mine = going.sampler(going.model(seed=1), 1), staying.sampler(staying.model(seed=2), 1)
+        theirs, mine = (
+            going.sampler(going.model(seed=1), 1),
+            staying.sampler(staying.model(seed=2), 1),
+        )
         asks = [(i, [4, 5 + i], {"seed": i, "max_tokens": 40, "stop": []}) for i in range(3)]
         alone = [drawn(staying.sample(mine, i, prompt, 2, **fields)) for i, prompt, fields in asks]
         before = one.desk.tally.value("sampled_tokens_total")
-        kept, slices, begun, go, draw = weakref.WeakSet(), [], threading.Event(), threading.Event(), one.desk._draw
+        kept, slices, begun, go, draw = (
+            weakref.WeakSet(),
+            [],
+            threading.Event(),
+            threading.Event(),
+            one.desk._draw,
+        )
 
         def watched(drawing):
             tickets = one.desk._streams[drawing][1]
@@ -48,14 +63,24 @@ def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_a
                 assert go.wait(60)
 
         made = SampleJob.__init__
-        monkeypatch.setattr(SampleJob, "__init__", lambda job, *given, **named: (made(job, *given, **named), kept.add(job))[0])
+        monkeypatch.setattr(
+            SampleJob,
+            "__init__",
+            lambda job, *given, **named: (made(job, *given, **named), kept.add(job))[0],
+        )
         monkeypatch.setattr(SampleJob, "__hash__", object.__hash__)
         monkeypatch.setattr(one.desk, "_draw", watched)
         with held(one):
-            tickets = [staying.ask_sample(mine, 10 + i, prompt, 2, **fields) for i, prompt, fields in asks]
-            gone = [going.ask_sample(theirs, i, [4, 5], 2, max_tokens=LONG, stop=[]) for i in range(4)]
-            going.post("cancel_future", 204, request_id=gone[0]["request_id"])  # before it has begun
-            staying.post("cancel_future", 410, request_id=gone[1]["request_id"])  # another's is nothing
+            tickets = [
+                staying.ask_sample(mine, 10 + i, prompt, 2, **fields) for i, prompt, fields in asks
+            ]
+            gone = [
+                going.ask_sample(theirs, i, [4, 5], 2, max_tokens=LONG, stop=[]) for i in range(4)
+            ]
+            # before it has begun
+            going.post("cancel_future", 204, request_id=gone[0]["request_id"])
+            # another's is nothing
+            staying.post("cancel_future", 410, request_id=gone[1]["request_id"])
         assert begun.wait(60) and slices == [6]
         for ticket in gone[1:]:
             going.post("cancel_future", 204, request_id=ticket["request_id"])
@@ -63,11 +88,17 @@ def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_a
         go.set()
         found = [drawn(staying.wait(ticket, "SampleResponse")) for ticket in tickets]
         for rows, expected in zip(found, alone, strict=True):
-            assert [(tokens, reason) for tokens, _, reason in rows] == [(tokens, reason) for tokens, _, reason in expected]
+            assert [(tokens, reason) for tokens, _, reason in rows] == [
+                (tokens, reason) for tokens, _, reason in expected
+            ]
             for (_, got, _), (_, wanted, _) in zip(rows, expected, strict=True):
-                np.testing.assert_allclose(np.frombuffer(got, "<f4"), np.frombuffer(wanted, "<f4"), atol=1e-5)
+                np.testing.assert_allclose(
+                    np.frombuffer(got, "<f4"), np.frombuffer(wanted, "<f4"), atol=1e-5
+                )
         assert until(lambda: not one.desk._streams), "something is drawn still"
-        assert set(slices[1:]) <= {3, 2, 1, 0}, f"requests in each slice after they had gone: {slices}"
+        assert set(slices[1:]) <= {3, 2, 1, 0}, (
+            f"requests in each slice after they had gone: {slices}"
+        )
         assert len(slices) <= 6, f"{len(slices)} slices of 16 tokens for 40"
         tokens = sum(len(one) // 4 for rows in found for one, _, _ in rows)
         assert one.desk.tally.value("sampled_tokens_total") - before == tokens
@@ -75,7 +106,9 @@ def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_a
             assert going.wait(ticket)["category"] == "user"
         gc.collect()
         assert not one.desk.turns._held and not kept, "what was asked for is kept"
-        assert drawn(going.sample(theirs, 50, [4, 5], 1, seed=1)) == drawn(going.sample(theirs, 51, [4, 5], 1, seed=1))
+        assert drawn(going.sample(theirs, 50, [4, 5], 1, seed=1)) == drawn(
+            going.sample(theirs, 51, [4, 5], 1, seed=1)
+        )
 
 
 def test_what_trains_is_not_cancelled_and_the_update_after_it_is_whole(tmp_path):
@@ -100,12 +133,22 @@ def test_cancelled_samples_give_their_places_in_the_queue_back(tmp_path):
         with held(one):
 
             def ask(first):
-                body = {"sampling_session_id": sampler, "num_samples": 1, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [4]}]}}
-                asked = [wires.http.post("/api/v1/asample", json={**body, "seq_id": first + i}) for i in range(6)]
-                return [answer.json()["request_id"] for answer in asked if answer.status_code == 200]
+                body = {
+                    "sampling_session_id": sampler,
+                    "num_samples": 1,
+                    "prompt": {"chunks": [{"type": "encoded_text", "tokens": [4]}]},
+                }
+                asked = [
+                    wires.http.post("/api/v1/asample", json={**body, "seq_id": first + i})
+                    for i in range(6)
+                ]
+                return [
+                    answer.json()["request_id"] for answer in asked if answer.status_code == 200
+                ]
 
             taken = ask(0)
-            assert len(taken) == 2 and not ask(10)  # half of the four that the one that holds the desk leaves
+            # half of the four that the one that holds the desk leaves
+            assert len(taken) == 2 and not ask(10)
             for request_id in taken:
                 wires.post("cancel_future", 204, request_id=request_id)
             assert len(ask(20)) == 2
@@ -115,7 +158,9 @@ def test_cancelled_samples_give_their_places_in_the_queue_back(tmp_path):
 def _over_http(one, work):
     async def within():
         transport = httpx.ASGITransport(one.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server", headers={"x-api-key": KEYS[0]}) as http:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://server", headers={"x-api-key": KEYS[0]}
+        ) as http:
             return await work(http)
 
     return asyncio.run(within())
@@ -136,7 +181,8 @@ def test_a_request_of_many_prompts_of_which_one_fails_draws_none_of_the_others(t
         def ask(*more):
             many = {"model": BASE, "prompt": [*prompts, *more], "max_tokens": LONG, "seed": 1}
 
-            async def asked(http):  # whose loop goes on as a server's does: what it has forgotten is drawn to its end
+            # whose loop goes on as a server's does: what it has forgotten is drawn to its end
+            async def asked(http):
                 answer = await http.post("/v1/completions", json=many)
                 assert await asyncio.to_thread(until, lambda: not one.desk._streams)
                 return answer
@@ -147,12 +193,19 @@ def test_a_request_of_many_prompts_of_which_one_fails_draws_none_of_the_others(t
         assert answer.status_code == 400 and "500" in answer.text
         answer, all_of_it = ask()
         assert answer.status_code == 200 and few <= 3 and all_of_it - few >= 8, (few, all_of_it)
-        fine = _over_http(one, lambda http: http.post("/v1/completions", json={"model": BASE, "prompt": [5, 6], "max_tokens": 2}))
+        fine = _over_http(
+            one,
+            lambda http: http.post(
+                "/v1/completions", json={"model": BASE, "prompt": [5, 6], "max_tokens": 2}
+            ),
+        )
         assert fine.status_code == 200
 
 
 def test_whoever_hangs_up_is_drawn_for_no_longer(tmp_path):
-    """An answer that is being drawn for a connection that ended: the sample leaves, and its place is free."""
+    """An answer that is being drawn for a connection that ended: the sample leaves, and its place
+    is free.
+    """
     with server(tmp_path, keys=KEYS) as one:
         began, draw = threading.Event(), one.desk._draw
 
@@ -166,7 +219,10 @@ def test_whoever_hangs_up_is_drawn_for_no_longer(tmp_path):
 
         async def hang_up():
             gone = asyncio.Event()
-            body = b'{"model": "%s", "prompt": [5, 6], "n": 4, "max_tokens": 240, "stop": []}' % BASE.encode()
+            body = (
+                b'{"model": "%s", "prompt": [5, 6], "n": 4, "max_tokens": 240, "stop": []}'
+                % BASE.encode()
+            )
             messages = [{"type": "http.request", "body": body, "more_body": False}]
 
             async def receive():
@@ -204,7 +260,11 @@ def test_answers_that_nobody_asks_after_are_forgotten_though_one_before_them_nev
     assert len(promises) == 7, "an answer can be asked for again for a while"
     time.sleep(0.3)
     promises.add(Promise("later", "a", "sample"))
-    assert len(promises) == 4 and promises.find("0", "a") is asked and promises.find("never", "a") is waiting
+    assert (
+        len(promises) == 4
+        and promises.find("0", "a") is asked
+        and promises.find("never", "a") is waiting
+    )
 
 
 def test_a_client_that_never_asks_after_its_answers_holds_nothing_up(tmp_path):
@@ -224,4 +284,8 @@ def test_a_client_that_never_asks_after_its_answers_holds_nothing_up(tmp_path):
         time.sleep(0.4)
         other.ask(theirs, 3, texts(), forward_only=True)
         kept = {promise.request_id for promise in one.promises._all.values()}
-        assert early["request_id"] in kept and not any(":sample:" in name for name in kept) and len(kept) <= 4, kept
+        assert (
+            early["request_id"] in kept
+            and not any(":sample:" in name for name in kept)
+            and len(kept) <= 4
+        ), kept

@@ -1,4 +1,6 @@
-"""What a server bounds and how it says so: memory by least recent use, sessions, models, tokens, open requests, polls, its own end."""
+"""What a server bounds and how it says so: memory by least recent use, sessions, models, tokens,
+open requests, polls, its own end.
+"""
 
 import asyncio
 import threading
@@ -18,11 +20,20 @@ def test_the_model_that_was_used_longest_ago_is_written_out(tmp_path):
         wires = Wire(one)
         wires.open()
         a, b = wires.model(0), wires.model(1)
-        wires.output(wires.ask(a, 1, texts(), forward_only=True))  # b is the one that was used longest ago
+        # b is the one that was used longest ago
+        wires.output(wires.ask(a, 1, texts(), forward_only=True))
         c = wires.model(2)
-        assert [one.book.models[model].client is not None for model in (a, b, c)] == [True, False, True]
+        assert [one.book.models[model].client is not None for model in (a, b, c)] == [
+            True,
+            False,
+            True,
+        ]
         wires.output(wires.ask(b, 1, texts(), forward_only=True))
-        assert [one.book.models[model].client is not None for model in (a, b, c)] == [False, True, True]
+        assert [one.book.models[model].client is not None for model in (a, b, c)] == [
+            False,
+            True,
+            True,
+        ]
 
 
 def test_a_sampler_that_was_given_back_is_read_again(tmp_path):
@@ -34,13 +45,26 @@ def test_a_sampler_that_was_given_back_is_read_again(tmp_path):
             model = wires.model(seed, seed=seed)
             wires.output(wires.ask(model, 1, texts(4, seed)))
             wires.wait(wires.step(model, 2, learning_rate=0.3))
-            path = wires.wait(wires.post("save_weights_for_sampler", model_id=model, seq_id=3, path="kept"))["path"]
-            made = wires.post("create_sampling_session", session_id=wires.session, sampling_session_seq_id=seed, model_path=path)
+            path = wires.wait(
+                wires.post("save_weights_for_sampler", model_id=model, seq_id=3, path="kept")
+            )["path"]
+            made = wires.post(
+                "create_sampling_session",
+                session_id=wires.session,
+                sampling_session_seq_id=seed,
+                model_path=path,
+            )
             samplers.append(made["sampling_session_id"])
-        first = [[one.tokens for one in wires.sample(s, 0, [4, 5], 4, seed=3, max_tokens=12).sequences] for s in samplers]
+        first = [
+            [one.tokens for one in wires.sample(s, 0, [4, 5], 4, seed=3, max_tokens=12).sequences]
+            for s in samplers
+        ]
         assert first[0] != first[1]
         assert sum(one.book.samplers[s].client is not None for s in samplers) == 1
-        again = [[one.tokens for one in wires.sample(s, 1, [4, 5], 4, seed=3, max_tokens=12).sequences] for s in samplers]
+        again = [
+            [one.tokens for one in wires.sample(s, 1, [4, 5], 4, seed=3, max_tokens=12).sequences]
+            for s in samplers
+        ]
         assert again == first
 
 
@@ -49,18 +73,37 @@ def test_sessions_models_tokens_and_open_requests_are_bounded(tmp_path):
         wires, other = Wire(one), Wire(one)
         wires.open()
         full = other.http.post("/api/v1/create_session", json={"tags": []})
-        assert full.status_code == 429 and "--sessions" in full.text and float(full.headers["retry-after"]) > 0
+        assert (
+            full.status_code == 429
+            and "--sessions" in full.text
+            and float(full.headers["retry-after"]) > 0
+        )
         model = wires.model()
-        body = {"session_id": wires.session, "model_seq_id": 1, "base_model": BASE, "lora_config": {"rank": 4}}
+        body = {
+            "session_id": wires.session,
+            "model_seq_id": 1,
+            "base_model": BASE,
+            "lora_config": {"rank": 4},
+        }
         full = wires.http.post("/api/v1/create_model", json=body)
         assert full.status_code == 429 and "--models" in full.text
         refused = wires.wait(wires.ask(model, 1, texts(12)))
         assert refused["category"] == "user" and "takes 40: send less" in refused["error"]
-        for path, prompt in (("completions", {"prompt": [4, 5]}), ("chat/completions", {"messages": [{"role": "user", "content": "a"}]})):
-            for most, status in (({"n": 2, "max_tokens": 4}, 200), ({"n": 2, "max_tokens": 60}, 400), ({"n": 4}, 400)):
+        for path, prompt in (
+            ("completions", {"prompt": [4, 5]}),
+            ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ):
+            for most, status in (
+                ({"n": 2, "max_tokens": 4}, 200),
+                ({"n": 2, "max_tokens": 60}, 400),
+                ({"n": 4}, 400),
+            ):
                 answer = wires.http.post(f"/v1/{path}", json={**prompt, **most})
                 assert answer.status_code == status, (path, most, answer.text)
-                assert status == 200 or "40 are the most of one request" in answer.json()["error"]["message"]
+                assert (
+                    status == 200
+                    or "40 are the most of one request" in answer.json()["error"]["message"]
+                )
         one.app.open = 3
         assert wires.http.get("/api/v1/sessions").status_code == 503
         assert wires.http.get("/healthz").status_code == 200
@@ -78,28 +121,41 @@ def test_a_poll_that_comes_too_early_is_asked_again(tmp_path):
         with held(one):
             asked = wires.ask(model, 1, texts(), forward_only=True)
             for _ in range(2):
-                early = wires.http.post("/api/v1/retrieve_future", json={"request_id": asked["request_id"]})
+                early = wires.http.post(
+                    "/api/v1/retrieve_future", json={"request_id": asked["request_id"]}
+                )
                 assert early.status_code == 408
         first, again = wires.wait(asked), wires.wait(asked)
         assert first == again and "loss_fn_outputs" in first
 
 
 def test_what_a_server_that_ends_has_not_begun_is_told_to_come_again(tmp_path):
-    """What has begun is finished. A chunk whose first half never came is told as well, and no poll waits for it."""
+    """What has begun is finished. A chunk whose first half never came is told as well, and no poll
+    waits for it.
+    """
     with server(tmp_path) as one:
         wires = Wire(one)
         wires.open()
         model, sampler = wires.model(0), None
         sampler = wires.sampler(model, 1)
         with held(one):
-            waiting = [wires.ask(model, 2, texts()), wires.step(model, 3), wires.ask(model, 9, texts())]
+            waiting = [
+                wires.ask(model, 2, texts()),
+                wires.step(model, 3),
+                wires.ask(model, 9, texts()),
+            ]
             drawn = wires.ask_sample(sampler, 0, [4, 5])
             one.desk.end()
             one.tenants.give_up_waiting()
         for asked in (*waiting, drawn):
-            answer = wires.http.post("/api/v1/retrieve_future", json={"request_id": asked["request_id"]})
+            answer = wires.http.post(
+                "/api/v1/retrieve_future", json={"request_id": asked["request_id"]}
+            )
             said = answer.json()
-            assert answer.status_code == 503 or said["category"] == "server", (answer.status_code, said)
+            assert answer.status_code == 503 or said["category"] == "server", (
+                answer.status_code,
+                said,
+            )
             assert "try" in str(said) or "again" in str(said)
         assert wires.http.get("/healthz").status_code == 503
         late = wires.http.post("/api/v1/asample", json={"sampling_session_id": sampler, "seq_id": 5, "num_samples": 1,
@@ -138,7 +194,9 @@ def test_models_of_one_key_are_none_to_another_on_the_openai_routes(tmp_path):
         mine, theirs = Wire(one, KEYS[0]), Wire(one, KEYS[1])
         mine.open(), theirs.open()
         model = mine.model()
-        path = mine.wait(mine.post("save_weights_for_sampler", model_id=model, seq_id=1, path="a"))["path"]
+        path = mine.wait(mine.post("save_weights_for_sampler", model_id=model, seq_id=1, path="a"))[
+            "path"
+        ]
         sampler = mine.sampler(model, 2)
         for name in (path, sampler):
             body = {"model": name, "prompt": [4, 5], "max_tokens": 2, "seed": 1}
@@ -149,7 +207,9 @@ def test_models_of_one_key_are_none_to_another_on_the_openai_routes(tmp_path):
 
 
 def test_a_wave_of_coroutines_is_one_batch(tmp_path, monkeypatch):
-    """Sixteen that are asked for side by side are drawn in one stream, the first of them too; also where they come just as work ends."""
+    """Sixteen that are asked for side by side are drawn in one stream, the first of them too; also
+    where they come just as work ends.
+    """
     monkeypatch.setattr(desk, "_GATHER_SECONDS", 0.8)  # however busy the machine is
     monkeypatch.setattr(desk, "_MOST_GATHER_SECONDS", 20.0)
     with server(tmp_path) as one:
@@ -157,14 +217,23 @@ def test_a_wave_of_coroutines_is_one_batch(tmp_path, monkeypatch):
         wires.open()
         sampler = wires.sampler(wires.model(), 1)
         rounds, let_in = [], one.desk._let_in
-        monkeypatch.setattr(one.desk, "_let_in", lambda samples: (rounds.append(len(samples)), let_in(samples)))
+        monkeypatch.setattr(
+            one.desk, "_let_in", lambda samples: (rounds.append(len(samples)), let_in(samples))
+        )
 
         async def wave(first=0, count=16):
             transport = httpx.ASGITransport(one.app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://server", headers={"x-api-key": "tml-nobody"}) as http:
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://server", headers={"x-api-key": "tml-nobody"}
+            ) as http:
                 bodies = [{"sampling_session_id": sampler, "seq_id": first + i, "num_samples": 1, "sampling_params": {"max_tokens": 4},
                     "prompt": {"chunks": [{"type": "encoded_text", "tokens": [4, 5 + i]}]}} for i in range(count)]  # fmt: skip
-                return [reply.json() for reply in await asyncio.gather(*(http.post("/api/v1/asample", json=body) for body in bodies))]
+                return [
+                    reply.json()
+                    for reply in await asyncio.gather(
+                        *(http.post("/api/v1/asample", json=body) for body in bodies)
+                    )
+                ]
 
         asked = asyncio.run(wave())
         assert all(len(wires.wait(one, "SampleResponse").sequences) == 1 for one in asked)
@@ -172,7 +241,9 @@ def test_a_wave_of_coroutines_is_one_batch(tmp_path, monkeypatch):
         del rounds[:]
         finish, ended, asked = one.desk.turns.finish, threading.Event(), []
 
-        def slowly(job):  # the first half comes just before the desk looks for samples once more, the other half just after
+        # the first half comes just before the desk looks for samples once more, the other half just
+        # after
+        def slowly(job):
             finish(job)
             ended.set()
             time.sleep(0.3)

@@ -1,4 +1,6 @@
-"""Links to what was saved: they need no key, are for one thing and one hour, and stand nowhere in the log."""
+"""Links to what was saved: they need no key, are for one thing and one hour, and stand nowhere in
+the log.
+"""
 
 import io
 import logging
@@ -17,7 +19,9 @@ from rl.serve.app import JsonLines
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A server with keys, the client of one of them, and the address of a checkpoint and of an export of it."""
+    """A server with keys, the client of one of them, and the address of a checkpoint and of an
+    export of it.
+    """
     with server(tmp_path_factory.mktemp("served"), keys=KEYS) as one:
         wires = Wire(one, KEYS[0])
         wires.open()
@@ -29,7 +33,9 @@ def saved(tmp_path_factory):
 
 def archive(wires, model, kind="weights/a"):
     """The answer to the request that the SDK sends for a download, which follows no redirect."""
-    return wires.http.get(f"/api/v1/training_runs/{model}/checkpoints/{kind}/archive", follow_redirects=False)
+    return wires.http.get(
+        f"/api/v1/training_runs/{model}/checkpoints/{kind}/archive", follow_redirects=False
+    )
 
 
 def test_a_download_goes_to_a_link_that_needs_no_key(saved):
@@ -41,11 +47,22 @@ def test_a_download_goes_to_a_link_that_needs_no_key(saved):
     stranger = TestClient(one.app)
     tar = tarfile.open(fileobj=io.BytesIO(stranger.get(answer.headers["location"]).content))
     folder = one.book.models[model].folder / "weights" / "a"
-    files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert {name: tar.extractfile(name).read() for name in tar.getnames()} == files and "model/adapter_model.safetensors" in files
-    urls = wires.http.get(f"/api/v1/training_runs/{model}/checkpoints/external_weights/b/external_weights_urls").json()["urls"]
+    files = {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    assert {
+        name: tar.extractfile(name).read() for name in tar.getnames()
+    } == files and "model/adapter_model.safetensors" in files
+    urls = wires.http.get(
+        f"/api/v1/training_runs/{model}/checkpoints/external_weights/b/external_weights_urls"
+    ).json()["urls"]
     for name, url in urls.items():
-        assert stranger.get(url).content == (one.book.models[model].folder / "external_weights" / "b" / name).read_bytes()
+        assert (
+            stranger.get(url).content
+            == (one.book.models[model].folder / "external_weights" / "b" / name).read_bytes()
+        )
 
 
 def test_a_link_is_for_one_thing_and_one_hour(saved, monkeypatch):
@@ -83,9 +100,13 @@ def test_no_link_stands_in_the_log(saved, caplog):
 
 
 def test_an_archive_that_is_removed_before_its_files_are_open_is_not_there(saved, monkeypatch):
-    """A checkpoint goes between the look at its folder and the first byte: 404, no half of an answer."""
+    """A checkpoint goes between the look at its folder and the first byte: 404, no half of an
+    answer.
+    """
     one, wires, model = saved
-    path = wires.wait(wires.post("save_weights", model_id=model, seq_id=3, path="soon-gone"))["path"]
+    path = wires.wait(wires.post("save_weights", model_id=model, seq_id=3, path="soon-gone"))[
+        "path"
+    ]
     link = archive(wires, model, "weights/soon-gone").headers["location"]
     look = one.book.folder_of
 

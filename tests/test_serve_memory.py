@@ -1,4 +1,6 @@
-"""What a server keeps of requests that are over: bytes and words, for so long, and no more of them than it was told."""
+"""What a server keeps of requests that are over: bytes and words, for so long, and no more of them
+than it was told.
+"""
 
 import gc
 import logging
@@ -30,7 +32,11 @@ FAULTS = {
     "a field that is too short": (large(target_tokens=np.arange(6)), "cross_entropy", {}),
     "a loss that there is none of": (large(), "stable_reinforce", {}),
     "a setting that there is none of": (large(), "cross_entropy", {"nothing": 1.0}),
-    "a token beyond the vocabulary": (large(target_tokens=np.full(TOKENS, 10**6)), "cross_entropy", {}),
+    "a token beyond the vocabulary": (
+        large(target_tokens=np.full(TOKENS, 10**6)),
+        "cross_entropy",
+        {},
+    ),
     "an input beyond the context": (large(), "cross_entropy", {}),
 }
 
@@ -60,11 +66,14 @@ def test_failed_requests_keep_no_body(tmp_path):
         finally:
             tracemalloc.stop()
         sent = 2 * len(FAULTS) * TOKENS * 12
-        assert kept < sent / 5, f"{kept / 1e6:.1f} MB are kept of {sent / 1e6:.1f} MB of requests that failed"
+        assert kept < sent / 5, (
+            f"{kept / 1e6:.1f} MB are kept of {sent / 1e6:.1f} MB of requests that failed"
+        )
 
 
 def test_an_error_in_the_server_keeps_nothing_of_its_frames(caplog):
-    caplog.set_level(logging.CRITICAL, "whetstone.serve")  # pytest keeps what is logged, traceback and all
+    # pytest keeps what is logged, traceback and all
+    caplog.set_level(logging.CRITICAL, "whetstone.serve")
     promises, words = Promises(60.0), []
 
     def fails(body):
@@ -111,7 +120,9 @@ def test_a_stored_answer_takes_eight_bytes_a_token():
     message = wire.parse("SampleResponse", promises.find("9", "me").answer.body)
     ids, logprobs = drawn(9)
     assert np.frombuffer(message.sequences[0].tokens, "<i4").tolist() == ids
-    np.testing.assert_allclose(np.frombuffer(message.sequences[0].logprobs, "<f4"), logprobs, rtol=1e-6)
+    np.testing.assert_allclose(
+        np.frombuffer(message.sequences[0].logprobs, "<f4"), logprobs, rtol=1e-6
+    )
 
 
 def test_a_sent_answer_can_be_asked_for_again_for_a_while_and_an_unsent_one_for_longer(tmp_path):
@@ -132,7 +143,9 @@ def test_a_sent_answer_can_be_asked_for_again_for_a_while_and_an_unsent_one_for_
 
 
 def test_bytes_are_bounded_and_shared_like_everything_else(tmp_path):
-    """A key that fills its part is refused, the other one is not; what was fetched makes room again, what nobody fetches goes first."""
+    """A key that fills its part is refused, the other one is not; what was fetched makes room
+    again, what nobody fetches goes first.
+    """
     with server(tmp_path, keys=KEYS, held_bytes=240_000, told_seconds=0.5) as one:
         greedy, other = (Wire(one, key) for key in KEYS)
         greedy.open(), other.open()
@@ -140,28 +153,42 @@ def test_bytes_are_bounded_and_shared_like_everything_else(tmp_path):
 
         def send(wires, model, seq, tokens=2000):  # 24 KB and a bit
             ids = (np.arange(tokens) % 50 + 4).tolist()
-            message = wire.MESSAGES["ForwardBackwardRequest"](model_id=model, seq_id=seq, loss_fn="cross_entropy", forward_only=True)
+            message = wire.MESSAGES["ForwardBackwardRequest"](
+                model_id=model, seq_id=seq, loss_fn="cross_entropy", forward_only=True
+            )
             for begin in range(0, tokens, 20):
                 datum = message.data.add()
-                datum.model_input.add().encoded_text.tokens = np.asarray(ids[begin : begin + 20], "<i4").tobytes()
+                datum.model_input.add().encoded_text.tokens = np.asarray(
+                    ids[begin : begin + 20], "<i4"
+                ).tobytes()
                 tensor = datum.loss_fn_inputs["target_tokens"]
-                tensor.dense, tensor.dtype = np.asarray(ids[begin : begin + 20], "<i8").tobytes(), wire.INT64
+                tensor.dense, tensor.dtype = (
+                    np.asarray(ids[begin : begin + 20], "<i8").tobytes(),
+                    wire.INT64,
+                )
                 tensor.shape.append(20)
             headers = {"content-type": "application/x-protobuf"}
-            return wires.http.post("/api/v1/forward_backward", content=message.SerializeToString(), headers=headers)
+            return wires.http.post(
+                "/api/v1/forward_backward", content=message.SerializeToString(), headers=headers
+            )
 
         with held(one):
             answers = [send(greedy, model, 1 + i) for i in range(8)]
             taken = [answer for answer in answers if answer.status_code == 200]
-            assert [answer.status_code for answer in answers] == [200] * len(taken) + [429] * (8 - len(taken))
+            assert [answer.status_code for answer in answers] == [200] * len(taken) + [429] * (
+                8 - len(taken)
+            )
             assert 2 <= len(taken) <= 4, "about half of the bytes"
             assert "your part" in answers[-1].text and "--held-bytes" in answers[-1].text
             assert send(other, theirs, 1).status_code == 200
         for answer in taken:
             assert len(greedy.output(answer.json())[0]) == 100
-        assert send(greedy, model, len(taken) + 1).status_code == 200, "answers are smaller than what was sent for them"
+        assert send(greedy, model, len(taken) + 1).status_code == 200, (
+            "answers are smaller than what was sent for them"
+        )
         time.sleep(0.7)
-        for seq in range(len(taken) + 2, 16):  # nobody ever asks for these: the oldest make room for the newest
+        # nobody ever asks for these: the oldest make room for the newest
+        for seq in range(len(taken) + 2, 16):
             assert until(lambda seq=seq: send(greedy, model, seq).status_code == 200, 10.0), seq
         assert one.promises.held <= 240_000
 
@@ -186,14 +213,21 @@ def test_kept_answers_are_looked_through_only_where_room_is_short(monkeypatch):
     monkeypatch.setattr(promises, "_late", lambda: scans.append(1) or look())
     for number in range(3):
         promises.check_room("me", 20)
-        promises.add(Promise(str(number), "me", "sample", tenant="me", size=20)).done.set_result("x" * 28)  # 30 bytes with its quotes
+        # 30 bytes with its quotes
+        promises.add(Promise(str(number), "me", "sample", tenant="me", size=20)).done.set_result(
+            "x" * 28
+        )
     assert promises.held == 90 and not scans
     promises.check_room("me", 50)
-    assert len(scans) == 1 and promises.held == 30 and promises.find("2", "me"), "the two oldest went"
+    assert len(scans) == 1 and promises.held == 30 and promises.find("2", "me"), (
+        "the two oldest went"
+    )
 
 
 def test_a_model_is_made_once_even_where_its_answer_has_been_forgotten(tmp_path):
-    """The same request gets the same answer, from this server and from the next; another one under its number is refused."""
+    """The same request gets the same answer, from this server and from the next; another one under
+    its number is refused.
+    """
     bodies = [{"base_model": BASE, "lora_config": {"rank": 4, "seed": 7}}, {"optimizer": True}]
     with server(tmp_path, told_seconds=0.05, durable=True) as one:
         wires = Wire(one)
@@ -201,7 +235,9 @@ def test_a_model_is_made_once_even_where_its_answer_has_been_forgotten(tmp_path)
         made = wires.model()
         wires.ask(made, 1, texts())
         wires.wait(wires.step(made, 2))
-        bodies[1]["path"] = wires.wait(wires.post("save_weights", model_id=made, seq_id=3, path="a"))["path"]
+        bodies[1]["path"] = wires.wait(
+            wires.post("save_weights", model_id=made, seq_id=3, path="a")
+        )["path"]
         calls = [(verb, {"session_id": wires.session, "model_seq_id": seq, **bodies[seq]})
                  for seq, verb in enumerate(("create_model", "load_weights"))]  # fmt: skip
         wires.wait(wires.post("load_weights", **calls[1][1]))

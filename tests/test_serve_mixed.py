@@ -1,4 +1,6 @@
-"""Several tenants draw in one batch over one base: each gets what it would have got alone, whatever the others do meanwhile."""
+"""Several tenants draw in one batch over one base: each gets what it would have got alone, whatever
+the others do meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def together(monkeypatch):
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    with ServiceClient(output_dir=tmp_path_factory.mktemp("out"), seed=1, settings=WorkerSettings(share_bases=True)) as service:
+    with ServiceClient(
+        output_dir=tmp_path_factory.mktemp("out"), seed=1, settings=WorkerSettings(share_bases=True)
+    ) as service:
         yield service
 
 
@@ -51,7 +55,13 @@ def trained(service, rank, seed, **parts):
 
 def asked(i: int) -> Request:
     params = SamplingParams(max_tokens=5 + i % 7, temperature=0.0 if i % 4 == 0 else 1.0, stop=[])
-    return Request(prompt=[3 + i % 5, 4, 12] + [5] * (i % 3), params=params, seed=7, problem=i, num_samples=1 + i % 2)
+    return Request(
+        prompt=[3 + i % 5, 4, 12] + [5] * (i % 3),
+        params=params,
+        seed=7,
+        problem=i,
+        num_samples=1 + i % 2,
+    )
 
 
 def check(found, expected):
@@ -61,12 +71,21 @@ def check(found, expected):
         assert got.version == wanted.version
 
 
-def test_a_mixed_stream_draws_for_each_what_it_draws_alone_while_one_learns(service, together, tmp_path):
-    models = [trained(service, 4, 2), trained(service, 9, 3, train_mlp=False), trained(service, 1, 4, train_attn=False)]
+def test_a_mixed_stream_draws_for_each_what_it_draws_alone_while_one_learns(
+    service, together, tmp_path
+):
+    models = [
+        trained(service, 4, 2),
+        trained(service, 9, 3, train_mlp=False),
+        trained(service, 1, 4, train_attn=False),
+    ]
     models[1].save_weights_for_sampler("kept").result()
     saved = models[1].save_weights_for_sampler("again").result().path
     clients = [model.save_weights_and_get_sampling_client() for model in models]
-    clients += [service.create_sampling_client(base_model=BASE), service.create_sampling_client(model_path=saved)]
+    clients += [
+        service.create_sampling_client(base_model=BASE),
+        service.create_sampling_client(model_path=saved),
+    ]
     assert len({client.mixes for client in clients}) == 1 and clients[0].mixes is not None
     asking: list[tuple[int, Request]] = [(i % len(clients), asked(i)) for i in range(20)]
     found, tickets, late = {}, {}, None
@@ -75,7 +94,8 @@ def test_a_mixed_stream_draws_for_each_what_it_draws_alone_while_one_learns(serv
             for which, request in asking[:3]:
                 tickets[stream.add(request, clients[which])] = (clients[which], request)
             del asking[:3]
-            if late is None and len(tickets) == 9:  # new weights of a model whose old ones are drawn from
+            # new weights of a model whose old ones are drawn from
+            if late is None and len(tickets) == 9:
                 models[0].forward_backward(random_datums(4, seed=9), "importance_sampling")
                 models[0].optim_step(LEARN).result()
                 late = models[0].save_weights_and_get_sampling_client()
@@ -84,8 +104,13 @@ def test_a_mixed_stream_draws_for_each_what_it_draws_alone_while_one_learns(serv
     assert late is not None and found.keys() == tickets.keys() and max(map(len, together)) >= 4
     for ticket, (client, request) in tickets.items():
         check(found[ticket], client.sample_many([request]).result()[0][0])
-    differ = [client.sample_many([replace(asked(1), num_samples=4)]).result()[0][0].sequences[0].tokens for client in clients]
-    assert len({tuple(tokens) for tokens in differ}) >= 3, "the models draw the same, so a mix-up would not show"
+    differ = [
+        client.sample_many([replace(asked(1), num_samples=4)]).result()[0][0].sequences[0].tokens
+        for client in clients
+    ]
+    assert len({tuple(tokens) for tokens in differ}) >= 3, (
+        "the models draw the same, so a mix-up would not show"
+    )
 
 
 def test_what_cannot_be_mixed_says_so(service, tmp_path):
@@ -112,32 +137,61 @@ def learn(client: Wire, model: str, seq: int, **params: float) -> None:
 
 
 def drawn(message) -> list[tuple[list[int], np.ndarray]]:
-    return [(np.frombuffer(s.tokens, "<i4").tolist(), np.frombuffer(s.logprobs, "<f4")) for s in message.sequences]
+    return [
+        (np.frombuffer(s.tokens, "<i4").tolist(), np.frombuffer(s.logprobs, "<f4"))
+        for s in message.sequences
+    ]
 
 
 def test_tenants_with_keys_of_their_own_share_batches_and_nothing_else(tmp_path, together):
-    """Two keys, three models of which one is in memory at a time, and the base: alone, and then all at once."""
+    """Two keys, three models of which one is in memory at a time, and the base: alone, and then all
+    at once.
+    """
     with server(tmp_path, keys=KEYS, models_in_memory=1) as served:
         a, b = (Wire(served, key) for key in KEYS)
         a.open(), b.open()
-        first, second, third = a.model(0, rank=4, seed=1), a.model(1, rank=8, seed=2), b.model(0, rank=2, seed=3)
+        first, second, third = (
+            a.model(0, rank=4, seed=1),
+            a.model(1, rank=8, seed=2),
+            b.model(0, rank=2, seed=3),
+        )
         for client, model in ((a, first), (a, second), (b, third)):
             learn(client, model, 1, learning_rate=0.05)
-        base = b.post("create_sampling_session", session_id=b.session, sampling_session_seq_id=9, base_model=BASE)
-        samplers = [(a, a.sampler(first, 3, 0)), (a, a.sampler(second, 3, 1)), (b, b.sampler(third, 3, 0))]
+        base = b.post(
+            "create_sampling_session",
+            session_id=b.session,
+            sampling_session_seq_id=9,
+            base_model=BASE,
+        )
+        samplers = [
+            (a, a.sampler(first, 3, 0)),
+            (a, a.sampler(second, 3, 1)),
+            (b, b.sampler(third, 3, 0)),
+        ]
         samplers.append((b, base["sampling_session_id"]))
-        jobs = [(*samplers[i % 4], i, [5, 6 + i % 3, 7], 1 + i % 2, {"max_tokens": 6 + i, "seed": i}) for i in range(12)]
-        alone = [drawn(w.sample(s, i, prompt, count, **more)) for w, s, i, prompt, count, more in jobs]
+        jobs = [
+            (*samplers[i % 4], i, [5, 6 + i % 3, 7], 1 + i % 2, {"max_tokens": 6 + i, "seed": i})
+            for i in range(12)
+        ]
+        alone = [
+            drawn(w.sample(s, i, prompt, count, **more)) for w, s, i, prompt, count, more in jobs
+        ]
         del together[:]
         with held(served):
-            tickets = [(w, w.ask_sample(s, 100 + i, prompt, count, **more)) for w, s, i, prompt, count, more in jobs]
+            tickets = [
+                (w, w.ask_sample(s, 100 + i, prompt, count, **more))
+                for w, s, i, prompt, count, more in jobs
+            ]
         for (w, ticket), expected in zip(tickets, alone, strict=True):
             found = drawn(w.wait(ticket, "SampleResponse"))
             assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
             for (_, got), (_, wanted) in zip(found, expected, strict=True):
                 np.testing.assert_allclose(got, wanted, atol=1e-5)
         assert together, "they were drawn one after the other"
-        answer = b.http.post("/api/v1/asample", json={"sampling_session_id": samplers[0][1], "seq_id": 1, "prompt": {"chunks": []}})
+        answer = b.http.post(
+            "/api/v1/asample",
+            json={"sampling_session_id": samplers[0][1], "seq_id": 1, "prompt": {"chunks": []}},
+        )
         assert answer.status_code in (403, 404)
 
 
@@ -154,9 +208,15 @@ def test_a_tenant_whose_weights_diverged_fails_alone(tmp_path, together):
         with held(served):
             for i in range(3):
                 tickets.append((b, b.ask_sample(broken, i, [5, 6, 7], 3, max_tokens=30)))
-                tickets.append((a, a.ask_sample(sampler, 10 + i, [5, 6, 7], 4, max_tokens=30, seed=1)))
+                tickets.append(
+                    (a, a.ask_sample(sampler, 10 + i, [5, 6, 7], 4, max_tokens=30, seed=1))
+                )
         for client, ticket in tickets:
-            answer = client.http.post("/api/v1/retrieve_future", json={"request_id": ticket["request_id"]}, headers={"accept": PROTOBUF})
+            answer = client.http.post(
+                "/api/v1/retrieve_future",
+                json={"request_id": ticket["request_id"]},
+                headers={"accept": PROTOBUF},
+            )
             if client is b:
                 assert answer.json()["category"] == "user" and "NaN" in answer.json()["error"]
             else:

@@ -1,4 +1,6 @@
-"""serve.py as a process: what cannot work is said before a model is loaded; TLS, keys, figures and the log of one that runs."""
+"""serve.py as a process: what cannot work is said before a model is loaded; TLS, keys, figures and
+the log of one that runs.
+"""
 
 import argparse
 import contextlib
@@ -39,12 +41,14 @@ def test_an_address_that_cannot_be_had_is_named(tmp_path):
     port = first.getsockname()[1]
     with pytest.raises(ConnectionRefusedError):  # until it serves
         socket.create_connection(("127.0.0.1", port), 5)
-    for begins in (lambda: None, lambda: listen_soon(taken), first.listen):  # two that load side by side, and one that serves
+    # two that load side by side, and one that serves
+    for begins in (lambda: None, lambda: listen_soon(taken), first.listen):
         begins()
         if begins is first.listen or not first.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR):
             with pytest.raises(UserError, match=f"--port {port}: somebody has it already"):
                 take_address(at(tmp_path, port=port))
-    with socket.create_connection(("127.0.0.1", port), 5) as client:  # the server ends first, and its side of this waits on
+    # the server ends first, and its side of this waits on
+    with socket.create_connection(("127.0.0.1", port), 5) as client:
         served, _ = first.accept()
         let_go(taken)
         served.close()
@@ -56,7 +60,11 @@ def test_an_address_that_cannot_be_had_is_named(tmp_path):
 
 def test_a_name_is_every_address_that_it_has_here(tmp_path, monkeypatch):
     kinds = [(socket.AF_INET6, ("::1", 0, 0, 0)), (socket.AF_INET, ("127.0.0.1", 0))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(family, socket.SOCK_STREAM, 6, "", where) for family, where in kinds])
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda *_, **__: [(family, socket.SOCK_STREAM, 6, "", where) for family, where in kinds],
+    )
     taken = take_address(at(tmp_path, host="localhost"))
     assert taken[0].family == socket.AF_INET and len({one.getsockname()[1] for one in taken}) == 1
     let_go(taken)
@@ -75,13 +83,17 @@ def test_a_name_that_is_none_and_an_address_of_others_are_named(tmp_path):
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    """A certificate of this machine's loopback, signed by itself, and its key; and a key that is not its own."""
+    """A certificate of this machine's loopback, signed by itself, and its key; and a key that is
+    not its own.
+    """
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl to make a certificate with")
     folder = tmp_path_factory.mktemp("tls")
     made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1 -keyout key -out cert"
     subprocess.run(made.split(), cwd=folder, check=True, capture_output=True)
-    subprocess.run("openssl genrsa -out other 2048".split(), cwd=folder, check=True, capture_output=True)
+    subprocess.run(
+        "openssl genrsa -out other 2048".split(), cwd=folder, check=True, capture_output=True
+    )
     return folder
 
 
@@ -89,7 +101,12 @@ def test_files_of_tls_that_do_not_fit_are_named(certificate, tmp_path):
     cert, key = certificate / "cert", certificate / "key"
     check_certificate(cert, key)
     (tmp_path / "text").write_text("hello")
-    wrong = [(cert, certificate / "other"), (key, cert), (tmp_path / "text", key), (cert, tmp_path / "text")]
+    wrong = [
+        (cert, certificate / "other"),
+        (key, cert),
+        (tmp_path / "text", key),
+        (cert, tmp_path / "text"),
+    ]
     for pair in wrong:
         with pytest.raises(UserError, match="not a certificate and its key"):
             check_certificate(*pair)
@@ -99,9 +116,21 @@ def test_files_of_tls_that_do_not_fit_are_named(certificate, tmp_path):
 
 def started(folder, *flags, launcher=()):
     """serve.py, its standard error in `folder`/log; and where it serves."""
-    words = [*launcher, "serve.py", "--base-model", BASE, "--port", "0", "--output-dir", str(folder / "out"), *map(str, flags)]
+    words = [
+        *launcher,
+        "serve.py",
+        "--base-model",
+        BASE,
+        "--port",
+        "0",
+        "--output-dir",
+        str(folder / "out"),
+        *map(str, flags),
+    ]
     with (folder / "log").open("a") as log:
-        process = subprocess.Popen([sys.executable, *words], cwd=REPO, stdout=subprocess.PIPE, stderr=log, text=True)
+        process = subprocess.Popen(
+            [sys.executable, *words], cwd=REPO, stdout=subprocess.PIPE, stderr=log, text=True
+        )
     for line in process.stdout:  # DeepSpeed writes there as well
         if line.startswith("serving "):
             return process, line.split(" at ")[1].strip()
@@ -112,7 +141,14 @@ def started(folder, *flags, launcher=()):
 def test_over_tls_with_keys_figures_and_a_log_without_prompts(certificate, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("# two tenants\n" + "\n".join(KEYS) + "\n")
-    flags = ("--tls-cert", certificate / "cert", "--tls-key", certificate / "key", "--keys-file", keys)
+    flags = (
+        "--tls-cert",
+        certificate / "cert",
+        "--tls-key",
+        certificate / "key",
+        "--keys-file",
+        keys,
+    )
     process, url = started(tmp_path, *flags)
     secret = "a prompt that nobody else should read"
     try:
@@ -120,10 +156,22 @@ def test_over_tls_with_keys_figures_and_a_log_without_prompts(certificate, tmp_p
             assert http.get("/healthz").json() == {"status": "ok"}
             asked = {"model": BASE, "prompt": secret, "max_tokens": 3, "seed": 1}
             assert http.post("/v1/completions", json=asked).status_code == 401
-            assert http.post("/v1/completions", json=asked, headers={"x-api-key": KEYS[0] + "x"}).status_code == 401
+            assert (
+                http.post(
+                    "/v1/completions", json=asked, headers={"x-api-key": KEYS[0] + "x"}
+                ).status_code
+                == 401
+            )
             bearer = {"authorization": f"Bearer {KEYS[0]}"}
-            first = http.post("/v1/completions", json=asked, headers=bearer).json()["choices"][0]["text"]
-            sessions = {key: http.post("/api/v1/create_session", json={"tags": []}, headers={"x-api-key": key}).json() for key in KEYS}
+            first = http.post("/v1/completions", json=asked, headers=bearer).json()["choices"][0][
+                "text"
+            ]
+            sessions = {
+                key: http.post(
+                    "/api/v1/create_session", json={"tags": []}, headers={"x-api-key": key}
+                ).json()
+                for key in KEYS
+            }
             page = http.get("/metrics", headers=bearer).text
         with pytest.raises(httpx.ConnectError):  # nobody vouches for it
             httpx.get(f"{url}/healthz")
@@ -138,8 +186,14 @@ def test_over_tls_with_keys_figures_and_a_log_without_prompts(certificate, tmp_p
         if line and not line.startswith("#"):
             name, _, value = line.rpartition(" ")
             figures[name] = float(value)
-    refused = [value for name, value in figures.items() if name.partition("{")[0].endswith("requests_total") and 'status="401"' in name]
-    assert sum(refused) == 2 and any("sessions" in name and value == 2 for name, value in figures.items()), page
+    refused = [
+        value
+        for name, value in figures.items()
+        if name.partition("{")[0].endswith("requests_total") and 'status="401"' in name
+    ]
+    assert sum(refused) == 2 and any(
+        "sessions" in name and value == 2 for name, value in figures.items()
+    ), page
     log = (tmp_path / "log").read_text()
     rows = [json.loads(line) for line in log.splitlines()]
     assert sum(row.get("status") == 401 for row in rows) == 2
@@ -150,7 +204,9 @@ def test_over_tls_with_keys_figures_and_a_log_without_prompts(certificate, tmp_p
             for key, session in sessions.items():
                 there = http.get("/api/v1/sessions", headers={"x-api-key": key}).json()["sessions"]
                 assert there == [session["session_id"]]
-            again = http.post("/v1/completions", json=asked, headers=bearer).json()["choices"][0]["text"]
+            again = http.post("/v1/completions", json=asked, headers=bearer).json()["choices"][0][
+                "text"
+            ]
         assert again == first
         process.send_signal(signal.SIGINT)  # Ctrl-C is as good
         assert process.wait(60) == 0
@@ -160,24 +216,39 @@ def test_over_tls_with_keys_figures_and_a_log_without_prompts(certificate, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["ddp", "zero3"])
-def test_two_processes_serve_as_one_and_what_they_held_is_kept_when_they_are_told_to_end(tmp_path, config):
+def test_two_processes_serve_as_one_and_what_they_held_is_kept_when_they_are_told_to_end(
+    tmp_path, config
+):
     def learns(wires):
         wires.open()
         model = wires.model()
         seen = [wires.output(wires.ask(model, 1, texts(5, 0)))[0]]
         norm = wires.wait(wires.step(model, 2))["metrics"]["grad_norm"]
         seen.append(wires.output(wires.ask(model, 3, texts(5, 1), forward_only=True))[0])
-        drawn = [one.tokens for one in wires.sample(wires.sampler(model, 4), 0, [4, 5], 3, seed=3).sequences]
+        drawn = [
+            one.tokens
+            for one in wires.sample(wires.sampler(model, 4), 0, [4, 5], 3, seed=3).sequences
+        ]
         return model, seen, norm, drawn
 
     with server(tmp_path / "alone") as one:
         _, seen, norm, drawn = learns(Wire(one))
-    launcher = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", "2"]
+    launcher = [
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        f"accelerate_configs/{config}.yaml",
+        "--num_processes",
+        "2",
+    ]
     process, url = started(tmp_path, launcher=[*launcher, "--main_process_port", "0"])
     try:
-        wires = Wire.over(httpx.Client(base_url=url, headers={"x-api-key": "tml-nobody"}, timeout=120))
+        wires = Wire.over(
+            httpx.Client(base_url=url, headers={"x-api-key": "tml-nobody"}, timeout=120)
+        )
         model, *found = learns(wires)
-        process.send_signal(signal.SIGTERM)  # to the launcher, as a cluster does; its exit code is its own
+        # to the launcher, as a cluster does; its exit code is its own
+        process.send_signal(signal.SIGTERM)
         process.wait(120)
     finally:
         process.kill()
@@ -194,10 +265,14 @@ def test_two_processes_serve_as_one_and_what_they_held_is_kept_when_they_are_tol
 
 @pytest.mark.slow
 def test_a_stop_right_after_a_restart_ends_within_its_grace(tmp_path):
-    """Twice: as soon as it listens, and while a million tokens are being sampled. Nothing that was saved is lost."""
+    """Twice: as soon as it listens, and while a million tokens are being sampled. Nothing that was
+    saved is lost.
+    """
     process, url = started(tmp_path)
     try:
-        wires = Wire.over(httpx.Client(base_url=url, headers={"x-api-key": "tml-nobody"}, timeout=60))
+        wires = Wire.over(
+            httpx.Client(base_url=url, headers={"x-api-key": "tml-nobody"}, timeout=60)
+        )
         wires.open()
         model = wires.model()
         expected = wires.output(wires.ask(model, 1, texts(3, 0), forward_only=True))[0]
@@ -209,15 +284,24 @@ def test_a_stop_right_after_a_restart_ends_within_its_grace(tmp_path):
         process, url = started(tmp_path, "--resume", "--stop-grace", "6")
         try:
             if busy:
-                body = {"model": BASE, "prompt": ["1+"] * 32, "max_tokens": 500, "n": 64, "ignore_eos": True}
-                asking = threading.Thread(target=ended_early, args=(f"{url}/v1/completions", body), daemon=True)
+                body = {
+                    "model": BASE,
+                    "prompt": ["1+"] * 32,
+                    "max_tokens": 500,
+                    "n": 64,
+                    "ignore_eos": True,
+                }
+                asking = threading.Thread(
+                    target=ended_early, args=(f"{url}/v1/completions", body), daemon=True
+                )
                 asking.start()
                 time.sleep(2.0)
                 assert asking.is_alive()
             begin = time.monotonic()
             process.send_signal(signal.SIGTERM)
             process.wait(30)
-            assert time.monotonic() - begin < 6 + 5  # the grace, and an interpreter that ends on a busy machine
+            # the grace, and an interpreter that ends on a busy machine
+            assert time.monotonic() - begin < 6 + 5
         finally:
             process.kill()
     with server(tmp_path / "out", resume=True) as one:
@@ -235,9 +319,23 @@ def ended_early(url, body):
 @pytest.mark.slow
 def test_a_taken_port_is_said_in_a_box_and_nothing_is_written(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        words = ["serve.py", "--base-model", BASE, "--port", str(taken.getsockname()[1]), "--output-dir", str(tmp_path / "out")]
-        done = subprocess.run([sys.executable, *words], cwd=REPO, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "nothing is served" in done.stderr + done.stdout and "Traceback" not in done.stderr
+        words = [
+            "serve.py",
+            "--base-model",
+            BASE,
+            "--port",
+            str(taken.getsockname()[1]),
+            "--output-dir",
+            str(tmp_path / "out"),
+        ]
+        done = subprocess.run(
+            [sys.executable, *words], cwd=REPO, capture_output=True, text=True, timeout=120
+        )
+    assert (
+        done.returncode == 2
+        and "nothing is served" in done.stderr + done.stdout
+        and "Traceback" not in done.stderr
+    )
     assert not (tmp_path / "out").exists()
 
 

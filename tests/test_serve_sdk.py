@@ -1,4 +1,6 @@
-"""The real SDK against a real server on loopback: equal to the clients in this process. WHETSTONE_TEST_SDK: the Python that has it."""
+"""The real SDK against a real server on loopback: equal to the clients in this process.
+WHETSTONE_TEST_SDK: the Python that has it.
+"""
 
 import json
 import os
@@ -22,9 +24,20 @@ def seen(tmp_path_factory) -> dict:
     """What tests/sdk_client.py saw."""
     python = os.environ.get("WHETSTONE_TEST_SDK")
     if not python:
-        pytest.skip("WHETSTONE_TEST_SDK names no Python with the tinker SDK (pip install -r requirements-sdk.txt into a venv of its own)")
+        pytest.skip(
+            "WHETSTONE_TEST_SDK names no Python with the tinker SDK (pip install -r requirements-sdk.txt into a venv of its own)"
+        )
     folder = tmp_path_factory.mktemp("served")
-    command = [sys.executable, "serve.py", "--base-model", BASE, "--port", "0", "--output-dir", str(folder / "out")]
+    command = [
+        sys.executable,
+        "serve.py",
+        "--base-model",
+        BASE,
+        "--port",
+        "0",
+        "--output-dir",
+        str(folder / "out"),
+    ]
     log = (folder / "log").open("w")
     process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
@@ -46,12 +59,20 @@ def texts(count, seed):
     generator, data = torch.Generator().manual_seed(seed), []
     for i in range(count):
         row = torch.randint(2, 90, (5 + i,), generator=generator).tolist()
-        data.append(Datum(ModelInput.from_ints(row[:-1]), {"target_tokens": row[1:], "weights": [1.0] * (len(row) - 1)}))
+        data.append(
+            Datum(
+                ModelInput.from_ints(row[:-1]),
+                {"target_tokens": row[1:], "weights": [1.0] * (len(row) - 1)},
+            )
+        )
     return data
 
 
 def outputs(result):
-    return {"metrics": result.metrics, "logprobs": [one["logprobs"].tolist() for one in result.loss_fn_outputs]}
+    return {
+        "metrics": result.metrics,
+        "logprobs": [one["logprobs"].tolist() for one in result.loss_fn_outputs],
+    }
 
 
 def sampled(client, prompt, count, seed):
@@ -60,13 +81,17 @@ def sampled(client, prompt, count, seed):
 
 
 def custom(client, data):
-    """What the SDK sends for a loss of one's own, the squares of the logprobs: a forward, then weights of minus its gradient."""
+    """What the SDK sends for a loss of one's own, the squares of the logprobs: a forward, then
+    weights of minus its gradient.
+    """
     found = client.forward(data, "cross_entropy").result().loss_fn_outputs
     leaves = [output["logprobs"].to_torch().clone().requires_grad_(True) for output in found]
     loss = sum((leaf**2).sum() for leaf in leaves)
     loss.backward()
     pairs = zip(data, leaves, strict=True)
-    weighed = [one.with_inputs({**one.loss_fn_inputs, "weights": -leaf.grad}) for one, leaf in pairs]
+    weighed = [
+        one.with_inputs({**one.loss_fn_inputs, "weights": -leaf.grad}) for one, leaf in pairs
+    ]
     client.forward_backward(weighed, "cross_entropy").result()
     return float(loss)
 
@@ -77,18 +102,32 @@ def test_the_sdk_sees_what_the_clients_in_this_process_see_to_the_bit(seen, tmp_
         assert seen["info"] == [4, 6]
         for step in range(2):
             for i, client in enumerate(clients):
-                assert outputs(client.forward_backward(texts(5, step), "cross_entropy").result()) == seen[f"learnt {step} {i}"]
-                assert client.optim_step(AdamParams(1e-2)).result().metrics == seen[f"stepped {step} {i}"]
+                assert (
+                    outputs(client.forward_backward(texts(5, step), "cross_entropy").result())
+                    == seen[f"learnt {step} {i}"]
+                )
+                assert (
+                    client.optim_step(AdamParams(1e-2)).result().metrics
+                    == seen[f"stepped {step} {i}"]
+                )
         client = clients[0]
         loss = custom(client, texts(3, 9))
         assert seen["custom"]["loss:sum"] == seen["custom"]["squares"] == loss
         assert client.optim_step(AdamParams(1e-2)).result().metrics == seen["custom stepped"]
         sampler = client.save_weights_and_get_sampling_client()
         assert sampled(sampler, [5, 9, 30], 3, 11) == seen["sampled"] == seen["sampled from a path"]
-        own = [sampler.sample(ModelInput.from_ints([4, 5 + i]), 1, SamplingParams(4, 5)).result().sequences[0].tokens for i in range(8)]
+        own = [
+            sampler.sample(ModelInput.from_ints([4, 5 + i]), 1, SamplingParams(4, 5))
+            .result()
+            .sequences[0]
+            .tokens
+            for i in range(8)
+        ]
         assert own == seen["wave"]
         scored = sampler.compute_logprobs(ModelInput.from_ints([5, 9, 30, 31])).result()
-        assert scored[0] is seen["scored"][0] is None and seen["scored"][1:] == pytest.approx(scored[1:], abs=1e-5)
+        assert scored[0] is seen["scored"][0] is None and seen["scored"][1:] == pytest.approx(
+            scored[1:], abs=1e-5
+        )
         went_on = [outputs(client.forward_backward(texts(4, 3), "cross_entropy").result())]
         went_on.append(client.optim_step(AdamParams(1e-2)).result().metrics)
         assert seen["went on"] == seen["resumed"] == went_on
@@ -109,7 +148,10 @@ def test_what_is_refused_raises_at_once_in_the_sdk_and_says_why(seen):
 
 def test_what_was_saved_is_listed_given_a_time_to_live_and_removed(seen):
     assert seen["models"] == [BASE] and seen["run"] == BASE and seen["expires"]
-    assert [path.split("/", 3)[3] for path in seen["checkpoints"]] == ["weights/state", "sampler_weights/weights"]
+    assert [path.split("/", 3)[3] for path in seen["checkpoints"]] == [
+        "weights/state",
+        "sampler_weights/weights",
+    ]
     assert [path.split("/", 3)[3] for path in seen["left"]] == ["sampler_weights/weights"]
 
 
@@ -125,15 +167,31 @@ def test_our_messages_are_the_sdks_on_the_wire(seen):
             for message in messages:
                 rows = {}
                 for one in message.field:
-                    oneof = message.oneof_decl[one.oneof_index].name if one.HasField("oneof_index") else None
-                    rows[one.number] = (one.name, one.type, one.label, one.type_name, one.proto3_optional, oneof)
+                    oneof = (
+                        message.oneof_decl[one.oneof_index].name
+                        if one.HasField("oneof_index")
+                        else None
+                    )
+                    rows[one.number] = (
+                        one.name,
+                        one.type,
+                        one.label,
+                        one.type_name,
+                        one.proto3_optional,
+                        oneof,
+                    )
                 found[before + message.name] = rows
                 walk(f"{before}{message.name}.", message.nested_type)
 
         walk("", file.message_type)
-        return found, {enum.name: [(value.name, value.number) for value in enum.value] for enum in file.enum_type}
+        return found, {
+            enum.name: [(value.name, value.number) for value in enum.value]
+            for enum in file.enum_type
+        }
 
-    theirs, their_enums = fields(descriptor_pb2.FileDescriptorProto.FromString(bytes.fromhex(seen["schema"])))
+    theirs, their_enums = fields(
+        descriptor_pb2.FileDescriptorProto.FromString(bytes.fromhex(seen["schema"]))
+    )
     ours, enums = fields(wire.schema())
     assert enums == their_enums and len(ours) > 20
     assert {name: theirs[name] for name in ours} == ours

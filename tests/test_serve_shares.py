@@ -1,4 +1,6 @@
-"""One rule for everything that tenants share: whoever comes next finds room, and whoever is alone may take all."""
+"""One rule for everything that tenants share: whoever comes next finds room, and whoever is alone
+may take all.
+"""
 
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ from rl.serve.shares import check_share, surplus
 
 @pytest.mark.parametrize("limit", [2, 7, 64])
 def test_whoever_comes_next_finds_room_however_greedy_those_before_are(limit):
-    """Tenants that come one after another and take all they get: each gets something, until the parts are single ones."""
+    """Tenants that come one after another and take all they get: each gets something, until the
+    parts are single ones.
+    """
     held = {}
     for tenant in range(int(np.log2(limit))):
         held[tenant] = 0
@@ -39,7 +43,11 @@ def test_who_holds_most_gives_up_first_and_the_oldest_of_it():
     holders = {"a1": "a", "b1": "b", "a2": "a", "a3": "a"}
     assert surplus(holders, list(holders), 0) == surplus(holders, list(holders), -3) == []
     assert surplus(holders, list(holders), 2) == ["a1", "a2"]
-    assert sorted(surplus(holders, list(holders), 4)) == sorted(holders) == sorted(surplus(holders, list(holders), 9))
+    assert (
+        sorted(surplus(holders, list(holders), 4))
+        == sorted(holders)
+        == sorted(surplus(holders, list(holders), 9))
+    )
     assert surplus({"b1": "b", "a1": "a"}, ["b1", "a1"], 1) == ["b1"], "equals: the oldest of all"
 
 
@@ -47,14 +55,33 @@ def test_one_key_cannot_take_all_sessions_models_and_open_requests(tmp_path):
     with server(tmp_path, keys=KEYS, sessions=4, models=4, open_requests=6) as one:
         greedy, other = (Wire(one, key) for key in KEYS)
         sessions = []
-        while (answer := greedy.http.post("/api/v1/create_session", json={"tags": []})).status_code == 200:
+        while (
+            answer := greedy.http.post("/api/v1/create_session", json={"tags": []})
+        ).status_code == 200:
             sessions.append(answer.json()["session_id"])
-        assert len(sessions) == 2 and answer.status_code == 429 and "your part" in answer.text and "--sessions" in answer.text
+        assert (
+            len(sessions) == 2
+            and answer.status_code == 429
+            and "your part" in answer.text
+            and "--sessions" in answer.text
+        )
         other.open()
         greedy.session = sessions[0]
-        bodies = [{"session_id": sessions[i % 2], "model_seq_id": i, "base_model": BASE, "lora_config": {"rank": 2}} for i in range(3)]
+        bodies = [
+            {
+                "session_id": sessions[i % 2],
+                "model_seq_id": i,
+                "base_model": BASE,
+                "lora_config": {"rank": 2},
+            }
+            for i in range(3)
+        ]
         answers = [greedy.http.post("/api/v1/create_model", json=body) for body in bodies]
-        assert [answer.status_code for answer in answers] == [200, 200, 429] and "--models" in answers[2].text
+        assert [answer.status_code for answer in answers] == [
+            200,
+            200,
+            429,
+        ] and "--models" in answers[2].text
         assert other.model()
         mine = one.app._keys[0][1]
         one.app.open, one.app._open_of[mine] = 3, 3  # which wait for their answers
@@ -69,13 +96,17 @@ def test_one_key_cannot_push_anothers_samplers_out(tmp_path):
     with server(tmp_path, keys=KEYS, samplers=6, samplers_in_memory=3) as one:
         careful, greedy = (Wire(one, key) for key in KEYS)
         careful.open(), greedy.open()
-        mine = careful.sampler(careful.model(), 1)  # in memory alone: once it is given back it is gone
+        # in memory alone: once it is given back it is gone
+        mine = careful.sampler(careful.model(), 1)
         model = greedy.model()
         for i in range(8):
             sampler = greedy.sampler(model, 1 + i, number=i)
         assert len(one.book.samplers) <= 6 and mine in one.book.samplers
         assert sum(found.client is not None for found in one.book.samplers.values()) <= 3
-        assert careful.sample(mine, 0, [4, 5]).sequences and greedy.sample(sampler, 0, [4, 5]).sequences
+        assert (
+            careful.sample(mine, 0, [4, 5]).sequences
+            and greedy.sample(sampler, 0, [4, 5]).sequences
+        )
 
 
 def test_a_sampler_that_was_just_made_is_not_the_one_that_is_forgotten(tmp_path):
@@ -103,6 +134,11 @@ def test_the_next_session_without_keys_finds_room_for_its_model(tmp_path):
         first, second = Wire(one), Wire(one)
         first.open(), second.open()
         first.model(0)
-        body = {"session_id": first.session, "model_seq_id": 1, "base_model": BASE, "lora_config": {"rank": 2}}
+        body = {
+            "session_id": first.session,
+            "model_seq_id": 1,
+            "base_model": BASE,
+            "lora_config": {"rank": 2},
+        }
         assert first.http.post("/api/v1/create_model", json=body).status_code == 429
         second.model(0)

@@ -1,4 +1,6 @@
-"""Whose turn it is and who waits: a sample for one slice of others' training, a tenant in its own part of the queue."""
+"""Whose turn it is and who waits: a sample for one slice of others' training, a tenant in its own
+part of the queue.
+"""
 
 import threading
 import time
@@ -24,13 +26,17 @@ def nothing():
 
 
 def test_a_sample_waits_for_one_slice_of_others_training_and_no_second(tmp_path, monkeypatch):
-    """Slices are counted: the one that runs when a sample comes, and those that begin before its first token is drawn."""
+    """Slices are counted: the one that runs when a sample comes, and those that begin before its
+    first token is drawn.
+    """
     with server(tmp_path, keys=KEYS, token_budget=32) as one:
         training, sampling = (Wire(one, key) for key in KEYS)
         training.open(), sampling.open()
         models = [training.model(i, seed=i) for i in range(3)]  # which take turns among themselves
         sampler = sampling.sampler(sampling.model(), 1)
-        expected = [sampling.sample(sampler, i, [4, 5 + i], seed=i).sequences[0].tokens for i in range(12)]
+        expected = [
+            sampling.sample(sampler, i, [4, 5 + i], seed=i).sequences[0].tokens for i in range(12)
+        ]
         begun, running, came, waited = [0], [0], {}, []
         slice_, add, draw = one.desk._slice, one.desk.turns.add_sample, SampleStream.add
 
@@ -44,7 +50,8 @@ def test_a_sample_waits_for_one_slice_of_others_training_and_no_second(tmp_path,
             came[id(job.arguments["sampling_params"])] = (begun[0], running[0])
             add(job)
 
-        def drawing(stream, request, client=None):  # its first tokens are drawn in the slice of samples that follows at once
+        # its first tokens are drawn in the slice of samples that follows at once
+        def drawing(stream, request, client=None):
             before, ran = came[id(request.params)]
             waited.append(begun[0] - before + ran)
             return draw(stream, request, client)
@@ -57,7 +64,9 @@ def test_a_sample_waits_for_one_slice_of_others_training_and_no_second(tmp_path,
         kept = [one.promises.find(ask["request_id"], owner) for ask in asked]
         for i in range(12):
             drawn.append(sampling.sample(sampler, 100 + i, [4, 5 + i], seed=i).sequences[0].tokens)
-            assert not all(promise.done.done() for promise in kept), "training ended before the samples were asked for"
+            assert not all(promise.done.done() for promise in kept), (
+                "training ended before the samples were asked for"
+            )
             time.sleep(0.004 * (i % 3))  # so that they come at different moments of a slice
         assert drawn == expected and len(waited) == 12
         assert max(waited) <= 1, f"slices that each sample waited for: {waited}"
@@ -84,7 +93,9 @@ def test_a_sample_that_comes_within_a_slice_is_drawn_before_the_next(tmp_path, m
             slice_(job)
 
         monkeypatch.setattr(one.desk, "_slice", slow)
-        monkeypatch.setattr(one.desk, "_draw", lambda drawing: (order.append("draw"), draw(drawing)))
+        monkeypatch.setattr(
+            one.desk, "_draw", lambda drawing: (order.append("draw"), draw(drawing))
+        )
         asked = [wires.ask(models[0], 2, texts(60)), wires.ask(models[1], 1, texts(60))]
         assert within.wait(60)
         drawn = wires.ask_sample(sampler, 0, [4, 5], max_tokens=2)
@@ -116,7 +127,9 @@ def test_no_tenant_fills_the_queue_while_there_are_others():
     def sample(tenant):
         turns.add_sample(SampleJob(tenant, lambda: None, {}))
 
-    assert [fill("a", job), fill("b", sample), fill("c", job), fill("d", sample)] == [8, 4, 2, 1], "half of what others leave"
+    assert [fill("a", job), fill("b", sample), fill("c", job), fill("d", sample)] == [8, 4, 2, 1], (
+        "half of what others leave"
+    )
     assert len(turns.samples()) == 5 and fill("b", sample) == 3, "what has left makes room"
     for _ in range(8):
         while (taken := turns.next()).owner != "a":
@@ -156,12 +169,20 @@ def test_one_key_that_floods_refuses_itself_alone(tmp_path):
                     send("optim_step", model_id=models[0], seq_id=2 + i // 4, **adam)
                 else:  # whose number comes too early
                     send("optim_step", model_id=models[1], seq_id=50 + i, **adam)
-            assert len(taken) == 5 and len(refused) == 15  # half of the 11 that are left beside what holds the desk
-            assert all(one.status_code == 429 and "your part" in one.text and one.headers["retry-after"] == "1" for one in refused)
+            # half of the 11 that are left beside what holds the desk
+            assert len(taken) == 5 and len(refused) == 15
+            assert all(
+                one.status_code == 429
+                and "your part" in one.text
+                and one.headers["retry-after"] == "1"
+                for one in refused
+            )
             asked = calm.ask(mine, 2, rewarded(), "importance_sampling")
             forward = calm.ask(mine, 3, rewarded(), "importance_sampling", forward_only=True)
         found = calm.output(asked)
-        assert found[1] == expected[1] and all(np.array_equal(a, b) for a, b in zip(found[0], expected[0], strict=True))
+        assert found[1] == expected[1] and all(
+            np.array_equal(a, b) for a, b in zip(found[0], expected[0], strict=True)
+        )
         calm.output(forward)
         flood.post(f"sessions/{flood.session}/finish", 204)
         calm.wait(calm.step(mine, 4))
@@ -177,7 +198,11 @@ def test_sessions_are_the_tenants_where_there_are_no_keys_and_a_lone_one_has_it_
         def steps(wires, model, begin, count=12):
             codes = []
             for i in range(count):
-                body = {"model_id": model, "seq_id": begin + i, "adam_params": {"learning_rate": 0.0}}
+                body = {
+                    "model_id": model,
+                    "seq_id": begin + i,
+                    "adam_params": {"learning_rate": 0.0},
+                }
                 codes.append(wires.http.post("/api/v1/optim_step", json=body).status_code)
             return codes.count(200)
 
@@ -201,7 +226,9 @@ def test_sessions_are_the_tenants_where_there_are_no_keys_and_a_lone_one_has_it_
 
 
 def test_the_number_that_others_wait_for_finds_room(tmp_path):
-    """The eighth is refused, since the queue holds what holds the desk; later ones come before it is asked for again and fill the part."""
+    """The eighth is refused, since the queue holds what holds the desk; later ones come before it
+    is asked for again and fill the part.
+    """
     with server(tmp_path, queued=16) as one:
         wires, other = Wire(one), Wire(one)
         wires.open(), other.open()
@@ -231,7 +258,9 @@ def test_what_waits_for_a_model_that_cannot_be_made_is_told_so(tmp_path):
         wires = Wire(one)
         wires.open()
         tenants, done = Tenants(one.desk, one.book), Future()
-        model = one.book.models["m"] = Model("m", "local", wires.session, tmp_path / "m", one.desk.settings.bases[0], {})
+        model = one.book.models["m"] = Model(
+            "m", "local", wires.session, tmp_path / "m", one.desk.settings.bases[0], {}
+        )
         tenants.ask(model, 2, SimpleNamespace(what="optim_step", done=done), nothing)
         assert not done.done() and one.desk.turns._early
 
@@ -245,13 +274,20 @@ def test_what_waits_for_a_model_that_cannot_be_made_is_told_so(tmp_path):
         assert not one.desk.turns._early and "m" not in one.book.models
 
 
-@pytest.mark.parametrize("raw", [b'{"a": "\xed\xa0\x80"}', '{"a": 1}'.encode("utf-16"), b'{"a": "\\ud800"}', b'{"a": "\xff"}'])
+@pytest.mark.parametrize(
+    "raw",
+    [b'{"a": "\xed\xa0\x80"}', '{"a": 1}'.encode("utf-16"), b'{"a": "\\ud800"}', b'{"a": "\xff"}'],
+)
 def test_bytes_that_are_no_text_are_no_json(tmp_path, raw):
     """Half of a surrogate pair as bytes, as an escape; another encoding."""
     with pytest.raises(ValueError):
         json_of(raw)
-    assert json_of(b'\xef\xbb\xbf{"a": "\\ud83d\\ude00 \xe2\x82\xac"}') == {"a": "\U0001f600 \u20ac"}
+    assert json_of(b'\xef\xbb\xbf{"a": "\\ud83d\\ude00 \xe2\x82\xac"}') == {
+        "a": "\U0001f600 \u20ac"
+    }
     with server(tmp_path) as one:
         for path in ("/api/v1/create_session", "/v1/chat/completions"):
-            reply = Wire(one).http.post(path, content=raw, headers={"content-type": "application/json"})
+            reply = Wire(one).http.post(
+                path, content=raw, headers={"content-type": "application/json"}
+            )
             assert reply.status_code == 400 and "JSON" in reply.text, (path, reply.text)

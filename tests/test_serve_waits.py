@@ -1,4 +1,6 @@
-"""What may take long keeps nobody waiting: slow clients, long work, a base that cannot be loaded, the end of the server."""
+"""What may take long keeps nobody waiting: slow clients, long work, a base that cannot be loaded,
+the end of the server.
+"""
 
 import asyncio
 import json
@@ -27,11 +29,15 @@ uvicorn = pytest.importorskip("uvicorn", reason="pip install -r requirements-ser
 
 
 def longest_wait(app, work, seconds=0.05):
-    """The result of a coroutine function of an HTTP client, and how long /healthz took at most meanwhile."""
+    """The result of a coroutine function of an HTTP client, and how long /healthz took at most
+    meanwhile.
+    """
 
     async def both():
         transport, waits = httpx.ASGITransport(app), []
-        async with httpx.AsyncClient(transport=transport, base_url="http://server", headers={"x-api-key": "tml-nobody"}) as http:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://server", headers={"x-api-key": "tml-nobody"}
+        ) as http:
             asked = asyncio.create_task(work(http))
             while not asked.done():
                 begin = time.perf_counter()
@@ -81,15 +87,24 @@ def test_long_texts_are_tokenized_beside_the_event_loop(tmp_path, monkeypatch):
 
     with server(tmp_path) as one:
         calls = {
-            "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 2}),
+            "chat": (
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 2},
+            ),
             "completion": ("/v1/completions", {"prompt": "1+1=", "max_tokens": 2}),
         }
         for path, body in calls.values():  # so that the model is loaded
-            answer, _ = longest_wait(one.app, lambda http, path=path, body=body: http.post(path, json={"model": BASE, **body}))
+            answer, _ = longest_wait(
+                one.app,
+                lambda http, path=path, body=body: http.post(path, json={"model": BASE, **body}),
+            )
             assert answer.status_code == 200, answer.text
         monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", slowly)
         for name, (path, body) in calls.items():
-            answer, longest = longest_wait(one.app, lambda http, path=path, body=body: http.post(path, json={"model": BASE, **body}))
+            answer, longest = longest_wait(
+                one.app,
+                lambda http, path=path, body=body: http.post(path, json={"model": BASE, **body}),
+            )
             assert answer.status_code == 200, (name, answer.text)
             assert longest < slow * 0.7, f"{name}: /healthz took {longest:.1f} s"
 
@@ -100,11 +115,19 @@ def test_a_short_request_cannot_ask_for_much_memory(tmp_path):
         wires.open()
         model = wires.model()
         sampler = wires.sampler(model, 1)
-        empty = {"data": [], "dtype": "int64", "shape": [2, 2**27], "sparse_crow_indices": [0, 0, 0], "sparse_col_indices": []}
+        empty = {
+            "data": [],
+            "dtype": "int64",
+            "shape": [2, 2**27],
+            "sparse_crow_indices": [0, 0, 0],
+            "sparse_col_indices": [],
+        }
         begin = time.perf_counter()
         answer = wires.wait(wires.ask_sample(sampler, 0, [4, 5, 6], target_prompt_logprobs=empty))
         assert answer["category"] == "user" and "cells" in answer["error"]
-        message = wire.MESSAGES["ForwardBackwardRequest"](model_id=model, seq_id=2, loss_fn="cross_entropy")
+        message = wire.MESSAGES["ForwardBackwardRequest"](
+            model_id=model, seq_id=2, loss_fn="cross_entropy"
+        )
         datum = message.data.add()
         datum.model_input.add().encoded_text.tokens = np.asarray([4, 5], "<i4").tobytes()
         tensor = datum.loss_fn_inputs["target_tokens"]
@@ -120,7 +143,9 @@ def served_by_uvicorn(app, header_seconds, work):
     """Run `work(port)`, a coroutine function, beside a server of `app`."""
 
     async def both():
-        config = uvicorn.Config(app, http=limited_protocol(header_seconds), port=0, log_config=None, lifespan="off")
+        config = uvicorn.Config(
+            app, http=limited_protocol(header_seconds), port=0, log_config=None, lifespan="off"
+        )
         running = uvicorn.Server(config)
         serving = asyncio.create_task(running.serve())
         while not running.started:
@@ -165,17 +190,27 @@ def test_half_sent_requests_are_closed_and_slow_answers_are_not(tmp_path):
     with server(tmp_path, body_seconds=1.0, poll_seconds=2.5) as one:
         wires = Wire(one)
         wires.open()
-        waiting = wires.step(wires.model(), 9)  # whose turn never comes: a poll for it is held for 2.5 s
+        # whose turn never comes: a poll for it is held for 2.5 s
+        waiting = wires.step(wires.model(), 9)
 
         async def work(port):
-            tasks = [until_closed(port, first, trickle) for first in starts.values() for trickle in (False, True) for _ in range(10)]
+            tasks = [
+                until_closed(port, first, trickle)
+                for first in starts.values()
+                for trickle in (False, True)
+                for _ in range(10)
+            ]
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
-                poll = http.post("/api/v1/retrieve_future", json={"request_id": waiting["request_id"]})
+                poll = http.post(
+                    "/api/v1/retrieve_future", json={"request_id": waiting["request_id"]}
+                )
                 *closed, answer = await asyncio.gather(*tasks, poll)
             return closed, answer
 
         closed, answer = served_by_uvicorn(one.app, 1.0, work)
-    assert answer.status_code == 408 and answer.json()["type"] == "try_again", "a poll is held for as long as it may be"
+    assert answer.status_code == 408 and answer.json()["type"] == "try_again", (
+        "a poll is held for as long as it may be"
+    )
     assert max(seconds for seconds, _ in closed) < 7.9, "connections stay open"
     assert sum(b" 408 " in received for _, received in closed) == 40, "bodies that do not come"
 
@@ -214,7 +249,9 @@ def test_a_base_that_cannot_be_served_is_named_before_anything_is(folder, tmp_pa
     odd.mkdir()
     (odd / "config.json").write_text(json.dumps({"model_type": "no such type"}))
     for where in ("/no/such/folder", "tiny:nothing", str(bare), str(odd), str(tmp_path)):
-        settings = ServeSettings((ServedBase("good", BASE), ServedBase("bad", where)), tmp_path / "out")
+        settings = ServeSettings(
+            (ServedBase("good", BASE), ServedBase("bad", where)), tmp_path / "out"
+        )
         with pytest.raises(UserError, match="--base-model bad cannot be served"):
             Served.of(settings)
     assert not (tmp_path / "out").exists()
@@ -225,17 +262,23 @@ def test_a_base_whose_weights_are_damaged_keeps_no_other_from_anybody(folder, tm
     shutil.copytree(folder, broken)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    one = Served.of(ServeSettings((ServedBase("bad", str(broken)), ServedBase("good", BASE)), tmp_path / "out"))
+    one = Served.of(
+        ServeSettings((ServedBase("bad", str(broken)), ServedBase("good", BASE)), tmp_path / "out")
+    )
     one.desk.start()
     try:
         http = Wire(one).http
         listed = http.get("/v1/models").json()["data"]
-        assert {row["id"] for row in listed} == {"bad", "good"} and all(row["max_model_len"] > 0 for row in listed)
+        assert {row["id"] for row in listed} == {"bad", "good"} and all(
+            row["max_model_len"] > 0 for row in listed
+        )
         body = {"prompt": [4, 5], "max_tokens": 2}
         assert http.post("/v1/completions", json={**body, "model": "good"}).status_code == 200
         assert http.post("/v1/completions", json={**body, "model": "bad"}).status_code >= 400
         shutil.copy(folder / "model.safetensors", weights)
-        assert http.post("/v1/completions", json={**body, "model": "bad"}).status_code == 200, "mended, and not asked for again"
+        assert http.post("/v1/completions", json={**body, "model": "bad"}).status_code == 200, (
+            "mended, and not asked for again"
+        )
     finally:
         one.end()
 
@@ -251,7 +294,12 @@ def test_a_base_is_loaded_once_however_many_ask_for_it_first(tmp_path, monkeypat
 
         monkeypatch.setattr(one.desk.service, "create_sampling_client", slowly)
         found = []
-        threads = [threading.Thread(target=lambda: found.append(one.desk.base_client(one.desk.settings.bases[0]))) for _ in range(6)]
+        threads = [
+            threading.Thread(
+                target=lambda: found.append(one.desk.base_client(one.desk.settings.bases[0]))
+            )
+            for _ in range(6)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -284,7 +332,12 @@ def test_a_server_ends_in_time_and_writes_its_models_though_work_never_ends(tmp_
 @pytest.mark.slow
 def test_a_process_that_cannot_end_is_ended(tmp_path):
     code = "import time; from rl.serve.main import exit_in_time; exit_in_time(0.5); time.sleep(60)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, timeout=50, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent.parent,
+        timeout=50,
+        capture_output=True,
+    )
     assert done.returncode == 1
 
 
@@ -294,5 +347,7 @@ def test_a_protobuf_body_is_not_held_to_the_limit_of_json(tmp_path):
         wires.open()
         large = b" " * (32 * 2**20 + 1)
         assert wires.http.post("/api/v1/create_session", content=large).status_code == 413
-        answer = wires.http.post("/api/v1/forward_backward", content=large, headers={"content-type": PROTOBUF})
+        answer = wires.http.post(
+            "/api/v1/forward_backward", content=large, headers={"content-type": PROTOBUF}
+        )
         assert answer.status_code == 400

@@ -1,8 +1,9 @@
 """Settings in pairs: two updates for each row of a table, each against the formulas in float64.
 
-The table is correction x normalisation x how the batch comes x loss and baseline. The reference knows none of the project's code for
-credit, corrections, losses and divisors: it reads the groups, takes logprobs of a float64 copy of the weights that were saved before
-the update, and works out loss and gradient with autograd.
+The table is correction x normalisation x how the batch comes x loss and baseline. The reference
+knows none of the project's code for credit, corrections, losses and divisors: it reads the groups,
+takes logprobs of a float64 copy of the weights that were saved before the update, and works out
+loss and gradient with autograd.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ CORRECTIONS = {
     "mask-geometric": ("mask", "geometric", 0.85, 1.2),
 }
 NORMALISATIONS = ("tokens", "sequences", "sequence_means", "constant", "sum")
-ROLLOUTS = ("whole", "parts", "late", "late-learner")  # "late": tokens of older versions, ratios by their age or against the learner
+# "late": tokens of older versions, ratios by their age or against the learner
+ROLLOUTS = ("whole", "parts", "late", "late-learner")
 LOSSES = {
     "ppo-mean": ("ppo", "mean"),
     "ppo-mean_std": ("ppo", "mean_std"),
@@ -55,14 +57,19 @@ def valid(row: Row) -> bool:
     correction, _, rollouts, loss = row
     if rollouts == "parts" and LOSSES[loss][1] in OF_THE_WHOLE_BATCH:
         return False
-    return not (rollouts == "late" and correction != "none")  # the age of tokens takes the place of a correction
+    # the age of tokens takes the place of a correction
+    return not (rollouts == "late" and correction != "none")
 
 
-TABLE = [row for row in itertools.product(CORRECTIONS, NORMALISATIONS, ROLLOUTS, LOSSES) if valid(row)]
+TABLE = [
+    row for row in itertools.product(CORRECTIONS, NORMALISATIONS, ROLLOUTS, LOSSES) if valid(row)
+]
 
 
 def covering(table: list[Row], seed: int = 0) -> list[Row]:
-    """Rows in which every pair of values of two columns that stands in the table stands at least once; greedy."""
+    """Rows in which every pair of values of two columns that stands in the table stands at least
+    once; greedy.
+    """
 
     def pairs(row: Row) -> set:
         return {((i, row[i]), (j, row[j])) for i, j in itertools.combinations(range(len(row)), 2)}
@@ -84,10 +91,21 @@ def settings_of(row: Row) -> GrpoSettings:
         "temperature": TEMPERATURE, "batch_size": GROUPS, "steps": 2, "learning_rate": 1e-3, "adam_eps": 1e-3, "kl_coef": 0.0,
     }  # fmt: skip
     if kind != "none":
-        flat |= {"correction": kind, "correction_level": level, "correction_low": low, "correction_high": high}
+        flat |= {
+            "correction": kind,
+            "correction_level": level,
+            "correction_low": low,
+            "correction_high": high,
+        }
     flat |= {"stream_minibatches": 2} if rollouts == "parts" else {}
     flat |= {"max_steps_off_policy": 2} if rollouts.startswith("late") else {}
-    flat |= {"proximal": "interpolated"} if rollouts == "late" else {"proximal": "learner"} if rollouts == "late-learner" else {}
+    flat |= (
+        {"proximal": "interpolated"}
+        if rollouts == "late"
+        else {"proximal": "learner"}
+        if rollouts == "late-learner"
+        else {}
+    )
     problems: list[str] = []
     settings = unflatten(GrpoSettings, flat, problems, "a test")
     assert not problems, problems
@@ -95,7 +113,9 @@ def settings_of(row: Row) -> GrpoSettings:
 
 
 def groups_of(rng: np.random.Generator, version: int, late: bool) -> list[TrajectoryGroup]:
-    """Episodes of one to three turns, which continue or begin anew; one group whose members earn the same."""
+    """Episodes of one to three turns, which continue or begin anew; one group whose members earn
+    the same.
+    """
     groups = []
     for problem in range(GROUPS):
         members = []
@@ -103,21 +123,41 @@ def groups_of(rng: np.random.Generator, version: int, late: bool) -> list[Trajec
             seen, turns = rng.integers(0, 12, 2).tolist(), []
             for _ in range(int(rng.integers(1, 4))):
                 tokens = rng.integers(0, 12, int(rng.integers(1, MAX_TOKENS + 1))).tolist()
-                drew = np.sort(rng.integers(max(0, version - 2), version + 1, len(tokens))).tolist() if late else [version] * len(tokens)
-                action = SampledSequence(tokens, [0.0] * len(tokens), "stop", temperature=TEMPERATURE, version=min(drew), versions=drew)
+                drew = (
+                    np.sort(rng.integers(max(0, version - 2), version + 1, len(tokens))).tolist()
+                    if late
+                    else [version] * len(tokens)
+                )
+                action = SampledSequence(
+                    tokens,
+                    [0.0] * len(tokens),
+                    "stop",
+                    temperature=TEMPERATURE,
+                    version=min(drew),
+                    versions=drew,
+                )
                 turns.append(Transition(ModelInput.from_ints(list(seen)), action, 0.0, False))
-                seen = [*seen, *tokens, 12] if rng.random() < 0.6 else rng.integers(0, 12, 3).tolist()
-            turns[-1].episode_done, turns[-1].reward = True, 1.0 if problem == 1 else float(rng.integers(0, 4))
+                seen = (
+                    [*seen, *tokens, 12] if rng.random() < 0.6 else rng.integers(0, 12, 3).tolist()
+                )
+            turns[-1].episode_done, turns[-1].reward = (
+                True,
+                1.0 if problem == 1 else float(rng.integers(0, 4)),
+            )
             members.append(Trajectory(turns))
-        groups.append(TrajectoryGroup(members, [0.0] * MEMBERS, [{}] * MEMBERS, problem_index=problem))
+        groups.append(
+            TrajectoryGroup(members, [0.0] * MEMBERS, [{}] * MEMBERS, problem_index=problem)
+        )
     return groups
 
 
-# --------------------------------------------------------------------------------------------------------- the reference
+# ------------------------------------------------------------------------------------ the reference
 
 
 class Sequence64:
-    """One text that is trained on: `actions` are positions in `tokens`, with the sampler's logprob and the version of each."""
+    """One text that is trained on: `actions` are positions in `tokens`, with the sampler's logprob
+    and the version of each.
+    """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -170,7 +210,12 @@ def expected(model, groups, row: Row, baseline: Baseline, version: int) -> dict[
     correction, normalise, rollouts, loss_name = row
     kind, level, low, high = CORRECTIONS[correction]
     loss = LOSSES[loss_name][0]
-    rewards = np.array([[sum(turn.reward for turn in member.transitions) for member in group.trajectories_G] for group in groups])
+    rewards = np.array(
+        [
+            [sum(turn.reward for turn in member.transitions) for member in group.trajectories_G]
+            for group in groups
+        ]
+    )
     advantages = baseline(rewards)
     compares = baseline.kind not in OF_THE_WHOLE_BATCH
     total, kept_tokens, kept_episodes = torch.zeros((), dtype=torch.float64), 0, 0.0
@@ -181,14 +226,19 @@ def expected(model, groups, row: Row, baseline: Baseline, version: int) -> dict[
             parts = sequences_of(member)
             lp, q = [], []
             for part in parts:
-                logits = (model(input_ids=torch.tensor([part.tokens[:-1]]), use_cache=False).logits[0] / TEMPERATURE).log_softmax(-1)
+                logits = (
+                    model(input_ids=torch.tensor([part.tokens[:-1]]), use_cache=False).logits[0]
+                    / TEMPERATURE
+                ).log_softmax(-1)
                 at = torch.tensor(part.actions) - 1
                 lp.append(logits[at, torch.tensor(part.tokens)[at + 1]])
                 q.append(torch.tensor(part.q, dtype=torch.float64))
             gaps = [(a.detach() - b) for a, b in zip(lp, q, strict=True)]
             whole = torch.cat(gaps)
             level_gap = {"token": None, "sequence": whole.sum(), "geometric": whole.mean()}[level]
-            ratios = [(gap if level_gap is None else level_gap.expand_as(gap)).exp() for gap in gaps]
+            ratios = [
+                (gap if level_gap is None else level_gap.expand_as(gap)).exp() for gap in gaps
+            ]
             inside = [(ratio >= low) & (ratio <= high) for ratio in ratios]
             weights = [torch.ones_like(gap) for gap in gaps]
             keeps = [torch.ones_like(gap, dtype=torch.bool) for gap in gaps]
@@ -202,7 +252,11 @@ def expected(model, groups, row: Row, baseline: Baseline, version: int) -> dict[
             kept_tokens, kept_episodes = kept_tokens + tokens, kept_episodes + (tokens > 0)
             own = torch.zeros((), dtype=torch.float64)
             for part, a, b, weight, keep in zip(parts, lp, q, weights, keeps, strict=True):
-                against = a.detach() if kind in ("truncate", "icepop") or rollouts == "late-learner" else b
+                against = (
+                    a.detach()
+                    if kind in ("truncate", "icepop") or rollouts == "late-learner"
+                    else b
+                )
                 if rollouts == "late":
                     age = torch.tensor([version - v for v in part.versions], dtype=torch.float64)
                     against = b + age / (age + 1) * (a.detach() - b)
@@ -218,16 +272,24 @@ def expected(model, groups, row: Row, baseline: Baseline, version: int) -> dict[
                 else:
                     own = own - (ratio * credit).sum()
             total = total + (own / max(1, tokens) if normalise == "sequence_means" else own)
-    of_episodes = {"sequences": kept_episodes, "sequence_means": kept_episodes, "constant": kept_episodes * MAX_TOKENS}
+    of_episodes = {
+        "sequences": kept_episodes,
+        "sequence_means": kept_episodes,
+        "constant": kept_episodes * MAX_TOKENS,
+    }
     divisor = {"tokens": kept_tokens, "sum": 1, **of_episodes}[normalise]
     model.zero_grad()
     (total / divisor).backward()
     norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters() if p.grad is not None))
     shown = kept_episodes if normalise == "sequence_means" else kept_tokens
-    return {"optim/grad_norm": float(norm), "optim/policy_loss": float(total.detach()) / shown, "optim/tokens": kept_tokens}
+    return {
+        "optim/grad_norm": float(norm),
+        "optim/policy_loss": float(total.detach()) / shown,
+        "optim/tokens": kept_tokens,
+    }
 
 
-# ------------------------------------------------------------------------------------------------------------- the table
+# ---------------------------------------------------------------------------------------- the table
 
 
 @pytest.fixture(scope="module")
@@ -240,18 +302,28 @@ def policy_at(tmp_path_factory):
         for batch in range(3):  # versions 0 to 2 are behind it
             method.learn(Models(policy), method.credit(groups, Models(policy)), Progress(batch, 2))
         path = policy.save_state("beginning").result().path
-        yield policy, path, AutoModelForCausalLM.from_pretrained(f"{path}/model", dtype=torch.float32).double()
+        yield (
+            policy,
+            path,
+            AutoModelForCausalLM.from_pretrained(f"{path}/model", dtype=torch.float32).double(),
+        )
 
 
 def two_steps(policy_at, row: Row, folder, seed: int = 5) -> None:
     policy, path, model = policy_at
     policy.load_state_with_optimizer(path).result()
-    method, models, baseline = PolicyGradient(settings_of(row)), Models(policy), Baseline(LOSSES[row[3]][1])
+    method, models, baseline = (
+        PolicyGradient(settings_of(row)),
+        Models(policy),
+        Baseline(LOSSES[row[3]][1]),
+    )
     for batch in range(2):
         version, rng = policy.version, np.random.default_rng([seed, batch])
         groups = groups_of(rng, version, row[2].startswith("late"))
         off_the_policy(policy, groups, rng)
-        saved = policy.save_weights_for_sampler(f"{folder.name}-{batch}", ttl_seconds=600).result().path
+        saved = (
+            policy.save_weights_for_sampler(f"{folder.name}-{batch}", ttl_seconds=600).result().path
+        )
         model.load_state_dict(load_file(f"{saved}/model.safetensors"), strict=False)
         model.tie_weights()
         if row[2] == "parts":

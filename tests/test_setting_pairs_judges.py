@@ -1,7 +1,8 @@
-"""Settings in pairs: turns of an episode x who judges it. Every judge is shown an answer with the conversation that it ends.
+"""Settings in pairs: turns of an episode x who judges it. Every judge is shown an answer with the
+conversation that it ends.
 
-Members of a group are told different things from their second turn on, so whatever a judge is shown of a member's last answer tells
-whose conversation stands beside it.
+Members of a group are told different things from their second turn on, so whatever a judge is shown
+of a member's last answer tells whose conversation stands beside it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from test_reward_model import Letters
 
 from rl.environments import Environment, EnvironmentGroup, Turn, resolve_environment
 from rl.episodes import Rollouts, rollout
-from rl.judges import ComparedInGroup, ComparisonModel, LearnedRewards, RewardModel, Rubric, RubricJudge, judged
+from rl.judges import (
+    ComparedInGroup,
+    ComparisonModel,
+    LearnedRewards,
+    RewardModel,
+    Rubric,
+    RubricJudge,
+    judged,
+)
 from rl.models.tokenizers import load_tokenizer
 from rl.renderers import get_renderer
 from rl.types import ModelInput, Problem, SamplingParams
@@ -46,8 +55,16 @@ def played(turns: int) -> Rollouts:
     rows = [{"number": i, "turns": turns} for i in range(ROWS)]
     renderer = get_renderer("plain", tokenizer)
     spec = resolve_environment(Interview)
-    builders = [EnvironmentGroup(spec, Problem((), row, index=i), MEMBERS, renderer) for i, row in enumerate(rows)]
-    return rollout(builders, Scripted(tokenizer, lambda *_: f"[{next(count)}]"), SamplingParams(max_tokens=20, temperature=1.0), seed=0)
+    builders = [
+        EnvironmentGroup(spec, Problem((), row, index=i), MEMBERS, renderer)
+        for i, row in enumerate(rows)
+    ]
+    return rollout(
+        builders,
+        Scripted(tokenizer, lambda *_: f"[{next(count)}]"),
+        SamplingParams(max_tokens=20, temperature=1.0),
+        seed=0,
+    )
 
 
 class Shown:
@@ -65,15 +82,22 @@ class Shown:
 
     def compute_logprobs_many(self, inputs):
         texts = self._note(inputs)
-        return SimpleNamespace(result=lambda: [[None, *[-0.01 * len(text)] * (len(text) - 1)] for text in texts])
+        return SimpleNamespace(
+            result=lambda: [[None, *[-0.01 * len(text)] * (len(text) - 1)] for text in texts]
+        )
 
     def compute_values(self, inputs):
         texts = self._note(inputs)
-        return SimpleNamespace(result=lambda: [[0.0, float(re.findall(r"\[(\d+)\]", text)[-1])] for text in texts])
+        return SimpleNamespace(
+            result=lambda: [[0.0, float(re.findall(r"\[(\d+)\]", text)[-1])] for text in texts]
+        )
 
     def sample_many(self, requests):
         texts = self._note([ModelInput.from_ints(request.prompt) for request in requests])
-        found = [SimpleNamespace(sequences=[SimpleNamespace(tokens=list(map(ord, "Score: 7")))]) for _ in texts]
+        found = [
+            SimpleNamespace(sequences=[SimpleNamespace(tokens=list(map(ord, "Score: 7")))])
+            for _ in texts
+        ]
         return SimpleNamespace(result=lambda: (found, {}))
 
 
@@ -115,7 +139,10 @@ def test_an_answer_is_judged_beside_its_own_conversation(kind, turns):
     for row, group in enumerate(rollouts.groups):
         for member, trajectory in enumerate(group.trajectories_G):
             assert len(trajectory.transitions) == turns
-            questions = [f"<row {row}>", *(f"<row {row} member {member} turn {turn}>" for turn in range(2, turns + 1))]
+            questions = [
+                f"<row {row}>",
+                *(f"<row {row} member {member} turn {turn}>" for turn in range(2, turns + 1)),
+            ]
             answers = [turn.logs["response"] for turn in trajectory.transitions]
             conversations[answers[-1]] = ([*questions, *answers], row)
     seen = set()
@@ -133,4 +160,6 @@ def test_an_answer_is_judged_beside_its_own_conversation(kind, turns):
     for group, before in zip(found.groups, rollouts.groups, strict=True):
         learned = [metrics["reward/learned"] for metrics in group.metrics_G]
         own = [0.5 * total for total in before.get_total_rewards()]
-        assert group.get_total_rewards() == pytest.approx([a + b for a, b in zip(learned, own, strict=True)])
+        assert group.get_total_rewards() == pytest.approx(
+            [a + b for a, b in zip(learned, own, strict=True)]
+        )

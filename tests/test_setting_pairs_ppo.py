@@ -1,9 +1,12 @@
-"""Settings in pairs, of `ppo` and `rlhf`: two batches for each row of a table, each against a float64 reference of the whole update.
+"""Settings in pairs, of `ppo` and `rlhf`: two batches for each row of a table, each against a
+float64 reference of the whole update.
 
-The table is method x correction x normalisation x updates a batch x value model x KL x end of an episode. The reference uses none of
-the project's credit, losses and optimizer. It takes from the run which texts each minibatch holds, checks that the minibatches of an
-epoch hold each text once, and computes everything else itself: values, generalised advantages (as written-out sums), the correction,
-the losses, the gradients and the AdamW steps. It keeps its own weights through both batches.
+The table is method x correction x normalisation x updates a batch x value model x KL x end of an
+episode. The reference uses none of the project's credit, losses and optimizer. It takes from the
+run which texts each minibatch holds, checks that the minibatches of an epoch hold each text once,
+and computes everything else itself: values, generalised advantages (as written-out sums), the
+correction, the losses, the gradients and the AdamW steps. It keeps its own weights through both
+batches.
 """
 
 from __future__ import annotations
@@ -35,12 +38,22 @@ GROUPS, MEMBERS, MAX_TOKENS, TEMPERATURE = 4, 2, 5, 0.8
 RATE, CRITIC_RATE, EPS, CLIP_NORM = 1e-3, 2e-3, 1e-3, 0.5
 GAMMA, LAM, CLIP, VALUE_CLIP, VALUE_COEF, ENTROPY_COEF = 0.97, 0.8, 0.1, 0.02, 0.3, 0.02
 KL_COEF, KL_TARGET, OTHER_WEIGHT = 0.3, 1e-3, 0.5
-PROXIMAL = {"none-learner": "none", "mask-token-learner": "mask-token", "mask-sequence-learner": "mask-sequence"}
+PROXIMAL = {
+    "none-learner": "none",
+    "mask-token-learner": "mask-token",
+    "mask-sequence-learner": "mask-sequence",
+}
 COLUMNS = {
     "method": ("ppo", "rlhf"),
     "correction": (*CORRECTIONS, *PROXIMAL),
     "normalise": ("neither", "advantages", "rewards", "both"),
-    "updates": {"whole": (1, 1), "epochs": (3, 1), "minibatches": (1, 4), "epochs-minibatches": (2, 2)},  # (epochs, num_substeps)
+    # (epochs, num_substeps)
+    "updates": {
+        "whole": (1, 1),
+        "epochs": (3, 1),
+        "minibatches": (1, 4),
+        "epochs-minibatches": (2, 2),
+    },
     "value": ("head", "critic"),
     "kl": ("none", "reward", "adaptive", "k1", "k2", "k3", "k3_pathwise"),
     "end": ("bootstrap", "end"),
@@ -49,11 +62,16 @@ Row = tuple[str, ...]
 
 
 def table(seed: int) -> list[Row]:
-    """Return every method x correction x normalisation x updates, the other columns drawn for each row."""
+    """Return every method x correction x normalisation x updates, the other columns drawn for each
+    row.
+    """
     rng = random.Random(seed)
     names = ("method", "correction", "normalise", "updates")
     rest = [list(COLUMNS[name]) for name in COLUMNS if name not in names]
-    return [(*row, *map(rng.choice, rest)) for row in itertools.product(*(COLUMNS[name] for name in names))]
+    return [
+        (*row, *map(rng.choice, rest))
+        for row in itertools.product(*(COLUMNS[name] for name in names))
+    ]
 
 
 TABLE = table(0)
@@ -71,11 +89,26 @@ def method_of(row: Row):
         "temperature": TEMPERATURE, "batch_size": GROUPS, "steps": 2, "learning_rate": RATE, "adam_eps": EPS,
         "grad_clip_norm": CLIP_NORM, "kl_coef": 0.0 if kl == "none" else KL_COEF,
     }  # fmt: skip
-    flat |= {"value_coef": VALUE_COEF} if value == "head" else {"critic_model": "policy", "critic_learning_rate": CRITIC_RATE}
-    flat |= {"kl_target": KL_TARGET} if kl == "adaptive" else {"kl_in": "loss", "kl_kind": kl} if kl.startswith("k") else {}
+    flat |= (
+        {"value_coef": VALUE_COEF}
+        if value == "head"
+        else {"critic_model": "policy", "critic_learning_rate": CRITIC_RATE}
+    )
+    flat |= (
+        {"kl_target": KL_TARGET}
+        if kl == "adaptive"
+        else {"kl_in": "loss", "kl_kind": kl}
+        if kl.startswith("k")
+        else {}
+    )
     flat |= {"proximal": "learner"} if correction in PROXIMAL else {}
     if kind != "none":
-        flat |= {"correction": kind, "correction_level": level, "correction_low": low, "correction_high": high}
+        flat |= {
+            "correction": kind,
+            "correction_level": level,
+            "correction_low": low,
+            "correction_high": high,
+        }
     problems: list[str] = []
     settings = unflatten(METHODS[method].settings, flat, problems, "a test")
     assert not problems, problems
@@ -83,7 +116,9 @@ def method_of(row: Row):
 
 
 def groups_of(rng: np.random.Generator) -> list[TrajectoryGroup]:
-    """Episodes of one to five turns, which continue any earlier conversation or begin one; some are cut off."""
+    """Episodes of one to five turns, which continue any earlier conversation or begin one; some are
+    cut off.
+    """
     groups = []
     for problem in range(GROUPS):
         members = []
@@ -92,35 +127,63 @@ def groups_of(rng: np.random.Generator) -> list[TrajectoryGroup]:
             for _ in range(int(rng.integers(1, 6))):
                 observation = rng.integers(0, 12, 3).tolist()
                 if conversations and rng.random() < 0.6:
-                    observation = [*conversations.pop(int(rng.integers(0, len(conversations)))), int(rng.integers(0, 12))]
+                    observation = [
+                        *conversations.pop(int(rng.integers(0, len(conversations)))),
+                        int(rng.integers(0, 12)),
+                    ]
                 tokens = rng.integers(0, 12, int(rng.integers(2, MAX_TOKENS + 1))).tolist()
-                action = SampledSequence(tokens, [0.0] * len(tokens), "stop", temperature=TEMPERATURE, version=0)
-                turns.append(Transition(ModelInput.from_ints(list(observation)), action, float(rng.normal()), False))
+                action = SampledSequence(
+                    tokens, [0.0] * len(tokens), "stop", temperature=TEMPERATURE, version=0
+                )
+                turns.append(
+                    Transition(
+                        ModelInput.from_ints(list(observation)), action, float(rng.normal()), False
+                    )
+                )
                 conversations.append([*observation, *tokens])
             turns[-1].episode_done = True
             cut = rng.integers(0, 4)
-            turns[-1].truncated, turns[-1].ac.stop_reason = bool(cut == 1), "length" if cut == 2 else "stop"
+            turns[-1].truncated, turns[-1].ac.stop_reason = (
+                bool(cut == 1),
+                "length" if cut == 2 else "stop",
+            )
             members.append(Trajectory(turns))
-        groups.append(TrajectoryGroup(members, rng.normal(size=MEMBERS).tolist(), [{}] * MEMBERS, problem_index=problem))
+        groups.append(
+            TrajectoryGroup(
+                members, rng.normal(size=MEMBERS).tolist(), [{}] * MEMBERS, problem_index=problem
+            )
+        )
     return groups
 
 
-# --------------------------------------------------------------------------------------------------------- the reference
+# ------------------------------------------------------------------------------------ the reference
 
 
 class Model64:
     """A float64 copy of a checkpoint's weights, with the value head where it has one."""
 
     def __init__(self, path: str):
-        self.model = AutoModelForCausalLM.from_pretrained(f"{path}/model", dtype=torch.float32).double()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            f"{path}/model", dtype=torch.float32
+        ).double()
         file = Path(path, "value_head.safetensors")
-        self.head = {name: t.double().requires_grad_() for name, t in load_file(file).items()} if file.is_file() else {}
+        self.head = (
+            {name: t.double().requires_grad_() for name, t in load_file(file).items()}
+            if file.is_file()
+            else {}
+        )
         self.parameters = [*self.model.parameters(), *self.head.values()]
 
     def read(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logprobs [T, V] at the temperature of the samples, and values [T]."""
-        out = self.model(input_ids=torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
-        values = out.hidden_states[-1][0] @ self.head["weight"][0] + self.head["bias"] if self.head else torch.zeros(len(tokens))
+        out = self.model(
+            input_ids=torch.tensor([tokens]), output_hidden_states=True, use_cache=False
+        )
+        values = (
+            out.hidden_states[-1][0] @ self.head["weight"][0] + self.head["bias"]
+            if self.head
+            else torch.zeros(len(tokens))
+        )
         return (out.logits[0] / TEMPERATURE).log_softmax(-1), values
 
 
@@ -137,12 +200,16 @@ class Text:
 
 
 def texts_of(trajectory: Trajectory) -> tuple[list[Text], list[tuple[int, int]]]:
-    """Return the texts of an episode, and (text, index in its actions) of each action in the order of the turns."""
+    """Return the texts of an episode, and (text, index in its actions) of each action in the order
+    of the turns.
+    """
     texts: list[Text] = []
     order = []
     for turn in trajectory.transitions:
         observation = turn.ob.to_ints()
-        fitting = [i for i, text in enumerate(texts) if observation[: len(text.tokens)] == text.tokens]
+        fitting = [
+            i for i, text in enumerate(texts) if observation[: len(text.tokens)] == text.tokens
+        ]
         index = max(fitting, key=lambda i: len(texts[i].tokens), default=len(texts))
         if index == len(texts):
             texts.append(Text([], [], {"q": []}))
@@ -154,7 +221,9 @@ def texts_of(trajectory: Trajectory) -> tuple[list[Text], list[tuple[int, int]]]
     return texts, order
 
 
-def at_actions(model: Model64, text: Text) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def at_actions(
+    model: Model64, text: Text
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return logprob, entropy and value at each action, and the value after the last token."""
     logprobs, values = model.read(text.tokens)
     before = torch.tensor(text.actions) - 1
@@ -170,10 +239,15 @@ class Reference:
         self.row = dict(zip(COLUMNS, row, strict=True))
         with_critic = self.row["value"] == "critic"
         first = "policy" if with_critic else "head"
-        self.policy, self.first, self.rewards = (Model64(paths[name]) for name in (first, "policy", "rewards"))
+        self.policy, self.first, self.rewards = (
+            Model64(paths[name]) for name in (first, "policy", "rewards")
+        )
         self.critic = Model64(paths["critic"]) if with_critic else None
         models = [self.policy] if self.critic is None else [self.policy, self.critic]
-        self.optimizers = [torch.optim.AdamW(m.parameters, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0) for m in models]
+        self.optimizers = [
+            torch.optim.AdamW(m.parameters, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0)
+            for m in models
+        ]
         self.coefficient = 0.0 if self.row["kl"] == "none" else KL_COEF
         self.totals: list[float] = []
 
@@ -186,7 +260,9 @@ class Reference:
                 if self.row["method"] == "rlhf":
                     last = member.transitions[-1]
                     with torch.no_grad():
-                        score = float(self.rewards.read([*last.ob.to_ints(), *last.ac.tokens])[1][-1])
+                        score = float(
+                            self.rewards.read([*last.ob.to_ints(), *last.ac.tokens])[1][-1]
+                        )
                     rewards *= OTHER_WEIGHT
                     rewards[-1] += score
                 found.append(rewards)
@@ -196,7 +272,9 @@ class Reference:
         return [rewards.tolist() for rewards in found]
 
     def credit(self, groups: list[TrajectoryGroup]) -> tuple[list[list[Text]], dict[str, float]]:
-        """Return the texts of each episode with advantages, returns and old values at their actions; and metrics."""
+        """Return the texts of each episode with advantages, returns and old values at their
+        actions; and metrics.
+        """
         episodes, gaps = [], []
         members = [member for group in groups for member in group.trajectories_G]
         for member, rewards_N in zip(members, self.step_rewards(groups), strict=True):
@@ -205,33 +283,60 @@ class Reference:
                 for text in texts:
                     text.columns["learner"] = at_actions(self.policy, text)[0].tolist()
                     *_, values, after = at_actions(self.critic or self.policy, text)
-                    text.columns |= {"old": values.tolist(), "reference": at_actions(self.first, text)[0].tolist()}
-                    text.columns |= {"advantage": [0.0] * len(text.actions), "after": [float(after)]}
-            values, q, ref = ([texts[i].columns[name][k] for i, k in order] for name in ("old", "q", "reference"))
+                    text.columns |= {
+                        "old": values.tolist(),
+                        "reference": at_actions(self.first, text)[0].tolist(),
+                    }
+                    text.columns |= {
+                        "advantage": [0.0] * len(text.actions),
+                        "after": [float(after)],
+                    }
+            values, q, ref = (
+                [texts[i].columns[name][k] for i, k in order] for name in ("old", "q", "reference")
+            )
             charged = self.coefficient if self.row["kl"] in ("reward", "adaptive") else 0.0
             gaps += [a - b for a, b in zip(q, ref, strict=True)]
             rewards = [-charged * (a - b) for a, b in zip(q, ref, strict=True)]
-            for end, reward in zip(np.cumsum([len(turn.ac.tokens) for turn in member.transitions]), rewards_N, strict=True):
+            for end, reward in zip(
+                np.cumsum([len(turn.ac.tokens) for turn in member.transitions]),
+                rewards_N,
+                strict=True,
+            ):
                 rewards[end - 1] += reward
             last = member.transitions[-1]
-            cut = self.row["end"] == "bootstrap" and (last.truncated or last.ac.stop_reason == "length")
+            cut = self.row["end"] == "bootstrap" and (
+                last.truncated or last.ac.stop_reason == "length"
+            )
             ahead = [*values[1:], texts[order[-1][0]].columns["after"][0] if cut else 0.0]
             delta = [r + GAMMA * b - a for r, a, b in zip(rewards, values, ahead, strict=True)]
             for t, (i, k) in enumerate(order):
-                texts[i].columns["advantage"][k] = math.fsum((GAMMA * LAM) ** (n - t) * delta[n] for n in range(t, len(delta)))
+                texts[i].columns["advantage"][k] = math.fsum(
+                    (GAMMA * LAM) ** (n - t) * delta[n] for n in range(t, len(delta))
+                )
             for text in texts:
-                text.columns["return"] = np.add(text.columns["advantage"], text.columns["old"]).tolist()
+                text.columns["return"] = np.add(
+                    text.columns["advantage"], text.columns["old"]
+                ).tolist()
             episodes.append(texts)
         flat = [text for texts in episodes for text in texts]
-        returns, old, advantages = (np.concatenate([t.columns[name] for t in flat]) for name in ("return", "old", "advantage"))
+        returns, old, advantages = (
+            np.concatenate([t.columns[name] for t in flat])
+            for name in ("return", "old", "advantage")
+        )
         metrics = {"optim/value": old.mean(), "optim/return": returns.mean()}
         metrics["optim/explained_variance"] = 1 - (returns - old).var() / returns.var()
         if self.coefficient:
             g = np.array(gaps)
-            metrics |= {"optim/kl_ref_k1": g.mean(), "optim/kl_ref_k3": (np.exp(-g) - 1 + g).mean(), "optim/kl_coef": self.coefficient}
+            metrics |= {
+                "optim/kl_ref_k1": g.mean(),
+                "optim/kl_ref_k3": (np.exp(-g) - 1 + g).mean(),
+                "optim/kl_coef": self.coefficient,
+            }
         if self.row["normalise"] in ("advantages", "both"):
             for text in flat:
-                text.columns["advantage"] = ((np.array(text.columns["advantage"]) - advantages.mean()) / advantages.std()).tolist()
+                text.columns["advantage"] = (
+                    (np.array(text.columns["advantage"]) - advantages.mean()) / advantages.std()
+                ).tolist()
         return episodes, {name: float(value) for name, value in metrics.items()}
 
     def correct(self, episodes: list[list[Text]]) -> None:
@@ -242,11 +347,19 @@ class Reference:
             gaps = [text.tensor("learner") - text.tensor("q") for text in texts]
             whole = torch.cat(gaps)
             for text, gap in zip(texts, gaps, strict=True):
-                shared = {"token": gap, "sequence": whole.sum().expand_as(gap), "geometric": whole.mean().expand_as(gap)}[level]
+                shared = {
+                    "token": gap,
+                    "sequence": whole.sum().expand_as(gap),
+                    "geometric": whole.mean().expand_as(gap),
+                }[level]
                 ratio = shared.exp()
                 inside = (ratio >= low) & (ratio <= high)
-                weight = {"truncate": ratio.clamp(low, high), "icepop": ratio * inside}.get(kind, torch.ones_like(gap))
-                text.columns["keep"] = (inside if kind == "mask" else torch.ones_like(inside)).tolist()
+                weight = {"truncate": ratio.clamp(low, high), "icepop": ratio * inside}.get(
+                    kind, torch.ones_like(gap)
+                )
+                text.columns["keep"] = (
+                    inside if kind == "mask" else torch.ones_like(inside)
+                ).tolist()
                 text.columns["advantage"] = (text.tensor("advantage") * weight).tolist()
                 learner = kind in ("truncate", "icepop") or name in PROXIMAL
                 text.columns["against"] = list(text.columns["learner" if learner else "q"])
@@ -255,29 +368,46 @@ class Reference:
         keep = torch.tensor(text.columns["keep"])
         lp, entropy, values, _ = at_actions(self.policy, text)
         ratio, advantage = (lp - text.tensor("against")).exp(), text.tensor("advantage")
-        own = -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)[keep].sum()
+        own = -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)[
+            keep
+        ].sum()
         clipped = float(((ratio < 1 - CLIP) | (ratio > 1 + CLIP))[keep].sum())
-        for name, value in {"policy": own, "entropy": entropy[keep].sum(), "clipped": clipped}.items():
+        for name, value in {
+            "policy": own,
+            "entropy": entropy[keep].sum(),
+            "clipped": clipped,
+        }.items():
             sums[name] = sums.get(name, 0.0) + float(torch.as_tensor(value).detach())
         total = own - ENTROPY_COEF * entropy[keep].sum()
         if (kind := self.row["kl"]).startswith("k"):
             gap = lp - text.tensor("reference")
             drawn = (lp.detach() - text.tensor("q")).exp()
-            # k1, k2 and k3 all have the gradient of k2, each token weighted by its probability now over that when it was drawn
+            # k1, k2 and k3 all have the gradient of k2, each token weighted by its probability now
+            # over that when it was drawn
             term = (-gap).exp() - 1 + gap if kind == "k3_pathwise" else drawn * gap * gap / 2
             total = total + self.coefficient * term[keep].sum()
         return total if self.critic else total + VALUE_COEF * self.value_loss(text, values, sums)
 
     def value_loss(self, text: Text, values: torch.Tensor, sums: dict[str, float]) -> torch.Tensor:
-        keep, old, returns = torch.tensor(text.columns["keep"]), text.tensor("old"), text.tensor("return")
+        keep, old, returns = (
+            torch.tensor(text.columns["keep"]),
+            text.tensor("old"),
+            text.tensor("return"),
+        )
         held = old + (values - old).clamp(-VALUE_CLIP, VALUE_CLIP)
         loss = torch.maximum((values - returns) ** 2, (held - returns) ** 2)[keep].sum() / 2
         sums["value"] = sums.get("value", 0.0) + float(loss.detach())
-        sums["value_clipped"] = sums.get("value_clipped", 0.0) + float(((values - old).abs() > VALUE_CLIP)[keep].sum())
+        sums["value_clipped"] = sums.get("value_clipped", 0.0) + float(
+            ((values - old).abs() > VALUE_CLIP)[keep].sum()
+        )
         return loss
 
-    def learn(self, groups: list[TrajectoryGroup], parts: list[list[tuple[int, ...]]]) -> dict[str, float]:
-        """`parts`: the tokens of each update's texts, as the run dealt them out. Return the metrics that the run should report."""
+    def learn(
+        self, groups: list[TrajectoryGroup], parts: list[list[tuple[int, ...]]]
+    ) -> dict[str, float]:
+        """`parts`: the tokens of each update's texts, as the run dealt them out. Return the metrics
+        that the run should report.
+        """
         episodes, metrics = self.credit(groups)
         self.correct(episodes)
         texts = {tuple(text.tokens): text for episode in episodes for text in episode}
@@ -295,8 +425,12 @@ class Reference:
             count += tokens
             losses = [lambda text: self.policy_loss(text, sums)]
             if self.critic is not None:
-                losses.append(lambda text: self.value_loss(text, at_actions(self.critic, text)[2], sums))
-            for which, (optimizer, loss, rate) in enumerate(zip(self.optimizers, losses, (RATE, CRITIC_RATE), strict=False)):
+                losses.append(
+                    lambda text: self.value_loss(text, at_actions(self.critic, text)[2], sums)
+                )
+            for which, (optimizer, loss, rate) in enumerate(
+                zip(self.optimizers, losses, (RATE, CRITIC_RATE), strict=False)
+            ):
                 optimizer.zero_grad()
                 (sum(loss(text) for text in members) / max(1, tokens)).backward()
                 parameters = optimizer.param_groups[0]["params"]
@@ -305,19 +439,39 @@ class Reference:
                 optimizer.step()
         kept = [text for text in texts.values() if any(text.columns["keep"])]
         with torch.no_grad():
-            g = torch.cat([(t.tensor("against") - at_actions(self.policy, t)[0])[torch.tensor(t.columns["keep"])] for t in kept])
-        names = {"policy_loss": "policy", "policy_entropy": "entropy", "value_loss": "value", "clip_frac": "clipped"}
+            g = torch.cat(
+                [
+                    (t.tensor("against") - at_actions(self.policy, t)[0])[
+                        torch.tensor(t.columns["keep"])
+                    ]
+                    for t in kept
+                ]
+            )
+        names = {
+            "policy_loss": "policy",
+            "policy_entropy": "entropy",
+            "value_loss": "value",
+            "clip_frac": "clipped",
+        }
         metrics |= {f"optim/{name}": sums[mine] / count for name, mine in names.items()}
-        metrics |= {"optim/value_clip_frac": sums["value_clipped"] / count, "optim/grad_norm": max(norms[0])}
+        metrics |= {
+            "optim/value_clip_frac": sums["value_clipped"] / count,
+            "optim/grad_norm": max(norms[0]),
+        }
         metrics |= {"optim/critic_grad_norm": max(norms[1])} if self.critic else {}
-        metrics |= {"optim/approx_kl_k1": float(g.mean()), "optim/approx_kl_k3": float(((-g).exp() - 1 + g).mean())}
+        metrics |= {
+            "optim/approx_kl_k1": float(g.mean()),
+            "optim/approx_kl_k3": float(((-g).exp() - 1 + g).mean()),
+        }
         metrics |= {"optim/tokens": len(g), "optim/substeps": len(parts), "optim/epochs": epochs}
         if self.row["kl"] == "adaptive":
-            self.coefficient *= 1 + 0.1 * min(0.2, max(-0.2, metrics["optim/kl_ref_k3"] / KL_TARGET - 1))
+            self.coefficient *= 1 + 0.1 * min(
+                0.2, max(-0.2, metrics["optim/kl_ref_k3"] / KL_TARGET - 1)
+            )
         return metrics
 
 
-# ------------------------------------------------------------------------------------------------------------- the table
+# ---------------------------------------------------------------------------------------- the table
 
 
 class Recorder:
@@ -330,7 +484,12 @@ class Recorder:
         return getattr(self.client, name)
 
     def forward_backward(self, datums, *arguments, **options):
-        self.parts.append([(*d.model_input.to_ints(), int(d.loss_fn_inputs["target_tokens"].array[-1])) for d in datums])
+        self.parts.append(
+            [
+                (*d.model_input.to_ints(), int(d.loss_fn_inputs["target_tokens"].array[-1]))
+                for d in datums
+            ]
+        )
         return self.client.forward_backward(datums, *arguments, **options)
 
 
@@ -339,7 +498,11 @@ def values_apart(client, rng: np.random.Generator) -> None:
     datums = []
     for _ in range(6):
         tokens = rng.integers(0, 12, 9).tolist()
-        fields = {"target_tokens": tokens[1:], "mask": [1.0] * 8, "returns": rng.normal(0, 2, 8).astype(np.float32)}
+        fields = {
+            "target_tokens": tokens[1:],
+            "mask": [1.0] * 8,
+            "returns": rng.normal(0, 2, 8).astype(np.float32),
+        }
         datums.append(Datum(ModelInput.from_ints(tokens[:-1]), fields))
     for _ in range(4):
         client.forward_backward(datums, "value", divisor=20.0).result()
@@ -351,10 +514,16 @@ def beginnings(tmp_path_factory):
     """Clients by name, and the checkpoint that each begins every row from."""
     with ServiceClient(output_dir=tmp_path_factory.mktemp("out"), seed=1) as service:
         names = {"head": 1, "critic": 2, "rewards": 3}
-        clients = {n: service.create_full_training_client("tiny:addition-small", seed=s, value_head=True) for n, s in names.items()}
+        clients = {
+            n: service.create_full_training_client("tiny:addition-small", seed=s, value_head=True)
+            for n, s in names.items()
+        }
         for name, client in clients.items():
             values_apart(client, np.random.default_rng(names[name]))
-        paths = {name: client.save_state(f"{name}-beginning").result().path for name, client in clients.items()}
+        paths = {
+            name: client.save_state(f"{name}-beginning").result().path
+            for name, client in clients.items()
+        }
         clients["policy"] = service.create_full_training_client("tiny:addition-small", seed=1)
         clients["policy"].load_state(paths["head"]).result()
         paths["policy"] = clients["policy"].save_state("policy-beginning").result().path
@@ -369,11 +538,17 @@ def two_batches(beginnings, row: Row, seed: int) -> None:
     for name in ("policy", "critic") if critic else ("head",):
         clients[name].load_state(paths[name]).result()
     policy, method = Recorder(client), method_of(row)
-    others = ({"reference": reference} if row[5] != "none" else {}) | ({"critic": clients["critic"]} if critic else {})
+    others = ({"reference": reference} if row[5] != "none" else {}) | (
+        {"critic": clients["critic"]} if critic else {}
+    )
     models = Models(policy, others)
     truth = Reference(row, paths)
-    renderer = SimpleNamespace(judged=lambda prompt, answer: ModelInput.from_ints([*prompt, *answer]))
-    rewards = LearnedRewards(RewardModel(clients["rewards"], "a reward model", renderer), OTHER_WEIGHT)
+    renderer = SimpleNamespace(
+        judged=lambda prompt, answer: ModelInput.from_ints([*prompt, *answer])
+    )
+    rewards = LearnedRewards(
+        RewardModel(clients["rewards"], "a reward model", renderer), OTHER_WEIGHT
+    )
     for batch in range(2):
         rng = np.random.default_rng([seed, batch])
         groups = groups_of(rng)
@@ -383,9 +558,12 @@ def two_batches(beginnings, row: Row, seed: int) -> None:
         rewarded = judged(sampled, rewards if row[0] == "rlhf" else None).groups
         metrics = method.learn(models, method.credit(rewarded, models), Progress(batch, 2, seed))
         expected = truth.learn(groups, policy.parts)
-        assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=2e-6), (row, batch)
-    # Two float64 references whose first weights differ by 1e-7 end up to 6e-5 apart in logprobs and values (the row of seed 6 with
-    # mask-token-learner, both, epochs-minibatches); most rows 1e-6. The run and the reference may differ by a few times that.
+        assert {name: metrics[name] for name in expected} == pytest.approx(
+            expected, rel=1e-3, abs=2e-6
+        ), (row, batch)
+    # Two float64 references whose first weights differ by 1e-7 end up to 6e-5 apart in logprobs and
+    # values (the row of seed 6 with mask-token-learner, both, epochs-minibatches); most rows 1e-6.
+    # The run and the reference may differ by a few times that.
     close = {"rtol": 0, "atol": 3e-4}
     texts = np.random.default_rng(0).integers(0, 12, (4, 10)).tolist()
     with torch.no_grad():
@@ -394,9 +572,15 @@ def two_batches(beginnings, row: Row, seed: int) -> None:
             before = truth.first.model(input_ids=torch.tensor([text])).logits[0].log_softmax(-1)
             assert float((after - before).abs().max()) > 1e-2
             np.testing.assert_allclose(logprobs, after[torch.arange(9), text[1:]], **close)
-        found = clients["critic" if critic else "head"].compute_values([ModelInput.from_ints(text) for text in texts]).result()
+        found = (
+            clients["critic" if critic else "head"]
+            .compute_values([ModelInput.from_ints(text) for text in texts])
+            .result()
+        )
         for text, values in zip(texts, found, strict=True):
-            np.testing.assert_allclose(values, (truth.critic or truth.policy).read(text)[1], **close)
+            np.testing.assert_allclose(
+                values, (truth.critic or truth.policy).read(text)[1], **close
+            )
 
 
 @pytest.mark.parametrize("row", ALWAYS, ids="/".join)

@@ -1,7 +1,8 @@
-"""Settings in pairs, of methods that learn from preferences: method x substeps x lengths about a longrope model's original length.
+"""Settings in pairs, of methods that learn from preferences: method x substeps x lengths about a
+longrope model's original length.
 
-The first update is compared with float64, each text in a forward of its own; several substeps with as many updates of one substep,
-each on the rows of that substep.
+The first update is compared with float64, each text in a forward of its own; several substeps with
+as many updates of one substep, each on the rows of that substep.
 """
 
 from __future__ import annotations
@@ -39,35 +40,62 @@ class Numbers:
     def build_supervised_example(self, messages):
         prompt = [5 + ord(c) % (VOCAB - 5) for message in messages[:-1] for c in message["content"]]
         answer = [*(5 + ord(c) % (VOCAB - 5) for c in messages[-1]["content"]), 2]
-        return ModelInput.from_ints([*prompt, *answer]), np.array([0.0] * len(prompt) + [1.0] * len(answer))
+        return ModelInput.from_ints([*prompt, *answer]), np.array(
+            [0.0] * len(prompt) + [1.0] * len(answer)
+        )
 
     def judged(self, prompt, answer):
         return ModelInput.from_ints([*prompt, *answer])
 
 
 def rows_of(lengths: str, seed: int) -> list[Problem]:
-    """Pairs whose texts lie on one side of the original length, or (across) on both sides of it, the preferred one longer or shorter."""
+    """Pairs whose texts lie on one side of the original length, or (across) on both sides of it,
+    the preferred one longer or shorter.
+    """
     rng, (low, high) = np.random.default_rng(seed), LENGTHS[lengths]
     rows = []
     for i in range(ROWS):
-        beyond = {"short": (False, False), "long": (True, True), "either": (bool(i % 2),) * 2, "across": (bool(i % 2), not i % 2)}[lengths]
-        sides = [(max(low, ORIGINAL + 2), high) if far else (max(low, 6), min(high, ORIGINAL - 2)) for far in beyond]
+        beyond = {
+            "short": (False, False),
+            "long": (True, True),
+            "either": (bool(i % 2),) * 2,
+            "across": (bool(i % 2), not i % 2),
+        }[lengths]
+        sides = [
+            (max(low, ORIGINAL + 2), high) if far else (max(low, 6), min(high, ORIGINAL - 2))
+            for far in beyond
+        ]
         texts = [int(rng.integers(*side)) for side in sides]
         prompt = int(rng.integers(2, 4))
-        letters = ["".join(map(chr, rng.integers(97, 123, n).tolist())) for n in (prompt, *(n - prompt for n in texts))]
-        rows.append(Problem([{"role": "user", "content": letters[0]}], response=letters[1], rejected=letters[2], index=i))
+        letters = [
+            "".join(map(chr, rng.integers(97, 123, n).tolist()))
+            for n in (prompt, *(n - prompt for n in texts))
+        ]
+        rows.append(
+            Problem(
+                [{"role": "user", "content": letters[0]}],
+                response=letters[1],
+                rejected=letters[2],
+                index=i,
+            )
+        )
     return rows
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A service with twins of every kind: (client, client), by whether they have a value head; and the path of their beginning."""
+    """A service with twins of every kind: (client, client), by whether they have a value head; and
+    the path of their beginning.
+    """
     folder = tmp_path_factory.mktemp("longrope")
     longrope().save_pretrained(folder / "model")
     with ServiceClient(output_dir=folder / "out", seed=1) as service:
         made = {}
         for head in (False, True):
-            twins = [service.create_full_training_client(str(folder / "model"), seed=1, value_head=head) for _ in range(2)]
+            twins = [
+                service.create_full_training_client(str(folder / "model"), seed=1, value_head=head)
+                for _ in range(2)
+            ]
             made[head] = twins, twins[0].save_state(f"beginning-{head}").result().path
         yield made
 
@@ -75,27 +103,46 @@ def place(tmp_path_factory):
 def method_of(name: str, substeps: int, batch: int):
     kind, flat = METHOD_SETTINGS[name]
     spec, problems = METHODS[kind], []
-    flat = {**flat, "batch_size": batch, "steps": 1, "num_substeps": substeps, "learning_rate": 1e-3, "adam_eps": 1e-3}
+    flat = {
+        **flat,
+        "batch_size": batch,
+        "steps": 1,
+        "num_substeps": substeps,
+        "learning_rate": 1e-3,
+        "adam_eps": 1e-3,
+    }
     settings = unflatten(spec.settings, flat, problems, "a test")
     assert not problems, problems
     return spec.hooks(settings)
 
 
 class Reference:
-    """Logprobs of every target by the twins' beginning, eight higher in all: so that kto's z is 0, whichever answers it is taken from."""
+    """Logprobs of every target by the twins' beginning, eight higher in all: so that kto's z is 0,
+    whichever answers it is taken from.
+    """
 
     def __init__(self, model):
         self.model = model
 
     def logprobs(self, datums: list[Datum]) -> list[np.ndarray]:
-        return [lp.detach().numpy() + 8.0 / max(1, len(lp)) for lp in logprobs64(self.model, datums)]
+        return [
+            lp.detach().numpy() + 8.0 / max(1, len(lp)) for lp in logprobs64(self.model, datums)
+        ]
 
 
 def logprobs64(model, datums):
     found = []
     for datum in datums:
-        logits = model(input_ids=torch.tensor([datum.model_input.to_ints()]), use_cache=False).logits[0].log_softmax(-1)
-        found.append(logits.gather(1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None])[:, 0])
+        logits = (
+            model(input_ids=torch.tensor([datum.model_input.to_ints()]), use_cache=False)
+            .logits[0]
+            .log_softmax(-1)
+        )
+        found.append(
+            logits.gather(
+                1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None]
+            )[:, 0]
+        )
     return found
 
 
@@ -106,9 +153,20 @@ def twin(place, which: int, head: bool):
 
 
 def probe(client, rows) -> np.ndarray:
-    inputs = [Numbers().build_supervised_example([*row.messages, {"content": row.response}])[0] for row in rows]
-    datums = [Datum(ModelInput.from_ints(one.to_ints()[:-1]), {"target_tokens": one.to_ints()[1:]}) for one in inputs]
-    return np.concatenate([output["logprobs"].array for output in client.forward(datums, "cross_entropy").result().loss_fn_outputs])
+    inputs = [
+        Numbers().build_supervised_example([*row.messages, {"content": row.response}])[0]
+        for row in rows
+    ]
+    datums = [
+        Datum(ModelInput.from_ints(one.to_ints()[:-1]), {"target_tokens": one.to_ints()[1:]})
+        for one in inputs
+    ]
+    return np.concatenate(
+        [
+            output["logprobs"].array
+            for output in client.forward(datums, "cross_entropy").result().loss_fn_outputs
+        ]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +181,12 @@ def by_hand(name: str, model, rows) -> tuple[float, float]:
     for row in rows:
         terms = []
         for answer in (row.response, row.rejected):
-            tokens, weights = Numbers().build_supervised_example([*row.messages, {"content": answer}])
-            datum = Datum(ModelInput.from_ints(tokens.to_ints()[:-1]), {"target_tokens": tokens.to_ints()[1:]})
+            tokens, weights = Numbers().build_supervised_example(
+                [*row.messages, {"content": answer}]
+            )
+            datum = Datum(
+                ModelInput.from_ints(tokens.to_ints()[:-1]), {"target_tokens": tokens.to_ints()[1:]}
+            )
             mask = torch.from_numpy(weights[1:] != 0)
             (lp,), (ref,) = logprobs64(model, [datum]), reference.logprobs([datum])
             terms.append((lp[mask], torch.from_numpy(np.float32(ref).astype(np.float64))[mask]))
@@ -140,11 +202,16 @@ def by_hand(name: str, model, rows) -> tuple[float, float]:
         elif name == "simpo":
             losses.append(-log_sigmoid(2.0 * (w.mean() - r.mean()) - 1.0))
         else:
-            losses += [1 - torch.sigmoid(0.3 * (w - ref_w).sum()), 1 - torch.sigmoid(-0.3 * (r - ref_r).sum())]
+            losses += [
+                1 - torch.sigmoid(0.3 * (w - ref_w).sum()),
+                1 - torch.sigmoid(-0.3 * (r - ref_r).sum()),
+            ]
     loss = torch.stack(losses).mean()
     model.zero_grad()
     loss.backward()
-    return float(loss.detach()), float(torch.sqrt(sum((p.grad**2).sum() for p in model.parameters() if p.grad is not None)))
+    return float(loss.detach()), float(
+        torch.sqrt(sum((p.grad**2).sum() for p in model.parameters() if p.grad is not None))
+    )
 
 
 def two_ways(place, model, name: str, substeps: int, lengths: str) -> None:
@@ -161,9 +228,13 @@ def two_ways(place, model, name: str, substeps: int, lengths: str) -> None:
         for own in parts:
             models = Models(other, reference)
             plain.append(part.learn(models, part.datums(own, Numbers(), models, 0), Progress(0, 1)))
-        assert metrics["optim/grad_norm"] == pytest.approx(max(each["optim/grad_norm"] for each in plain), rel=1e-4)
+        assert metrics["optim/grad_norm"] == pytest.approx(
+            max(each["optim/grad_norm"] for each in plain), rel=1e-4
+        )
         if name != "reward_model-comparison":  # whose mean is over tokens
-            mean = np.average([each["optim/loss"] for each in plain], weights=[len(own) for own in parts])
+            mean = np.average(
+                [each["optim/loss"] for each in plain], weights=[len(own) for own in parts]
+            )
             assert metrics["optim/loss"] == pytest.approx(mean, rel=1e-4)
         np.testing.assert_allclose(probe(one, rows), probe(other, rows), atol=1e-4)
         if batch == 0 and not name.startswith("reward_model"):
@@ -175,7 +246,11 @@ def two_ways(place, model, name: str, substeps: int, lengths: str) -> None:
 def each_pair() -> list[tuple[str, int, str]]:
     """Every method with every number of substeps, lengths in turn; and the other way round."""
     names = list(LENGTHS)
-    return [(method, substeps, names[(i + substeps) % 4]) for i, method in enumerate(METHOD_SETTINGS) for substeps in (1, 2, 3)]
+    return [
+        (method, substeps, names[(i + substeps) % 4])
+        for i, method in enumerate(METHOD_SETTINGS)
+        for substeps in (1, 2, 3)
+    ]
 
 
 @pytest.mark.parametrize(("name", "substeps", "lengths"), each_pair())
@@ -185,5 +260,7 @@ def test_substeps_are_updates_on_their_rows(place, model64, name, substeps, leng
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(("name", "substeps", "lengths"), TABLE)
-def test_substeps_are_updates_on_their_rows_in_the_whole_table(place, model64, name, substeps, lengths):
+def test_substeps_are_updates_on_their_rows_in_the_whole_table(
+    place, model64, name, substeps, lengths
+):
     two_ways(place, model64, name, substeps, lengths)

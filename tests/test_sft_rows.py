@@ -1,4 +1,6 @@
-"""What a stage makes of any file: lengths, held-out sets, stops, flags; and what SFT learns and measures."""
+"""What a stage makes of any file: lengths, held-out sets, stops, flags; and what SFT learns and
+measures.
+"""
 
 import json
 import logging
@@ -39,8 +41,13 @@ def test_a_folder_without_a_test_split_holds_out_its_last_tenth(tmp_path):
 
 
 def test_several_held_out_sets_keep_their_names(tmp_path):
-    files = {name: str(write(tmp_path / f"{name}.jsonl", sums(n))) for name, n in (("main", 40), ("easy", 3), ("hard", 5))}
-    data = DataSettings(dataset=files["main"], eval_dataset=files["easy"], more_eval_datasets=(files["hard"],))
+    files = {
+        name: str(write(tmp_path / f"{name}.jsonl", sums(n)))
+        for name, n in (("main", 40), ("easy", 3), ("hard", 5))
+    }
+    data = DataSettings(
+        dataset=files["main"], eval_dataset=files["easy"], more_eval_datasets=(files["hard"],)
+    )
     assert Counter(p.tag for p in held_out_problems(data)) == {"easy": 3, "hard": 5}
     assert Counter(p.tag for p in training_problems(data, True)[1]) == {"easy": 3, "hard": 5}
 
@@ -57,15 +64,24 @@ def test_too_long_rows_are_named_counted_skipped_or_cut(tmp_path, caplog, tokeni
         left = good_rows(problems, check(plain, max_prompt_tokens=10, max_row_tokens=20), "error")
     assert contents(left) == ["111="] and "2 bad rows beside 1 good" in caplog.text
     assert "rows.jsonl line 2" in caplog.text and "rows.jsonl line 3" in caplog.text
-    with pytest.raises(UserError, match=r"line 2.*prompt of 31 tokens, more than max_prompt_tokens 10.*--on-too-long"):
+    with pytest.raises(
+        UserError,
+        match=r"line 2.*prompt of 31 tokens, more than max_prompt_tokens 10.*--on-too-long",
+    ):
         good_rows(problems, check(plain, max_prompt_tokens=10, on_too_long="error"), "error")
-    cut = good_rows(problems, check(plain, max_prompt_tokens=10, max_row_tokens=20, on_too_long="cut"), "error")
+    cut = good_rows(
+        problems, check(plain, max_prompt_tokens=10, max_row_tokens=20, on_too_long="cut"), "error"
+    )
     assert contents(cut) == ["111=", "1" * 9 + "=", "111="] and [p.index for p in cut] == [0, 1, 2]
     settings = SftSettings(data=AnswerDataSettings(max_row_tokens=20, on_too_long="cut"))
     datum = Sft(settings).datums([cut[2]], plain, None, 0)[0]
     whole = response_datum(cut[2], plain)
-    assert datum.model_input.to_ints() == whole.model_input.to_ints()[:19] and datum.loss_fn_inputs["weights"].array.sum() == 16
-    asks = good_rows(problems, check(plain, sampled=8, reads=(), max_row_tokens=20), "error")  # sampled: room for max_tokens
+    assert (
+        datum.model_input.to_ints() == whole.model_input.to_ints()[:19]
+        and datum.loss_fn_inputs["weights"].array.sum() == 16
+    )
+    # sampled: room for max_tokens
+    asks = good_rows(problems, check(plain, sampled=8, reads=(), max_row_tokens=20), "error")
     assert contents(asks) == ["111=", "111="]
 
 
@@ -83,8 +99,14 @@ def test_flags_with_dots_reach_the_template_and_evaluate_takes_data_flags(tmp_pa
     words = ["grpo", "--template.enable_thinking", "false", "--template.x", "1", "--stop", "\n"]
     run = read(words, METHODS, tmp_path / "no.yaml", RunSettings)
     settings = run.stages[0].settings
-    assert settings.data.template == (("enable_thinking", "false"), ("x", "1")) and settings.sampling.stop == ("\n",)
-    data, sampling = override((settings.data, settings.sampling), ["--prompt-column", "q", "--stop", "a", "b", "--template.y", "2"])
+    assert settings.data.template == (
+        ("enable_thinking", "false"),
+        ("x", "1"),
+    ) and settings.sampling.stop == ("\n",)
+    data, sampling = override(
+        (settings.data, settings.sampling),
+        ["--prompt-column", "q", "--stop", "a", "b", "--template.y", "2"],
+    )
     assert (data.prompt_column, sampling.stop, data.template) == ("q", ("a", "b"), (("y", "2"),))
     with pytest.raises(SettingsError, match="did you mean --prompt-column"):
         override((data, sampling), ["--prompt-colum", "q"])
@@ -98,21 +120,27 @@ def test_stop_strings_end_an_answer_before_them(tokenizer):
     assert renderer.get_stop_sequences()[-2:] == ["3", "+"]
 
 
-# ------------------------------------------------------------------------------------------------------------------ SFT
+# ---------------------------------------------------------------------------------------------- SFT
 
 
 def test_all_turns_are_learnt_by_default_and_a_text_whole(tokenizer):
     plain = get_renderer("plain", tokenizer)
-    talk = ({"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "2+2="})
+    talk = (
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "2+2="},
+    )
     row = Problem(talk, {}, "4")
     weights = {}
     for how in ("all_assistant", "last_assistant"):
         (datum,) = Sft(SftSettings(sft=SftOptions(train_on=how))).datums([row], plain, None, 0)
         weights[how] = datum.loss_fn_inputs["weights"].array
     assert SftSettings().sft.train_on == "all_assistant"
-    assert (weights["all_assistant"].sum(), weights["last_assistant"].sum()) == (4, 2)  # "2", "4" and the end mark of each
+    # "2", "4" and the end mark of each
+    assert (weights["all_assistant"].sum(), weights["last_assistant"].sum()) == (4, 2)
     text = Sft(SftSettings()).datums([Problem((), {}, "1+1=2")], plain, None, 0)[0]
-    assert text.loss_fn_inputs["weights"].array.sum() == 5  # four of five characters follow one, and EOS
+    # four of five characters follow one, and EOS
+    assert text.loss_fn_inputs["weights"].array.sum() == 5
     said = Sft(SftSettings()).remark([row], plain)
     assert "every message of the assistant" in said and f"{4 / 11:.1%}" in said
 
@@ -121,14 +149,22 @@ def test_all_turns_are_learnt_by_default_and_a_text_whole(tokenizer):
 def test_token_accuracy_is_that_of_the_plain_logits(fused):
     worker = make_worker(fused=fused)
     rng = np.random.default_rng(0)
-    datums = [supervised_datum(rng.integers(0, 14, n).tolist(), (rng.random(n) < 0.6).astype(np.float32)) for n in (4, 9, 6, 12)]
-    _, sums_ = call(worker, "forward_backward", 0, datums, "cross_entropy", {"token_accuracy": 1.0}, 1.0, False)
+    datums = [
+        supervised_datum(rng.integers(0, 14, n).tolist(), (rng.random(n) < 0.6).astype(np.float32))
+        for n in (4, 9, 6, 12)
+    ]
+    _, sums_ = call(
+        worker, "forward_backward", 0, datums, "cross_entropy", {"token_accuracy": 1.0}, 1.0, False
+    )
     model = worker.learners[0].model
     right = tokens = loss = 0.0
     for datum in datums:
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([datum.model_input.to_ints()])).logits[0].double()
-        targets, weights = datum.loss_fn_inputs["target_tokens"].array, datum.loss_fn_inputs["weights"].array
+        targets, weights = (
+            datum.loss_fn_inputs["target_tokens"].array,
+            datum.loss_fn_inputs["weights"].array,
+        )
         for t in np.flatnonzero(weights):
             right += int(logits[t].argmax()) == targets[t]
             loss -= float(logits[t].log_softmax(-1)[targets[t]])
@@ -146,7 +182,16 @@ def test_sft_without_a_reward_measures_held_out_rows_keeps_the_best_and_counts_e
     log = train(words, tmp_path / "run")
     assert log[-1]["step"] == math.ceil(2 * 44 / 8) == 11
     losses = {row["step"]: row["test/loss"] for row in log if "test/loss" in row}
-    assert losses.keys() == {0, 3, 6, 9, 11} and losses[11] < losses[0] and all(0 <= row.get("test/token_accuracy", 0) <= 1 for row in log)
-    saved = [json.loads(line) for line in (tmp_path / "run" / "checkpoints.jsonl").read_text().splitlines()]
+    assert (
+        losses.keys() == {0, 3, 6, 9, 11}
+        and losses[11] < losses[0]
+        and all(0 <= row.get("test/token_accuracy", 0) <= 1 for row in log)
+    )
+    saved = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "checkpoints.jsonl").read_text().splitlines()
+    ]
     best = [row for row in saved if row["kind"] == "best"]
-    assert best[-1]["metric"] == "test/loss" and best[-1]["value"] == min(losses[step] for step in losses if step)
+    assert best[-1]["metric"] == "test/loss" and best[-1]["value"] == min(
+        losses[step] for step in losses if step
+    )

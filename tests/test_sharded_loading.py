@@ -1,4 +1,6 @@
-"""Each rank of a sharded launch reads its part of the weights: names of files against transformers' own loading, memory, results."""
+"""Each rank of a sharded launch reads its part of the weights: names of files against transformers'
+own loading, memory, results.
+"""
 
 import json
 import os
@@ -23,7 +25,20 @@ from rl.types import LoraConfig
 
 REPO = Path(__file__).resolve().parent.parent
 LAYOUTS = ["padded", "packed", "shared"]
-KINDS = ["gpt2", "llama", "gemma3_text", "qwen3_moe", "mixtral", "deepseek_v3", "falcon_h1", "opt", "bloom", "gpt_oss", "lfm2", "mamba"]
+KINDS = [
+    "gpt2",
+    "llama",
+    "gemma3_text",
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "falcon_h1",
+    "opt",
+    "bloom",
+    "gpt_oss",
+    "lfm2",
+    "mamba",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -37,16 +52,22 @@ def test_tensors_read_one_by_one_are_those_of_a_whole_load(kind, tmp_path):
     expected, own = dict(whole.named_parameters()), dict(loaded.model.named_parameters())
     assert expected.keys() == own.keys()
     for name, parameter in expected.items():
-        assert torch.equal(unread.whole(name).float(), parameter) and torch.equal(unread.rows(name, 1, 3).float(), parameter[1:3]), name
+        assert torch.equal(unread.whole(name).float(), parameter) and torch.equal(
+            unread.rows(name, 1, 3).float(), parameter[1:3]
+        ), name
         assert own[name].shape == parameter.shape
     theirs, ours = dict(whole.named_buffers()), dict(loaded.model.named_buffers())
-    assert theirs.keys() == ours.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert theirs.keys() == ours.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in theirs
+    )
 
 
 def test_a_model_that_sees_stays_in_its_files_too(tmp_path):
     load_model("tiny:vision", seed=3).model.save_pretrained(str(tmp_path))
     whole, loaded = load_model(str(tmp_path)), load_unread(str(tmp_path))
-    assert loaded is not None and loaded.stored is not None and type(loaded.model) is type(whole.model)
+    assert (
+        loaded is not None and loaded.stored is not None and type(loaded.model) is type(whole.model)
+    )
     unread = loaded.stored.under(loaded.model)
     assert all(torch.equal(unread.whole(name), p) for name, p in whole.model.named_parameters())
 
@@ -54,7 +75,9 @@ def test_a_model_that_sees_stays_in_its_files_too(tmp_path):
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_moe", "mamba", "gpt_neo"])
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_first_layers_tell_what_the_whole_model_does(kind, lora, tmp_path):
-    """The trial of a sharded model: the same layouts and the same output head as where all weights are read."""
+    """The trial of a sharded model: the same layouts and the same output head as where all weights
+    are read.
+    """
     build(kind).save_pretrained(str(tmp_path))
     whole, loaded = load_model(str(tmp_path)), load_unread(str(tmp_path))
     if lora and kind != "mamba":
@@ -107,17 +130,25 @@ def test_lazy_tensors(tmp_path):
     assert found is not None and in_folder(tmp_path, [*names, "other"]) is None
     together = found.and_here({"head": torch.ones(2)})
     assert set(together) == {*names, "head"} and len(together) == len(names) + 1
-    assert shape_of(together, "head") == (2,) and shape_of(together, names[0]) == tuple(model.get_parameter(names[0]).shape)
+    assert shape_of(together, "head") == (2,) and shape_of(together, names[0]) == tuple(
+        model.get_parameter(names[0]).shape
+    )
     assert all(torch.equal(found[name], p) for name, p in model.named_parameters())
     assert isinstance(found, Lazy)
 
 
-# ------------------------------------------------------------------------------------------------------------- two ranks
+# ---------------------------------------------------------------------------------------- two ranks
 
 
 def saved(folder: Path, **sizes: int) -> tuple[str, int, int]:
     """A folder, the bytes of its model in fp32, and of its largest tensor."""
-    config = Qwen3Config(num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=512, tie_word_embeddings=True, **sizes)
+    config = Qwen3Config(
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        **sizes,
+    )
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(config)
     made.save_pretrained(str(folder))
@@ -125,25 +156,46 @@ def saved(folder: Path, **sizes: int) -> tuple[str, int, int]:
     return str(folder), sum(sizes_of), max(sizes_of)
 
 
-def found(config: str | None, model: str, kind: str, out: Path, root: Path = REPO) -> tuple[dict, list[int]]:
+def found(
+    config: str | None, model: str, kind: str, out: Path, root: Path = REPO
+) -> tuple[dict, list[int]]:
     """(what rank 0 found, each rank's peak)."""
     out.mkdir()
     command = [sys.executable]
     if config is not None:
-        command += ["-m", "accelerate.commands.launch", "--config_file", str(root / f"accelerate_configs/{config}.yaml")]
+        command += [
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(root / f"accelerate_configs/{config}.yaml"),
+        ]
         command += ["--num_processes", "2", "--main_process_port", "0"]
     command += [str(REPO / "tests" / "sharded_loading_case.py"), model, str(out), kind]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_ARENA_MAX": "1",
+    }
     done = subprocess.run(command, cwd=out, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((out / "found.json").read_text()), [json.loads(f.read_text())["peak"] for f in sorted(out.glob("rank-*.json"))]
+    return json.loads((out / "found.json").read_text()), [
+        json.loads(f.read_text())["peak"] for f in sorted(out.glob("rank-*.json"))
+    ]
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> tuple[str, dict[str, dict]]:
     """A folder, and what one process found, for each kind."""
     home = tmp_path_factory.mktemp("small")
-    folder, _, _ = saved(home / "model", vocab_size=64, hidden_size=64, num_hidden_layers=3, head_dim=8, intermediate_size=96)
+    folder, _, _ = saved(
+        home / "model",
+        vocab_size=64,
+        hidden_size=64,
+        num_hidden_layers=3,
+        head_dim=8,
+        intermediate_size=96,
+    )
     return folder, {kind: found(None, folder, kind, home / kind)[0] for kind in ("lora", "full")}
 
 
@@ -161,14 +213,22 @@ def test_two_ranks_that_read_their_parts_find_what_one_process_does(small, confi
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("config", "beside"), [("zero3", 0.15), ("fsdp2", 0.0)])
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of a process from /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="reads the peak of a process from /proc"
+)
 def test_no_rank_holds_more_than_its_share(config, beside, tmp_path):
     """Of 590 MB: half of them, two copies of the largest tensor, and what a process takes beside.
 
-    DeepSpeed keeps some 0.14 of the model and 50 MB beside its part: 183 MB of a model of 207, 431 of one of 590.
+    DeepSpeed keeps some 0.14 of the model and 50 MB beside its part: 183 MB of a model of 207, 431
+    of one of 590.
     """
     folder, size, largest = saved(
-        tmp_path / "model", vocab_size=6000, hidden_size=640, num_hidden_layers=27, head_dim=80, intermediate_size=1920
+        tmp_path / "model",
+        vocab_size=6000,
+        hidden_size=640,
+        num_hidden_layers=27,
+        head_dim=80,
+        intermediate_size=1920,
     )
     _, peaks = found(config, folder, "made", tmp_path / config)
     shutil.rmtree(folder)

@@ -1,7 +1,8 @@
-"""The batch scripts of slurm/: read here without Slurm, and run by a real one where WHETSTONE_TEST_SLURM=1 says it is installed.
+"""The batch scripts of slurm/: read here without Slurm, and run by a real one where
+WHETSTONE_TEST_SLURM=1 says it is installed.
 
-The scripts hand one line from level to level (job, node, rank), so stand-ins for scontrol, srun and accelerate that come first on
-PATH show what each level is given.
+The scripts hand one line from level to level (job, node, rank), so stand-ins for scontrol, srun and
+accelerate that come first on PATH show what each level is given.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ BATCH = ["one_node.sbatch", "many_nodes.sbatch"]
 BASH = shutil.which("bash")
 
 
-# --------------------------------------------------------------------------------------------------------- without Slurm
+# ------------------------------------------------------------------------------------ without Slurm
 
 
 @pytest.mark.parametrize("name", [*BATCH, "job.sh", "node.sh", "rank.sh"])
@@ -39,15 +40,24 @@ def test_scripts_parse(name):
 
 @pytest.mark.parametrize("name", BATCH)
 def test_a_user_changes_account_and_partition_alone(name):
-    """Directives stand before the first command (Slurm reads no further), each once, and only two have to be changed."""
+    """Directives stand before the first command (Slurm reads no further), each once, and only two
+    have to be changed.
+    """
     head, command, _ = (REPO / "slurm" / name).read_text().partition("\nconfig=")
     assert command and all(line.startswith("#") or not line for line in head.splitlines())
     given = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", head, flags=re.M))
     assert len(given) == head.count("#SBATCH")
-    assert [option for option, value in given.items() if value.startswith("my-")] == ["account", "partition"]
-    assert given.keys() >= {"nodes", "gpus-per-node", "time", "requeue", "signal", "output"} and given["open-mode"] == "append"
+    assert [option for option, value in given.items() if value.startswith("my-")] == [
+        "account",
+        "partition",
+    ]
+    assert (
+        given.keys() >= {"nodes", "gpus-per-node", "time", "requeue", "signal", "output"}
+        and given["open-mode"] == "append"
+    )
     warning = int(re.fullmatch(r"B:USR1@(\d+)", given["signal"])[1])
-    assert warning > int(re.search(r"^save_seconds=(\d+)", command + _, flags=re.M)[1]) + 15  # job.sh's margin
+    # job.sh's margin
+    assert warning > int(re.search(r"^save_seconds=(\d+)", command + _, flags=re.M)[1]) + 15
 
 
 STAND_INS = {
@@ -68,7 +78,9 @@ STAND_INS = {
 LISTEN = "import signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75)); print('ready', flush=True); time.sleep(60)"
 
 
-def start(tmp_path: Path, *words: str, script: str = "many_nodes.sbatch", **environment: str) -> subprocess.Popen:
+def start(
+    tmp_path: Path, *words: str, script: str = "many_nodes.sbatch", **environment: str
+) -> subprocess.Popen:
     """Starts a batch script as Slurm would on two nodes, with the stand-ins."""
     root, programs = tmp_path / "root", tmp_path / "programs"
     for folder in (root, programs):
@@ -79,10 +91,22 @@ def start(tmp_path: Path, *words: str, script: str = "many_nodes.sbatch", **envi
     for name, body in STAND_INS.items():
         (programs / name).write_text(f"#!{BASH}\n{body}\n")
         (programs / name).chmod(0o755)
-    slurm = {"JOB_ID": "70012", "JOB_NAME": "whetstone", "JOB_NODELIST": "gpu-[7,12]", "JOB_NUM_NODES": "2", "GPUS_ON_NODE": "4"}
-    env = {"PATH": f"{programs}:{os.environ['PATH']}", **{f"SLURM_{k}": v for k, v in slurm.items()}, **environment}
+    slurm = {
+        "JOB_ID": "70012",
+        "JOB_NAME": "whetstone",
+        "JOB_NODELIST": "gpu-[7,12]",
+        "JOB_NUM_NODES": "2",
+        "GPUS_ON_NODE": "4",
+    }
+    env = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        **{f"SLURM_{k}": v for k, v in slurm.items()},
+        **environment,
+    }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([BASH, REPO / "slurm" / script, *words], cwd=root, env=env, text=True, **pipes)
+    return subprocess.Popen(
+        [BASH, REPO / "slurm" / script, *words], cwd=root, env=env, text=True, **pipes
+    )
 
 
 def job(tmp_path: Path, *words: str, **environment: str) -> subprocess.CompletedProcess:
@@ -110,8 +134,14 @@ def test_every_process_gets_the_rendezvous_of_the_first_node_and_the_line(tmp_pa
 
 def test_the_runs_folder_is_the_one_asked_for_and_logs_of_each_start_are_apart(tmp_path):
     assert "done: runs/mine\n" in job(tmp_path, "sft", "--output-dir", "runs/mine").stdout
-    assert "done: runs/mine\n" in job(tmp_path, "sft", "--output-dir=runs/mine", SLURM_RESTART_COUNT="3").stdout
-    assert {p.name for p in (tmp_path / "root" / "runs" / "mine" / "logs").iterdir()} == {"70012-0", "70012-3"}
+    assert (
+        "done: runs/mine\n"
+        in job(tmp_path, "sft", "--output-dir=runs/mine", SLURM_RESTART_COUNT="3").stdout
+    )
+    assert {p.name for p in (tmp_path / "root" / "runs" / "mine" / "logs").iterdir()} == {
+        "70012-0",
+        "70012-3",
+    }
 
 
 @pytest.mark.parametrize(("code", "starts", "requeued", "said"), [
@@ -123,7 +153,8 @@ def test_only_a_run_that_saved_is_requeued_and_not_for_ever(tmp_path, code, star
     done = job(tmp_path, EXIT_CODE=code, SLURM_RESTART_COUNT=starts, WHETSTONE_MAX_RESTARTS="2")
     assert done.returncode == (75 if code == "75" else 1) and said in done.stdout
     assert ("requeued 70012" in done.stdout) == requeued
-    assert ("trained train.py" in done.stdout) == (code == "2")  # the end of rank 0's log, where the reason stands
+    # the end of rank 0's log, where the reason stands
+    assert ("trained train.py" in done.stdout) == (code == "2")
 
 
 @pytest.mark.parametrize("started", [True, False])
@@ -132,7 +163,9 @@ def test_a_warning_reaches_rank_0_and_one_that_comes_too_early_ends_the_job(tmp_
     log = tmp_path / "root" / "runs" / "whetstone-70012" / "logs" / "70012-0" / "rank-0.log"
     first = process.stdout.readline()
     deadline = time.monotonic() + 30
-    while (started and not (log.exists() and "ready" in log.read_text())) and time.monotonic() < deadline:
+    while (
+        started and not (log.exists() and "ready" in log.read_text())
+    ) and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(0.3)  # past the start of srun, which nothing tells of
     process.send_signal(signal.SIGUSR1)
@@ -143,13 +176,20 @@ def test_a_warning_reaches_rank_0_and_one_that_comes_too_early_ends_the_job(tmp_
 
 
 def test_outside_of_slurm_or_of_the_project_a_script_says_what_to_do(tmp_path):
-    assert "sbatch slurm/one_node.sbatch" in job(tmp_path, script="one_node.sbatch", SLURM_JOB_ID="").stderr
-    done = subprocess.run([BASH, REPO / "slurm" / "one_node.sbatch"], cwd=tmp_path, capture_output=True, text=True)
+    assert (
+        "sbatch slurm/one_node.sbatch"
+        in job(tmp_path, script="one_node.sbatch", SLURM_JOB_ID="").stderr
+    )
+    done = subprocess.run(
+        [BASH, REPO / "slurm" / "one_node.sbatch"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 2 and "project's root" in done.stderr
 
 
 def test_logs_are_no_run_and_survive_one(tmp_path):
-    """The batch script makes RUN/logs before the run exists; a kill may also leave a config.json that was never finished."""
+    """The batch script makes RUN/logs before the run exists; a kill may also leave a config.json
+    that was never finished.
+    """
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-0.log").write_text("hello")
     (tmp_path / "config.json.tmp").write_text('{"na')
@@ -161,7 +201,9 @@ def test_logs_are_no_run_and_survive_one(tmp_path):
         check_claim(tmp_path)
     (tmp_path / "rollouts").mkdir()
     claim(tmp_path, {"name": "y", "stages": []}, overwrite=True)
-    assert {p.name for p in tmp_path.iterdir()} == {"logs", "config.json"} and (tmp_path / "logs" / "rank-0.log").exists()
+    assert {p.name for p in tmp_path.iterdir()} == {"logs", "config.json"} and (
+        tmp_path / "logs" / "rank-0.log"
+    ).exists()
 
 
 def test_auto_resume_and_overwrite_exclude_each_other():
@@ -169,7 +211,7 @@ def test_auto_resume_and_overwrite_exclude_each_other():
         RunSettings(auto_resume=True, overwrite=True)
 
 
-# ------------------------------------------------------------------------------------------------------------ a real one
+# --------------------------------------------------------------------------------------- a real one
 
 RECIPE = """
 method: grpo
@@ -187,7 +229,8 @@ save_every: 5
 rollouts_every: 0
 """
 
-# Slow, so that the warning comes in the middle; graded, so that an untaught model has groups with signal.
+# Slow, so that the warning comes in the middle; graded, so that an untaught model has groups with
+# signal.
 REWARD = """
 import time
 def digits(prompt, response, meta):
@@ -203,44 +246,74 @@ def rows(folder: Path) -> list[dict]:
 
 
 def submit(cluster: slurm_cluster.Cluster, folder: Path, run: str) -> str:
-    """The project's own script, changed as a user must: account and partition; and for a machine without GPUs."""
-    words = ["--account=any", "--partition=debug", f"--output={folder}/{run}.out", "slurm/many_nodes.sbatch"]
+    """The project's own script, changed as a user must: account and partition; and for a machine
+    without GPUs.
+    """
+    words = [
+        "--account=any",
+        "--partition=debug",
+        f"--output={folder}/{run}.out",
+        "slurm/many_nodes.sbatch",
+    ]
     words += [str(folder / "recipe.yaml"), "--output-dir", str(folder / run)]
-    cpus = {"WHETSTONE_ACCELERATE_CONFIG": "accelerate_configs/ddp.yaml", "WHETSTONE_PROCESSES_PER_NODE": "1", "OMP_NUM_THREADS": "1"}
+    cpus = {
+        "WHETSTONE_ACCELERATE_CONFIG": "accelerate_configs/ddp.yaml",
+        "WHETSTONE_PROCESSES_PER_NODE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     return cluster.call("sbatch", "--parsable", *words, cwd=REPO, **cpus).strip()
 
 
 def story(cluster: slurm_cluster.Cluster, folder: Path, run: str) -> str:
     """All that was written about a run, for a test that fails."""
     files = [folder / f"{run}.out", *sorted((folder / run).glob("logs/*/rank-*.log"))]
-    return "\n".join(f"--- {path}\n{path.read_text()[-3000:]}" for path in files if path.exists()) + cluster.logs()
+    return (
+        "\n".join(f"--- {path}\n{path.read_text()[-3000:]}" for path in files if path.exists())
+        + cluster.logs()
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.extras
 @pytest.mark.skipif(
-    os.environ.get("WHETSTONE_TEST_SLURM") != "1", reason="WHETSTONE_TEST_SLURM=1 runs it, with slurm-wlm and munge installed"
+    os.environ.get("WHETSTONE_TEST_SLURM") != "1",
+    reason="WHETSTONE_TEST_SLURM=1 runs it, with slurm-wlm and munge installed",
 )
 def test_a_job_that_slurm_warns_and_requeues_ends_as_if_undisturbed(tmp_path):
-    missing = [name for name in slurm_cluster.PROGRAMS if shutil.which(name, path=slurm_cluster.PATH) is None]
-    assert not missing, f"WHETSTONE_TEST_SLURM=1 needs {', '.join(missing)}: apt-get install slurm-wlm munge, or unset it"
+    missing = [
+        name
+        for name in slurm_cluster.PROGRAMS
+        if shutil.which(name, path=slurm_cluster.PATH) is None
+    ]
+    assert not missing, (
+        f"WHETSTONE_TEST_SLURM=1 needs {', '.join(missing)}: apt-get install slurm-wlm munge, or unset it"
+    )
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(folder=tmp_path))
     (tmp_path / "slow_reward.py").write_text(REWARD)
     deadline = time.monotonic() + 240  # three starts of a run on a busy machine; half of it usually
     with slurm_cluster.cluster() as cluster:
         whole = cluster.wait(submit(cluster, tmp_path, "whole"), deadline)
-        assert (whole["JobState"], whole["Restarts"]) == ("COMPLETED", "0"), story(cluster, tmp_path, "whole")
+        assert (whole["JobState"], whole["Restarts"]) == ("COMPLETED", "0"), story(
+            cluster, tmp_path, "whole"
+        )
         disturbed = submit(cluster, tmp_path, "disturbed")
         metrics = tmp_path / "disturbed" / "metrics.jsonl"
         while not metrics.exists() or metrics.read_text().count("\n") < 4:
             assert time.monotonic() < deadline, story(cluster, tmp_path, "disturbed")
             time.sleep(0.1)
-        cluster.call("scancel", "--batch", "--signal=USR1", disturbed)  # what --signal=B:USR1@300 sends
+        # what --signal=B:USR1@300 sends
+        cluster.call("scancel", "--batch", "--signal=USR1", disturbed)
         ended = cluster.wait(disturbed, deadline)
         told = story(cluster, tmp_path, "disturbed")
-        assert (ended["JobState"], ended["Restarts"], ended["NumNodes"]) == ("COMPLETED", "1", "2"), told
+        assert (ended["JobState"], ended["Restarts"], ended["NumNodes"]) == (
+            "COMPLETED",
+            "1",
+            "2",
+        ), told
     logs = tmp_path / "disturbed" / "logs"
     first, second = ((logs / f"{disturbed}-{start}" / "rank-0.log").read_text() for start in (0, 1))
     assert "2 processes" in first and "everything saved" in first, told
     assert 3 <= int(re.search(r"going on from grpo-(\d+)", second)[1]) < 16, told
-    assert len(rows(tmp_path / "whole")) == 17 and rows(tmp_path / "disturbed") == rows(tmp_path / "whole")
+    assert len(rows(tmp_path / "whole")) == 17 and rows(tmp_path / "disturbed") == rows(
+        tmp_path / "whole"
+    )

@@ -1,8 +1,9 @@
-"""No token is trained on that is older than the bound, by the loop of asynchronous runs itself, under random schedules.
+"""No token is trained on that is older than the bound, by the loop of asynchronous runs itself,
+under random schedules.
 
-The loop, its counting of groups, its episodes and its checkpoints are the real ones. The sampler is a stand-in whose tokens say which
-weights and which random numbers drew them, so labels are compared with what they label. Updates and arriving weights take as long as a
-random number of slices.
+The loop, its counting of groups, its episodes and its checkpoints are the real ones. The sampler is
+a stand-in whose tokens say which weights and which random numbers drew them, so labels are compared
+with what they label. Updates and arriving weights take as long as a random number of slices.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ class Client:
 
 
 class FakeStream:
-    """Draws a few tokens of every request in each slice; a request's length is a function of its random stream."""
+    """Draws a few tokens of every request in each slice; a request's length is a function of its
+    random stream.
+    """
 
     def __init__(self, client: Client, plan: Plan):
         self.version, self.plan = client.version, plan
@@ -104,7 +107,13 @@ class FakeStream:
         begun = request.begun or SampledSequence([], [], "length")
         versions = list(begun.versions or [begun.version] * len(begun.tokens))
         length = self.plan.length(request.seed, request.problem, request.first_index)
-        sequence = SampledSequence(list(begun.tokens), list(begun.logprobs), "length", version=begun.version, versions=versions)
+        sequence = SampledSequence(
+            list(begun.tokens),
+            list(begun.logprobs),
+            "length",
+            version=begun.version,
+            versions=versions,
+        )
         if len(request.prompt) == 1 and request.begun is None:
             self.first_seeds.setdefault(request.conversation, []).append(request.seed)
         self.running[self.tickets] = (request, sequence, length)
@@ -127,14 +136,22 @@ class FakeStream:
         found = {}
         for ticket, (request, sequence, _) in self.running.items():
             begun = self._labelled(sequence) if sequence.tokens else None
-            found[ticket] = Request(**{**{f: getattr(request, f) for f in Request.__slots__}, "begun": begun})
+            found[ticket] = Request(
+                **{**{f: getattr(request, f) for f in Request.__slots__}, "begun": begun}
+            )
         return found
 
     @staticmethod
     def _labelled(sequence: SampledSequence) -> SampledSequence:
         versions = list(sequence.versions)
         several = versions if len(set(versions)) > 1 else None
-        return SampledSequence(list(sequence.tokens), list(sequence.logprobs), "length", version=min(versions), versions=several)
+        return SampledSequence(
+            list(sequence.tokens),
+            list(sequence.logprobs),
+            "length",
+            version=min(versions),
+            versions=several,
+        )
 
     def slice(self, steps: int) -> SimpleNamespace:
         self.slices += 1
@@ -142,7 +159,11 @@ class FakeStream:
         for ticket, (request, sequence, length) in list(self.running.items()):
             for _ in range(min(steps, length - len(sequence.tokens))):
                 position = len(sequence.tokens)
-                sequence.tokens.append(token(self.version, request.seed, request.problem, request.first_index, position))
+                sequence.tokens.append(
+                    token(
+                        self.version, request.seed, request.problem, request.first_index, position
+                    )
+                )
                 sequence.logprobs.append(-1.0)
                 sequence.versions.append(self.version)
             if len(sequence.tokens) >= length:
@@ -152,18 +173,28 @@ class FakeStream:
 
 
 class Plan:
-    """A random schedule: sizes, bounds, lengths, how long updates and transfers take, and where the process is killed."""
+    """A random schedule: sizes, bounds, lengths, how long updates and transfers take, and where the
+    process is killed.
+    """
 
     def __init__(self, seed: int):
         chance = self.chance = random.Random(seed)
         self.size, self.group = chance.randint(1, 4), chance.randint(1, 3)
         self.bound, self.steps = chance.choice([0, 1, 2, 3, 3]), chance.randint(1, 8)
-        self.redraw, self.far, self.recompute_cache = chance.random() < 0.5, chance.random() < 0.4, chance.random() < 0.5
+        self.redraw, self.far, self.recompute_cache = (
+            chance.random() < 0.5,
+            chance.random() < 0.4,
+            chance.random() < 0.5,
+        )
         self.slice_steps, self.longest = chance.randint(1, 4), chance.choice([3, 12, 90])
         self.slow_update = chance.choice([0, 2, 6])
         self.save_every = chance.choice([0, 1, 1, 2])
-        self.kills = {done for done in range(1, self.steps) if self.due(done) and chance.random() < 0.6}
-        self.turns = [[chance.randint(1, 3) for _ in range(self.group)] for _ in range(self.size * self.steps)]
+        self.kills = {
+            done for done in range(1, self.steps) if self.due(done) and chance.random() < 0.6
+        }
+        self.turns = [
+            [chance.randint(1, 3) for _ in range(self.group)] for _ in range(self.size * self.steps)
+        ]
 
     def due(self, done: int) -> bool:
         return done == self.steps or bool(self.save_every and done % self.save_every == 0)
@@ -175,7 +206,9 @@ class Plan:
 
 
 class Loop:
-    """A run of a plan: what `train_asynchronous` asks of a stage. `batches`: of each, the versions of its tokens and its problems."""
+    """A run of a plan: what `train_asynchronous` asks of a stage. `batches`: of each, the versions
+    of its tokens and its problems.
+    """
 
     def __init__(self, plan: Plan, done: int = 0, state=None):
         self.plan, self.done, self.seed, self.name = plan, done, STAGE_SEED, "grpo"
@@ -185,13 +218,25 @@ class Loop:
         )  # fmt: skip
         self.loop = SimpleNamespace(batch_size=plan.size, steps=plan.steps)
         self.settings = SimpleNamespace(flow=flow)
-        self.given = SimpleNamespace(decisions=SimpleNamespace(batch=0, clock=lambda tick, whole: Clock(tick=tick)), environment=None)
+        self.given = SimpleNamespace(
+            decisions=SimpleNamespace(batch=0, clock=lambda tick, whole: Clock(tick=tick)),
+            environment=None,
+        )
         self.saves = SimpleNamespace(in_flight=state, is_due=plan.due, state_of_flow=None)
         checks = Samples(SimpleNamespace(settings=SimpleNamespace(), environment=None), None)
-        self.samples = SimpleNamespace(players=lambda batch: {}, flow=self.flow, judged=lambda rollouts: rollouts, check=checks.check)
-        self.policy = SimpleNamespace(version=done, save_weights_and_get_sampling_client=self._client)
+        self.samples = SimpleNamespace(
+            players=lambda batch: {},
+            flow=self.flow,
+            judged=lambda rollouts: rollouts,
+            check=checks.check,
+        )
+        self.policy = SimpleNamespace(
+            version=done, save_weights_and_get_sampling_client=self._client
+        )
         self.models = SimpleNamespace(policy=self.policy)
-        self.method = SimpleNamespace(group_size=plan.group, credit=lambda groups, models: [], learn=self.learn)
+        self.method = SimpleNamespace(
+            group_size=plan.group, credit=lambda groups, models: [], learn=self.learn
+        )
         self.stop_request, self.samples_held_out = SimpleNamespace(exit_code=None), False
         self.problems = SimpleNamespace(batch=self._problems)
         self.stream: FakeStream | None = None
@@ -206,7 +251,13 @@ class Loop:
     @contextmanager
     def flow(self, samplers, clock) -> Iterator[Flow]:
         waiters, self.stream = Waiters(4), FakeStream(samplers[None], self.plan)
-        yield Flow({None: Seat(self.stream, None)}, SamplingParams(max_tokens=99), waiters, clock, steps=self.plan.slice_steps)
+        yield Flow(
+            {None: Seat(self.stream, None)},
+            SamplingParams(max_tokens=99),
+            waiters,
+            clock,
+            steps=self.plan.slice_steps,
+        )
         waiters.close()
 
     def batches(self) -> Iterator[int]:
@@ -233,7 +284,10 @@ class Loop:
         return {}
 
     def _client(self) -> Client:
-        return Client(self.policy.version, (lambda: self._slices(self.plan.slow_update)) if self.plan.far else None)
+        return Client(
+            self.policy.version,
+            (lambda: self._slices(self.plan.slow_update)) if self.plan.far else None,
+        )
 
     def next_sampler(self, old, fresh=None) -> Client:
         return fresh or self._client()
@@ -247,7 +301,9 @@ class Loop:
                 assert len(episode.transitions) == self.plan.turns[group.problem_index][index]
                 for turn in episode.transitions:
                     labels = turn.ac.versions or [turn.ac.version] * len(turn.ac.tokens)
-                    assert labels == [drawn // CODES for drawn in turn.ac.tokens], "a label names other weights than drew the token"
+                    assert labels == [drawn // CODES for drawn in turn.ac.tokens], (
+                        "a label names other weights than drew the token"
+                    )
                     versions += labels
         self.batches_seen.append((batch, versions, problems))
         self.done = batch + 1
@@ -259,7 +315,9 @@ class Loop:
 
     def end(self) -> None:
         for seeds in self.stream.first_seeds.values():
-            assert len(set(seeds)) == len(seeds), "a group that began again has the random numbers of before"
+            assert len(set(seeds)) == len(seeds), (
+                "a group that began again has the random numbers of before"
+            )
 
 
 def play(seed: int) -> tuple[Plan, list[tuple[int, list[int], list[int]]], int]:
@@ -282,13 +340,24 @@ def population(seeds: range) -> None:
         kills = len(Plan(seed).kills)
         plan, batches, again = play(seed)
         assert [batch for batch, _, _ in batches] == list(range(plan.steps))
-        assert sorted(problem for _, _, problems in batches for problem in problems) == list(range(plan.size * plan.steps))
+        assert sorted(problem for _, _, problems in batches for problem in problems) == list(
+            range(plan.size * plan.steps)
+        )
         for batch, versions, problems in batches:
             assert len(problems) == plan.size
-            assert all(0 <= batch - version <= plan.bound for version in versions), (seed, batch, set(versions), plan.bound)
+            assert all(0 <= batch - version <= plan.bound for version in versions), (
+                seed,
+                batch,
+                set(versions),
+                plan.bound,
+            )
             ages |= {batch - version for version in versions}
         redrawn, killed = redrawn + again, killed + kills
-    assert ages == {0, 1, 2, 3} and redrawn > len(seeds) / 20 and killed > len(seeds) / 10, (ages, redrawn, killed)
+    assert ages == {0, 1, 2, 3} and redrawn > len(seeds) / 20 and killed > len(seeds) / 10, (
+        ages,
+        redrawn,
+        killed,
+    )
 
 
 def test_no_token_is_older_than_the_bound_and_every_label_is_true():

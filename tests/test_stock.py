@@ -1,4 +1,6 @@
-"""What a run's folder is known by: the order of its checkpoints, and the data that they were trained on."""
+"""What a run's folder is known by: the order of its checkpoints, and the data that they were
+trained on.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +13,9 @@ from rl.types import Problem
 
 
 def test_checkpoints_are_listed_in_the_order_of_their_steps(tmp_path):
-    """Whatever the stages are called; at one step the best weights, then the checkpoint, then the stage's end."""
+    """Whatever the stages are called; at one step the best weights, then the checkpoint, then the
+    stage's end.
+    """
     stages = [StageSteps("z", 0, 4), StageSteps("a", 5, 1_200_000)]
     names = ["z-000002", "z-000004", "z-final", "a-000006", "a-999999", "a-1000000", "a-final"]
     for name in names:
@@ -22,14 +26,29 @@ def test_checkpoints_are_listed_in_the_order_of_their_steps(tmp_path):
 
 
 def test_everything_that_is_asked_or_answered_counts_in_the_fingerprint():
-    rows = [Problem([{"role": "user", "content": f"{i}+1="}], response=str(i + 1), rejected="7", meta={"answer": i + 1}) for i in range(5)]
+    rows = [
+        Problem(
+            [{"role": "user", "content": f"{i}+1="}],
+            response=str(i + 1),
+            rejected="7",
+            meta={"answer": i + 1},
+        )
+        for i in range(5)
+    ]
     known = fingerprint(ProblemSet(rows))
     assert fingerprint(ProblemSet(list(rows))) == known
-    changes = {"messages": [{"role": "user", "content": "3+1=?"}], "response": "5", "rejected": "8", "meta": {"answer": 9}}
+    changes = {
+        "messages": [{"role": "user", "content": "3+1=?"}],
+        "response": "5",
+        "rejected": "8",
+        "meta": {"answer": 9},
+    }
     for name, value in changes.items():
         changed = [*rows[:3], replace(rows[3], **{name: value}), rows[4]]
         assert fingerprint(ProblemSet(changed)) != known, name
-    assert fingerprint(ProblemSet(rows[:4])) != known and fingerprint(ProblemSet(rows[::-1])) != known
+    assert (
+        fingerprint(ProblemSet(rows[:4])) != known and fingerprint(ProblemSet(rows[::-1])) != known
+    )
 
 
 class Book:
@@ -62,7 +81,9 @@ def test_each_stage_keeps_the_best_weights_of_its_own(tmp_path):
         return write
 
     keeper = Keeper(Book(tmp_path))
-    policy = SimpleNamespace(save_state=written("checkpoints"), save_weights_for_sampler=written("sampler_weights"))
+    policy = SimpleNamespace(
+        save_state=written("checkpoints"), save_weights_for_sampler=written("sampler_weights")
+    )
     for stage, first in (("a", 1), ("b", 3)):
         for step, value in ((first, 0.5), (first + 1, 0.6)):
             keeper.best(policy, step, stage, "test/env/all/correct", value)

@@ -1,7 +1,9 @@
-"""A batch that is trained in parts is the batch at once: ten losses with ten corrections, silent parts among them.
+"""A batch that is trained in parts is the batch at once: ten losses with ten corrections, silent
+parts among them.
 
-Two clients that begin alike take the same updates, one a part at a time. Rewards, tokens and the sampler's logprobs are made by hand:
-off the policy, in episodes of one or two turns, some of which make two datums of unequal length.
+Two clients that begin alike take the same updates, one a part at a time. Rewards, tokens and the
+sampler's logprobs are made by hand: off the policy, in episodes of one or two turns, some of which
+make two datums of unequal length.
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ LOSSES = {
     "ppo-sum": {"normalise": "sum"},
     "ppo-entropy": {"entropy_coef": 0.02, "normalise": "sequence_means"},
     "ppo-to_go": {"step_rewards": "to_go", "reward_discount": 0.9},
-    "importance_sampling": {"loss": "importance_sampling", "advantage": "leave_one_out", "normalise": "sequences"},
+    "importance_sampling": {
+        "loss": "importance_sampling",
+        "advantage": "leave_one_out",
+        "normalise": "sequences",
+    },
     "cispo": {"loss": "cispo", "clip_low": 0.0, "clip_high": 5.0},
     "gspo": {"loss": "gspo", "normalise": "sequence_means", "advantage": "none"},
 }
@@ -43,15 +49,30 @@ CORRECTIONS = {
     "icepop-sequence": {"correction": "icepop", "correction_level": "sequence", **LOW},
     "mask-token": {"correction": "mask", **BOTH},
     "mask-sequence": {"correction": "mask", "correction_level": "sequence", **LOW},
-    "mask-geometric": {"correction": "mask", "correction_level": "geometric", "correction_low": 0.9, "correction_high": 1.1},
+    "mask-geometric": {
+        "correction": "mask",
+        "correction_level": "geometric",
+        "correction_low": 0.9,
+        "correction_high": 1.1,
+    },
 }
-OFTEN = {"kl_coef": 0.0, "max_tokens": 6, "group_size": 3, "learning_rate": 1e-3, "adam_eps": 1e-3, "batch_size": 6, "steps": 1}
+OFTEN = {
+    "kl_coef": 0.0,
+    "max_tokens": 6,
+    "group_size": 3,
+    "learning_rate": 1e-3,
+    "adam_eps": 1e-3,
+    "batch_size": 6,
+    "steps": 1,
+}
 PARTS = (2, 4, 6)  # the second part is groups 2 and 3
 
 
 def method_of(loss: str, correction: str) -> PolicyGradient:
     problems: list[str] = []
-    settings = unflatten(GrpoSettings, {**OFTEN, **LOSSES[loss], **CORRECTIONS[correction]}, problems, "a test")
+    settings = unflatten(
+        GrpoSettings, {**OFTEN, **LOSSES[loss], **CORRECTIONS[correction]}, problems, "a test"
+    )
     assert not problems, problems
     return PolicyGradient(settings)
 
@@ -64,14 +85,24 @@ def episodes_of(rng: np.random.Generator, silent: set[int]) -> list[TrajectoryGr
             seen, turns = rng.integers(0, 12, 2).tolist(), []
             for turn in range(int(rng.integers(1, 3))):
                 tokens = rng.integers(0, 12, int(rng.integers(1, 7))).tolist()
-                action = SampledSequence(tokens, [0.0] * len(tokens), "stop", temperature=1.0, version=0)
+                action = SampledSequence(
+                    tokens, [0.0] * len(tokens), "stop", temperature=1.0, version=0
+                )
                 reward = 1.0 if problem in silent else float(rng.normal())
-                turns.append(Transition(ModelInput.from_ints(list(seen)), action, reward / (turn + 1), False))
+                turns.append(
+                    Transition(ModelInput.from_ints(list(seen)), action, reward / (turn + 1), False)
+                )
                 # a second turn continues the first, or begins anew and makes a datum of its own
-                seen = [*seen, *tokens, 12] if rng.random() < 0.5 else [int(rng.integers(0, 12))] * 3
+                seen = (
+                    [*seen, *tokens, 12] if rng.random() < 0.5 else [int(rng.integers(0, 12))] * 3
+                )
             turns[-1].episode_done = True
             members.append(Trajectory(turns))
-        final = [2.0 - sum(turn.reward for turn in member.transitions) for member in members] if problem in silent else [0.0] * 3
+        final = (
+            [2.0 - sum(turn.reward for turn in member.transitions) for member in members]
+            if problem in silent
+            else [0.0] * 3
+        )
         groups.append(TrajectoryGroup(members, final, [{}] * 3, problem_index=problem))
     return groups
 
@@ -79,7 +110,9 @@ def episodes_of(rng: np.random.Generator, silent: set[int]) -> list[TrajectoryGr
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     with ServiceClient(output_dir=tmp_path_factory.mktemp("out"), seed=1) as service:
-        made = [service.create_full_training_client("tiny:addition-small", seed=1) for _ in range(2)]
+        made = [
+            service.create_full_training_client("tiny:addition-small", seed=1) for _ in range(2)
+        ]
         yield made, made[0].save_state("beginning").result().path
 
 
@@ -94,19 +127,30 @@ def clients(pair):
 
 def scored(policy, sequences: list[list[int]]) -> list[np.ndarray]:
     datums = [Datum(ModelInput.from_ints(s[:-1]), {"target_tokens": s[1:]}) for s in sequences]
-    return [output["logprobs"].array for output in policy.forward(datums, "cross_entropy").result().loss_fn_outputs]
+    return [
+        output["logprobs"].array
+        for output in policy.forward(datums, "cross_entropy").result().loss_fn_outputs
+    ]
 
 
 def off_the_policy(policy, groups, rng: np.random.Generator) -> None:
     """Gives every token a logprob that is a little off the learner's."""
-    turns = [turn for group in groups for member in group.trajectories_G for turn in member.transitions]
-    for turn, lp in zip(turns, scored(policy, [[*turn.ob.to_ints(), *turn.ac.tokens] for turn in turns]), strict=True):
+    turns = [
+        turn for group in groups for member in group.trajectories_G for turn in member.transitions
+    ]
+    for turn, lp in zip(
+        turns,
+        scored(policy, [[*turn.ob.to_ints(), *turn.ac.tokens] for turn in turns]),
+        strict=True,
+    ):
         own = lp[-len(turn.ac.tokens) :]
         turn.ac.logprobs = (own + rng.normal(0, 0.25, len(own)) + rng.normal(0, 0.1)).tolist()
 
 
 def compare(clients, loss: str, correction: str, seed: int, silent: set[int]) -> dict[str, float]:
-    """One update of both clients; asserts the same metrics and the same weights (as logprobs). The metrics of the whole batch."""
+    """One update of both clients; asserts the same metrics and the same weights (as logprobs). The
+    metrics of the whole batch.
+    """
     at_once, in_parts = clients
     groups, progress = episodes_of(np.random.default_rng(seed), silent), Progress(0, 1)
     off_the_policy(at_once, groups, np.random.default_rng(seed + 1))
@@ -127,7 +171,9 @@ def compare(clients, loss: str, correction: str, seed: int, silent: set[int]) ->
 def each_once() -> list[tuple[str, str]]:
     """Every loss and every correction, twice each."""
     losses, corrections = list(LOSSES), list(CORRECTIONS)
-    return [(loss, corrections[(i + shift) % 10]) for shift in (0, 3) for i, loss in enumerate(losses)]
+    return [
+        (loss, corrections[(i + shift) % 10]) for shift in (0, 3) for i, loss in enumerate(losses)
+    ]
 
 
 @pytest.mark.parametrize(("loss", "correction"), each_once())

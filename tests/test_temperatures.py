@@ -1,4 +1,6 @@
-"""Each datum is scored at the temperature its sample was drawn at: several at one version, mixed batches, after a resume."""
+"""Each datum is scored at the temperature its sample was drawn at: several at one version, mixed
+batches, after a resume.
+"""
 
 import json
 from pathlib import Path
@@ -14,7 +16,15 @@ from rl.episodes import Trajectory
 from rl.episodes.datums import trajectory_to_datums
 from rl.episodes.episode import Transition
 from rl.losses.losses import LOSSES
-from rl.types import AdamParams, Datum, ModelInput, PromptProvenanceSpan, SampledProvenanceSpan, SampledSequence, SamplingParams
+from rl.types import (
+    AdamParams,
+    Datum,
+    ModelInput,
+    PromptProvenanceSpan,
+    SampledProvenanceSpan,
+    SampledSequence,
+    SamplingParams,
+)
 
 PROMPT = ModelInput.from_ints([3, 4, 12, 5, 6, 13])
 TEMPERATURES = (1.0, 0.7, 0.4)
@@ -31,7 +41,8 @@ def service(tmp_path_factory):
 def client(service):
     client = service.create_full_training_client("tiny:addition", seed=2)
     client.forward_backward(random_datums(8, seed=1), "importance_sampling", divisor=10.0)
-    client.optim_step(AdamParams(learning_rate=1e-2, eps=1e-8)).result()  # not at its flat beginning
+    # not at its flat beginning
+    client.optim_step(AdamParams(learning_rate=1e-2, eps=1e-8)).result()
     yield client
     client.release()
 
@@ -44,14 +55,21 @@ def draw(sampler, temperature, count=3):
 def plain_datum(sequence, advantage=1.0):
     """As a script builds it, knowing of no temperature."""
     tokens, zeros = PROMPT.to_ints() + sequence.tokens, [0.0] * (PROMPT.length - 1)
-    fields = {"target_tokens": tokens[1:], "logprobs": zeros + sequence.logprobs, "advantages": zeros + [advantage] * len(sequence.tokens)}
+    fields = {
+        "target_tokens": tokens[1:],
+        "logprobs": zeros + sequence.logprobs,
+        "advantages": zeros + [advantage] * len(sequence.tokens),
+    }
     return Datum(ModelInput.from_ints(tokens[:-1]), fields)
 
 
 def worst(output, datums):
     actions = [d.loss_fn_inputs["advantages"].array != 0 for d in datums]
     pairs = zip(output.loss_fn_outputs, datums, actions, strict=True)
-    return max(np.abs(o["logprobs"].array - d.loss_fn_inputs["logprobs"].array)[a].max() for o, d, a in pairs)
+    return max(
+        np.abs(o["logprobs"].array - d.loss_fn_inputs["logprobs"].array)[a].max()
+        for o, d, a in pairs
+    )
 
 
 def test_evaluating_at_one_temperature_and_training_at_another_needs_no_word(client):
@@ -61,7 +79,13 @@ def test_evaluating_at_one_temperature_and_training_at_another_needs_no_word(cli
     draw(sampler, 1.0)  # an evaluation beside it
     output = client.forward(training, "importance_sampling").result()
     assert worst(output, training) < 1e-5 and output.metrics["temperature:mean"] == 0.7
-    assert worst(client.forward(training, "importance_sampling", {"temperature": 1.0}).result(), training) > 0.01  # an override
+    # an override
+    assert (
+        worst(
+            client.forward(training, "importance_sampling", {"temperature": 1.0}).result(), training
+        )
+        > 0.01
+    )
 
 
 def test_greedy_samples_are_scored_as_their_logprobs_are(client):
@@ -70,22 +94,38 @@ def test_greedy_samples_are_scored_as_their_logprobs_are(client):
     greedy, drawn = draw(sampler, 0.0, 1), draw(sampler, 0.7, 2)
     datums = [plain_datum(s) for s in (*drawn, *greedy)]
     said = Datum(datums[-1].model_input, datums[-1].loss_fn_inputs, temperature=0.0)
-    assert worst(client.forward([*datums, said], "importance_sampling").result(), [*datums, said]) < 1e-5
+    assert (
+        worst(client.forward([*datums, said], "importance_sampling").result(), [*datums, said])
+        < 1e-5
+    )
 
 
-@pytest.mark.parametrize("name", [n for n, spec in LOSSES.items() if spec.as_sampled and not spec.masked])
+@pytest.mark.parametrize(
+    "name", [n for n, spec in LOSSES.items() if spec.as_sampled and not spec.masked]
+)
 def test_a_batch_may_mix_them(client, name):
     """Scores and gradients are those of each part alone at its own temperature."""
     sampler = client.save_weights_and_get_sampling_client()
-    parts = {t: [plain_datum(s, (-1.0) ** i) for i, s in enumerate(draw(sampler, t))] for t in TEMPERATURES}
+    parts = {
+        t: [plain_datum(s, (-1.0) ** i) for i, s in enumerate(draw(sampler, t))]
+        for t in TEMPERATURES
+    }
     mixed = [datum for trio in zip(*parts.values(), strict=True) for datum in trio]
     together = client.forward_backward(mixed, name).result()
     norm_together = client.optim_step(KEEP).result().metrics["grad_norm"]
-    assert worst(together, mixed) < 1e-5 and together.metrics["temperature:mean"] == pytest.approx(np.mean(TEMPERATURES))
+    assert worst(together, mixed) < 1e-5 and together.metrics["temperature:mean"] == pytest.approx(
+        np.mean(TEMPERATURES)
+    )
     losses = []
     for temperature, datums in parts.items():
-        losses.append(client.forward_backward(datums, name, {"temperature": temperature}).result().metrics["loss:sum"])
-    assert client.optim_step(KEEP).result().metrics["grad_norm"] == pytest.approx(norm_together, rel=1e-5)
+        losses.append(
+            client.forward_backward(datums, name, {"temperature": temperature})
+            .result()
+            .metrics["loss:sum"]
+        )
+    assert client.optim_step(KEEP).result().metrics["grad_norm"] == pytest.approx(
+        norm_together, rel=1e-5
+    )
     assert together.metrics["loss:sum"] == pytest.approx(sum(losses), rel=1e-5)
 
 
@@ -93,11 +133,18 @@ def test_a_custom_loss_sees_each_datum_as_it_was_drawn(client):
     sampler = client.save_weights_and_get_sampling_client()
     mixed = [plain_datum(draw(sampler, t, 1)[0]) for t in TEMPERATURES]
     seen = []
-    client.forward_backward_custom(mixed, lambda data, logprobs: (seen.extend(logprobs) or sum(lp.sum() for lp in logprobs), {})).result()
+    client.forward_backward_custom(
+        mixed,
+        lambda data, logprobs: (seen.extend(logprobs) or sum(lp.sum() for lp in logprobs), {}),
+    ).result()
     client.optim_step(KEEP).result()
     for datum, found in zip(mixed, seen, strict=True):
         actions = datum.loss_fn_inputs["advantages"].array != 0
-        np.testing.assert_allclose(found.detach().numpy()[actions], datum.loss_fn_inputs["logprobs"].array[actions], atol=1e-5)
+        np.testing.assert_allclose(
+            found.detach().numpy()[actions],
+            datum.loss_fn_inputs["logprobs"].array[actions],
+            atol=1e-5,
+        )
 
 
 def test_a_datum_of_unknown_origin_asks_and_one_that_says_is_believed(client):
@@ -105,44 +152,80 @@ def test_a_datum_of_unknown_origin_asks_and_one_that_says_is_believed(client):
     for temperature in (1.0, 0.7):
         draw(sampler, temperature)
     unknown = random_datums(1)[0]
-    with pytest.raises(ValueError, match=r"temperatures \[1.0, 0.7\], and a datum is none of the samples.*Datum\(..., temperature=...\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"temperatures \[1.0, 0.7\], and a datum is none of the samples.*Datum\(..., temperature=...\)",
+    ):
         client.forward([unknown], "ppo").result()
     said = Datum(unknown.model_input, unknown.loss_fn_inputs, temperature=0.7)
-    expected = client.forward([unknown], "ppo", {"temperature": 0.7}).result().loss_fn_outputs[0]["logprobs"].array
-    np.testing.assert_array_equal(client.forward([said], "ppo").result().loss_fn_outputs[0]["logprobs"].array, expected)
+    expected = (
+        client.forward([unknown], "ppo", {"temperature": 0.7})
+        .result()
+        .loss_fn_outputs[0]["logprobs"]
+        .array
+    )
+    np.testing.assert_array_equal(
+        client.forward([said], "ppo").result().loss_fn_outputs[0]["logprobs"].array, expected
+    )
 
 
 def test_trajectories_carry_it_and_a_change_begins_a_new_datum():
     def turn(ob, tokens, temperature, done=False):
-        return Transition(ModelInput.from_ints(ob), SampledSequence(tokens, [-1.0] * len(tokens), temperature=temperature), 0.0, done)
+        return Transition(
+            ModelInput.from_ints(ob),
+            SampledSequence(tokens, [-1.0] * len(tokens), temperature=temperature),
+            0.0,
+            done,
+        )
 
     same = Trajectory([turn([1, 2], [3], 0.7), turn([1, 2, 3, 4], [5], 0.7, True)], advantage=1.0)
     assert [d.temperature for d in trajectory_to_datums(same)] == [0.7]
     other = Trajectory([turn([1, 2], [3], 0.7), turn([1, 2, 3, 4], [5], 1.0, True)], advantage=1.0)
     found = trajectory_to_datums(other)
-    assert [d.temperature for d in found] == [0.7, 1.0] and sum(d.episode_share for d in found) == 1.0
+    assert [d.temperature for d in found] == [0.7, 1.0] and sum(
+        d.episode_share for d in found
+    ) == 1.0
 
 
 def test_samples_are_told_apart_by_all_of_their_logprobs():
-    """The same tokens with the same sure ending, drawn at two temperatures: the part that differs may be far from the end."""
+    """The same tokens with the same sure ending, drawn at two temperatures: the part that differs
+    may be far from the end.
+    """
     rng, drawn = np.random.default_rng(0), DrawnSamples(limit=200)
     ending, sequences = [0.0] * 9, []
     for i in range(100):
         start = (-3 * rng.random(int(rng.integers(1, 6)))).tolist()
         tokens = [1] * len(start) + [2] * 9
-        sequences.append(SampledSequence(tokens, start + ending, sequence_id=str(i), temperature=float(rng.choice([0.5, 1.0]))))
+        sequences.append(
+            SampledSequence(
+                tokens,
+                start + ending,
+                sequence_id=str(i),
+                temperature=float(rng.choice([0.5, 1.0])),
+            )
+        )
         drawn.note(sequences[-1])
     for i, one in enumerate(sequences):
         prompt = int(rng.integers(1, 5))
-        fields = {"target_tokens": [7] * prompt + one.tokens, "logprobs": [0.0] * prompt + one.logprobs}
+        fields = {
+            "target_tokens": [7] * prompt + one.tokens,
+            "logprobs": [0.0] * prompt + one.logprobs,
+        }
         datum = Datum(ModelInput.from_ints([1] * (prompt + len(one.tokens))), fields)
         assert drawn.temperature_of(datum) == one.temperature
-        spans = [PromptProvenanceSpan(sequence_id=str(i), length=prompt), SampledProvenanceSpan(sequence_id=str(i), length=len(one.tokens))]
-        bare = Datum(datum.model_input, {"target_tokens": fields["target_tokens"]}).with_provenance(spans, spans)
+        spans = [
+            PromptProvenanceSpan(sequence_id=str(i), length=prompt),
+            SampledProvenanceSpan(sequence_id=str(i), length=len(one.tokens)),
+        ]
+        bare = Datum(datum.model_input, {"target_tokens": fields["target_tokens"]}).with_provenance(
+            spans, spans
+        )
         assert drawn.temperature_of(bare) == one.temperature
     for i in range(300):  # the oldest are forgotten, and nothing of them is kept
         drawn.note(SampledSequence([3], [-float(i)], sequence_id=f"new{i}", temperature=1.0))
-    assert drawn.temperature_of(datum) is None and len(drawn._by_content) == len(drawn._by_id) == 200
+    assert (
+        drawn.temperature_of(datum) is None and len(drawn._by_content) == len(drawn._by_id) == 200
+    )
     assert sum(sum(lengths.values()) for lengths in drawn._lengths.values()) == 200
 
 
@@ -152,22 +235,38 @@ def test_many_samples_with_one_sure_end_do_not_slow_the_search(monkeypatch):
     sequences = []
     for i in range(300):
         logprobs = [*(-rng.random(20 + i)).tolist(), 0.0]
-        sequences.append(SampledSequence([1] * len(logprobs), logprobs, sequence_id=str(i), temperature=0.5 + i / 1000))
+        sequences.append(
+            SampledSequence(
+                [1] * len(logprobs), logprobs, sequence_id=str(i), temperature=0.5 + i / 1000
+            )
+        )
         note.note(sequences[-1])
     read, digest = [], drawn._digest
-    monkeypatch.setattr(drawn, "_digest", lambda tokens, logprobs: read.append(len(tokens)) or digest(tokens, logprobs))
+    monkeypatch.setattr(
+        drawn,
+        "_digest",
+        lambda tokens, logprobs: read.append(len(tokens)) or digest(tokens, logprobs),
+    )
     for one in sequences[::50]:
         read.clear()
         fields = {"target_tokens": [7] * 400 + one.tokens, "logprobs": [0.0] * 400 + one.logprobs}
-        assert note.temperature_of(Datum(ModelInput.from_ints([1] * (400 + len(one.tokens))), fields)) == one.temperature
+        assert (
+            note.temperature_of(Datum(ModelInput.from_ints([1] * (400 + len(one.tokens))), fields))
+            == one.temperature
+        )
         assert sum(read) < len(one.tokens) + 200
 
 
 def test_a_greedy_sample_is_known_by_its_name_as_well():
     note = DrawnSamples()
     note.note(SampledSequence([3, 4], [-1.0, -2.0], sequence_id="greedy", temperature=0.0))
-    spans = [PromptProvenanceSpan(sequence_id="greedy", length=1), SampledProvenanceSpan(sequence_id="greedy", length=2)]
-    datum = Datum(ModelInput.from_ints([1, 3, 4]), {"target_tokens": [7, 3, 4]}).with_provenance(spans, spans)
+    spans = [
+        PromptProvenanceSpan(sequence_id="greedy", length=1),
+        SampledProvenanceSpan(sequence_id="greedy", length=2),
+    ]
+    datum = Datum(ModelInput.from_ints([1, 3, 4]), {"target_tokens": [7, 3, 4]}).with_provenance(
+        spans, spans
+    )
     assert note.temperature_of(datum) == 0.0
 
 
@@ -175,26 +274,37 @@ def test_a_greedy_sample_is_known_by_its_name_as_well():
 def test_a_datum_cannot_say_a_temperature_that_no_sample_has(client, temperature):
     datum = random_datums(1)[0]
     with pytest.raises(ValueError, match="datum 0: temperature is 0 .greedy. or at least 0.001"):
-        client.forward([Datum(datum.model_input, datum.loss_fn_inputs, temperature=temperature)], "ppo").result()
+        client.forward(
+            [Datum(datum.model_input, datum.loss_fn_inputs, temperature=temperature)], "ppo"
+        ).result()
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_a_sample_is_told_from_shorter_ones_that_are_its_end(order):
-    """An EOS that was certain is a whole sample of another request's; a datum is of the longest sample that it ends in."""
+    """An EOS that was certain is a whole sample of another request's; a datum is of the longest
+    sample that it ends in.
+    """
     tokens, logprobs = [4, 5, 2], [-1.5, -0.25, 0.0]
     of = {3: 0.5, 2: 0.7, 1: 1.0}  # temperature by length
-    samples = [SampledSequence(tokens[-n:], logprobs[-n:], sequence_id=str(n), temperature=t) for n, t in of.items()]
+    samples = [
+        SampledSequence(tokens[-n:], logprobs[-n:], sequence_id=str(n), temperature=t)
+        for n, t in of.items()
+    ]
     drawn = DrawnSamples()
     for i in order:
         drawn.note(samples[i])
     for n, temperature in of.items():
         fields = {"target_tokens": [9, 9, 9, *tokens[-n:]], "logprobs": [0.0] * 3 + logprobs[-n:]}
-        assert drawn.temperature_of(Datum(ModelInput.from_ints([1] * (3 + n)), fields)) == temperature
+        assert (
+            drawn.temperature_of(Datum(ModelInput.from_ints([1] * (3 + n)), fields)) == temperature
+        )
 
 
 @pytest.mark.parametrize("drawn_at", [(0.7,), (0.7, 1.0)])
 def test_it_is_known_after_a_resume(service, client, drawn_at):
-    """Nothing is sampled between: what is scored by default, and what has to ask, is as it was before."""
+    """Nothing is sampled between: what is scored by default, and what has to ask, is as it was
+    before.
+    """
     sampler = client.save_weights_and_get_sampling_client()
     for temperature in drawn_at:
         draw(sampler, temperature)
@@ -210,7 +320,8 @@ def test_it_is_known_after_a_resume(service, client, drawn_at):
     else:
         with pytest.raises(ValueError, match=r"temperatures \[0.7, 1.0\]"):
             resumed.forward(unknown, "ppo").result()
-    again = resumed.save_weights_and_get_sampling_client()  # the same version: one more temperature beside those known
+    # the same version: one more temperature beside those known
+    again = resumed.save_weights_and_get_sampling_client()
     draw(again, 0.4)
     with pytest.raises(ValueError, match=rf"temperatures \[{', '.join(map(str, drawn_at))}, 0.4\]"):
         resumed.forward(unknown, "ppo").result()
@@ -219,6 +330,8 @@ def test_it_is_known_after_a_resume(service, client, drawn_at):
 def test_truncated_samples_are_still_refused_after_a_resume(service, client):
     sampler = client.save_weights_and_get_sampling_client()
     sampler.sample(PROMPT, 2, SamplingParams(max_tokens=2, top_p=0.5)).result()
-    resumed = service.create_training_client_from_state_with_optimizer(client.save_state("cut", overwrite=True).result().path)
+    resumed = service.create_training_client_from_state_with_optimizer(
+        client.save_state("cut", overwrite=True).result().path
+    )
     with pytest.raises(ValueError, match="top_k=-1 and top_p=1"):
         resumed.forward_backward(random_datums(2), "ppo").result()

@@ -1,6 +1,9 @@
-"""Random conversations through each family's own template: the renderer's tokens are `apply_chat_template`'s, what was rendered is read
-back as it was, and the next turn is an exact extension or refused. Templates come with the tokenizers of the data folder, and, where it
-is installed, with the package trl: those stand on a small tokenizer that is given their special tokens."""
+"""Random conversations through each family's own template: the renderer's tokens are
+`apply_chat_template`'s, what was rendered is read back as it was, and the next turn is an exact
+extension or refused. Templates come with the tokenizers of the data folder, and, where it is
+installed, with the package trl: those stand on a small tokenizer that is given their special
+tokens.
+"""
 
 import functools
 import importlib.util
@@ -20,7 +23,12 @@ COUNT = 200
 WORDS = (
     "yes", "no", "12", "the answer is", "(a+b)*c", "what?", "x = 1", "-3.5e2", "a: b", "é 数 🙂", "Straße", "שלום", "{{ x }}", "a\n\nb",
 )  # fmt: skip
-FOLDER = {"qwen2.5": {}, "qwen3": {}, "qwen3, no thinking": {"enable_thinking": False}, "minimind_6400": {}}
+FOLDER = {
+    "qwen2.5": {},
+    "qwen3": {},
+    "qwen3, no thinking": {"enable_thinking": False},
+    "minimind_6400": {},
+}
 # Of the package: what it says of its thoughts and calls, as far as they are read back.
 PACKAGE = {
     "cohere": "", "cohere2": "", "gemma": "", "gemma3": "", "llama3": "", "phi3": "", "phi3_5": "", "lfm2": "", "lfm2_v2": "calls",
@@ -34,7 +42,8 @@ PACKAGE = {
 _SPECIAL = re.compile(
     r"<\|[^|<>\s'\"]+\|>|<\|[a-z_]+>|<[a-z_]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>|</s>|<s>|\[gMASK\]|<sop>|</?think>|</?tool_call>|</?tool_response>"
 )
-# Of a family that ends no answer by itself: what it is learnt to end in, the mark of who speaks next (after words, after a call).
+# Of a family that ends no answer by itself: what it is learnt to end in, the mark of who speaks
+# next (after words, after a call).
 NEXT = {"glm4moe": ("<|user|>", "<|observation|>")}
 _MARKUP = re.compile(r"</?(think|tool_call|tool_response)>")
 TOOL = {
@@ -42,7 +51,11 @@ TOOL = {
     "function": {
         "name": "add",
         "description": "Adds é and 数",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "text": {"type": "string"}}, "required": ["a"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "text": {"type": "string"}},
+            "required": ["a"],
+        },
     },
 }
 
@@ -50,17 +63,25 @@ TOOL = {
 def package_template(name):
     found = importlib.util.find_spec("trl")
     if found is None or found.origin is None:
-        pytest.skip("its template is in the package trl (requirements-bench.txt), which is not installed")
-    return (Path(found.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+        pytest.skip(
+            "its template is in the package trl (requirements-bench.txt), which is not installed"
+        )
+    return (Path(found.origin).parent / "chat_templates" / f"{name}.jinja").read_text(
+        encoding="utf-8"
+    )
 
 
 def of_package(name, tokenizers):
     from transformers import AddedToken, AutoTokenizer
 
     template = package_template(name)
-    tokenizer = AutoTokenizer.from_pretrained(tokenizers / "minimind_6400", bos_token="<bos>", eos_token="<eos>")
+    tokenizer = AutoTokenizer.from_pretrained(
+        tokenizers / "minimind_6400", bos_token="<bos>", eos_token="<eos>"
+    )
     written = sorted({*_SPECIAL.findall(template), "<bos>", "<eos>"})
-    tokenizer.add_tokens([AddedToken(w, special=not _MARKUP.fullmatch(w), normalized=False) for w in written])
+    tokenizer.add_tokens(
+        [AddedToken(w, special=not _MARKUP.fullmatch(w), normalized=False) for w in written]
+    )
     tokenizer.chat_template = template
     return get_renderer("chat_template", tokenizer)
 
@@ -69,7 +90,11 @@ def of_package(name, tokenizers):
 def of_folder(name, tokenizers):
     from transformers import AutoTokenizer
 
-    return get_renderer("chat_template", AutoTokenizer.from_pretrained(tokenizers / name.partition(",")[0]), **FOLDER[name])
+    return get_renderer(
+        "chat_template",
+        AutoTokenizer.from_pretrained(tokenizers / name.partition(",")[0]),
+        **FOLDER[name],
+    )
 
 
 def said(rng: random.Random) -> str:
@@ -77,17 +102,24 @@ def said(rng: random.Random) -> str:
 
 
 def conversation(rng: random.Random, can: set[str]):
-    """(messages, the last the assistant's; whether there are tools). Special tokens stand in some as `\\0`."""
+    """(messages, the last the assistant's; whether there are tools). Special tokens stand in some
+    as `\\0`.
+    """
 
     def text():
         return said(rng) + (" \0 " + said(rng) if rng.random() < 0.1 else "")
 
     tools = "tools" in can and rng.random() < 0.4
-    messages = [{"role": "system", "content": text()}] if "system" in can and rng.random() < 0.5 else []
+    messages = (
+        [{"role": "system", "content": text()}] if "system" in can and rng.random() < 0.5 else []
+    )
     for _ in range(rng.randrange(1, 4)):
         messages.append({"role": "user", "content": text()})
         while tools and rng.random() < 0.4:
-            messages += [answer(rng, can, call=True), {"role": "tool", "name": "add", "content": text()}]
+            messages += [
+                answer(rng, can, call=True),
+                {"role": "tool", "name": "add", "content": text()},
+            ]
         messages.append(answer(rng, can, call=False))
     if tools and "calls" in can and rng.random() < 0.5:
         messages[-1] = answer(rng, can, call=True)
@@ -100,7 +132,9 @@ def answer(rng, can, call):
         message["reasoning_content"] = said(rng).replace("\n\n", " ")
     if call:
         arguments = {"a": rng.randrange(9), "text": rng.choice(["é", "a b", "[1]"])}
-        message["tool_calls"] = [{"type": "function", "function": {"name": "add", "arguments": arguments}}]
+        message["tool_calls"] = [
+            {"type": "function", "function": {"name": "add", "arguments": arguments}}
+        ]
         if "one_call" in can:
             message["content"] = ""
     return message
@@ -114,27 +148,43 @@ def abilities(renderer, name) -> set[str]:
     """What the template takes, tried out; and what the table says is read back."""
     template, found = str(renderer.tokenizer.chat_template), set()
     try:
-        renderer.build_generation_prompt([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
+        renderer.build_generation_prompt(
+            [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+        )
         found.add("system")
     except UserError:
         pass
-    known = PACKAGE.get(name, "calls" if name == "qwen2.5" else "thoughts calls" if name == "qwen3" else "calls")
+    known = PACKAGE.get(
+        name, "calls" if name == "qwen2.5" else "thoughts calls" if name == "qwen3" else "calls"
+    )
     return found | set(known.split()) | ({"tools"} if "tools" in template else set())
 
 
 def whole(tokenizer, messages, settings, tools, generation):
     given = {"tools": [TOOL]} if tools else {}
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation, **settings, **given)
+    return tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=generation, **settings, **given
+    )
 
 
 def thought_aloud(renderer, messages, thought, answer):
-    """A model whose prompt has opened its thought, and whose template drops that of earlier turns: what it writes is read back, and a
-    turn after it is an exact extension or is written anew. The counts of both."""
+    """A model whose prompt has opened its thought, and whose template drops that of earlier turns:
+    what it writes is read back, and a turn after it is an exact extension or is written anew. The
+    counts of both.
+    """
     seen = renderer.build_generation_prompt(messages[:-1]).to_ints()
-    written = renderer.tokenizer.encode(f"{thought}\n</think>\n\n{answer}", add_special_tokens=False) + sorted(renderer.ends)[:1]
+    written = (
+        renderer.tokenizer.encode(f"{thought}\n</think>\n\n{answer}", add_special_tokens=False)
+        + sorted(renderer.ends)[:1]
+    )
     message, ended = renderer.parse_response(written)
-    assert ended and (message["reasoning_content"].strip(), message["content"].strip()) == (thought.strip(), answer.strip()), message
-    following = renderer.bridge(messages[:-1], seen, written, [{"role": "user", "content": thought}])
+    assert ended and (message["reasoning_content"].strip(), message["content"].strip()) == (
+        thought.strip(),
+        answer.strip(),
+    ), message
+    following = renderer.bridge(
+        messages[:-1], seen, written, [{"role": "user", "content": thought}]
+    )
     if following is not None:
         assert following.to_ints()[: len(seen) + len(written)] == [*seen, *written]
     return {"answers": 1, "bridged": int(following is not None), "anew": int(following is None)}
@@ -154,42 +204,66 @@ def check(renderer, name):
         harmless, word = filled(messages, "x"), rng.choice(words)
         for upto in (len(messages), len(messages) - 1):
             plain = harmless[:upto]
-            expected = tokenizer.encode(whole(tokenizer, plain, settings, tools, True), add_special_tokens=False)
+            expected = tokenizer.encode(
+                whole(tokenizer, plain, settings, tools, True), add_special_tokens=False
+            )
             assert one.build_generation_prompt(plain).to_ints() == expected
             counts["prompts"] += 1
             forged = filled(messages, word)[:upto]
             if forged != plain:
                 tokens = one.build_generation_prompt(forged).to_ints()
                 assert tokenizer.decode(tokens) == whole(tokenizer, forged, settings, tools, True)
-                assert [t for t in tokens if t in control] == [t for t in expected if t in control], word
+                assert [t for t in tokens if t in control] == [
+                    t for t in expected if t in control
+                ], word
                 counts["forged"] += 1
         try:
             example, weights = one.build_supervised_example(harmless)
         except UserError as refused:
-            assert "otherwise than the prompt" in str(refused) or "does not end message" in str(refused)
-            if "</think>" in str(refused) or "<think>" in tokenizer.decode(one.build_generation_prompt(harmless[:-1]).to_ints()[-8:]):
+            assert "otherwise than the prompt" in str(refused) or "does not end message" in str(
+                refused
+            )
+            if "</think>" in str(refused) or "<think>" in tokenizer.decode(
+                one.build_generation_prompt(harmless[:-1]).to_ints()[-8:]
+            ):
                 for name_of, count in thought_aloud(one, harmless, said(rng), said(rng)).items():
                     counts[name_of] += count
             continue
         learnt = [token for token, weight in zip(example.to_ints(), weights, strict=True) if weight]
         end = NEXT[name]["tool_calls" in harmless[-1]] if name in NEXT else ""
-        assert tokenizer.decode(example.to_ints()) == whole(tokenizer, harmless, settings, tools, False) + end
+        assert (
+            tokenizer.decode(example.to_ints())
+            == whole(tokenizer, harmless, settings, tools, False) + end
+        )
         message, ended = one.parse_response(learnt)
-        wanted = {"reasoning_content": "", **harmless[-1]} if "reasoning_content" in message else harmless[-1]
+        wanted = (
+            {"reasoning_content": "", **harmless[-1]}
+            if "reasoning_content" in message
+            else harmless[-1]
+        )
         if "calls" in can or "tool_calls" not in wanted:
             assert ended and message == wanted, tokenizer.decode(learnt)
             counts["answers"] += 1
-        new = [{"role": "tool", "name": "add", "content": "7"} if "tool_calls" in wanted else {"role": "user", "content": said(rng)}]
+        new = [
+            {"role": "tool", "name": "add", "content": "7"}
+            if "tool_calls" in wanted
+            else {"role": "user", "content": said(rng)}
+        ]
         seen = one.build_generation_prompt(harmless[:-1]).to_ints()
         following = one.bridge(harmless[:-1], seen, learnt, new)
         counts["anew" if following is None else "bridged"] += 1
         if following is not None:
             assert following.to_ints()[: len(seen) + len(learnt)] == [*seen, *learnt]
-            assert tokenizer.decode(following.to_ints()) == whole(tokenizer, [*harmless, *new], settings, tools, True)
+            assert tokenizer.decode(following.to_ints()) == whole(
+                tokenizer, [*harmless, *new], settings, tools, True
+            )
     return counts
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "minimind_6400" else pytest.mark.slow) for n in FOLDER])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "minimind_6400" else pytest.mark.slow) for n in FOLDER],
+)
 def test_the_tokenizers_own_templates(name, shared_data):
     counts = check(of_folder(name, shared_data / "tokenizers"), name)
     assert counts["prompts"] == 2 * COUNT and counts["forged"] > 30
@@ -198,12 +272,22 @@ def test_the_tokenizers_own_templates(name, shared_data):
 
 def test_calls_by_parts_are_read_by_their_types():
     """By hand: Qwen3.5's form, which says of no value whether it is a text."""
-    typed = {"function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}, "s": {"type": "string"}, "l": {}}}}}
+    typed = {
+        "function": {
+            "name": "f",
+            "parameters": {
+                "properties": {"n": {"type": "integer"}, "s": {"type": "string"}, "l": {}}
+            },
+        }
+    }
     text = (
         "So.\n\n<tool_call>\n<function=f>\n<parameter=n>\n7\n</parameter>\n<parameter=s>\n7\n</parameter>\n<parameter=l>\n[1, 2]\n"
         "</parameter>\n<parameter=m>\n7\n8\n</parameter>\n</function>\n</tool_call>"
     )
-    call = {"type": "function", "function": {"name": "f", "arguments": {"n": 7, "s": "7", "l": [1, 2], "m": "7\n8"}}}
+    call = {
+        "type": "function",
+        "function": {"name": "f", "arguments": {"n": 7, "s": "7", "l": [1, 2], "m": "7\n8"}},
+    }
     assert split_calls(text, [typed]) == ("So.", [call], [])
     for broken, why in (
         (text[:-20], "was not finished"),
@@ -221,7 +305,8 @@ def test_messages_with_channels_are_read_by_hand():
     )
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 2}}}
     assert split_channels(text) == ("I add.", "hm", [call], [])
-    written = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 2}'  # as models write it
+    # as models write it
+    written = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 2}'
     assert split_channels(written) == ("", None, [call], [])
     assert split_channels(written[:-1])[2:][1][0]["error"].startswith("no JSON")
     assert split_channels("<|channel|>final<|message|>4") == ("4", None, [], [])
@@ -244,7 +329,9 @@ def test_calls_of_glm_are_read_as_its_template_writes_them(shared_data):
     form, rng = form_of(tokenizer.chat_template), random.Random("glm")
     for _ in range(COUNT):
         message = answer(rng, set(), call=True)
-        message["tool_calls"] = [answer(rng, set(), call=True)["tool_calls"][0] for _ in range(rng.randrange(1, 4))]
+        message["tool_calls"] = [
+            answer(rng, set(), call=True)["tool_calls"][0] for _ in range(rng.randrange(1, 4))
+        ]
         text = whole(tokenizer, [{"role": "user", "content": "a"}, message], {}, True, False)
         content, calls, unparsed = form.take(text.rpartition("</think>")[2], [TOOL])
         assert (content.strip(), calls, unparsed) == (message["content"], message["tool_calls"], [])
@@ -260,6 +347,11 @@ def test_a_template_that_cannot_be_read_back_is_refused(name, why, shared_data):
 @pytest.mark.slow
 def test_an_answer_that_ends_otherwise_in_history_is_not_learnt_there(shared_data):
     """gpt-oss ends the last answer with <|return|> and those before it with <|end|>."""
-    renderer, ask = of_package("gptoss", shared_data / "tokenizers"), {"role": "user", "content": "a"}
+    renderer, ask = (
+        of_package("gptoss", shared_data / "tokenizers"),
+        {"role": "user", "content": "a"},
+    )
     with pytest.raises(UserError, match="last_assistant"):
-        renderer.build_supervised_example([ask, {"role": "assistant", "content": "b"}] * 2, "all_assistant")
+        renderer.build_supervised_example(
+            [ask, {"role": "assistant", "content": "b"}] * 2, "all_assistant"
+        )

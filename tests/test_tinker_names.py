@@ -1,4 +1,5 @@
-"""The public surface of Tinker's client that scripts use: names, verbs and their parameters, and what they do here.
+"""The public surface of Tinker's client that scripts use: names, verbs and their parameters, and
+what they do here.
 
 Source of the lists: the signatures of the `tinker` package, 0.38.0 on PyPI.
 """
@@ -25,7 +26,8 @@ ForwardBackwardOutput SampledProvenanceSpan PromptProvenanceSpan LoraConfig Mode
 SampledSequence SampleResponse SamplingParams StopReason TensorData TensorDtype TrainingRun TinkerError APIError APIStatusError
 APITimeoutError APIConnectionError APIResponseValidationError RequestFailedError BadRequestError AuthenticationError BillingError
 PermissionDeniedError NotFoundError ConflictError UnprocessableEntityError RateLimitError InternalServerError types""".split()
-# Nothing is sent to a service here, and these are of nothing else: they are named, with why, when asked for.
+# Nothing is sent to a service here, and these are of nothing else: they are named, with why, when
+# asked for.
 NOT_HERE = """AdminClient auth DimuonOptimizerConfig DimuonParams DmelChunk OptimStepRequest ParsedCheckpointTinkerPath RequestOptions
 SampleRequest Timeout""".split()
 VERBS = {
@@ -87,7 +89,9 @@ ADAM = types.AdamParams(learning_rate=1e-3)
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    with ServiceClient({"who": "me"}, output_dir=tmp_path_factory.mktemp("out"), seed=3, display_name="a test") as service:
+    with ServiceClient(
+        {"who": "me"}, output_dir=tmp_path_factory.mktemp("out"), seed=3, display_name="a test"
+    ) as service:
         yield service
 
 
@@ -107,13 +111,22 @@ def test_every_name_is_there_or_says_why_not():
 @pytest.mark.parametrize("which", VERBS)
 def test_every_verb_takes_what_tinkers_takes_in_its_order(which):
     for verb, names in VERBS[which].items():
-        parameters = [p for p in inspect.signature(getattr(getattr(rl, which), verb)).parameters.values() if p.name != "self"]
+        parameters = [
+            p
+            for p in inspect.signature(getattr(getattr(rl, which), verb)).parameters.values()
+            if p.name != "self"
+        ]
         ours = [p.name for p in parameters]
         assert set(names.split()) <= set(ours), (which, verb)
         by_place = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
-        assert [n for n in by_place if n in names.split()] == [n for n in names.split() if n in by_place], (which, verb)
+        assert [n for n in by_place if n in names.split()] == [
+            n for n in names.split() if n in by_place
+        ], (which, verb)
     for verb in ASYNC.get(which, "").split():
-        assert inspect.iscoroutinefunction(getattr(getattr(rl, which), f"{verb}_async")), (which, verb)
+        assert inspect.iscoroutinefunction(getattr(getattr(rl, which), f"{verb}_async")), (
+            which,
+            verb,
+        )
 
 
 def test_submodules_hold_the_same_classes():
@@ -126,15 +139,21 @@ def test_submodules_hold_the_same_classes():
 
 
 def test_errors_go_by_tinkers_names_and_stay_value_errors(client):
-    assert issubclass(rl.UserError, rl.BadRequestError) and issubclass(rl.BadRequestError, (rl.APIStatusError, ValueError))
+    assert issubclass(rl.UserError, rl.BadRequestError) and issubclass(
+        rl.BadRequestError, (rl.APIStatusError, ValueError)
+    )
     for name in ("RateLimitError", "APITimeoutError", "NotFoundError"):
         assert issubclass(getattr(rl, name), rl.TinkerError)
     with pytest.raises(rl.TinkerError, match="the prompt holds the id 99") as caught:
-        client.save_weights_and_get_sampling_client().sample(types.ModelInput.from_ints([99]), 1, types.SamplingParams(max_tokens=1))
+        client.save_weights_and_get_sampling_client().sample(
+            types.ModelInput.from_ints([99]), 1, types.SamplingParams(max_tokens=1)
+        )
     assert isinstance(caught.value, ValueError) and caught.value.status_code == 400
     again = pickle.loads(pickle.dumps(caught.value))
     assert type(again) is type(caught.value) and str(again) == str(caught.value)
-    with pytest.raises(rl.UserError, match=r"base_url='http://localhost:1' names a server.*accelerate launch"):
+    with pytest.raises(
+        rl.UserError, match=r"base_url='http://localhost:1' names a server.*accelerate launch"
+    ):
         ServiceClient(base_url="http://localhost:1")
 
 
@@ -155,7 +174,10 @@ def test_futures_are_coroutines_and_futures_of_the_standard_library(service, cli
 
 def test_a_sampling_client_is_itself_after_a_pickle_and_says_where_it_lives(client):
     sampler = client.save_weights_and_get_sampling_client()
-    assert pickle.loads(pickle.dumps(sampler)) is sampler and copy.deepcopy({"policy": sampler})["policy"] is sampler
+    assert (
+        pickle.loads(pickle.dumps(sampler)) is sampler
+        and copy.deepcopy({"policy": sampler})["policy"] is sampler
+    )
     function, (process, number) = sampler.__reduce__()
     with pytest.raises(rl.UserError, match="live in the process that made it"):
         function(process + 1, number)
@@ -164,38 +186,68 @@ def test_a_sampling_client_is_itself_after_a_pickle_and_says_where_it_lives(clie
 def test_samples_have_ids_and_datums_say_where_they_come_from(client):
     sampler = client.save_weights_and_get_sampling_client(record_stability_info=True)
     params = types.SamplingParams(max_tokens=4, stop=[])
-    futures = [sampler.sample(PROMPT, 2, params, include_prompt_logprobs=True, prompt_logprobs_last_n=2) for _ in range(2)]
+    futures = [
+        sampler.sample(PROMPT, 2, params, include_prompt_logprobs=True, prompt_logprobs_last_n=2)
+        for _ in range(2)
+    ]
     responses = [future.result() for future in futures]
     sequences = [s for response in responses for s in response.sequences]
     assert len({s.sequence_id for s in sequences}) == 4 and all(s.sequence_id for s in sequences)
-    assert [r.prompt_cache_hit_tokens for r in responses] == [0, PROMPT.length]  # the second one's prompt was read for the first
-    assert sequences[0].tokens_np.tolist() == sequences[0].tokens and sequences[0].logprobs_np.dtype == np.float32
+    # the second one's prompt was read for the first
+    assert [r.prompt_cache_hit_tokens for r in responses] == [0, PROMPT.length]
+    assert (
+        sequences[0].tokens_np.tolist() == sequences[0].tokens
+        and sequences[0].logprobs_np.dtype == np.float32
+    )
     scored = sampler.compute_logprobs(PROMPT).result()
-    assert responses[0].prompt_logprobs[:4] == [None] * 4 and responses[0].prompt_logprobs[4:] == pytest.approx(scored[4:])
+    assert responses[0].prompt_logprobs[:4] == [None] * 4 and responses[0].prompt_logprobs[
+        4:
+    ] == pytest.approx(scored[4:])
     assert sampler.compute_logprobs(PROMPT, 1).result() == [*[None] * 5, scored[5]]
 
     one = sequences[0]
     fields = {"target_tokens": [0] * 5 + one.tokens, "logprobs": [0.0] * 5 + one.logprobs}
     datum = types.Datum(PROMPT.append(types.EncodedTextChunk(one.tokens[:-1])), fields)
     prompt_span, sampled_span = types.PromptProvenanceSpan, types.SampledProvenanceSpan
-    spans = [prompt_span(sequence_id=one.sequence_id, length=6), sampled_span(sequence_id=one.sequence_id, length=3)]
-    targets = [prompt_span(sequence_id=one.sequence_id, offset=1, length=5), sampled_span(sequence_id=one.sequence_id, length=4)]
+    spans = [
+        prompt_span(sequence_id=one.sequence_id, length=6),
+        sampled_span(sequence_id=one.sequence_id, length=3),
+    ]
+    targets = [
+        prompt_span(sequence_id=one.sequence_id, offset=1, length=5),
+        sampled_span(sequence_id=one.sequence_id, length=4),
+    ]
     named = datum.with_provenance(model_input=spans, loss_fn_inputs=targets)
-    assert named.model_input_spans == spans and named.loss_fn_input_spans == targets and datum.model_input_spans is None
-    with pytest.raises(ValueError, match="the spans of loss_fn_inputs cover 10 positions, it has 9"):
-        datum.with_provenance(spans, [*targets, types.PromptProvenanceSpan(sequence_id="x", length=1)])
+    assert (
+        named.model_input_spans == spans
+        and named.loss_fn_input_spans == targets
+        and datum.model_input_spans is None
+    )
+    with pytest.raises(
+        ValueError, match="the spans of loss_fn_inputs cover 10 positions, it has 9"
+    ):
+        datum.with_provenance(
+            spans, [*targets, types.PromptProvenanceSpan(sequence_id="x", length=1)]
+        )
     with pytest.raises(ValueError, match="length of at least 0"):
         types.SampledProvenanceSpan(sequence_id="x", length=-1)
 
 
 def test_words_saved_with_a_checkpoint_are_read_again_and_it_can_be_written_over(service):
-    client = service.create_lora_training_client("tiny:addition", 2, user_metadata={"what": "a test"})
+    client = service.create_lora_training_client(
+        "tiny:addition", 2, user_metadata={"what": "a test"}
+    )
     path = client.save_state("worded", user_metadata={"when": "now"}).result().path
     expected = {"who": "me", "what": "a test", "when": "now"}
     assert read_state(path)["user_metadata"] == expected
     rest = service.create_rest_client()
     run = rest.get_training_run_by_tinker_path(path).result()
-    assert run.user_metadata == expected and run.is_lora and run.lora_rank == 2 and run.last_checkpoint.checkpoint_type == "training"
+    assert (
+        run.user_metadata == expected
+        and run.is_lora
+        and run.lora_rank == 2
+        and run.last_checkpoint.checkpoint_type == "training"
+    )
     assert rest.get_weights_info_by_tinker_path(path).result().base_model == "tiny:addition"
     client.forward_backward(random_datums(2), "ppo")
     client.optim_step(optim_params=ADAM)
@@ -209,31 +261,54 @@ def test_words_saved_with_a_checkpoint_are_read_again_and_it_can_be_written_over
 
 
 def test_two_models_may_save_under_one_name(service):
-    one, other = (service.create_full_training_client("tiny:addition", seed=seed) for seed in (1, 2))
-    paths = [model.save_state(name).result().path for name in ("step-1", "step-2") for model in (one, other)]
+    one, other = (
+        service.create_full_training_client("tiny:addition", seed=seed) for seed in (1, 2)
+    )
+    paths = [
+        model.save_state(name).result().path
+        for name in ("step-1", "step-2")
+        for model in (one, other)
+    ]
     paths += [model.save_weights_for_sampler("step-1").result().path for model in (other, one)]
     assert len(set(paths)) == 6
     for model, path in zip((one, other, one, other, other, one), paths, strict=True):
         mine = model.save_weights_and_get_sampling_client().compute_logprobs(PROMPT).result()
-        assert service.create_sampling_client(path).compute_logprobs(PROMPT).result()[1:] == pytest.approx(mine[1:], abs=1e-6)
+        assert service.create_sampling_client(path).compute_logprobs(PROMPT).result()[
+            1:
+        ] == pytest.approx(mine[1:], abs=1e-6)
 
 
 def test_a_loss_made_beforehand_is_the_sum_over_datums(service, client):
     def loss(logprobs, advantages):
-        metrics = {"custom/tokens:sum": torch.tensor(float(len(logprobs))), "custom/two:mean": torch.tensor(2.0)}
+        metrics = {
+            "custom/tokens:sum": torch.tensor(float(len(logprobs))),
+            "custom/two:mean": torch.tensor(2.0),
+        }
         return -(logprobs * advantages).sum(), metrics
 
-    handle, data = service.create_custom_loss(loss, {"advantages": 1}).result(), random_datums(3, seed=5)
+    handle, data = (
+        service.create_custom_loss(loss, {"advantages": 1}).result(),
+        random_datums(3, seed=5),
+    )
     made = client.forward_backward_custom(data, handle, loss_type_input="logprobs").result()
     logp = client.forward(data, "importance_sampling").result().loss_fn_outputs
-    expected = -sum(float((o["logprobs"].array * d.loss_fn_inputs["advantages"].array).sum()) for o, d in zip(logp, data, strict=True))
+    expected = -sum(
+        float((o["logprobs"].array * d.loss_fn_inputs["advantages"].array).sum())
+        for o, d in zip(logp, data, strict=True)
+    )
     assert made.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
-    assert made.metrics["custom/tokens:sum"] == sum(d.model_input.length for d in data) and made.metrics["custom/two:mean"] == 2.0
+    assert (
+        made.metrics["custom/tokens:sum"] == sum(d.model_input.length for d in data)
+        and made.metrics["custom/two:mean"] == 2.0
+    )
     client.optim_step(adam_params=types.AdamParams(learning_rate=0.0)).result()
 
 
 def test_what_is_not_done_here_says_so(service, client):
-    sampler, params = client.save_weights_and_get_sampling_client(), types.SamplingParams(max_tokens=1)
+    sampler, params = (
+        client.save_weights_and_get_sampling_client(),
+        types.SamplingParams(max_tokens=1),
+    )
     for asked in ({"topk_sample_logprobs": 2}, {"prompt_alt_tokens_k": 1}):
         with pytest.raises(rl.BadRequestError, match=f"{next(iter(asked))} is not computed here"):
             sampler.sample(PROMPT, 1, params, **asked)

@@ -1,8 +1,10 @@
-"""Every sampled token names the weights that drew it: its logprob is computed again under those, whatever happened on the way.
+"""Every sampled token names the weights that drew it: its logprob is computed again under those,
+whatever happened on the way.
 
-Weights change between two steps, rows are preempted, dropped and moved to another engine, and buffers are used again. The versions
-differ only in what follows the keys and values of the last layer, so the logprob of a token depends on the version that drew it alone,
-not on the versions that read the tokens before it.
+Weights change between two steps, rows are preempted, dropped and moved to another engine, and
+buffers are used again. The versions differ only in what follows the keys and values of the last
+layer, so the logprob of a token depends on the version that drew it alone, not on the versions that
+read the tokens before it.
 """
 
 from __future__ import annotations
@@ -35,7 +37,14 @@ def models() -> list[torch.nn.Module]:
         other, generator = copy.deepcopy(first), torch.Generator().manual_seed(version)
         with torch.no_grad():
             for name, parameter in other.named_parameters():
-                if name.startswith(("lm_head", "model.norm", "model.layers.1.mlp", "model.layers.1.self_attn.o_proj")):
+                if name.startswith(
+                    (
+                        "lm_head",
+                        "model.norm",
+                        "model.layers.1.mlp",
+                        "model.layers.1.self_attn.o_proj",
+                    )
+                ):
                     parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
         made.append(other)
     return made
@@ -68,7 +77,9 @@ def requests_of(rng: np.random.Generator) -> list[Request]:
 
 
 def play(decoders, seed: int, events: Events) -> list[tuple[Request, SampledSequence]]:
-    """A random schedule over one stream of requests; every sequence that finished, with its request."""
+    """A random schedule over one stream of requests; every sequence that finished, with its
+    request.
+    """
     rng = np.random.default_rng(seed)
     page, paged, version = int(rng.choice([2, 4])), rng.random() < 0.7, 0
     waiting, finished, tickets = requests_of(rng), [], {}
@@ -76,7 +87,13 @@ def play(decoders, seed: int, events: Events) -> list[tuple[Request, SampledSequ
     def new_engine():
         if paged:
             pages = 12 if page == 2 else 7
-            return PagedEngine(decoders[version], kv_cache_tokens=page * pages, max_rows=6, page=page, version=version)
+            return PagedEngine(
+                decoders[version],
+                kv_cache_tokens=page * pages,
+                max_rows=6,
+                page=page,
+                version=version,
+            )
         return Engine(decoders[version], kv_cache_tokens=4000, max_rows=6, version=version)
 
     engine = new_engine()
@@ -100,25 +117,33 @@ def play(decoders, seed: int, events: Events) -> list[tuple[Request, SampledSequ
             engine = new_engine()
             for number, request in under_way:
                 if request.begun is not None:
-                    begun = SampledSequence.from_json(json.loads(json.dumps(request.begun.as_json())))
+                    begun = SampledSequence.from_json(
+                        json.loads(json.dumps(request.begun.as_json()))
+                    )
                     request = replace(request, begun=begun)
                     events.moved += 1
                 tickets[engine.add(request)] = owners[number]
         else:
             for done in engine.step():
-                finished += [(tickets[done.request_id], sequence) for sequence in done.response.sequences]
+                finished += [
+                    (tickets[done.request_id], sequence) for sequence in done.response.sequences
+                ]
                 del tickets[done.request_id]
     return finished
 
 
 def check(models, request: Request, sequence: SampledSequence) -> int:
-    """Compare every logprob with one plain forward of the model of its version; the number of versions of the sequence."""
+    """Compare every logprob with one plain forward of the model of its version; the number of
+    versions of the sequence.
+    """
     count = len(sequence.tokens)
     versions = sequence.versions or [sequence.version] * count
     assert len(versions) == count == len(sequence.logprobs) and sequence.version == min(versions)
     assert versions == sorted(versions), "weights only ever become newer"
     expected = {
-        version: reference_logprobs(models[version], list(request.prompt), sequence.tokens, request.params.temperature).numpy()
+        version: reference_logprobs(
+            models[version], list(request.prompt), sequence.tokens, request.params.temperature
+        ).numpy()
         for version in set(versions)
     }
     drawn = [expected[version][i] for i, version in enumerate(versions)]
@@ -140,7 +165,9 @@ def test_versions_tell_themselves_apart(models):
     each = torch.stack([reference_logprobs(model, prompt, response) for model in models])
     for one in range(VERSIONS):
         for other in range(one):
-            assert (each[one] - each[other]).abs().min() > 2e-4 and (each[one] - each[other]).abs().median() > 0.1
+            assert (each[one] - each[other]).abs().min() > 2e-4 and (
+                each[one] - each[other]
+            ).abs().median() > 0.1
 
 
 def test_every_logprob_is_that_of_the_version_it_names(models, decoders):
@@ -155,7 +182,9 @@ def test_every_logprob_is_that_of_the_version_it_names_in_many_schedules(models,
 
 
 def test_weights_never_land_in_a_decoder_that_a_stream_draws_from():
-    """The client of the stream's weights may be released before the slice that switches the stream to newer ones."""
+    """The client of the stream's weights may be released before the slice that switches the stream
+    to newer ones.
+    """
     learner, hangar = make_worker(), Hangar(WorkerSettings(sampler=SamplerSettings()))
     asked = Request(prompt=[3, 4, 12], params=SamplingParams(max_tokens=12, stop=[]), seed=1)
 
@@ -172,10 +201,21 @@ def test_weights_never_land_in_a_decoder_that_a_stream_draws_from():
     drawn_from = hangar.streams[5].engine.decoder
     before = score(drawn_from, [[3, 4, 12, 5, 1]])
     hangar.forget_version(0)
-    call(learner, "forward_backward", 0, random_datums(4), "importance_sampling", {"temperature": 1.0}, 1.0, True)
+    call(
+        learner,
+        "forward_backward",
+        0,
+        random_datums(4),
+        "importance_sampling",
+        {"temperature": 1.0},
+        1.0,
+        True,
+    )
     learner.optim_step(0, ADAM)
     land(1)
-    assert score(drawn_from, [[3, 4, 12, 5, 1]]) == before, "a decoder was filled that a stream draws from"
+    assert score(drawn_from, [[3, 4, 12, 5, 1]]) == before, (
+        "a decoder was filled that a stream draws from"
+    )
     hangar.end_landing(1)
     done = hangar.sample_slice(5, 1, Asked(99)).finished[0].sequences[0]
     assert len(half.begun.tokens) == 4 and done.versions == [0] * 4 + [1] * 8

@@ -1,4 +1,6 @@
-"""Micro-batches that other processes follow for a plan: the same figures as alone, whatever becomes of these processes."""
+"""Micro-batches that other processes follow for a plan: the same figures as alone, whatever becomes
+of these processes.
+"""
 
 import os
 import subprocess
@@ -57,13 +59,28 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="processes help where there are two cores")
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="processes help where there are two cores"
+)
 @pytest.mark.parametrize("word", ["", "kill"])
 def test_what_others_follow_is_what_is_followed_here(word):
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT, word], cwd=REPO, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, word],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     lines = done.stdout.splitlines()
     all_of_them = f"all True by others {not word}"
-    assert lines[1:] == ["refused True", "shape True", "first True", "three True by others True", all_of_them, "after True False"]
+    assert lines[1:] == [
+        "refused True",
+        "shape True",
+        "first True",
+        "three True by others True",
+        all_of_them,
+        "after True False",
+    ]
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert not is_alive(int(lines[0].split()[1]))
 
@@ -73,9 +90,18 @@ def test_a_helper_ends_with_the_command_whatever_it_is_doing():
     """Of a line that is wrong, and of a command that is killed."""
     words = [sys.executable, "train.py", "grpo", "--plan", "--no-such-setting", "3"]
     begin = time.monotonic()
-    done = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=300)  # until its output is closed by all who have it
-    assert done.returncode == 2 and "no such setting" in done.stderr and time.monotonic() - begin < 60
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # until its output is closed by all who have it
+    done = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=300)
+    assert (
+        done.returncode == 2 and "no such setting" in done.stderr and time.monotonic() - begin < 60
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     child = int(process.stdout.readline().split()[1])
     process.kill()
@@ -90,8 +116,16 @@ def test_a_helper_ends_with_the_command_whatever_it_is_doing():
 def test_a_plan_is_the_same_with_and_without_helpers(tmp_path):
     from transformers import AutoConfig
 
-    sizes = {"vocab_size": 152_064, "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
-    AutoConfig.for_model("qwen2", **sizes, intermediate_size=18_944, tie_word_embeddings=False).save_pretrained(tmp_path / "model")
+    sizes = {
+        "vocab_size": 152_064,
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    }
+    AutoConfig.for_model(
+        "qwen2", **sizes, intermediate_size=18_944, tie_word_embeddings=False
+    ).save_pretrained(tmp_path / "model")
     words = f"train.py grpo --plan --base-model {tmp_path / 'model'} --lora-rank 32 --batch-size 64 --group-size 8 --max-tokens 1024"
     words += " --dataset addition --reward exact_match --plan-gpus 1 --plan-gpu-memory 80"
     cores, said = sorted(os.sched_getaffinity(0)), []
@@ -101,6 +135,18 @@ def test_a_plan_is_the_same_with_and_without_helpers(tmp_path):
             os.sched_setaffinity(0, mine)
 
         env = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run([sys.executable, *words.split()], cwd=REPO, env=env, capture_output=True, text=True, preexec_fn=on_these)
+        done = subprocess.run(
+            [sys.executable, *words.split()],
+            cwd=REPO,
+            env=env,
+            capture_output=True,
+            text=True,
+            preexec_fn=on_these,
+        )
         said.append((done.returncode, done.stdout, done.stderr))
-    assert said[0] == said[1] and said[0][0] == 2 and "does not fit" in said[0][1] and "What would lower it" in said[0][2], said
+    assert (
+        said[0] == said[1]
+        and said[0][0] == 2
+        and "does not fit" in said[0][1]
+        and "What would lower it" in said[0][2]
+    ), said

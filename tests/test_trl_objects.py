@@ -1,4 +1,6 @@
-"""Objects written for TRL's environment_factory: their tools, what reset gets and gives, rewards, runs without a data set."""
+"""Objects written for TRL's environment_factory: their tools, what reset gets and gives, rewards,
+runs without a data set.
+"""
 
 import asyncio
 import textwrap
@@ -121,7 +123,7 @@ def file(tmp_path_factory):
 def call(name, **arguments):
     import json
 
-    return f'<tool_call>\n{json.dumps({"name": name, "arguments": arguments})}\n</tool_call>'
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 @pytest.fixture
@@ -145,7 +147,9 @@ def played():
 
 
 def test_the_tools_are_the_classes_public_methods(file):
-    """As TRL finds them: functions of the class, so that no property is asked before reset; its clean-up, close, is none here."""
+    """As TRL finds them: functions of the class, so that no property is asked before reset; its
+    clean-up, close, is none here.
+    """
     names = {tool.__name__ for tool in resolve_environment(f"{file}:Counter").make().tools}
     assert names == {"add", "double", "later"}
 
@@ -156,16 +160,24 @@ def test_an_attribute_is_the_reward_where_there_is_no_method(file, played, proce
     found = played(resolve_environment(f"{file}:Counter"), answers, process=process)
     assert not found.errors
     (episode,) = found.groups[0].trajectories_G
-    assert [m["content"] for turn in episode.transitions[1:] for m in turn.logs["told"]] == ["2", "8", "3"]
+    assert [m["content"] for turn in episode.transitions[1:] for m in turn.logs["told"]] == [
+        "2",
+        "8",
+        "3",
+    ]
     assert found.groups[0].get_total_rewards() == [3.0]
 
 
 @pytest.mark.parametrize("process", [False, True])
 def test_reset_may_give_parts_which_go_on_the_rows_message(file, played, process):
-    found = played(resolve_environment(f"{file}:Parts"), [call("add", by=1), "done"], process=process)
+    found = played(
+        resolve_environment(f"{file}:Parts"), [call("add", by=1), "done"], process=process
+    )
     assert not found.errors and found.groups[0].get_total_rewards() == [1.5]
     tokenizer = load_tokenizer("tiny:ascii")
-    assert tokenizer.decode(found.groups[0].trajectories_G[0].transitions[0].ob.to_ints()).endswith("Hello. In parts.")
+    assert tokenizer.decode(found.groups[0].trajectories_G[0].transitions[0].ob.to_ints()).endswith(
+        "Hello. In parts."
+    )
 
 
 def test_no_reward_costs_the_episode(file, played):
@@ -177,20 +189,32 @@ def test_no_reward_costs_the_episode(file, played):
 @pytest.mark.parametrize("isolation", ["process", "thread"])
 def test_an_object_that_brings_its_own_episodes_needs_no_data_set(file, tmp_path, isolation):
     small = "--base-model tiny:ascii --batch-size 3 --group-size 2 --max-tokens 4 --steps 1 --eval-every 0 --environment-rows 12"
-    rows = train(f"grpo {small} --environment {file}:Own --environment-isolation {isolation}", tmp_path / "run")
+    rows = train(
+        f"grpo {small} --environment {file}:Own --environment-isolation {isolation}",
+        tmp_path / "run",
+    )
     (row,) = [row for row in rows if "progress/batch" in row]
     assert row["env/all/total_episodes"] == 6 and row["reward/failed"] == 0
-    assert row["env/all/reward/max"] > row["env/all/reward/min"]  # groups of other seeds met other numbers
+    # groups of other seeds met other numbers
+    assert row["env/all/reward/max"] > row["env/all/reward/min"]
 
 
-@pytest.mark.parametrize(("name", "settings", "reward"), [("made", {}, 0.25), ("made", {"size": 0.75}, 0.75), ("halved", {}, 0.5)])
+@pytest.mark.parametrize(
+    ("name", "settings", "reward"),
+    [("made", {}, 0.25), ("made", {"size": 0.75}, 0.75), ("halved", {}, 0.5)],
+)
 @pytest.mark.parametrize("process", [False, True])
 def test_a_factory_may_be_a_function(file, name, settings, reward, process):
     """With its arguments as settings; its objects may bring their own episodes, as a class's may."""
     spec = resolve_environment(f"{file}:{name}", **settings)
     assert spec.can_make_rows
     spec = isolated(spec) if process else spec
-    group = EnvironmentGroup(spec, Problem((), {"seed": 3}, index=0), 2, get_renderer("plain", load_tokenizer("tiny:ascii")))
+    group = EnvironmentGroup(
+        spec,
+        Problem((), {"seed": 3}, index=0),
+        2,
+        get_renderer("plain", load_tokenizer("tiny:ascii")),
+    )
     sampler = Scripted(load_tokenizer("tiny:ascii"), lambda *_: "done")
     found = rollout([group], sampler, SamplingParams(max_tokens=300, temperature=1.0), seed=0)
     if process:
@@ -203,23 +227,54 @@ def test_a_factory_may_be_a_function(file, name, settings, reward, process):
 
 @pytest.mark.parametrize("process", [False, True])
 def test_a_dictionary_of_factories_is_chosen_from_by_the_row(file, process):
-    """Each row meets its own environment with its own tools, and reset does not see the column; a name that is none costs its row."""
+    """Each row meets its own environment with its own tools, and reset does not see the column; a
+    name that is none costs its row.
+    """
     spec = resolve_environment(f"{file}:several")
     assert spec.needs_rows and not spec.can_make_rows
     spec = isolated(spec) if process else spec
     tokenizer = load_tokenizer("tiny:ascii")
     renderer = get_renderer("plain", tokenizer)
-    rows = [{"environment": "count", "target": 5}, {"environment": "speak"}, {"environment": "sing"}, {}]
-    problems = [Problem(({"role": "user", "content": "Hello."},), row, index=i) for i, row in enumerate(rows)]
+    rows = [
+        {"environment": "count", "target": 5},
+        {"environment": "speak"},
+        {"environment": "sing"},
+        {},
+    ]
+    problems = [
+        Problem(({"role": "user", "content": "Hello."},), row, index=i)
+        for i, row in enumerate(rows)
+    ]
     answers = [call("add", by=2), call("speak", word="hi"), "done"]
     sampler = Scripted(tokenizer, lambda prompt, turn, *_: answers[turn])
-    found = rollout([EnvironmentGroup(spec, p, 1, renderer) for p in problems], sampler, SamplingParams(max_tokens=300), seed=0)
+    found = rollout(
+        [EnvironmentGroup(spec, p, 1, renderer) for p in problems],
+        sampler,
+        SamplingParams(max_tokens=300),
+        seed=0,
+    )
     if process:
         spec.root.close()
-    told = [[m["content"] for turn in group.trajectories_G[0].transitions[1:] for m in turn.logs["told"]] for group in found.groups]
-    assert told[0][0] == "2" and "no tool" in told[0][1] and "no tool" in told[1][0] and told[1][1] == "HI"
+    told = [
+        [
+            m["content"]
+            for turn in group.trajectories_G[0].transitions[1:]
+            for m in turn.logs["told"]
+        ]
+        for group in found.groups
+    ]
+    assert (
+        told[0][0] == "2"
+        and "no tool" in told[0][1]
+        and "no tool" in told[1][0]
+        and told[1][1] == "HI"
+    )
     assert [group.get_total_rewards() for group in found.groups] == [[2.0], [0.0]]
-    assert len(found.errors) == 2 and "'sing'; the dictionary has 'count', 'speak'" in found.errors[0] and "None" in found.errors[1]
+    assert (
+        len(found.errors) == 2
+        and "'sing'; the dictionary has 'count', 'speak'" in found.errors[0]
+        and "None" in found.errors[1]
+    )
     with pytest.raises(UserError, match="is no environment there"):
         resolve_environment(f"{file}:no_factories")
 

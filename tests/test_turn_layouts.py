@@ -1,4 +1,6 @@
-"""Episodes of many turns: one datum, packed, padded or with shared prompts, has the gradient of each turn read alone in float64."""
+"""Episodes of many turns: one datum, packed, padded or with shared prompts, has the gradient of
+each turn read alone in float64.
+"""
 
 import numpy as np
 import pytest
@@ -15,8 +17,10 @@ TOKENIZER = tokenizer()
 GAMES = [
     ("guess_number", "plain", {"high": 16}),
     ("debugging", "plain", {}),
-    ("tic_tac_toe", "plain", {"opponent": "policy"}),  # two seats, each with observations of its own
-    ("talk", "role_colon, characters", {}),  # prompts that do not always go on from the answer before them: several datums
+    # two seats, each with observations of its own
+    ("tic_tac_toe", "plain", {"opponent": "policy"}),
+    # prompts that do not always go on from the answer before them: several datums
+    ("talk", "role_colon, characters", {}),
 ]
 
 
@@ -36,7 +40,9 @@ def episodes(name: str, renderer: str, settings: dict) -> list:
 
 
 def turns_alone(weights: dict, names: list[str], played: list) -> tuple[torch.Tensor, dict]:
-    """Gradient of -sum exp(logp - logprob when sampled) advantage, each turn a sequence by itself; logp by (episode, turn)."""
+    """Gradient of -sum exp(logp - logprob when sampled) advantage, each turn a sequence by itself;
+    logp by (episode, turn).
+    """
     twin = load_model("tiny:ascii", seed=1).model.double()
     twin.load_state_dict({name: value.double() for name, value in weights.items()})
     found, total = {}, torch.zeros((), dtype=torch.float64)
@@ -45,14 +51,21 @@ def turns_alone(weights: dict, names: list[str], played: list) -> tuple[torch.Te
             read, said = turn.ob.to_ints(), turn.ac.tokens
             logits = twin(input_ids=torch.tensor([[*read, *said]])).logits[0, len(read) - 1 : -1]
             logp = torch.log_softmax(logits, -1).gather(-1, torch.tensor(said)[:, None])[:, 0]
-            total = total - ((logp - torch.tensor(turn.ac.logprobs).double()).exp() * episode.advantage).sum()
+            total = (
+                total
+                - ((logp - torch.tensor(turn.ac.logprobs).double()).exp() * episode.advantage).sum()
+            )
             found[i, j] = logp.detach().numpy()
     total.backward()
     named = dict(twin.named_parameters())
     return torch.cat([named[name].grad.reshape(-1) for name in names]), found
 
 
-@pytest.mark.parametrize(("name", "renderer", "settings"), GAMES, ids=[f"{name}-{renderer}" for name, renderer, _ in GAMES])
+@pytest.mark.parametrize(
+    ("name", "renderer", "settings"),
+    GAMES,
+    ids=[f"{name}-{renderer}" for name, renderer, _ in GAMES],
+)
 def test_turns_together_have_the_gradient_of_each_alone(name, renderer, settings):
     played = episodes(name, renderer, settings)
     turns = [len(episode.transitions) for episode in played]
@@ -76,7 +89,9 @@ def test_turns_together_have_the_gradient_of_each_alone(name, renderer, settings
 
 
 def test_a_wrong_turn_would_be_seen():
-    """The bound tells one token that is masked or moved to its neighbour's advantage from a right batch."""
+    """The bound tells one token that is masked or moved to its neighbour's advantage from a right
+    batch.
+    """
     played = episodes(*GAMES[0])
     worker = make_worker("tiny:ascii", layout="packed", token_budget=4096)
     learner = worker.learners[0]

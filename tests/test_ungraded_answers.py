@@ -1,4 +1,6 @@
-"""Every built-in reward gives a number for every text: 0 and the metric `gave_up` where it cannot work an answer out."""
+"""Every built-in reward gives a number for every text: 0 and the metric `gave_up` where it cannot
+work an answer out.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def test_every_text_gets_a_number_in_time(name: str):
         for response in (answer, f"\\boxed{{{answer}}}", f"#### {answer}"):
             begin = time.process_time()
             result = reward.evaluate("", response, meta)
-            assert math.isfinite(result.reward) and all(map(math.isfinite, result.metrics.values())), ascii(response[:80])
+            assert math.isfinite(result.reward) and all(
+                map(math.isfinite, result.metrics.values())
+            ), ascii(response[:80])
             assert time.process_time() - begin < 8, ascii(response[:80])
 
 
@@ -66,7 +70,9 @@ def test_no_ungraded_answer_is_right_for_any_expected_answer():
     for expected in GOLD:
         for answer in ANSWERS:
             begin = time.process_time()
-            assert reward.evaluate("", f"\\boxed{{{answer}}}", {"answer": expected}).reward == 0.0, (expected, ascii(answer[:80]))
+            assert (
+                reward.evaluate("", f"\\boxed{{{answer}}}", {"answer": expected}).reward == 0.0
+            ), (expected, ascii(answer[:80]))
             assert time.process_time() - begin < 8, (expected, ascii(answer[:80]))
 
 
@@ -76,7 +82,9 @@ ENDLESS = {"patterns": ["^(a+)+$"]}  # of this expression Python's matcher tries
 def test_a_built_in_grader_that_hangs_scores_0_and_the_next_answer_is_graded():
     with Scorer(resolve_reward("format_compliance", **ENDLESS), timeout=1.0, workers=1) as scorer:
         scores = scorer.score_many([("", "a" * 40 + "b", {}), ("", "aaa", {})])
-    assert [score.reward for score in scores] == [0.0, 1.0] and [score.error for score in scores] == [None, None]
+    assert [score.reward for score in scores] == [0.0, 1.0] and [
+        score.error for score in scores
+    ] == [None, None]
     assert scores[0].metrics == {"gave_up": 1.0} and scorer.counts["timeouts"] == 1
 
 
@@ -89,7 +97,9 @@ def test_a_built_in_grader_whose_worker_is_killed_scores_0():
         for pid in others:
             guard.kill(pid)
         score = pending.result(timeout=30.0)
-    assert score.reward == 0.0 and score.metrics == {"gave_up": 1.0} and scorer.counts["deaths"] == 1
+    assert (
+        score.reward == 0.0 and score.metrics == {"gave_up": 1.0} and scorer.counts["deaths"] == 1
+    )
 
 
 @pytest.fixture
@@ -109,11 +119,20 @@ def breaks():
 def test_a_built_in_grader_that_raises_scores_0_with_its_metrics(breaks):
     with Scorer(breaks) as scorer:
         scores = scorer.score_many([("", "large", {}), ("", "missing", {})])
-    assert [(score.reward, score.metrics) for score in scores] == [(0.0, {"correct": 0.0, "gave_up": 1.0})] * 2
+    assert [(score.reward, score.metrics) for score in scores] == [
+        (0.0, {"correct": 0.0, "gave_up": 1.0})
+    ] * 2
 
 
 def test_a_run_counts_what_its_grader_gave_up_on(breaks, tmp_path):
-    small = {"steps": 1, "batch_size": 2, "group_size": 2, "max_tokens": 4, "eval_every": 0, "quiet": True}
+    small = {
+        "steps": 1,
+        "batch_size": 2,
+        "group_size": 2,
+        "max_tokens": 4,
+        "eval_every": 0,
+        "quiet": True,
+    }
     row = rl.train("grpo", reward=breaks, output_dir=tmp_path / "run", **small).metrics[-1]
     assert (row["reward/gave_up"], row["reward/failed"], row["env/all/correct"]) == (4, 0, 0.0)
 

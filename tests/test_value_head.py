@@ -1,4 +1,6 @@
-"""The value head: its values by hand, its gradients by another road, saved beside the model and nowhere in it."""
+"""The value head: its values by hand, its gradients by another road, saved beside the model and
+nowhere in it.
+"""
 
 import json
 
@@ -46,7 +48,9 @@ def client(request, service):
 
 def make(service, kind="full", value_head=True):
     if kind == "lora":
-        return service.create_lora_training_client("tiny:addition", rank=4, seed=2, value_head=value_head)
+        return service.create_lora_training_client(
+            "tiny:addition", rank=4, seed=2, value_head=value_head
+        )
     return service.create_full_training_client("tiny:addition", seed=2, value_head=value_head)
 
 
@@ -57,7 +61,9 @@ def critic_datums(count=6, seed=0):
     for datum in datums:
         mask = datum.loss_fn_inputs["mask"].array
         for name in ("returns", "values_old"):
-            datum.loss_fn_inputs[name] = types.TensorData(mask * rng.standard_normal(len(mask)), "float32")
+            datum.loss_fn_inputs[name] = types.TensorData(
+                mask * rng.standard_normal(len(mask)), "float32"
+            )
     return datums
 
 
@@ -69,13 +75,20 @@ def learner_of(client):
 def stir(client, steps=2):
     """Weights away from their beginnings: values that are not 0."""
     for i in range(steps):
-        client.forward_backward(critic_datums(seed=i), "ppo", {"value_coef": 1.0}, divisor=4.0).result()
+        client.forward_backward(
+            critic_datums(seed=i), "ppo", {"value_coef": 1.0}, divisor=4.0
+        ).result()
         client.optim_step(ADAM).result()
 
 
 def gradients(client):
     """All of them, zeros where there is none: values alone reach no adapter on the output head."""
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in learner_of(client).trainable.values()])
+    return torch.cat(
+        [
+            (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
+            for p in learner_of(client).trainable.values()
+        ]
+    )
 
 
 def dropped(client):
@@ -86,8 +99,12 @@ def plain_values(client, tokens):
     """The head on the model's own last hidden state."""
     model = learner_of(client).model
     with torch.no_grad():
-        hidden = model(input_ids=torch.tensor([tokens]), output_hidden_states=True, use_cache=False).hidden_states[-1]
-        head = dict(model.named_modules())["base_model.model.value_head" if client.info["lora_rank"] else "value_head"]
+        hidden = model(
+            input_ids=torch.tensor([tokens]), output_hidden_states=True, use_cache=False
+        ).hidden_states[-1]
+        head = dict(model.named_modules())[
+            "base_model.model.value_head" if client.info["lora_rank"] else "value_head"
+        ]
         return (hidden[0] @ head.weight[0] + head.bias).numpy()
 
 
@@ -117,10 +134,14 @@ def test_gradient_of_the_value_loss_is_that_of_a_custom_loss(client, clip):
     def loss_fn(data, values):
         loss = torch.zeros(())
         for datum, v in zip(data, values, strict=True):
-            mask, returns, old = (datum.loss_fn_inputs[n].to_torch() for n in ("mask", "returns", "values_old"))
+            mask, returns, old = (
+                datum.loss_fn_inputs[n].to_torch() for n in ("mask", "returns", "values_old")
+            )
             squared = (v - returns) ** 2
             if clip:
-                squared = torch.maximum(squared, (torch.clip(v, old - clip, old + clip) - returns) ** 2)
+                squared = torch.maximum(
+                    squared, (torch.clip(v, old - clip, old + clip) - returns) ** 2
+                )
             loss = loss + 0.5 * squared[mask != 0].sum()
         return loss, {"mine": 1.0}
 
@@ -149,10 +170,18 @@ def test_a_loss_on_both_outputs(client):
     learner = learner_of(client)
     total = torch.zeros(())
     for datum in datums:  # one at a time through the module itself
-        ids, targets = torch.tensor([datum.model_input.to_ints()]), datum.loss_fn_inputs["target_tokens"].to_torch()
+        ids, targets = (
+            torch.tensor([datum.model_input.to_ints()]),
+            datum.loss_fn_inputs["target_tokens"].to_torch(),
+        )
         out = learner.model(input_ids=ids, output_hidden_states=True, use_cache=False)
         values = learner.head.value_head(out.hidden_states[-1][0])
-        total = total + (torch.log_softmax(out.logits[0], -1).gather(1, targets[:, None])[:, 0] * values).sum()
+        total = (
+            total
+            + (
+                torch.log_softmax(out.logits[0], -1).gather(1, targets[:, None])[:, 0] * values
+            ).sum()
+        )
     total.backward()
     assert relative_difference(gradients(client), both) < 1e-5
 
@@ -170,7 +199,9 @@ def test_bradley_terry_on_values_learns_a_preference(service):
     def bradley_terry(data, values):
         scores = torch.stack([v[-1] for v in values])
         margin = scores[0::2] - scores[1::2]
-        return -torch.nn.functional.logsigmoid(margin).sum(), {"accuracy": float((margin > 0).float().mean())}
+        return -torch.nn.functional.logsigmoid(margin).sum(), {
+            "accuracy": float((margin > 0).float().mean())
+        }
 
     for _ in range(30):
         output = client.forward_backward_custom(pairs, bradley_terry, outputs=("values",)).result()
@@ -185,7 +216,9 @@ def test_saved_beside_the_model_and_restored(service, kind, tmp_path):
     prompts = [d.model_input for d in critic_datums()]
     before = client.compute_values(prompts).result()
     path = client.save_state("a").result().path
-    weights = load_file(f"{path}/model/{'adapter_model' if kind == 'lora' else 'model'}.safetensors")
+    weights = load_file(
+        f"{path}/model/{'adapter_model' if kind == 'lora' else 'model'}.safetensors"
+    )
     assert not [name for name in weights if "value" in name]
     sampler_path = client.save_weights_for_sampler("s").result().path
     plain = make(service, kind, value_head=False).save_weights_for_sampler("plain").result().path
@@ -202,7 +235,12 @@ def test_saved_beside_the_model_and_restored(service, kind, tmp_path):
     client.load_state(path).result()
     np.testing.assert_array_equal(client.compute_values(prompts).result()[0], before[0])
     bare = service.create_training_client_from_state(path, value_head=False)
-    assert not bare.info["value_head"] and json.loads((tmp_path / "out/checkpoints/a/state.json").read_text())["spec"]["value_head"]
+    assert (
+        not bare.info["value_head"]
+        and json.loads((tmp_path / "out/checkpoints/a/state.json").read_text())["spec"][
+            "value_head"
+        ]
+    )
     with pytest.raises(ValueError, match="weights for sampling alone"):
         service.create_training_client_from_state(sampler_path).compute_values(prompts)
     fresh = service.create_training_client_from_state(plain, value_head=True)
@@ -212,20 +250,28 @@ def test_saved_beside_the_model_and_restored(service, kind, tmp_path):
 
 def all_weights(client):
     """All trained weights as one vector."""
-    return torch.cat([p.detach().reshape(-1).clone() for p in learner_of(client).trainable.values()])
+    return torch.cat(
+        [p.detach().reshape(-1).clone() for p in learner_of(client).trainable.values()]
+    )
 
 
 def test_the_sampler_does_not_know_of_it(client):
     without = make(client.service, "lora" if client.info["lora_rank"] else "full", value_head=False)
     params = SamplingParams(max_tokens=5, seed=1)
     prompt = ModelInput.from_ints([3, 4, 12, 5, 6, 13])
-    samples = [c.save_weights_and_get_sampling_client().sample(prompt, 3, params).result().sequences for c in (client, without)]
+    samples = [
+        c.save_weights_and_get_sampling_client().sample(prompt, 3, params).result().sequences
+        for c in (client, without)
+    ]
     assert [s.tokens for s in samples[0]] == [s.tokens for s in samples[1]]
     stir(client, 1)
-    sampler = client.save_weights_and_get_sampling_client()  # a second version, in the first one's place or beside it
+    # a second version, in the first one's place or beside it
+    sampler = client.save_weights_and_get_sampling_client()
     sequence = sampler.sample(prompt, 1, params).result().sequences[0]
     targets = prompt.to_ints()[1:] + sequence.tokens
-    datum = Datum(ModelInput.from_ints(prompt.to_ints() + sequence.tokens[:-1]), {"target_tokens": targets})
+    datum = Datum(
+        ModelInput.from_ints(prompt.to_ints() + sequence.tokens[:-1]), {"target_tokens": targets}
+    )
     scored = client.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].array
     np.testing.assert_allclose(scored[-len(sequence.tokens) :], sequence.logprobs, atol=1e-5)
 
@@ -236,7 +282,9 @@ def test_what_needs_values_says_so(service):
         lambda: client.forward_backward(datums, "value"),
         lambda: client.forward_backward(datums, "ppo", {"value_coef": 0.1}),
         lambda: client.compute_values([datums[0].model_input]),
-        lambda: client.forward_backward_custom(datums, lambda d, v: (v[0].sum(), {}), outputs=("values",)),
+        lambda: client.forward_backward_custom(
+            datums, lambda d, v: (v[0].sum(), {}), outputs=("values",)
+        ),
     ):
         with pytest.raises(ValueError, match="value_head=True"):
             call()
@@ -247,7 +295,10 @@ def test_what_needs_values_says_so(service):
         ("ppo", {"kl_coef": 0.1}, "ref_logprobs"),
         ("value", {}, "mask"),
     ):
-        lacking = [Datum(d.model_input, {k: v for k, v in d.loss_fn_inputs.items() if k != field}) for d in datums]
+        lacking = [
+            Datum(d.model_input, {k: v for k, v in d.loss_fn_inputs.items() if k != field})
+            for d in datums
+        ]
         with pytest.raises(ValueError, match=field):
             with_head.forward_backward(lacking, name, config)
     with pytest.raises(ValueError, match="k1, k2, k3"):
@@ -266,8 +317,22 @@ def test_without_the_fused_head_too(tmp_path):
         with torch.no_grad():
             for p in worker.learners[1].trainable.values():
                 p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(3)))
-        outputs, metrics = call(worker, "forward_backward", 1, critic_datums(), "ppo", {"value_coef": 0.5, "entropy_coef": 0.1}, 1.0, True)
+        outputs, metrics = call(
+            worker,
+            "forward_backward",
+            1,
+            critic_datums(),
+            "ppo",
+            {"value_coef": 0.5, "entropy_coef": 0.1},
+            1.0,
+            True,
+        )
         grads = torch.cat([p.grad.reshape(-1) for p in worker.learners[1].trainable.values()])
-        found.append((np.concatenate([o["values"] for o in outputs]), metrics["entropy:sum"], grads))
+        found.append(
+            (np.concatenate([o["values"] for o in outputs]), metrics["entropy:sum"], grads)
+        )
     np.testing.assert_allclose(found[0][0], found[1][0], atol=1e-5)
-    assert found[0][1] == pytest.approx(found[1][1], rel=1e-5) and relative_difference(found[0][2], found[1][2]) < 1e-5
+    assert (
+        found[0][1] == pytest.approx(found[1][1], rel=1e-5)
+        and relative_difference(found[0][2], found[1][2]) < 1e-5
+    )

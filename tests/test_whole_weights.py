@@ -1,4 +1,6 @@
-"""Weights with tensors missing, renamed or beside are refused by name, wherever they are read; what is tied or computed is not missed."""
+"""Weights with tensors missing, renamed or beside are refused by name, wherever they are read; what
+is tied or computed is not missed.
+"""
 
 import json
 import os
@@ -24,7 +26,13 @@ def tiny(kind: str):
     """A causal model of transformers with random weights: every family whose names or ties differ."""
     import transformers as t
 
-    small = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    small = {
+        "vocab_size": 24,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     heads = {"num_key_value_heads": 1}
     build = {
         "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**small, **heads, tie_word_embeddings=False)),
@@ -43,7 +51,18 @@ def tiny(kind: str):
     return build[kind]()
 
 
-KINDS = ("llama", "llama tied", "qwen3", "qwen2", "mistral", "gemma2", "gpt2", "gpt_neox", "phi", "opt")
+KINDS = (
+    "llama",
+    "llama tied",
+    "qwen3",
+    "qwen2",
+    "mistral",
+    "gemma2",
+    "gpt2",
+    "gpt_neox",
+    "phi",
+    "opt",
+)
 
 
 def damage(folder: Path, change, file: str = "model.safetensors") -> None:
@@ -55,59 +74,85 @@ def damage(folder: Path, change, file: str = "model.safetensors") -> None:
 def test_a_model_that_lacks_tensors_is_refused_by_name(kind, tmp_path):
     tiny(kind).save_pretrained(tmp_path)
     whole = load_file(str(tmp_path / "model.safetensors"))
-    loaded = load_model(str(tmp_path)).model.state_dict()  # a whole one loads, its ties and buffers as they may be
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in whole.items() if name in loaded)
+    # a whole one loads, its ties and buffers as they may be
+    loaded = load_model(str(tmp_path)).model.state_dict()
+    assert all(
+        torch.equal(loaded[name], tensor) for name, tensor in whole.items() if name in loaded
+    )
     names, rng = sorted(whole), random.Random(kind)
     one = rng.choice(names)
     prefix = rng.sample(names, len(names) // 2)
     for lost in ([one], prefix, names[:-1]):
-        damage(tmp_path, lambda tensors, lost=lost: {k: v for k, v in whole.items() if k not in lost})
+        damage(
+            tmp_path, lambda tensors, lost=lost: {k: v for k, v in whole.items() if k not in lost}
+        )
         with pytest.raises(UserError, match=r"it lacks \d+ tensor") as error:
             load_model(str(tmp_path))
         counted = int(re.search(r"it lacks (\d+)", str(error.value))[1])
-        assert counted in (len(lost), len(lost) + 1)  # of a tied pair that is stored as one, both are missing
+        # of a tied pair that is stored as one, both are missing
+        assert counted in (len(lost), len(lost) + 1)
         assert len(lost) > 1 or one.split(".")[-2] in str(error.value)
     damage(tmp_path, lambda tensors: {f"x.{k}": v for k, v in whole.items()})
     with pytest.raises(UserError, match=r"it lacks \d+ tensors .*; it has \d+ tensors \(x\."):
         load_model(str(tmp_path))
     damage(tmp_path, lambda tensors: {**whole, "score.weight": torch.zeros(2, 16)})
-    with pytest.raises(UserError, match=r"it has 1 tensor \(score.weight\), which would be left out"):
+    with pytest.raises(
+        UserError, match=r"it has 1 tensor \(score.weight\), which would be left out"
+    ):
         load_model(str(tmp_path))
     damage(tmp_path, lambda tensors: {**whole, one: torch.zeros(3)})
     with pytest.raises(UserError, match="do not fit its config"):
         load_model(str(tmp_path))
-    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-100])
+    (tmp_path / "model.safetensors").write_bytes(
+        (tmp_path / "model.safetensors").read_bytes()[:-100]
+    )
     with pytest.raises(UserError, match="damaged or cut off"):
         load_model(str(tmp_path))
 
 
 def test_a_classifier_is_no_language_model(tmp_path):
-    """Of each it is told what is missing: the head that writes words; and what would be dropped: the one that judges."""
+    """Of each it is told what is missing: the head that writes words; and what would be dropped:
+    the one that judges.
+    """
     import transformers as t
 
-    small = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    small = {
+        "vocab_size": 24,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     for tied in (False, True):
         config = t.LlamaConfig(**small, tie_word_embeddings=tied, pad_token_id=0)
         t.LlamaForSequenceClassification(config).save_pretrained(tmp_path / str(tied))
         with pytest.raises(UserError, match="score.weight") as error:
             load_model(str(tmp_path / str(tied)))
         assert ("lm_head.weight" in str(error.value)) != tied
-    t.LlamaModel(t.LlamaConfig(**small, tie_word_embeddings=False)).save_pretrained(tmp_path / "trunk")
+    t.LlamaModel(t.LlamaConfig(**small, tie_word_embeddings=False)).save_pretrained(
+        tmp_path / "trunk"
+    )
     with pytest.raises(UserError, match="lm_head.weight"):
         load_model(str(tmp_path / "trunk"))
 
 
 def test_buffers_that_old_versions_wrote_are_not_missed(tmp_path):
     tiny("gpt2").save_pretrained(tmp_path)
-    buffers = {"transformer.h.0.attn.bias": torch.ones(1, 1, 32, 32), "transformer.h.1.attn.masked_bias": torch.zeros(1)}
+    buffers = {
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 32, 32),
+        "transformer.h.1.attn.masked_bias": torch.zeros(1),
+    }
     damage(tmp_path, lambda t: {**t, **buffers})
     load_model(str(tmp_path))
     tiny("llama").save_pretrained(tmp_path / "llama")
-    damage(tmp_path / "llama", lambda t: {**t, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    damage(
+        tmp_path / "llama",
+        lambda t: {**t, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)},
+    )
     load_model(str(tmp_path / "llama"))
 
 
-# ------------------------------------------------------------------------------------------------- what we saved ourselves
+# -------------------------------------------------------------------------- what we saved ourselves
 
 HOW = {
     "full": {},
@@ -125,7 +170,9 @@ FORGERIES = {
 
 
 def forge(folder: Path, file: str, change) -> None:
-    """Changes a file of a checkpoint and makes the manifest fit again: only the tensors' names can tell."""
+    """Changes a file of a checkpoint and makes the manifest fit again: only the tensors' names can
+    tell.
+    """
     damage(folder, change, file)
     manifest = json.loads((folder / "manifest.json").read_text())
     entry = {"bytes": (folder / file).stat().st_size, "sha256": checkpoint._checksum(folder / file)}
@@ -150,14 +197,20 @@ def test_forged_checkpoints_are_refused_by_name_wherever_they_are_read(how, tmp_
     worker = saved(tmp_path, how)
     spec = ModelSpec("tiny:addition", seed=1, **HOW[how])
     weights = "model/adapter_model.safetensors" if "lora" in how else "model/model.safetensors"
-    files = {weights: "weights", "optimizer.safetensors": "optimizer", **({"value_head.safetensors": "head"} if "head" in how else {})}
+    files = {
+        weights: "weights",
+        "optimizer.safetensors": "optimizer",
+        **({"value_head.safetensors": "head"} if "head" in how else {}),
+    }
     state = tmp_path / "state"
     worker.create_model(1, spec, str(state), True)  # as it was saved, it goes on
     for file in files:
         whole = (state / file).read_bytes()
         for name, change in FORGERIES.items():
             forge(state, file, change)
-            with pytest.raises(UserError, match=r"lacks \d|would be left out|has the shape|do not fit") as error:
+            with pytest.raises(
+                UserError, match=r"lacks \d|would be left out|has the shape|do not fit"
+            ) as error:
                 worker.create_model(2, spec, str(state), True)
             assert str(tmp_path) in str(error.value), name
             (state / file).write_bytes(whole)
@@ -209,37 +262,59 @@ def test_weights_may_be_read_by_whom_the_umask_lets(umask, tmp_path):
     assert len(files) > 12 and {stat.S_IMODE(path.stat().st_mode) for path in files} == {wanted}
 
 
-# ------------------------------------------------------------------------------------------------------- bytes that repeat
+# -------------------------------------------------------------------------------- bytes that repeat
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("kind", ["llama tied", "gpt2"])
 def test_a_model_with_tied_weights_is_written_with_the_same_bytes_every_time(kind, tmp_path):
-    """The entries of a header's metadata come in the order of a hash map, another one for each write where there are several."""
+    """The entries of a header's metadata come in the order of a hash map, another one for each
+    write where there are several.
+    """
     from transformers import AutoModelForCausalLM
 
     tiny(kind).save_pretrained(tmp_path / "base")
     with ServiceClient(output_dir=tmp_path / "out") as service:
         client = service.create_full_training_client(str(tmp_path / "base"))
-        written = [bytes_of(Path(client.save_weights_for_sampler(f"w{i}").result().path)) for i in range(4)]
+        written = [
+            bytes_of(Path(client.save_weights_for_sampler(f"w{i}").result().path)) for i in range(4)
+        ]
         ids = [1, 2, 3, 4]
-        expected = client.save_weights_and_get_sampling_client().compute_logprobs(ModelInput.from_ints(ids)).result()[1:]
+        expected = (
+            client.save_weights_and_get_sampling_client()
+            .compute_logprobs(ModelInput.from_ints(ids))
+            .result()[1:]
+        )
     raw = written[0]["model.safetensors"]
     assert all(again["model.safetensors"] == raw for again in written)
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     assert header.pop("__metadata__") == {"format": "pt"}
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "sampler_weights" / "w0")
     head = again.get_output_embeddings().weight
-    assert head is again.get_input_embeddings().weight and sum(list(entry["shape"]) == list(head.shape) for entry in header.values()) == 1
+    assert (
+        head is again.get_input_embeddings().weight
+        and sum(list(entry["shape"]) == list(head.shape) for entry in header.values()) == 1
+    )
     logprobs = again(torch.tensor([ids])).logits[0].log_softmax(-1).detach()
-    assert expected == pytest.approx([float(logprobs[i, token]) for i, token in enumerate(ids[1:])], abs=1e-5)
+    assert expected == pytest.approx(
+        [float(logprobs[i, token]) for i, token in enumerate(ids[1:])], abs=1e-5
+    )
 
 
 def test_an_adapters_config_lists_its_modules_in_one_order(tmp_path):
     with ServiceClient(output_dir=tmp_path / "out") as service:
-        folder = Path(service.create_lora_training_client("tiny:addition", 2, 0).save_weights_for_sampler("adapter").result().path)
+        folder = Path(
+            service.create_lora_training_client("tiny:addition", 2, 0)
+            .save_weights_for_sampler("adapter")
+            .result()
+            .path
+        )
     modules = json.loads((folder / "adapter_config.json").read_text())["target_modules"]
     assert modules == sorted(modules) and len(modules) > 3

@@ -1,4 +1,6 @@
-"""Wrappers of other people's environments, against stand-ins of the same shape (bench/wrappers.py has the packages themselves)."""
+"""Wrappers of other people's environments, against stand-ins of the same shape (bench/wrappers.py
+has the packages themselves).
+"""
 
 import asyncio
 import enum
@@ -44,13 +46,24 @@ class Scripted:
         for request in requests:
             text = self.says(self.renderer.tokenizer.decode(list(request.prompt)))
             tokens = [*self.renderer.encode(text), sorted(self.renderer.ends)[0]]
-            found.append(SampleResponse([SampledSequence(tokens, [-1.0] * len(tokens), "stop", version=0)] * request.num_samples))
+            found.append(
+                SampleResponse(
+                    [SampledSequence(tokens, [-1.0] * len(tokens), "stop", version=0)]
+                    * request.num_samples
+                )
+            )
         return SimpleNamespace(result=lambda: (found, {}))
 
 
 def played(renderer, spec, says, rows=({},), group=1, seconds=20.0):
-    problems = [Problem(row.get("messages", ()), {k: v for k, v in row.items() if k != "messages"}, index=i) for i, row in enumerate(rows)]
-    groups = [EnvironmentGroup(spec, one, group, renderer, limits=Limits(turns=20, seconds=seconds)) for one in problems]
+    problems = [
+        Problem(row.get("messages", ()), {k: v for k, v in row.items() if k != "messages"}, index=i)
+        for i, row in enumerate(rows)
+    ]
+    groups = [
+        EnvironmentGroup(spec, one, group, renderer, limits=Limits(turns=20, seconds=seconds))
+        for one in problems
+    ]
     return rollout(groups, Scripted(renderer, says), SamplingParams(max_tokens=32), seed=0)
 
 
@@ -81,7 +94,7 @@ def test_a_package_that_is_not_there_names_its_requirements(name, settings, modu
         resolve_environment(name, **settings).make()
 
 
-# --------------------------------------------------------------------------------------------------------- reasoning-gym
+# ------------------------------------------------------------------------------------ reasoning-gym
 
 
 class Sums:
@@ -111,11 +124,17 @@ class Curriculum:
 
 @pytest.fixture
 def gym(package):
-    factory = SimpleNamespace(DATASETS={"sums": (Sums, dict)}, CURRICULA={"sums": Curriculum}, create_curriculum=lambda name: Curriculum())
+    factory = SimpleNamespace(
+        DATASETS={"sums": (Sums, dict)},
+        CURRICULA={"sums": Curriculum},
+        create_curriculum=lambda name: Curriculum(),
+    )
     package("reasoning_gym.coaching")
     package("reasoning_gym.coaching.base_curriculum", DefaultCurriculumContext=lambda mode: SimpleNamespace(mode=mode),
             RangeAttributeMode=SimpleNamespace(UPPER_BOUND="upper", INCLUSIVE="inclusive"))  # fmt: skip
-    return package("reasoning_gym", factory=factory, create_dataset=lambda name, **config: Sums(config))
+    return package(
+        "reasoning_gym", factory=factory, create_dataset=lambda name, **config: Sums(config)
+    )
 
 
 def added(prompt):
@@ -139,14 +158,21 @@ def test_a_generated_task_pays_right_answers_and_its_levels_grow(gym, renderer):
         return made.start()
 
     assert [len(asked(row)) <= 2 * (row["level"] + 1) + 2 for row in rows] == [True] * 9
-    assert not {asked(row) for row in rows[2::3]} & {asked(row) for row in spec.make().rows("test", 9)[2::3]}
+    assert not {asked(row) for row in rows[2::3]} & {
+        asked(row) for row in spec.make().rows("test", 9)[2::3]
+    }
 
 
 def test_an_answer_in_tags_is_taken_out_of_them(gym):
     made = resolve_environment("reasoning_gym", task="sums", suffix="Say the number.").make()
     made.row = {"index": 0}
     assert made.start().endswith("=\nSay the number.")
-    turn = made.step({"role": "assistant", "content": f"<answer>0</answer> no, <answer> {made.entry['answer']} </answer>."})
+    turn = made.step(
+        {
+            "role": "assistant",
+            "content": f"<answer>0</answer> no, <answer> {made.entry['answer']} </answer>.",
+        }
+    )
     assert turn.reward == 1.0 and turn.done and turn.logs == {"answer": made.entry["answer"]}
 
 
@@ -167,13 +193,15 @@ def test_settings_of_a_task_that_cannot_be(gym, settings, message):
         resolve_environment("reasoning_gym", task="sums", level=0).make()
 
 
-# ------------------------------------------------------------------------------------------------------------ textarena
+# ---------------------------------------------------------------------------------------- textarena
 
 Kind = enum.Enum("Kind", "PROMPT PLAYER_ACTION GAME_MESSAGE")
 
 
 class Nim:
-    """Players take 1 to 3 of the sticks in turn; who takes the last wins. Sticks come from the module's own `random`."""
+    """Players take 1 to 3 of the sticks in turn; who takes the last wins. Sticks come from the
+    module's own `random`.
+    """
 
     def __init__(self, most=9):
         self.most = most
@@ -185,7 +213,13 @@ class Nim:
         time.sleep(0.002)
         self.sticks = rng.randint(5, self.most) + rng.randint(0, 1)
         self.player, self.rewards, self.invalid = 0, None, False
-        self.seen = {p: [(-1, f"You are {p}.", Kind.PROMPT), (-1, f"{self.sticks} sticks.", Kind.GAME_MESSAGE)] for p in (0, 1)}
+        self.seen = {
+            p: [
+                (-1, f"You are {p}.", Kind.PROMPT),
+                (-1, f"{self.sticks} sticks.", Kind.GAME_MESSAGE),
+            ]
+            for p in (0, 1)
+        }
 
     def get_observation(self):
         seen, self.seen[self.player] = self.seen[self.player], []
@@ -206,7 +240,9 @@ class Nim:
         return False, {}
 
     def close(self):
-        return self.rewards, {p: {"invalid_move": self.invalid and p == self.player, "turn_count": 3} for p in (0, 1)}
+        return self.rewards, {
+            p: {"invalid_move": self.invalid and p == self.player, "turn_count": 3} for p in (0, 1)
+        }
 
 
 @pytest.fixture
@@ -230,7 +266,10 @@ def best(prompt):
 def test_self_play_has_a_trajectory_for_each_seat_which_sees_its_own_side(arena, renderer):
     found = played(renderer, resolve_environment("textarena", game="Nim-v0"), best, rows=[{}] * 4)
     assert set(arena.made) == {"Nim-v0-raw"} and not found.errors
-    assert len(found.groups) == 8 and sorted(sum((g.get_total_rewards() for g in found.groups), [])) == [-1.0] * 4 + [1.0] * 4
+    assert (
+        len(found.groups) == 8
+        and sorted(sum((g.get_total_rewards() for g in found.groups), [])) == [-1.0] * 4 + [1.0] * 4
+    )
     for group in found.groups:
         turns = group.trajectories_G[0].transitions
         seat = turns[0].seat
@@ -240,12 +279,18 @@ def test_self_play_has_a_trajectory_for_each_seat_which_sees_its_own_side(arena,
 
 
 def test_a_random_player_moves_by_itself_and_a_game_is_a_function_of_its_seed(arena, renderer):
-    spec = resolve_environment("textarena", game="Nim-v0", others="random", moves="1 2 3", rules=False)
+    spec = resolve_environment(
+        "textarena", game="Nim-v0", others="random", moves="1 2 3", rules=False
+    )
     one, again = (played(renderer, spec, best, rows=[{}] * 6, group=4) for _ in range(2))
     assert len(one.groups) == 6 and all(len(g.trajectories_G) == 4 for g in one.groups)
 
     def tokens(found):
-        return [[t.ob.to_ints() for t in trajectory.transitions] for g in found.groups for trajectory in g.trajectories_G]
+        return [
+            [t.ob.to_ints() for t in trajectory.transitions]
+            for g in found.groups
+            for trajectory in g.trajectories_G
+        ]
 
     assert tokens(one) == tokens(again)
     assert sum(sum(g.get_total_rewards()) for g in one.groups) > 6  # who plays best wins most games
@@ -261,7 +306,9 @@ def test_the_global_generator_is_left_alone(arena, renderer):
 
 
 def test_an_answer_without_brackets_gets_them_and_a_bad_one_is_counted(arena, renderer):
-    made = resolve_environment("textarena", game="Nim-v0", brackets=True, config='{"most": 5}').make()
+    made = resolve_environment(
+        "textarena", game="Nim-v0", brackets=True, config='{"most": 5}'
+    ).make()
     made.seed = 1
     turn = made.start()
     assert "sticks" in turn.messages and made.seats == (None, None)
@@ -279,8 +326,12 @@ def test_an_answer_without_brackets_gets_them_and_a_bad_one_is_counted(arena, re
         (True, 0, "0", 0.0, 1.0),
     ],
 )
-def test_wins_alone_are_paid_where_that_is_asked_for(arena, monkeypatch, wins_only, won, last, own, other):
-    """The game's own reward pays a loser by how near it came; `won` counts the same games either way."""
+def test_wins_alone_are_paid_where_that_is_asked_for(
+    arena, monkeypatch, wins_only, won, last, own, other
+):
+    """The game's own reward pays a loser by how near it came; `won` counts the same games either
+    way.
+    """
     close = Nim.close
 
     def nearly(self):
@@ -293,7 +344,11 @@ def test_wins_alone_are_paid_where_that_is_asked_for(arena, monkeypatch, wins_on
     made.start()
     made.made.sticks = 1
     turn = made.step({"role": "assistant", "content": last})
-    assert (turn.reward, turn.metrics["won"], list(turn.rewards.values())) == (own, float(won), [other])
+    assert (turn.reward, turn.metrics["won"], list(turn.rewards.values())) == (
+        own,
+        float(won),
+        [other],
+    )
     assert sorted(turn.logs["rewards"].values()) == [-0.9, 1]
 
 
@@ -309,7 +364,7 @@ def test_settings_of_a_game_that_cannot_be(arena, settings, message):
         resolve_environment("textarena", **settings).make()
 
 
-# ------------------------------------------------------------------------------------------------------------ SkyRL-Gym
+# ---------------------------------------------------------------------------------------- SkyRL-Gym
 
 
 class Thrice:
@@ -328,7 +383,12 @@ class Thrice:
         right = action == self.truth
         done = right or self.turns == 3
         told = [] if done else [{"role": "user", "content": f"No. {self.turns}"}]
-        return {"observations": told, "reward": 1.0 if right else -0.25, "done": done, "metadata": {"seen": {action}}}
+        return {
+            "observations": told,
+            "reward": 1.0 if right else -0.25,
+            "done": done,
+            "metadata": {"seen": {action}},
+        }
 
     def get_metrics(self):
         return {"turns": self.turns, "name": "thrice"}
@@ -342,7 +402,12 @@ def test_an_environment_of_skyrl_gym_plays_on_a_data_sets_rows(package, renderer
     spec = resolve_environment("skyrl_gym", env="thrice")
     assert spec.needs_rows
     row = {"messages": [{"role": "user", "content": "2*3?"}], "answer": "2"}
-    found = played(renderer, spec, lambda prompt: prompt.count("No.") and prompt.rsplit("No. ", 1)[1][0] or "x", rows=[row])
+    found = played(
+        renderer,
+        spec,
+        lambda prompt: prompt.count("No.") and prompt.rsplit("No. ", 1)[1][0] or "x",
+        rows=[row],
+    )
     turns = found.groups[0].trajectories_G[0].transitions
     assert [t.reward for t in turns] == [-0.25, -0.25, 1.0]
     assert turns[-1].metrics["turns"] == 3.0 and "name" not in turns[-1].metrics
@@ -355,7 +420,7 @@ def test_an_environment_of_skyrl_gym_plays_on_a_data_sets_rows(package, renderer
         resolve_environment("skyrl_gym", env="thrise").make()
 
 
-# --------------------------------------------------------------------------------------------------------------- servers
+# ------------------------------------------------------------------------------------------ servers
 
 
 class Client:
@@ -384,7 +449,9 @@ class Client:
             await asyncio.sleep(1000)
         self.count += 1
         right = action["message"] == str(self.count)
-        return SimpleNamespace(observation={"text": f"Say {self.count + 1}"}, reward=float(right), done=self.count == 2)
+        return SimpleNamespace(
+            observation={"text": f"Say {self.count + 1}"}, reward=float(right), done=self.count == 2
+        )
 
 
 @pytest.fixture
@@ -397,7 +464,9 @@ def openenv(package):
 
 def test_episodes_on_a_server(openenv, renderer):
     spec = resolve_environment("openenv", url="http://x")
-    found = played(renderer, spec, lambda prompt: prompt.rsplit("Say ", 1)[1][0], rows=[{}] * 2, group=2)
+    found = played(
+        renderer, spec, lambda prompt: prompt.rsplit("Say ", 1)[1][0], rows=[{}] * 2, group=2
+    )
     assert [one.get_total_rewards() for one in found.groups] == [[2.0, 2.0]] * 2
     for _ in range(200):
         if Client.left == 4:
@@ -423,7 +492,12 @@ def test_a_session_takes_calls_of_many_threads_and_says_what_failed():
 
     session = Session(lambda: Client("x"), 5.0)
     found, begin = {}, time.monotonic()
-    threads = [threading.Thread(target=lambda n=n: found.__setitem__(n, session.call(lambda c: slow(c, n)))) for n in range(20)]
+    threads = [
+        threading.Thread(
+            target=lambda n=n: found.__setitem__(n, session.call(lambda c: slow(c, n)))
+        )
+        for n in range(20)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -466,13 +540,22 @@ class McpClient(Client):
 
     async def list_tools(self, cursor=None):
         schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-        tools = [SimpleNamespace(name=name, description=f"{name} it", input_schema=schema) for name in ("double", "fail")]
-        return SimpleNamespace(tools=tools[:1] if cursor is None else tools[1:], next_cursor="more" if cursor is None else None)
+        tools = [
+            SimpleNamespace(name=name, description=f"{name} it", input_schema=schema)
+            for name in ("double", "fail")
+        ]
+        return SimpleNamespace(
+            tools=tools[:1] if cursor is None else tools[1:],
+            next_cursor="more" if cursor is None else None,
+        )
 
     async def call_tool(self, name, arguments):
         if name == "fail":
             return SimpleNamespace(content=[SimpleNamespace(text="no luck")], is_error=True)
-        return SimpleNamespace(content=[SimpleNamespace(text=str(2 * arguments["a"])), SimpleNamespace(type="image")], is_error=False)
+        return SimpleNamespace(
+            content=[SimpleNamespace(text=str(2 * arguments["a"])), SimpleNamespace(type="image")],
+            is_error=False,
+        )
 
 
 def test_the_tools_of_a_server_are_a_models_tools(package):
@@ -496,7 +579,7 @@ def test_the_tools_of_a_server_are_a_models_tools(package):
     some.close()
 
 
-# ------------------------------------------------------------------------------------------------------- tinker-cookbook
+# ---------------------------------------------------------------------------------- tinker-cookbook
 
 
 @dataclass
@@ -515,7 +598,9 @@ def counting(renderer, seen):
             self.left = left
 
         def observation(self):
-            return renderer.build_generation_prompt([{"role": "user", "content": f"Say {self.left}"}])
+            return renderer.build_generation_prompt(
+                [{"role": "user", "content": f"Say {self.left}"}]
+            )
 
         async def initial_observation(self):
             return self.observation(), []
@@ -529,7 +614,9 @@ def counting(renderer, seen):
 
     class Old(Count):
         def step(self, action):  # of before there was `extra`, and not awaitable
-            return asyncio.get_running_loop().run_in_executor(None, lambda: asyncio.run(Count.step(self, action)))
+            return asyncio.get_running_loop().run_in_executor(
+                None, lambda: asyncio.run(Count.step(self, action))
+            )
 
     class Breaks(Count):
         async def step(self, action, *, extra=None):
@@ -567,18 +654,38 @@ class Builder:
 def test_the_cookbooks_groups_are_played_token_by_token(renderer):
     seen = []
     count, old, breaks, hangs, overflows = counting(renderer, seen)
-    builders = [Builder(count, old), Builder(count, breaks, count), Builder(hangs, count), Builder(overflows, count), Builder(breaks)]
+    builders = [
+        Builder(count, old),
+        Builder(count, breaks, count),
+        Builder(hangs, count),
+        Builder(overflows, count),
+        Builder(breaks),
+    ]
     groups = [TinkerGroup(one, i, seconds=1.5) for i, one in enumerate(builders)]
-    found = rollout(groups, Scripted(renderer, lambda p: p.rsplit("Say ", 1)[1][0]), SamplingParams(max_tokens=8), seed=0)
+    found = rollout(
+        groups,
+        Scripted(renderer, lambda p: p.rsplit("Say ", 1)[1][0]),
+        SamplingParams(max_tokens=8),
+        seed=0,
+    )
     assert [g.get_total_rewards() for g in found.groups] == [[2.0, 12.0], [2.0, 12.0], [2.0], [2.0]]
     assert [one.compared for one in builders] == [
         [(2, ["Count", "Old"])], [(2, ["Count", "Count"])], [(1, ["Count"])], [(1, ["Count"])], []
     ]  # fmt: skip
     assert [one.cleaned for one in builders] == [1] * 5
-    assert len(found.errors) == 4 and "no luck" in found.errors[0] and "within 1.5 s" in found.errors[1]
-    assert all(type(action) is list and all(type(token) is int for token in action) for action, _ in seen)
+    assert (
+        len(found.errors) == 4
+        and "no luck" in found.errors[0]
+        and "within 1.5 s" in found.errors[1]
+    )
+    assert all(
+        type(action) is list and all(type(token) is int for token in action) for action, _ in seen
+    )
     assert {None if extra is None else extra["stop_reason"] for _, extra in seen} == {None, "stop"}
-    assert found.groups[0].tag == "count" and found.groups[0].trajectories_G[0].transitions[-1].truncated
+    assert (
+        found.groups[0].tag == "count"
+        and found.groups[0].trajectories_G[0].transitions[-1].truncated
+    )
 
 
 def test_the_cookbooks_groups_by_name(tmp_path, renderer):
@@ -592,7 +699,9 @@ def test_the_cookbooks_groups_by_name(tmp_path, renderer):
     rows = spec.make().rows("test", 2)
     group = spec.token_level(Problem((), rows[1], index=7), 4, renderer)
     assert isinstance(group, TinkerGroup) and group.problem_index == 7
-    none = resolve_environment("tinker", builders=f"{path}:nothing").token_level(Problem((), rows[0]), 4, renderer)
+    none = resolve_environment("tinker", builders=f"{path}:nothing").token_level(
+        Problem((), rows[0]), 4, renderer
+    )
     (env,) = none.make_envs()  # its one episode says why there is none
     with pytest.raises(EpisodeFailed, match="returned 3; an EnvGroupBuilder is expected"):
         env.initial_observation().result()
@@ -600,7 +709,7 @@ def test_the_cookbooks_groups_by_name(tmp_path, renderer):
         resolve_environment("tinker", builders=f"{path}:builder").make()
 
 
-# --------------------------------------------------------------------------------------------- what a wrapper asks for by name
+# ------------------------------------------------------------------ what a wrapper asks for by name
 
 
 def test_a_required_setting_is_named_by_its_flag():
@@ -636,7 +745,9 @@ from rl.environments import resolve_environment
 from rl.environments.wrappers.mcp import McpServer
 {code}
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=120
+    )
     last = done.stderr.strip().splitlines()[-1]
     files = re.findall(r"needs the package .*: pip install -r (\S+)$", last)
     assert len(files) == 1 and (REPO / files[0]).is_file(), last

@@ -1,4 +1,6 @@
-"""A plain script on the clients, run by test_two_processes.py under several launches. Usage: two_processes.py OUT."""
+"""A plain script on the clients, run by test_two_processes.py under several launches. Usage:
+two_processes.py OUT.
+"""
 
 import json
 import sys
@@ -18,14 +20,18 @@ def main(out: Path) -> None:
         datums, losses = random_datums(sum(sizes), seed=i), []
         for size in sizes:
             part, datums = datums[:size], datums[size:]
-            losses.append(client.forward_backward(part, "ppo", divisor=10.0).result().metrics["loss:sum"])
+            losses.append(
+                client.forward_backward(part, "ppo", divisor=10.0).result().metrics["loss:sum"]
+            )
         params = types.AdamParams(learning_rate=1e-3 * (i + 1), eps=1e-3, grad_clip_norm=0.1)
         steps.append([*losses, client.optim_step(params).result().metrics["grad_norm"]])
     client.forward_backward([], "ppo").result()
     sampler = client.save_weights_and_get_sampling_client()
     prompts = [types.ModelInput.from_ints([3, 4, 12, 5, last, 13]) for last in (6, 7, 8)]
     params = types.SamplingParams(max_tokens=6, seed=1)
-    futures = [sampler.sample(prompt, n, params) for prompt, n in zip(prompts, (5, 1, 2), strict=True)]
+    futures = [
+        sampler.sample(prompt, n, params) for prompt, n in zip(prompts, (5, 1, 2), strict=True)
+    ]
     sequences = [sequence for future in futures for sequence in future.result().sequences]
     client.save_state("end").result()
     result = {

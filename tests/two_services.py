@@ -1,4 +1,6 @@
-"""A script with several services, one after another and side by side, run by test_services.py. Usage: two_services.py OUT."""
+"""A script with several services, one after another and side by side, run by test_services.py.
+Usage: two_services.py OUT.
+"""
 
 import json
 import os
@@ -18,16 +20,27 @@ PROMPT = types.ModelInput.from_ints([3, 4, 12, 5, 6, 13])
 def use(service: ServiceClient, seed: int) -> list:
     client = service.create_full_training_client("tiny:addition", seed=seed)
     client.forward_backward(random_datums(6, seed=seed), "ppo", divisor=10.0)
-    norm = client.optim_step(types.AdamParams(learning_rate=1e-3, eps=1e-3)).result().metrics["grad_norm"]
+    norm = (
+        client.optim_step(types.AdamParams(learning_rate=1e-3, eps=1e-3))
+        .result()
+        .metrics["grad_norm"]
+    )
     sampler = client.save_weights_and_get_sampling_client()
-    tokens = [s.tokens for s in sampler.sample(PROMPT, 3, types.SamplingParams(max_tokens=5, seed=1)).result().sequences]
+    tokens = [
+        s.tokens
+        for s in sampler.sample(PROMPT, 3, types.SamplingParams(max_tokens=5, seed=1))
+        .result()
+        .sequences
+    ]
     return [norm, client.info["world"], tokens]
 
 
 def refused(out: Path) -> str:
     """What is said of a service whose learners DeepSpeed would train in the first one's precision."""
     try:
-        ServiceClient(output_dir=out, settings=WorkerSettings(dtype="bf16")).create_full_training_client("tiny:addition").result()
+        ServiceClient(
+            output_dir=out, settings=WorkerSettings(dtype="bf16")
+        ).create_full_training_client("tiny:addition").result()
     except UserError as error:
         return str(error)
     return "nothing"
@@ -46,7 +59,8 @@ def main(out: Path) -> None:
     results["beside, alone"] = use(beside, 2)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         results["of another precision"] = refused(out / "d")
-    (out / "result.json").write_text(json.dumps(results))  # the last one is left open: the end of the script closes it
+    # the last one is left open: the end of the script closes it
+    (out / "result.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -25,27 +25,45 @@ RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "addition.yaml"
 def train(words: str, folder: Path) -> list[dict]:
     """What `train.py WORDS` does; its metrics, without what depends on the clock."""
     others = ["--seed", str(learning.seed())] if learning.seed() and "--seed" not in words else []
-    execute(parse([*words.split(), *others, "--output-dir", str(folder), "--quiet"], METHODS, RECIPE, options=RunSettings))
+    execute(
+        parse(
+            [*words.split(), *others, "--output-dir", str(folder), "--quiet"],
+            METHODS,
+            RECIPE,
+            options=RunSettings,
+        )
+    )
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
 
 
 def final_weights(folder: Path) -> dict[str, torch.Tensor]:
-    (file,) = [f for model in (folder / "checkpoints").glob("*-final/model") for f in model.glob("*.safetensors")]
+    (file,) = [
+        f
+        for model in (folder / "checkpoints").glob("*-final/model")
+        for f in model.glob("*.safetensors")
+    ]
     return load_file(str(file))
 
 
 @contextmanager
 def updates_end_while_answers_are_drawn() -> Iterator[None]:
-    """However fast this machine samples or learns: sampling waits for the update where an answer is half drawn, and an update has ended
-    for the one who ticks only once an answer is half drawn, or where none will be."""
+    """However fast this machine samples or learns: sampling waits for the update where an answer is
+    half drawn, and an update has ended for the one who ticks only once an answer is half drawn, or
+    where none will be.
+    """
 
     def tick(flow: Flow):
         def half_drawn() -> bool:
-            return any(request.begun is not None and request.begun.tokens for request in flow.seats[None].stream.unfinished().values())
+            return any(
+                request.begun is not None and request.begun.tokens
+                for request in flow.seats[None].stream.unfinished().values()
+            )
 
         def ended() -> bool:
-            return learned() and (half_drawn() or not (flow.seats[None].stream.busy or len(flow.waiters)))
+            return learned() and (
+                half_drawn() or not (flow.seats[None].stream.busy or len(flow.waiters))
+            )
 
         learned = flow.learned
         while flow.learning() and not learned() and flow.landed() is None and half_drawn():
@@ -67,7 +85,8 @@ class _Cut(Exception):
 
 
 def two_and_two(words: str, folder: Path) -> list[dict]:
-    """Four steps at once, and four that are broken off in the third and resumed from the second: asserts the same metrics and weights.
+    """Four steps at once, and four that are broken off in the third and resumed from the second:
+    asserts the same metrics and weights.
 
     `words`: of a run of one stage, without steps and saving. Returns the metrics.
     """

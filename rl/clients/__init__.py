@@ -1,4 +1,6 @@
-"""Tinker's verbs: service, training and sampling clients, the driver, and the worker that every rank runs."""
+"""Tinker's verbs: service, training and sampling clients, the driver, and the worker that every
+rank runs.
+"""
 
 from rl.clients.classifier import ClassifierClient
 from rl.clients.config import LoRAConfig, TrainingConfig, names_nearest

@@ -14,16 +14,26 @@ from rl.types import Datum, TensorData
 
 
 def reads_weights_as_mask(loss: LossSpec) -> bool:
-    """Return whether `weights` in a datum are the mask of this loss: it has one, and no weights of its own."""
+    """Return whether `weights` in a datum are the mask of this loss: it has one, and no weights of
+    its own.
+    """
     return "mask" in loss.known_fields and "weights" not in loss.known_fields
 
 
-def with_masks(data: Sequence[Datum], name: str, loss: LossSpec, config: Mapping[str, Any], context: ServiceContext) -> Sequence[Datum]:
-    """Return the datums, each with the `mask` that the loss called `name` reads; the same list if nothing has to be added.
+def with_masks(
+    data: Sequence[Datum],
+    name: str,
+    loss: LossSpec,
+    config: Mapping[str, Any],
+    context: ServiceContext,
+) -> Sequence[Datum]:
+    """Return the datums, each with the `mask` that the loss called `name` reads; the same list if
+    nothing has to be added.
 
-    `weights` of 0 and 1 are the mask of a loss that has no weights of its own. A datum without either takes the recorded samples of
-    this service and the positions with an advantage; that is said once. Malformed fields stay as they are: `check_datum` names them.
-    Raises BadRequestError, naming the datum, for weights that are no mask or not the mask beside them.
+    `weights` of 0 and 1 are the mask of a loss that has no weights of its own. A datum without
+    either takes the recorded samples of this service and the positions with an advantage; that is
+    said once. Malformed fields stay as they are: `check_datum` names them. Raises BadRequestError,
+    naming the datum, for weights that are no mask or not the mask beside them.
     """
     if reads_weights_as_mask(loss):
         data = [_weights_as_mask(i, datum) for i, datum in enumerate(data)]
@@ -51,20 +61,30 @@ def _weights_as_mask(index: int, datum: Datum) -> Datum:
         )
     for name in MASKS:
         mask = fields.get(name)
-        if mask is not None and mask.array.shape == weights.array.shape and ((mask.array != 0) != (weights.array != 0)).any():
+        if (
+            mask is not None
+            and mask.array.shape == weights.array.shape
+            and ((mask.array != 0) != (weights.array != 0)).any()
+        ):
             position = int(np.flatnonzero((mask.array != 0) != (weights.array != 0))[0])
             raise BadRequestError(
                 f"datum {index} has 'weights' and {name!r}, which both say which targets are actions, and they differ first at "
                 f"position {position}: leave one of them out"
             )
     rest = {name: value for name, value in fields.items() if name != "weights"}
-    return datum.with_inputs(rest if any(name in fields for name in MASKS) else {**rest, "mask": weights})
+    return datum.with_inputs(
+        rest if any(name in fields for name in MASKS) else {**rest, "mask": weights}
+    )
 
 
 def _with_mask(datum: Datum, context: ServiceContext) -> Datum:
     fields = datum.loss_fn_inputs
     advantages = fields.get("advantages")
-    if any(name in fields for name in MASKS) or advantages is None or advantages.array.shape != (datum.model_input.length,):
+    if (
+        any(name in fields for name in MASKS)
+        or advantages is None
+        or advantages.array.shape != (datum.model_input.length,)
+    ):
         return datum
     actions, sampled = advantages.array != 0, context.drawn.sampled_targets(datum)
     if sampled is not None and sampled.shape == actions.shape:

@@ -1,4 +1,6 @@
-"""Tinker's `*_async` spellings. What submits and returns a future is awaited twice; what makes a client or a sample once."""
+"""Tinker's `*_async` spellings. What submits and returns a future is awaited twice; what makes a
+client or a sample once.
+"""
 
 from __future__ import annotations
 
@@ -20,34 +22,52 @@ from rl.types import (
 class AsyncTraining:
     """Of a TrainingClient."""
 
-    async def forward_async(self: Any, *args: Any, **kwargs: Any) -> APIFuture[ForwardBackwardOutput]:
+    async def forward_async(
+        self: Any, *args: Any, **kwargs: Any
+    ) -> APIFuture[ForwardBackwardOutput]:
         return self.forward(*args, **kwargs)
 
-    async def forward_backward_async(self: Any, *args: Any, **kwargs: Any) -> APIFuture[ForwardBackwardOutput]:
+    async def forward_backward_async(
+        self: Any, *args: Any, **kwargs: Any
+    ) -> APIFuture[ForwardBackwardOutput]:
         return self.forward_backward(*args, **kwargs)
 
-    async def forward_backward_custom_async(self: Any, *args: Any, **kwargs: Any) -> APIFuture[ForwardBackwardOutput]:
+    async def forward_backward_custom_async(
+        self: Any, *args: Any, **kwargs: Any
+    ) -> APIFuture[ForwardBackwardOutput]:
         return self.forward_backward_custom(*args, **kwargs)
 
-    async def optim_step_async(self: Any, *args: Any, **kwargs: Any) -> APIFuture[OptimStepResponse]:
+    async def optim_step_async(
+        self: Any, *args: Any, **kwargs: Any
+    ) -> APIFuture[OptimStepResponse]:
         return self.optim_step(*args, **kwargs)
 
-    async def save_state_async(self: Any, *args: Any, **kwargs: Any) -> APIFuture[SaveWeightsResponse]:
+    async def save_state_async(
+        self: Any, *args: Any, **kwargs: Any
+    ) -> APIFuture[SaveWeightsResponse]:
         return self.save_state(*args, **kwargs)
 
-    async def save_weights_for_sampler_async(self: Any, *args: Any, **kwargs: Any) -> APIFuture[SaveWeightsForSamplerResponse]:
+    async def save_weights_for_sampler_async(
+        self: Any, *args: Any, **kwargs: Any
+    ) -> APIFuture[SaveWeightsForSamplerResponse]:
         return self.save_weights_for_sampler(*args, **kwargs)
 
     async def save_weights_external_async(self: Any, *args: Any, **kwargs: Any) -> APIFuture[Any]:
         return self.save_weights_external(*args, **kwargs)
 
-    async def load_state_async(self: Any, *args: Any, **kwargs: Any) -> APIFuture[LoadWeightsResponse]:
+    async def load_state_async(
+        self: Any, *args: Any, **kwargs: Any
+    ) -> APIFuture[LoadWeightsResponse]:
         return self.load_state(*args, **kwargs)
 
-    async def load_state_with_optimizer_async(self: Any, *args: Any, **kwargs: Any) -> APIFuture[LoadWeightsResponse]:
+    async def load_state_with_optimizer_async(
+        self: Any, *args: Any, **kwargs: Any
+    ) -> APIFuture[LoadWeightsResponse]:
         return self.load_state_with_optimizer(*args, **kwargs)
 
-    async def save_weights_and_get_sampling_client_async(self: Any, *args: Any, **kwargs: Any) -> Any:
+    async def save_weights_and_get_sampling_client_async(
+        self: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         return await self.save_weights_and_get_sampling_client(*args, **kwargs)
 
     async def create_sampling_client_async(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +99,9 @@ class AsyncService:
     async def create_training_client_from_state_async(self: Any, *args: Any, **kwargs: Any) -> Any:
         return await self.create_training_client_from_state(*args, **kwargs)
 
-    async def create_training_client_from_state_with_optimizer_async(self: Any, *args: Any, **kwargs: Any) -> Any:
+    async def create_training_client_from_state_with_optimizer_async(
+        self: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         return await self.create_training_client_from_state_with_optimizer(*args, **kwargs)
 
     async def create_sampling_client_async(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,6 @@
-"""What is asked of a learner, looked at before it runs: losses, their settings, datums. Every error is a ValueError at the call."""
+"""What is asked of a learner, looked at before it runs: losses, their settings, datums. Every error
+is a ValueError at the call.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ from rl.types.checked import number
 _POSITIVE = {"least": 0.0, "open_ends": True}
 # what each key of a loss_fn_config may be: in words, and in numbers
 _RANGES: dict[str, tuple[str, dict[str, Any]]] = {
-    "temperature": ("a positive number of at least 0.001, at which the learner scores", {"least": 1e-3}),
+    "temperature": (
+        "a positive number of at least 0.001, at which the learner scores",
+        {"least": 1e-3},
+    ),
     "clip_low_threshold": ("a ratio of at least 0, such as 0.8", {"least": 0.0}),
     "clip_high_threshold": ("a ratio of at least 0, such as 1.2", {"least": 0.0}),
     "label_smoothing": ("at least 0 and below 0.5", {"least": 0.0, "most": 0.5}),
@@ -36,13 +41,23 @@ def check_loss_config(name: str, loss: LossSpec, config: Mapping[str, Any]) -> N
     """Raises ValueError for a key that the loss does not have, or a value that means nothing."""
     for key, value in config.items():
         if key not in loss.known_config:
-            raise BadRequestError(f"loss_fn_config has the key {key!r}; {name} takes {', '.join(loss.known_config)}")
+            raise BadRequestError(
+                f"loss_fn_config has the key {key!r}; {name} takes {', '.join(loss.known_config)}"
+            )
         if key == "kl_kind":
             if value not in KL_KINDS:
-                raise BadRequestError(f"loss_fn_config has kl_kind {value!r}: one of {', '.join(KL_KINDS)}")
+                raise BadRequestError(
+                    f"loss_fn_config has kl_kind {value!r}: one of {', '.join(KL_KINDS)}"
+                )
         elif key == "beta":
             zero = name == "dro"  # DPO and IPO divide by it or have no gradient without
-            number("beta", value, f"a {'non-negative' if zero else 'positive'} number, such as 0.1", least=0.0, open_ends=not zero)
+            number(
+                "beta",
+                value,
+                f"a {'non-negative' if zero else 'positive'} number, such as 0.1",
+                least=0.0,
+                open_ends=not zero,
+            )
         elif key == "clip_high_threshold" and isinstance(value, float) and value == math.inf:
             continue  # no upper bound
         elif not (key == "value_clip" and value is None):
@@ -50,25 +65,36 @@ def check_loss_config(name: str, loss: LossSpec, config: Mapping[str, Any]) -> N
             number(key, float(value) if isinstance(value, bool) else value, wanted, **limits)
     low, high = config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2)
     if low > high and "clip_low_threshold" in loss.known_config:
-        raise BadRequestError(f"clip_low_threshold {low} lies above clip_high_threshold {high}: both are ratios, such as 0.8 and 1.2")
+        raise BadRequestError(
+            f"clip_low_threshold {low} lies above clip_high_threshold {high}: both are ratios, such as 0.8 and 1.2"
+        )
     check_config(config)
 
 
 def check_call(
-    data: Sequence[Datum], name: str, config: Mapping[str, Any], info: Mapping[str, Any], context: ServiceContext | None = None
+    data: Sequence[Datum],
+    name: str,
+    config: Mapping[str, Any],
+    info: Mapping[str, Any],
+    context: ServiceContext | None = None,
 ) -> tuple[LossSpec, Sequence[Datum]]:
-    """Return the loss of that name and the datums, with images read and (with a service's `context`) with masks.
+    """Return the loss of that name and the datums, with images read and (with a service's
+    `context`) with masks.
 
     Raises ValueError naming what does not fit the loss or the model (`info`: the client's).
     """
     if not isinstance(name, str):
-        raise BadRequestError(f"loss_fn is the name of a loss, got {name!r}: a function goes to forward_backward_custom")
+        raise BadRequestError(
+            f"loss_fn is the name of a loss, got {name!r}: a function goes to forward_backward_custom"
+        )
     loss, data = get_loss(name), with_images(data, info)
     check_loss_config(name, loss, config)
     if not isinstance(data, Sequence) or any(not isinstance(datum, Datum) for datum in data):
         raise BadRequestError(f"data is a list of types.Datum, got {_kind_of(data)}")
     if len(data) % loss.group:
-        raise BadRequestError(f"{name} takes datums in groups of {loss.group}, one after the other; {len(data)} datums were given")
+        raise BadRequestError(
+            f"{name} takes datums in groups of {loss.group}, one after the other; {len(data)} datums were given"
+        )
     if loss.needs_values(config):
         need_value_head(info, f"the loss {name!r}" if loss.values else "value_coef")
     data = with_masks(data, name, loss, config, context) if context is not None else data
@@ -87,9 +113,11 @@ def check_call(
 
 
 def settled(given: Any, info: Mapping[str, Any]) -> Any:
-    """An input whose images have their tokens, as the model of `info` reads them; anything else as it is.
+    """An input whose images have their tokens, as the model of `info` reads them; anything else as
+    it is.
 
-    UserError for images where the model reads text alone, or reads an image as other tokens than were expected.
+    UserError for images where the model reads text alone, or reads an image as other tokens than
+    were expected.
     """
     if not _has_images(given):
         return given
@@ -101,7 +129,9 @@ def settled(given: Any, info: Mapping[str, Any]) -> Any:
 
 def with_images(data: Sequence[Datum], info: Mapping[str, Any]) -> Sequence[Datum]:
     """The datums, their inputs `settled`; the same list where none holds an image."""
-    if not isinstance(data, Sequence) or not any(isinstance(one, Datum) and _has_images(one.model_input) for one in data):
+    if not isinstance(data, Sequence) or not any(
+        isinstance(one, Datum) and _has_images(one.model_input) for one in data
+    ):
         return data
     found = []
     for datum in data:
@@ -118,25 +148,37 @@ def _has_images(given: Any) -> bool:
 
 def need_value_head(info: Mapping[str, Any], what: str) -> None:
     if not info["value_head"]:
-        raise BadRequestError(f"{what} reads values, and this model has no value head: create the client with value_head=True")
+        raise BadRequestError(
+            f"{what} reads values, and this model has no value head: create the client with value_head=True"
+        )
 
 
 def _kind_of(data: Any) -> str:
     if not isinstance(data, Sequence):
         return f"a {type(data).__name__}"
-    return "one that holds a " + next(type(datum).__name__ for datum in data if not isinstance(datum, Datum))
+    return "one that holds a " + next(
+        type(datum).__name__ for datum in data if not isinstance(datum, Datum)
+    )
 
 
 def checked_targets(given: Any, prompt_tokens: int, vocabulary: int) -> np.ndarray | None:
-    """The ids of target_prompt_logprobs, [prompt tokens - 1, K], -1 for none. Raises ValueError for what they are not."""
+    """The ids of target_prompt_logprobs, [prompt tokens - 1, K], -1 for none. Raises ValueError for
+    what they are not.
+    """
     if given is None:
         return None
     name = "target_prompt_logprobs"
     if not isinstance(given, TensorData) or given.dtype != "int64":
-        raise BadRequestError(f"{name} is a types.TensorData of token ids (int64), got {_kind_of(given)}")
+        raise BadRequestError(
+            f"{name} is a types.TensorData of token ids (int64), got {_kind_of(given)}"
+        )
     if given.array.ndim != 2 or len(given.array) != prompt_tokens - 1:
-        raise BadRequestError(f"{name} has the shape [prompt tokens - 1, K], here [{prompt_tokens - 1}, K]; got {given.shape}")
+        raise BadRequestError(
+            f"{name} has the shape [prompt tokens - 1, K], here [{prompt_tokens - 1}, K]; got {given.shape}"
+        )
     low, high = given.array.min(initial=-1), given.array.max(initial=-1)
     if low < -1 or high >= vocabulary:
-        raise BadRequestError(f"{name} holds ids from 0 to {vocabulary - 1}, or -1 for none; got {low} to {high}")
+        raise BadRequestError(
+            f"{name} holds ids from 0 to {vocabulary - 1}, or -1 for none; got {low} to {high}"
+        )
     return given.array

@@ -1,4 +1,6 @@
-"""ClassifierClient: the scores of a published reward model that lives in this process and on the ranks that serve it."""
+"""ClassifierClient: the scores of a published reward model that lives in this process and on the
+ranks that serve it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from rl.errors import BadRequestError
 
 
 class ClassifierClient:
-    """An extension: reads token sequences and scores each. Its memory is given back when the client is gone."""
+    """An extension: reads token sequences and scores each. Its memory is given back when the client
+    is gone.
+    """
 
     def __init__(self, context: ServiceContext, name: str):
         self._driver, self.model_id = context.driver, context.next_model_id()
@@ -30,13 +34,21 @@ class ClassifierClient:
         return self.info["tokenizer"]
 
     def compute_scores(self, inputs: Sequence[Sequence[int]]) -> APIFuture[list[float]]:
-        """Return the score of each token sequence. Raises BadRequestError for an empty one, or one beyond the model's context."""
+        """Return the score of each token sequence. Raises BadRequestError for an empty one, or one
+        beyond the model's context.
+        """
         limit = self.info["max_context"]
         for number, tokens in enumerate(inputs):
             if not len(tokens) or (limit is not None and len(tokens) > limit):
                 name, most = self.info["base_model"], limit or "any number of"
-                raise BadRequestError(f"the reward model {name} reads 1 to {most} tokens, input {number} has {len(tokens)}")
-        return APIFuture(self._driver.submit("classify", self.model_id, [[int(token) for token in tokens] for tokens in inputs]))
+                raise BadRequestError(
+                    f"the reward model {name} reads 1 to {most} tokens, input {number} has {len(tokens)}"
+                )
+        return APIFuture(
+            self._driver.submit(
+                "classify", self.model_id, [[int(token) for token in tokens] for tokens in inputs]
+            )
+        )
 
     def release(self) -> None:
         """Give its memory back."""

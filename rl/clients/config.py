@@ -14,7 +14,9 @@ C = TypeVar("C")
 
 
 def names_nearest(config: type[C]) -> type[C]:
-    """Class decorator for a keyword-only dataclass: a name that it does not have is a UserError that says the nearest."""
+    """Class decorator for a keyword-only dataclass: a name that it does not have is a UserError
+    that says the nearest.
+    """
     known = [f.name for f in dataclasses.fields(config)]  # type: ignore[arg-type]
     plain = config.__init__
 
@@ -24,7 +26,9 @@ def names_nearest(config: type[C]) -> type[C]:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {near[0]!r}? " if near else ""
-                raise UserError(f"{config.__name__} has no setting {name!r}: {hint}it takes {', '.join(known)}")
+                raise UserError(
+                    f"{config.__name__} has no setting {name!r}: {hint}it takes {', '.join(known)}"
+                )
         plain(self, **given)
 
     config.__init__ = checked  # type: ignore[assignment]
@@ -49,7 +53,9 @@ class LoRAConfig:
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ValueError(f"rank is at least 1, got {self.rank}; lora_config=None trains all weights")
+            raise ValueError(
+                f"rank is at least 1, got {self.rank}; lora_config=None trains all weights"
+            )
         if not self.alpha > 0:
             raise ValueError(f"alpha is positive, such as twice the rank, got {self.alpha}")
 
@@ -74,6 +80,10 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model_ref, str) or not self.model_ref:
-            raise ValueError(f"model_ref is a hub name, a model folder or tiny:<preset>, got {self.model_ref!r}")
+            raise ValueError(
+                f"model_ref is a hub name, a model folder or tiny:<preset>, got {self.model_ref!r}"
+            )
         if self.lora_config is not None and not isinstance(self.lora_config, LoRAConfig):
-            raise ValueError(f"lora_config is a LoRAConfig(rank=16, alpha=32), or None to train all weights; got {self.lora_config!r}")
+            raise ValueError(
+                f"lora_config is a LoRAConfig(rank=16, alpha=32), or None to train all weights; got {self.lora_config!r}"
+            )

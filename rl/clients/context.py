@@ -1,4 +1,6 @@
-"""What the clients of one service share: its driver, where saves go, and the counters from which ids and random streams come."""
+"""What the clients of one service share: its driver, where saves go, and the counters from which
+ids and random streams come.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,13 @@ from rl.errors import BadRequestError, remark
 class ServiceContext:
     """Made by a ServiceClient, handed to each client that it makes.
 
-    `seed`: of samples drawn without one of their own. `user_metadata`: words saved with every checkpoint.
-    `drawn`: at which temperature the last samples were drawn.
+    `seed`: of samples drawn without one of their own. `user_metadata`: words saved with every
+    checkpoint. `drawn`: at which temperature the last samples were drawn.
     """
 
-    def __init__(self, driver: Driver, output_dir: str, seed: int, user_metadata: Mapping[str, str]):
+    def __init__(
+        self, driver: Driver, output_dir: str, seed: int, user_metadata: Mapping[str, str]
+    ):
         self.driver = driver
         self.output_dir = output_dir
         self.seed = seed
@@ -29,7 +33,8 @@ class ServiceContext:
         self._id = uuid.uuid4().hex[:12]
         self._sequences = itertools.count()
         self._saved_by: dict[str, int] = {}  # which model wrote a folder
-        self._rooms: dict[str, set[int]] = {}  # by output folder: models with a room of their own there
+        # by output folder: models with a room of their own there
+        self._rooms: dict[str, set[int]] = {}
         self._models = 0
         self._versions = 0
         self._streams = 0
@@ -56,8 +61,12 @@ class ServiceContext:
     def next_sequence_id(self) -> str:
         return f"{self._id}:{next(self._sequences)}"
 
-    def place_of(self, model_id: int, kind: Literal["checkpoints", "sampler_weights"], name: str) -> str:
-        """The folder that a model's save under a name goes to: of its own, where another model of this service has saved under it."""
+    def place_of(
+        self, model_id: int, kind: Literal["checkpoints", "sampler_weights"], name: str
+    ) -> str:
+        """The folder that a model's save under a name goes to: of its own, where another model of
+        this service has saved under it.
+        """
         own = self._rooms.setdefault(self.output_dir, set())
         path = Path(self.output_dir, kind, name)
         if model_id in own or self._saved_by.get(str(path), model_id) != model_id:
@@ -74,6 +83,10 @@ class ServiceContext:
 def check_words(user_metadata: Mapping[str, str] | None) -> dict[str, str]:
     """Raises ValueError unless it is a dict of strings."""
     words = {} if user_metadata is None else user_metadata
-    if not isinstance(words, Mapping) or any(not isinstance(part, str) for pair in words.items() for part in pair):
-        raise BadRequestError(f"user_metadata is a dict of strings to strings, got {user_metadata!r}")
+    if not isinstance(words, Mapping) or any(
+        not isinstance(part, str) for pair in words.items() for part in pair
+    ):
+        raise BadRequestError(
+            f"user_metadata is a dict of strings to strings, got {user_metadata!r}"
+        )
     return dict(words)

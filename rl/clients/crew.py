@@ -1,9 +1,10 @@
 """All ranks at work: rank 0 broadcasts verbs, the others execute them until it ends.
 
-On rank 0 one thread executes the verbs in the order they were submitted. With one process the broadcast is a no-op and nothing else
-differs. All services of a script share the thread and the ranks, which stay until the script ends, for another service may come.
-Where some ranks sample (`sampler_ranks`) these are a crew of their own, with a thread of its own on rank 0, which executes nothing
-there: what learns and what samples go on side by side.
+On rank 0 one thread executes the verbs in the order they were submitted. With one process the
+broadcast is a no-op and nothing else differs. All services of a script share the thread and the
+ranks, which stay until the script ends, for another service may come. Where some ranks sample
+(`sampler_ranks`) these are a crew of their own, with a thread of its own on rank 0, which executes
+nothing there: what learns and what samples go on side by side.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ class Desk:
         role = take_role(settings.sampler_ranks, settings.timeout_seconds)
         samples = role is not None and role.samples
         self._kind: type[Drawing] = Hangar if samples else Worker
-        bridge = distributed.ObjectGroup(settings.timeout_seconds, role.bridge) if samples and role is not None else None
+        bridge = (
+            distributed.ObjectGroup(settings.timeout_seconds, role.bridge)
+            if samples and role is not None
+            else None
+        )
         first = self._kind(settings, bridge)
         require_same(first.objects, settings)
         self.objects = first.objects
@@ -45,7 +50,11 @@ class Desk:
 
     def worker(self, service: int, verb: str) -> Any:
         """What executes a verb of that service."""
-        return self if verb in (OPEN, LEAVE) else self._workers.get(service) or Gone(self.objects, service)
+        return (
+            self
+            if verb in (OPEN, LEAVE)
+            else self._workers.get(service) or Gone(self.objects, service)
+        )
 
     def open_service(self, service: int, settings: WorkerSettings) -> str:
         """Makes its worker; the device it computes on."""
@@ -62,7 +71,9 @@ class Desk:
 
 
 class Gone:
-    """In the place of a worker whose service has been closed: a verb that comes too late is an error, and no dead rank."""
+    """In the place of a worker whose service has been closed: a verb that comes too late is an
+    error, and no dead rank.
+    """
 
     def __init__(self, objects: distributed.ObjectGroup, service: int):
         self.objects, self._service = objects, service
@@ -72,7 +83,9 @@ class Gone:
 
 
 class FarDesk:
-    """Rank 0's desk of the samplers: nothing is executed at it, and what they report is put together."""
+    """Rank 0's desk of the samplers: nothing is executed at it, and what they report is put
+    together.
+    """
 
     def __init__(self, settings: WorkerSettings):
         role = take_role(settings.sampler_ranks, settings.timeout_seconds)
@@ -95,7 +108,9 @@ def _nothing(*arguments: Any) -> None:
 
 
 def serve(settings: WorkerSettings) -> None:
-    """Executes broadcast verbs on a rank other than 0 until the driver ends. RankLost where the driver is gone."""
+    """Executes broadcast verbs on a rank other than 0 until the driver ends. RankLost where the
+    driver is gone.
+    """
     interrupts.end_with_the_launcher()
     desk = Desk(settings)
     interrupts.leave_to_the_driver(settings.stop_grace_seconds)
@@ -111,10 +126,12 @@ def serve(settings: WorkerSettings) -> None:
 
 
 def _execute(worker: Any, verb: str, arguments: Sequence[Any]) -> Any:
-    """Runs a verb on this rank and brings the ranks' parts together on rank 0, where it raises if any rank failed.
+    """Runs a verb on this rank and brings the ranks' parts together on rank 0, where it raises if
+    any rank failed.
 
-    One gather carries result and error of every rank, so a rank that fails keeps nobody waiting. Where a collective failed,
-    the ranks are out of step: RankLost, which names the rank that failed for another reason, if one did.
+    One gather carries result and error of every rank, so a rank that fails keeps nobody waiting.
+    Where a collective failed, the ranks are out of step: RankLost, which names the rank that failed
+    for another reason, if one did.
     """
     error: BaseException | None = None
     part = None
@@ -124,12 +141,18 @@ def _execute(worker: Any, verb: str, arguments: Sequence[Any]) -> Any:
         raise
     except FailedElsewhere:
         pass  # the rank where it failed reports why
-    except Exception as caught:  # reported to the driver, which raises it where the result is asked for
+    except (
+        Exception
+    ) as caught:  # reported to the driver, which raises it where the result is asked for
         error = caught
     report = None
     if error is not None:
         says = str(error) if isinstance(error, (UserError, FloatingPointError)) else None
-        report = ("".join(traceback.format_exception(error)), distributed.is_communication_error(error), says)
+        report = (
+            "".join(traceback.format_exception(error)),
+            distributed.is_communication_error(error),
+            says,
+        )
     try:
         reports = worker.objects.gather((part, report))
     except RankLost as lost:
@@ -140,7 +163,9 @@ def _execute(worker: Any, verb: str, arguments: Sequence[Any]) -> Any:
     if any(out_of_step for _, out_of_step, _ in failed.values()):
         causes = {rank: text for rank, (text, out_of_step, _) in failed.items() if not out_of_step}
         rank, text = next(iter(causes.items())) if causes else (min(failed), failed[min(failed)][0])
-        raise RankLost(f"{verb} failed on {worker.objects.name(rank)}, the ranks are out of step:\n{text}") from error
+        raise RankLost(
+            f"{verb} failed on {worker.objects.name(rank)}, the ranks are out of step:\n{text}"
+        ) from error
     if error is not None:
         raise error
     for rank, (text, _, says) in failed.items():
@@ -151,7 +176,9 @@ def _execute(worker: Any, verb: str, arguments: Sequence[Any]) -> Any:
 
 
 def _beat(desk: Desk | FarDesk, verb: str = ALIVE) -> RankLost | None:
-    """Lets the other ranks know that the driver lives (or closes). Returns the error if one of them does not."""
+    """Lets the other ranks know that the driver lives (or closes). Returns the error if one of them
+    does not.
+    """
     try:
         desk.objects.broadcast_verb((0, verb, ()))
     except RankLost as lost:
@@ -160,12 +187,16 @@ def _beat(desk: Desk | FarDesk, verb: str = ALIVE) -> RankLost | None:
 
 
 class Crew:
-    """Rank 0's side of all ranks: a queue of verbs and the thread that executes them. There is one in a process."""
+    """Rank 0's side of all ranks: a queue of verbs and the thread that executes them. There is one
+    in a process.
+    """
 
     name = "whetstone-worker"
-    patience: ClassVar[float] = 60.0  # seconds that the end of the script waits for what was submitted
+    # seconds that the end of the script waits for what was submitted
+    patience: ClassVar[float] = 60.0
     _lock: ClassVar[Any] = threading.RLock()
-    _at_work: ClassVar[Crew | None] = None  # the other ranks serve this process alone, however many services its script makes
+    # the other ranks serve this process alone, however many services its script makes
+    _at_work: ClassVar[Crew | None] = None
 
     def __init__(self, settings: WorkerSettings):
         interrupts.end_with_the_launcher()
@@ -173,7 +204,9 @@ class Crew:
         self.open: set[int] = set()
         self.queue: queue.SimpleQueue = queue.SimpleQueue()
         started: Future = Future()
-        self.thread = threading.Thread(target=self._loop, args=(settings, started), name=self.name, daemon=True)
+        self.thread = threading.Thread(
+            target=self._loop, args=(settings, started), name=self.name, daemon=True
+        )
         self.thread.start()
         started.result()
         atexit.register(self._at_exit)
@@ -190,19 +223,24 @@ class Crew:
             return crew, number
 
     def leave(self, number: int, timeout: float) -> None:
-        """One service less. One process alone has nobody to keep for another service: its thread ends with the last one."""
+        """One service less. One process alone has nobody to keep for another service: its thread
+        ends with the last one.
+        """
         done: Future = Future()
         with self._lock:
             self.open.discard(number)
             self.queue.put((number, LEAVE, (number,), (), done))
             last = not self.open and self._alone()
             if last:
-                self.end(timeout)  # who joins meanwhile, in another thread, waits, and begins a crew of its own
+                # who joins meanwhile, in another thread, waits, and begins a crew of its own
+                self.end(timeout)
         if not last:
             wait([done], timeout)
 
     def end(self, timeout: float = 60.0) -> None:
-        """Ends the thread and the other ranks; verbs already submitted run first. Ending twice does nothing."""
+        """Ends the thread and the other ranks; verbs already submitted run first. Ending twice does
+        nothing.
+        """
         with self._lock:
             if type(self)._at_work is self:
                 type(self)._at_work = None
@@ -213,8 +251,9 @@ class Crew:
             atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
-        """The end of the script. A thread that is still at work must not see the interpreter end: it would be unwound on its way out of
-        torch, which C++ answers with "terminate called without an active exception" and an abort.
+        """The end of the script. A thread that is still at work must not see the interpreter end:
+        it would be unwound on its way out of torch, which C++ answers with "terminate called
+        without an active exception" and an abort.
         """
         self.end(self.patience)
         if self.thread.is_alive():
@@ -246,7 +285,9 @@ class Crew:
         lost: RankLost | None = None
         while True:
             try:
-                number, verb, arguments, after, future = self.queue.get(timeout=desk.objects.beat_seconds)
+                number, verb, arguments, after, future = self.queue.get(
+                    timeout=desk.objects.beat_seconds
+                )
             except queue.Empty:
                 lost = lost or _beat(desk)
                 continue
@@ -265,9 +306,11 @@ class Crew:
                 future.set_result(_everywhere(desk, number, verb, arguments))
             except BaseException as error:
                 if isinstance(error, RankLost):
-                    lost = error  # the others are out of step: whatever is asked for from now on fails alike
+                    # the others are out of step: whatever is asked for from now on fails alike
+                    lost = error
                 future.set_exception(error)
-            del verb, arguments, after, future  # nothing of a finished verb is kept alive while waiting for the next
+            # nothing of a finished verb is kept alive while waiting for the next
+            del verb, arguments, after, future
 
 
 class Samplers(Crew):
@@ -292,10 +335,14 @@ def _everywhere(desk: Any, number: int, verb: str, arguments: Sequence[Any]) -> 
     return _execute(desk.worker(number, verb), verb, arguments)
 
 
-def _refuse_after_failure(desk: Any, number: int, verb: str, arguments: Sequence[Any], after: Sequence[Future]) -> None:
-    """An update on half of what was meant would be worse than none: refuse it and drop the gradients.
+def _refuse_after_failure(
+    desk: Any, number: int, verb: str, arguments: Sequence[Any], after: Sequence[Future]
+) -> None:
+    """An update on half of what was meant would be worse than none: refuse it and drop the
+    gradients.
 
-    Likewise a sampling client of weights whose saving under a name failed: the error must not be lost.
+    Likewise a sampling client of weights whose saving under a name failed: the error must not be
+    lost.
     """
     errors = [error for error in (earlier.exception() for earlier in after) if error is not None]
     if not errors:
@@ -303,4 +350,6 @@ def _refuse_after_failure(desk: Any, number: int, verb: str, arguments: Sequence
     if verb != "optim_step":
         raise errors[0]
     _everywhere(desk, number, "drop_gradients", arguments[:1])
-    raise RuntimeError(f"{verb} was not run, because a forward_backward before it failed: {errors[0]}") from errors[0]
+    raise RuntimeError(
+        f"{verb} was not run, because a forward_backward before it failed: {errors[0]}"
+    ) from errors[0]

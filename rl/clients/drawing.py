@@ -1,4 +1,6 @@
-"""What a process that samples executes: the verbs on versions of weights, whoever learns them, here or on other processes."""
+"""What a process that samples executes: the verbs on versions of weights, whoever learns them, here
+or on other processes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Drawing:
     """One rank's versions of weights that can be sampled from, and the verbs on them."""
 
     def __init__(self, settings: WorkerSettings, objects: distributed.ObjectGroup | None = None):
-        """`objects`: how the ranks talk, where they do already (a further service of the same script)."""
+        """`objects`: how the ranks talk, where they do already (a further service of the same
+        script).
+        """
         without_cudnn()  # the learner's shapes change with every batch as well
         bf16 = settings.dtype == "bf16" or (settings.dtype == "auto" and torch.cuda.is_available())
         self.accelerator = make_accelerator(bf16=bf16, timeout_seconds=settings.timeout_seconds)
@@ -36,11 +40,13 @@ class Drawing:
         self.settings = settings
         self.bases = Bases(settings.share_bases, self.accelerator)
         self.team = distributed.team(settings.sampler.tp, settings.timeout_seconds)
-        self.speaks = self.team is None or self.team.rank == 0  # what a team draws its first rank reports
+        # what a team draws its first rank reports
+        self.speaks = self.team is None or self.team.rank == 0
         self.sampler_dtype = torch.bfloat16 if bf16 else torch.float32
         self.learners: dict[int, Learner] = {}
         self.versions: dict[int, SamplerVersion] = {}
-        self.saved_by: dict[str, int] = {}  # which learner wrote a folder, so that samples from it count as that learner's
+        # which learner wrote a folder, so that samples from it count as that learner's
+        self.saved_by: dict[str, int] = {}
         self.streams: dict[int, Stream] = {}  # see rl.clients.slices
         self.kept = Kept()  # what engines leave to the next
 
@@ -50,16 +56,22 @@ class Drawing:
 
     @staticmethod
     def together(verb: str, parts: Sequence[Any]) -> Any:
-        """The ranks' parts of a verb's result as what the driver gets; the first one's own where the others' say nothing new."""
+        """The ranks' parts of a verb's result as what the driver gets; the first one's own where
+        the others' say nothing new.
+        """
         match verb:
             case "sample":
-                return merged([responses for responses, _ in parts]), summed([counters for _, counters in parts])
+                return merged([responses for responses, _ in parts]), summed(
+                    [counters for _, counters in parts]
+                )
             case "compute_logprobs":
                 return merged(parts)
             case "sample_slice":
                 return Slice.together(parts)
             case "unfinished":
-                return dict(sorted((ticket, request) for part in parts for ticket, request in part.items()))
+                return dict(
+                    sorted((ticket, request) for part in parts for ticket, request in part.items())
+                )
         return parts[0]
 
     def merge(self, verb: str, parts: Sequence[Any]) -> Any:
@@ -94,16 +106,27 @@ class Drawing:
     def _base(self, key: Key) -> Decoder | None:
         """What samplers of adapters on that base share."""
         where, kind = self.accelerator.device, self.settings.sampler.kind
-        return self.bases.sampler(key, lambda model: make_base(model, self.sampler_dtype, where, kind, self.team))
+        return self.bases.sampler(
+            key, lambda model: make_base(model, self.sampler_dtype, where, kind, self.team)
+        )
 
     def _mixes(self, decoder: Decoder) -> int | None:
-        """A number that versions have in common which can be drawn from in one batch; None of one that cannot."""
+        """A number that versions have in common which can be drawn from in one batch; None of one
+        that cannot.
+        """
         return None if self.settings.sampler.router_replay else self.bases.number(decoder)
 
     def load_sampler(
-        self, version_id: int, path: str | None, base_model: str | None, tokenizer: str | None = None, seed: int = 0
+        self,
+        version_id: int,
+        path: str | None,
+        base_model: str | None,
+        tokenizer: str | None = None,
+        seed: int = 0,
     ) -> dict[str, Any]:
-        """A sampler version from saved weights (a folder of `save_weights_for_sampler`, any HF or PEFT folder) or a base model."""
+        """A sampler version from saved weights (a folder of `save_weights_for_sampler`, any HF or
+        PEFT folder) or a base model.
+        """
         self.kept.release()  # for another model's weights
         stands_on: list[Key] = []
 
@@ -116,25 +139,43 @@ class Drawing:
         if self.team is None:
             loaded.model.to(where)
         under = self._base(stands_on[0]) if stands_on else None
-        decoder = make_decoder(loaded.model, dtype=self.sampler_dtype, device=where, kind=kind, base=under, team=self.team)
+        decoder = make_decoder(
+            loaded.model,
+            dtype=self.sampler_dtype,
+            device=where,
+            kind=kind,
+            base=under,
+            team=self.team,
+        )
         if self.team is not None and not self.bases.shares:
-            loaded.model.to("meta")  # whole, it was in host memory for as long as its part was taken
+            # whole, it was in host memory for as long as its part was taken
+            loaded.model.to("meta")
         owner = self.saved_by.get(str(Path(path).resolve())) if path is not None else None
         learner = None if owner is None else self.learners.get(owner)
-        self.versions[version_id] = SamplerVersion(decoder, loaded, version, learner, learned=learner is not None)
+        self.versions[version_id] = SamplerVersion(
+            decoder, loaded, version, learner, learned=learner is not None
+        )
         return {**self._info(loaded, spec), "version": version, "mixes": self._mixes(decoder)}
 
     def forget_version(self, version_id: int) -> None:
         self.versions.pop(version_id, None)
 
-    def sample(self, version_id: int, requests: Sequence[Request]) -> tuple[dict[int, SampleResponse | ValueError], dict[str, int]]:
-        """This rank's responses by index and its engine's counters. Merged: all in the order of requests, counters summed.
+    def sample(
+        self, version_id: int, requests: Sequence[Request]
+    ) -> tuple[dict[int, SampleResponse | ValueError], dict[str, int]]:
+        """This rank's responses by index and its engine's counters. Merged: all in the order of
+        requests, counters summed.
 
-        Requests are dealt out over the ranks (or their teams) by cost. One that cannot run has its error in its place, and costs no other.
+        Requests are dealt out over the ranks (or their teams) by cost. One that cannot run has its
+        error in its place, and costs no other.
         """
         source = self.versions[version_id]
-        mine = self._share([len(r.prompt) + r.num_samples * (r.params.max_tokens or 1024) for r in requests])
-        engine = engine_of(source, self.settings.sampler, kept=self.kept, asked=[requests[i] for i in mine])
+        mine = self._share(
+            [len(r.prompt) + r.num_samples * (r.params.max_tokens or 1024) for r in requests]
+        )
+        engine = engine_of(
+            source, self.settings.sampler, kept=self.kept, asked=[requests[i] for i in mine]
+        )
         refused: dict[int, ValueError] = {}
         for i in mine:
             try:
@@ -150,15 +191,25 @@ class Drawing:
         return {**dict(zip(taken, responses, strict=True)), **refused}, asdict(engine.counters)
 
     def sample_slice(self, stream_id: int, version_id: int, asked: Asked) -> Slice:
-        """A few steps of a stream, which begins with its first slice; what is drawn is of this version of the weights.
+        """A few steps of a stream, which begins with its first slice; what is drawn is of this
+        version of the weights.
 
-        In a mixed stream it is of those that each request names: `version_id` is any on the same base.
+        In a mixed stream it is of those that each request names: `version_id` is any on the same
+        base.
         """
-        source, stream, limits = self.versions.get(version_id), self.streams.get(stream_id), self.settings.sampler
+        source, stream, limits = (
+            self.versions.get(version_id),
+            self.streams.get(stream_id),
+            self.settings.sampler,
+        )
         if source is None:
-            raise UserError("a stream's weights are gone, for its sampling client was released: switch it to another client, or close it")
+            raise UserError(
+                "a stream's weights are gone, for its sampling client was released: switch it to another client, or close it"
+            )
         if stream is None:
-            stream = self.streams[stream_id] = Stream(engine_of(source, limits, asked.mixed, self.kept))
+            stream = self.streams[stream_id] = Stream(
+                engine_of(source, limits, asked.mixed, self.kept)
+            )
         elif stream.version_id != version_id and not asked.mixed:
             stream.engine.change_weights(source.decoder, source.version)
         stream.version_id, arrived = version_id, [request for _, _, request in asked.arrived]
@@ -166,11 +217,18 @@ class Drawing:
             let_in(stream, self.versions, arrived)
         else:
             source.note(arrived)
-        part = run_slice(stream, asked, distributed.rank() // limits.tp, lambda: engine_of(source, limits, kept=self.kept))
+        part = run_slice(
+            stream,
+            asked,
+            distributed.rank() // limits.tp,
+            lambda: engine_of(source, limits, kept=self.kept),
+        )
         return part if self.speaks else Slice()
 
     def unfinished(self, stream_id: int) -> dict[int, Request]:
-        """This rank's requests of a stream that have not ended, by ticket, with what is drawn of them."""
+        """This rank's requests of a stream that have not ended, by ticket, with what is drawn of
+        them.
+        """
         stream = self.streams.get(stream_id)
         return {} if stream is None or not self.speaks else stream.unfinished()
 
@@ -180,10 +238,16 @@ class Drawing:
             done_with(stream.engine)
 
     def compute_logprobs(
-        self, version_id: int, prompts: Sequence[list[int]], temperature: float = 1.0, images: Sequence[Sequence[PlacedImage]] = ()
+        self,
+        version_id: int,
+        prompts: Sequence[list[int]],
+        temperature: float = 1.0,
+        images: Sequence[Sequence[PlacedImage]] = (),
     ) -> dict[int, list[float | None]]:
         """This rank's share by index; merged: all of them in the order of `prompts`."""
         mine = self._share([len(p) for p in prompts])
         placed = [images[i] for i in mine] if images else ()
-        found = score(self.versions[version_id].decoder, [prompts[i] for i in mine], temperature, placed)
+        found = score(
+            self.versions[version_id].decoder, [prompts[i] for i in mine], temperature, placed
+        )
         return dict(zip(mine, found, strict=True)) if self.speaks else {}

@@ -1,4 +1,5 @@
-"""The one-driver contract: rank 0 runs the script, and all it ever holds of what ranks do is futures.
+"""The one-driver contract: rank 0 runs the script, and all it ever holds of what ranks do is
+futures.
 
 Each ServiceClient has a `Driver`, and a worker of its own on every rank (rl.clients.crew).
 """
@@ -34,36 +35,48 @@ class Driver:
         opened: Future = Future()
         self._crew.queue.put((self._number, OPEN, (self._number, settings), (), opened))
         self.device: str = opened.result()
-        self.far = Far(settings, self._put_here) if settings.sampler_ranks else None  # the ranks that sample, where some do nothing else
+        # the ranks that sample, where some do nothing else
+        self.far = Far(settings, self._put_here) if settings.sampler_ranks else None
 
     def submit(self, verb: str, *arguments: Any, after: Sequence[Future] = ()) -> Future:
         """Queues a verb. `after`: earlier futures that must have succeeded, or the verb is refused."""
         with self._lock:
-            if verb not in ("forget_version", "forget_model", "close_stream"):  # a finaliser's verb: whoever it concerns has no one waiting
+            # a finaliser's verb: whoever it concerns has no one waiting
+            if verb not in ("forget_version", "forget_model", "close_stream"):
                 self._flush()
             future = self._promise(verb)
             self._put(verb, arguments, tuple(after), future)
             return future
 
-    def _put(self, verb: str, arguments: Sequence[Any], after: tuple[Future, ...], future: Future) -> None:
+    def _put(
+        self, verb: str, arguments: Sequence[Any], after: tuple[Future, ...], future: Future
+    ) -> None:
         if self.far is None or not self.far.put(verb, arguments, after, future):
             self._put_here(verb, arguments, after, future)
 
-    def _put_here(self, verb: str, arguments: Sequence[Any], after: tuple[Future, ...], future: Future) -> None:
+    def _put_here(
+        self, verb: str, arguments: Sequence[Any], after: tuple[Future, ...], future: Future
+    ) -> None:
         self._crew.queue.put((self._number, verb, arguments, after, future))
 
     def _promise(self, verb: str) -> Future:
-        """A future that cannot be cancelled: a verb that was submitted runs, whoever stops waiting for it."""
+        """A future that cannot be cancelled: a verb that was submitted runs, whoever stops waiting
+        for it.
+        """
         if self._closed:
             raise RuntimeError(f"the service is closed: {verb} cannot run any more")
         if self.closed:
-            raise RuntimeError(f"the thread that executes verbs has died: {verb} cannot run; start again")
+            raise RuntimeError(
+                f"the thread that executes verbs has died: {verb} cannot run; start again"
+            )
         future: Future = Future()
         future.set_running_or_notify_cancel()
         return future
 
     def submit_sample(self, version_id: int, request: Request) -> Future:
-        """Holds a sample back until somebody waits or another verb comes, so that samples asked for one by one run together."""
+        """Holds a sample back until somebody waits or another verb comes, so that samples asked for
+        one by one run together.
+        """
         with self._lock:
             future = self._promise("sample")
             self._pending.append((version_id, request, future))
@@ -71,7 +84,11 @@ class Driver:
 
     @property
     def closed(self) -> bool:
-        return self._closed or not self._crew.thread.is_alive() or (self.far is not None and not self.far.alive)
+        return (
+            self._closed
+            or not self._crew.thread.is_alive()
+            or (self.far is not None and not self.far.alive)
+        )
 
     def flush(self) -> None:
         with self._lock:
@@ -88,7 +105,9 @@ class Driver:
             self._put("sample", (version_id, [request for request, _ in items]), (), batch)
 
     def close(self, timeout: float = 60.0) -> None:
-        """Runs what was submitted, then gives its models back on every rank. Closing twice does nothing."""
+        """Runs what was submitted, then gives its models back on every rank. Closing twice does
+        nothing.
+        """
         with self._lock:
             if self.closed:
                 self._closed = True

@@ -1,7 +1,9 @@
-"""The driver's way to the ranks that sample, where some do nothing else: which verbs are theirs, and weights on their way to them.
+"""The driver's way to the ranks that sample, where some do nothing else: which verbs are theirs,
+and weights on their way to them.
 
-What names a version of the weights that has not arrived yet waits for it here, and not at the samplers, who go on with what else there
-is. So a script's loop is the same with and without such ranks: its futures only take their time side by side.
+What names a version of the weights that has not arrived yet waits for it here, and not at the
+samplers, who go on with what else there is. So a script's loop is the same with and without such
+ranks: its futures only take their time side by side.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from rl.clients.landing import Piece, Staged
 from rl.clients.settings import WorkerSettings
 from rl.types import SamplingParams
 
-_OF_A_VERSION = {"sample": 0, "compute_logprobs": 0, "forget_version": 0, "sample_slice": 1}  # the argument that says which
+# the argument that says which
+_OF_A_VERSION = {"sample": 0, "compute_logprobs": 0, "forget_version": 0, "sample_slice": 1}
 _OF_A_STREAM = ("unfinished", "close_stream")
 Waiting = tuple[str, Sequence[Any], Future]
 
@@ -26,15 +29,21 @@ Waiting = tuple[str, Sequence[Any], Future]
 class Far:
     """See the module. `near`: puts a verb into the queue of the ranks that learn."""
 
-    def __init__(self, settings: WorkerSettings, near: Callable[[str, Sequence[Any], tuple[Future, ...], Future], None]):
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        near: Callable[[str, Sequence[Any], tuple[Future, ...], Future], None],
+    ):
         self.ranks = settings.sampler_ranks
         self._near, self._lock = near, threading.RLock()
         self._crew, self._number = Samplers.join(settings)
         self._arriving: dict[int, list[Waiting]] = {}  # by version: what waits for it
         self._sent: set[int] = set()  # models of which samplers have something
-        self._learners: dict[int, tuple[int, int]] = {}  # by version: the model, and its number there
+        # by version: the model, and its number there
+        self._learners: dict[int, tuple[int, int]] = {}
         self._saved_by: dict[str, int] = {}
-        self._noted: dict[int, set[tuple[float, bool]]] = {}  # by version: ways in which it is drawn from
+        # by version: ways in which it is drawn from
+        self._noted: dict[int, set[tuple[float, bool]]] = {}
         opened: Future = Future()
         self._crew.queue.put((self._number, OPEN, (self._number, settings), (), opened))
         opened.result()
@@ -54,7 +63,9 @@ class Far:
         with self._lock:
             return bool(self._arriving)
 
-    def put(self, verb: str, arguments: Sequence[Any], after: tuple[Future, ...], future: Future) -> bool:
+    def put(
+        self, verb: str, arguments: Sequence[Any], after: tuple[Future, ...], future: Future
+    ) -> bool:
         """Takes a verb that is not (only) the learners'; whether it was one."""
         if verb in _OF_A_VERSION:
             self._when_there(arguments[_OF_A_VERSION[verb]], (verb, arguments, future))
@@ -66,14 +77,17 @@ class Far:
             self._then("stage_nothing", arguments[:1], arguments[1], future, lambda staged, done: self._queue(
                 "base_version", (arguments[1], staged.manifest()), done))  # fmt: skip
         elif verb == "load_sampler":  # what it reads may be written by a verb before it
-            self._then("reach", (), arguments[0], future, lambda _, done: self._load(arguments, done))
+            self._then(
+                "reach", (), arguments[0], future, lambda _, done: self._load(arguments, done)
+            )
         else:
             if verb == "forget_model":
                 # once the learners did: what they stage of it before has begun to land by then
                 future.add_done_callback(lambda _: self._queue(verb, arguments, Future()))
                 self._sent.discard(arguments[0])
             elif verb == "load_state":
-                self._sent.discard(arguments[0])  # the whole model is sent again: the adapter's scale may have changed
+                # the whole model is sent again: the adapter's scale may have changed
+                self._sent.discard(arguments[0])
             elif verb in ("save_state", "save_for_sampler"):
                 self._saved_by[str(Path(arguments[1]).resolve())] = arguments[0]
             return False
@@ -88,18 +102,31 @@ class Far:
         self._hand_over(staged, version_id, done)
         return done
 
-    # ---------------------------------------------------------------------------------------------------------- arriving
+    # ------------------------------------------------------------------------------------- arriving
 
-    def _snapshot(self, model_id: int, version_id: int, after: tuple[Future, ...], future: Future) -> None:
+    def _snapshot(
+        self, model_id: int, version_id: int, after: tuple[Future, ...], future: Future
+    ) -> None:
         first = model_id not in self._sent
-        future.add_done_callback(lambda found: self._sent.add(model_id) if found.exception() is None else None)
-        self._then("stage", (model_id, first), version_id, future, lambda staged, done: self._hand_over(staged, version_id, done), after)
+        future.add_done_callback(
+            lambda found: self._sent.add(model_id) if found.exception() is None else None
+        )
+        self._then(
+            "stage",
+            (model_id, first),
+            version_id,
+            future,
+            lambda staged, done: self._hand_over(staged, version_id, done),
+            after,
+        )
 
     def _then(
         self, verb: str, arguments: Sequence[Any], version_id: int, future: Future, go: Callable[[Any, Future], None],
         after: tuple[Future, ...] = (),
     ) -> None:  # fmt: skip
-        """A verb of the learners first, then `go` with what it found, which makes the version be there."""
+        """A verb of the learners first, then `go` with what it found, which makes the version be
+        there.
+        """
         with self._lock:
             self._arriving[version_id] = []
         future.add_done_callback(lambda found: self._arrived(version_id, found))
@@ -129,7 +156,9 @@ class Far:
         begun.add_done_callback(go)
         self._queue("begin_landing", (version_id, staged.manifest()), begun)
 
-    def _next_piece(self, before: Future, pieces: Iterator[Piece], version_id: int, future: Future) -> None:
+    def _next_piece(
+        self, before: Future, pieces: Iterator[Piece], version_id: int, future: Future
+    ) -> None:
         try:
             before.result()
             piece = next(pieces, None)
@@ -165,7 +194,7 @@ class Far:
                 else:
                     future.set_exception(error)
 
-    # ------------------------------------------------------------------------------------------------------------- going
+    # ---------------------------------------------------------------------------------------- going
 
     def _when_there(self, version_id: int, waiting: Waiting) -> None:
         with self._lock:

@@ -13,7 +13,8 @@ T = TypeVar("T")
 class APIFuture(Generic[T]):
     """The result of a verb that was submitted and may not have run yet.
 
-    `before_wait` runs when somebody first waits: samples that were asked for one by one are sent together then.
+    `before_wait` runs when somebody first waits: samples that were asked for one by one are sent
+    together then.
     """
 
     def __init__(
@@ -39,18 +40,22 @@ class APIFuture(Generic[T]):
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> T:
-        """Waits at most `timeout` seconds (None: until the verb ends) and returns the result or raises its error."""
+        """Waits at most `timeout` seconds (None: until the verb ends) and returns the result or
+        raises its error.
+        """
         self._prepare()
         try:
             return self._finish(self._future.result(timeout))
         except concurrent.futures.TimeoutError:
             if self._future.done():
                 raise
-            raise TimeoutError(f"the verb has not ended after {timeout} s; it goes on, and result() may be called again") from None
+            raise TimeoutError(
+                f"the verb has not ended after {timeout} s; it goes on, and result() may be called again"
+            ) from None
 
     async def result_async(self, timeout: float | None = None) -> T:
-        # One turn of the event loop first: coroutines gathered together all submit before the first of them waits,
-        # so their samples run as one batch, and always the same one.
+        # One turn of the event loop first: coroutines gathered together all submit before the first
+        # of them waits, so their samples run as one batch, and always the same one.
         await asyncio.sleep(0)
         self._prepare()
         return self._finish(await asyncio.wait_for(asyncio.wrap_future(self._future), timeout))
@@ -59,7 +64,8 @@ class APIFuture(Generic[T]):
         """The same as a `concurrent.futures.Future`, for `wait`, `as_completed` and callbacks."""
         self._prepare()
         mine: concurrent.futures.Future = concurrent.futures.Future()
-        mine.set_running_or_notify_cancel()  # a verb that was submitted runs, whoever stops waiting for it
+        # a verb that was submitted runs, whoever stops waiting for it
+        mine.set_running_or_notify_cancel()
 
         def pass_on(done: concurrent.futures.Future) -> None:
             try:
@@ -83,12 +89,15 @@ class SavedState(APIFuture[Any]):
 
     @property
     def artifact_id(self) -> str:
-        """The checkpoint's folder, once it is written: what `create_training_client(config, checkpoint_id=...)` takes."""
+        """The checkpoint's folder, once it is written: what `create_training_client(config,
+        checkpoint_id=...)` takes.
+        """
         return str(self.result().path)
 
 
 class IsItsOwnFuture:
-    """A client that may also be used as the future of itself: `create_x()`, `create_x().result()`, `await create_x()`.
+    """A client that may also be used as the future of itself: `create_x()`, `create_x().result()`,
+    `await create_x()`.
 
     Subclasses set `_created`, the future of the verb that made them.
     """

@@ -11,12 +11,19 @@ from rl.types import Datum, ForwardBackwardOutput, TensorData
 
 
 def in_parts(
-    client: TrainingClient, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None, *, backward: bool = True
+    client: TrainingClient,
+    data: Sequence[Datum],
+    loss_fn: str,
+    loss_fn_config: Mapping[str, Any] | None = None,
+    *,
+    backward: bool = True,
 ) -> Generator[None, None, ForwardBackwardOutput]:
-    """`client.forward_backward` (or `forward`), the same to the bit, giving way between micro-batches.
+    """`client.forward_backward` (or `forward`), the same to the bit, giving way between
+    micro-batches.
 
-    What is submitted between two of them (a slice of samples, say) runs there: it waits for one and not for the call. Raises what
-    the call raises; an update after a part that failed is refused, as after a whole one.
+    What is submitted between two of them (a slice of samples, say) runs there: it waits for one and
+    not for the call. Raises what the call raises; an update after a part that failed is refused, as
+    after a whole one.
     """
     config = dict(loss_fn_config or {})
     loss, data = check_call(data, loss_fn, config, client.info, client._context)
@@ -34,11 +41,16 @@ def in_parts(
         part += 1
         if part < parts:
             yield
-    rows = [{name: TensorData(array, "float32") for name, array in outputs[i].items()} for i in range(len(data))]
+    rows = [
+        {name: TensorData(array, "float32") for name, array in outputs[i].items()}
+        for i in range(len(data))
+    ]
     return ForwardBackwardOutput(rows, {**metrics, "temperature:mean": temperature})
 
 
 def drop_gradients(client: TrainingClient) -> None:
-    """What was accumulated since the last update counts for nothing: nobody will ask for that update any more."""
+    """What was accumulated since the last update counts for nothing: nobody will ask for that
+    update any more.
+    """
     client._backwards.clear()
     client._driver.submit("drop_gradients", client.model_id).result()

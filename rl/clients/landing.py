@@ -1,8 +1,10 @@
-"""Weights on their way from ranks that learn to ranks that sample, a piece at a time, so that both go on meanwhile.
+"""Weights on their way from ranks that learn to ranks that sample, a piece at a time, so that both
+go on meanwhile.
 
-Rank 0 stages a copy of what an update has changed in its own memory, and the learners are free; its bytes go over the bridge in pieces,
-each a verb of the samplers like any other, between two slices of what they draw. They land in a decoder that nobody draws from yet,
-which is the new version once all have. (rl.clients.far sends them.)
+Rank 0 stages a copy of what an update has changed in its own memory, and the learners are free; its
+bytes go over the bridge in pieces, each a verb of the samplers like any other, between two slices
+of what they draw. They land in a decoder that nobody draws from yet, which is the new version once
+all have. (rl.clients.far sends them.)
 """
 
 from __future__ import annotations
@@ -38,17 +40,24 @@ class Staged:
     tensors: Mapping[str, Tensor]
 
     def manifest(self) -> Manifest:
-        shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
+        shapes = {
+            name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()
+        }
         return Manifest(self.model_id, self.spec, self.stands_on, self.version, shapes)
 
-    def pieces(self, size: int = PIECE_BYTES, dtypes: Mapping[str, torch.dtype] | None = None) -> Iterator[Piece]:
-        """The bytes of all tensors, in order, at most `size` of them in each; `dtypes`: of those that cross in another one, by name."""
+    def pieces(
+        self, size: int = PIECE_BYTES, dtypes: Mapping[str, torch.dtype] | None = None
+    ) -> Iterator[Piece]:
+        """The bytes of all tensors, in order, at most `size` of them in each; `dtypes`: of those
+        that cross in another one, by name.
+        """
         parts: list[tuple[str, int, np.ndarray]] = []
         room = size
         for name, tensor in self.tensors.items():
             flat, dtype = tensor.reshape(-1), (dtypes or {}).get(name, tensor.dtype)
             for low in range(0, len(flat), STRETCH):
-                raw, at = raw_bytes(flat[low : low + STRETCH].to(dtype)), 0  # a whole embedding would keep slices waiting
+                # a whole embedding would keep slices waiting
+                raw, at = raw_bytes(flat[low : low + STRETCH].to(dtype)), 0
                 while at < len(raw):
                     parts.append((name, low * dtype.itemsize + at, raw[at : at + room]))
                     at, room = at + len(parts[-1][2]), room - len(parts[-1][2])
@@ -70,18 +79,33 @@ class Manifest:
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
     def narrower(self, decoder: Decoder) -> dict[str, torch.dtype]:
-        """Tensors that this decoder keeps in fewer bytes, by name, and in which dtype: rounded before they cross they are the same."""
+        """Tensors that this decoder keeps in fewer bytes, by name, and in which dtype: rounded
+        before they cross they are the same.
+        """
         held = {name: (dtype, decoder.held_in(name)) for name, (_, dtype) in self.tensors.items()}
-        return {name: own for name, (sent, own) in held.items() if own is not None and own.itemsize < sent.itemsize}
+        return {
+            name: own
+            for name, (sent, own) in held.items()
+            if own is not None and own.itemsize < sent.itemsize
+        }
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each tensor that has any, by name."""
-        found = {name: int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for name, (shape, dtype) in self.tensors.items()}
+        found = {
+            name: int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            for name, (shape, dtype) in self.tensors.items()
+        }
         return {name: size for name, size in found.items() if size}
 
     def crossing(self, dtypes: Mapping[str, torch.dtype]) -> Manifest:
         """The same of tensors that cross in these dtypes."""
-        return replace(self, tensors={name: (shape, dtypes.get(name, dtype)) for name, (shape, dtype) in self.tensors.items()})
+        return replace(
+            self,
+            tensors={
+                name: (shape, dtypes.get(name, dtype))
+                for name, (shape, dtype) in self.tensors.items()
+            },
+        )
 
 
 @dataclass(frozen=True)
@@ -98,7 +122,9 @@ class Piece:
 
 @dataclass
 class Landing:
-    """A version that is arriving. `left`: bytes of each tensor that are still to come, by name; `open`: tensors that have come in part."""
+    """A version that is arriving. `left`: bytes of each tensor that are still to come, by name;
+    `open`: tensors that have come in part.
+    """
 
     manifest: Manifest
     decoder: Decoder
@@ -109,7 +135,9 @@ class Landing:
 
     def take(self, piece: Piece) -> None:
         if _checksum(piece.parts) != piece.checksum:
-            raise RuntimeError(f"weights of version {self.manifest.version} arrived other than they were sent: {self._names(piece)}")
+            raise RuntimeError(
+                f"weights of version {self.manifest.version} arrived other than they were sent: {self._names(piece)}"
+            )
         for name, at, raw in piece.parts:
             shape, dtype = self.manifest.tensors[name]
             if name not in self.open:
@@ -124,7 +152,9 @@ class Landing:
         """RuntimeError where something has not come."""
         if self.left:
             missing = sorted(self.left)
-            raise RuntimeError(f"the hand-over of version {self.manifest.version} is not whole: {len(missing)} tensors miss, {missing[:3]}")
+            raise RuntimeError(
+                f"the hand-over of version {self.manifest.version} is not whole: {len(missing)} tensors miss, {missing[:3]}"
+            )
 
     @staticmethod
     def _names(piece: Piece) -> str:
@@ -138,7 +168,8 @@ class Hangar(Drawing):
         super().__init__(*given)  # type: ignore[arg-type]
         self.shells: dict[int, LoadedModel] = {}
         self.specs: dict[int, ModelSpec] = {}  # of each model, as its decoders were made
-        self.decoders: dict[int, list[Decoder]] = {}  # of each model; those that nobody draws from are filled anew
+        # of each model; those that nobody draws from are filled anew
+        self.decoders: dict[int, list[Decoder]] = {}
         self.landings: dict[int, Landing] = {}
 
     def forget_all(self) -> None:
@@ -156,14 +187,17 @@ class Hangar(Drawing):
         super().forget_version(version_id)
 
     def begin_landing(self, version_id: int, manifest: Manifest) -> dict[str, torch.dtype]:
-        """Weights are about to come. The first time a model does, its frozen base is read from where the learners have it from.
+        """Weights are about to come. The first time a model does, its frozen base is read from
+        where the learners have it from.
 
         Returns the dtypes in which tensors are to cross, where these are not those of the manifest.
         """
         begun = time.perf_counter()
         decoder = self._free(manifest)
         manifest = manifest.crossing(dtypes := manifest.narrower(decoder))
-        self.landings[version_id] = Landing(manifest, decoder, self.shells[manifest.model_id], begun, manifest.sizes())
+        self.landings[version_id] = Landing(
+            manifest, decoder, self.shells[manifest.model_id], begun, manifest.sizes()
+        )
         return dtypes
 
     def land(self, version_id: int, piece: Piece) -> None:
@@ -176,7 +210,9 @@ class Hangar(Drawing):
         if self.accelerator.device.type == "cuda":
             torch.cuda.synchronize()
         version = landing.manifest.version
-        self.versions[version_id] = SamplerVersion(landing.decoder, landing.loaded, version, None, learned=True)
+        self.versions[version_id] = SamplerVersion(
+            landing.decoder, landing.loaded, version, None, learned=True
+        )
         return {"version": version, "seconds": time.perf_counter() - landing.begun, "mixes": None}
 
     def base_version(self, version_id: int, manifest: Manifest) -> dict[str, object]:
@@ -193,7 +229,8 @@ class Hangar(Drawing):
     def _free(self, manifest: Manifest) -> Decoder:
         """A decoder of the model that nobody draws from."""
         if self.specs.setdefault(manifest.model_id, manifest.spec).lora != manifest.spec.lora:
-            self.forget_model(manifest.model_id)  # its adapter's scale has changed, and decoders keep theirs
+            # its adapter's scale has changed, and decoders keep theirs
+            self.forget_model(manifest.model_id)
             self.specs[manifest.model_id] = manifest.spec
         made = self.decoders.setdefault(manifest.model_id, [])
         if not made:
@@ -217,9 +254,12 @@ class Hangar(Drawing):
         loaded.model.to(where)
         self.shells[manifest.model_id] = loaded
         under = self._base(manifest.stands_on) if manifest.spec.lora is not None else None
-        decoder = make_decoder(loaded.model, dtype=self.sampler_dtype, device=where, kind=kind, base=under)
+        decoder = make_decoder(
+            loaded.model, dtype=self.sampler_dtype, device=where, kind=kind, base=under
+        )
         if not self.bases.shares:
-            loaded.model.to("meta")  # the decoder has weights of its own: of this, names and shapes are asked from now on
+            # the decoder has weights of its own: of this, names and shapes are asked from now on
+            loaded.model.to("meta")
         return decoder
 
 

@@ -23,7 +23,8 @@ def summed(tables: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def share(costs: Sequence[int], together: int = 1) -> list[int]:
-    """The indices this rank takes: the costliest first, each to the rank with the least so far, then in order.
+    """The indices this rank takes: the costliest first, each to the rank with the least so far,
+    then in order.
 
     `together`: so many consecutive ranks take the same.
     """

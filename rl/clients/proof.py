@@ -1,7 +1,9 @@
-"""A look at learner and sampler side by side, before anything is learned: the same datums, the same weights, then other weights.
+"""A look at learner and sampler side by side, before anything is learned: the same datums, the same
+weights, then other weights.
 
-The other weights are the learner's own, each tensor moved by a quarter of its size, which go the way that an update's go: from the
-learner to the sampler, adapter or not. What did not arrive shows in the logprobs. Afterwards the weights are put back as they were.
+The other weights are the learner's own, each tensor moved by a quarter of its size, which go the
+way that an update's go: from the learner to the sampler, adapter or not. What did not arrive shows
+in the logprobs. Afterwards the weights are put back as they were.
 """
 
 from __future__ import annotations
@@ -21,17 +23,21 @@ from rl.models import is_value_head
 from rl.sampler import Decoder, score
 from rl.types import Datum
 
-MOVED_BYTES = 4 * 2**30  # of host memory at most for the copy that is put back; larger models have as many of their tensors moved
+# of host memory at most for the copy that is put back; larger models have as many of their tensors
+# moved
+MOVED_BYTES = 4 * 2**30
 STEP = 0.25  # of a tensor's root mean square
 FROM_NOTHING = 0.05  # what a tensor of zeros is moved by: a fresh adapter's B
 
 
 @dataclass
 class Seen:
-    """Of each datum, by index: the learner's logprobs [T] and the sampler's, before and after the weights were moved.
+    """Of each datum, by index: the learner's logprobs [T] and the sampler's, before and after the
+    weights were moved.
 
-    `sizes`: the largest magnitude of the gradient at each trained tensor, with moved weights. `frozen`: tensors that are not trained
-    and had a gradient. `moved`: how many of the trained tensors were.
+    `sizes`: the largest magnitude of the gradient at each trained tensor, with moved weights.
+    `frozen`: tensors that are not trained and had a gradient. `moved`: how many of the trained
+    tensors were.
     """
 
     learner: dict[int, np.ndarray] = field(default_factory=dict)
@@ -45,7 +51,10 @@ class Seen:
     @classmethod
     def together(cls, parts: Sequence[Seen]) -> Seen:
         """What all ranks saw."""
-        whole = cls(sizes={name: max(part.sizes[name] for part in parts) for name in parts[0].sizes}, moved=parts[0].moved)
+        whole = cls(
+            sizes={name: max(part.sizes[name] for part in parts) for name in parts[0].sizes},
+            moved=parts[0].moved,
+        )
         for part in parts:
             for name in ("learner", "sampler", "learner_moved", "sampler_moved"):
                 getattr(whole, name).update(getattr(part, name))
@@ -54,10 +63,14 @@ class Seen:
 
 
 def prove(policy: Any, sampler: Any, datums: Sequence[Datum], temperature: float) -> Seen:
-    """`look`, on every rank, at a TrainingClient and a SamplingClient of the weights that it has now. Leaves no trace."""
+    """`look`, on every rank, at a TrainingClient and a SamplingClient of the weights that it has
+    now. Leaves no trace.
+    """
     driver = policy._driver
     if driver.far is None:
-        return driver.submit("prove", policy.model_id, sampler._version_id, list(datums), temperature).result()
+        return driver.submit(
+            "prove", policy.model_id, sampler._version_id, list(datums), temperature
+        ).result()
     datums, texts, images = _read_as(datums)
 
     def read(version_id: int) -> dict[int, np.ndarray]:
@@ -75,18 +88,30 @@ def prove(policy: Any, sampler: Any, datums: Sequence[Datum], temperature: float
 
 def _read_as(datums: Sequence[Datum]) -> tuple[list[Datum], list[list[int]], list[Sequence[Any]]]:
     """(the datums, the texts that a sampler reads of them, their images)."""
-    # Without the experts that were noted: with moved weights both sides are to choose for themselves.
-    datums = [Datum(one.model_input, one.loss_fn_inputs, temperature=one.temperature) for one in datums]
-    texts = [[*datum.model_input.flat(), int(datum.loss_fn_inputs["target_tokens"].array[-1])] for datum in datums]
+    # Without the experts that were noted: with moved weights both sides are to choose for
+    # themselves.
+    datums = [
+        Datum(one.model_input, one.loss_fn_inputs, temperature=one.temperature) for one in datums
+    ]
+    texts = [
+        [*datum.model_input.flat(), int(datum.loss_fn_inputs["target_tokens"].array[-1])]
+        for datum in datums
+    ]
     return datums, texts, [datum.model_input.placed() for datum in datums]
 
 
-def _said_by(learner: Learner, datums: Sequence[Datum], temperature: float) -> dict[int, np.ndarray]:
-    outputs, _ = learner.run(datums, get_loss("cross_entropy"), {}, temperature=temperature, divisor=1.0, backward=False)
+def _said_by(
+    learner: Learner, datums: Sequence[Datum], temperature: float
+) -> dict[int, np.ndarray]:
+    outputs, _ = learner.run(
+        datums, get_loss("cross_entropy"), {}, temperature=temperature, divisor=1.0, backward=False
+    )
     return {i: found["logprobs"].astype(np.float64) for i, found in outputs.items()}
 
 
-def look_at_learner(learner: Learner, datums: Sequence[Datum], temperature: float, stage: Callable[[], Any]) -> tuple[Seen, Any]:
+def look_at_learner(
+    learner: Learner, datums: Sequence[Datum], temperature: float, stage: Callable[[], Any]
+) -> tuple[Seen, Any]:
     """This rank's part of `look` without a sampler, and what `stage` gives of the moved weights."""
     seen = Seen(learner=_said_by(learner, datums, temperature))
     with _moved(learner) as names:
@@ -98,7 +123,11 @@ def look_at_learner(learner: Learner, datums: Sequence[Datum], temperature: floa
 
 
 def look(
-    learner: Learner, decoder: Decoder, datums: Sequence[Datum], temperature: float, share: Callable[[Sequence[int]], Sequence[int]]
+    learner: Learner,
+    decoder: Decoder,
+    datums: Sequence[Datum],
+    temperature: float,
+    share: Callable[[Sequence[int]], Sequence[int]],
 ) -> Seen:
     """This rank's part. `share`: which of the datums this rank's sampler reads."""
     datums, texts, images = _read_as(datums)
@@ -107,7 +136,9 @@ def look(
     def logprobs() -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
         said = _said_by(learner, datums, temperature)
         read = score(decoder, [texts[i] for i in mine], temperature, [images[i] for i in mine])
-        return said, {i: np.array(found[1:], dtype=np.float64) for i, found in zip(mine, read, strict=True)}
+        return said, {
+            i: np.array(found[1:], dtype=np.float64) for i, found in zip(mine, read, strict=True)
+        }
 
     seen = Seen()
     seen.learner, seen.sampler = logprobs()
@@ -122,21 +153,47 @@ def look(
     return seen
 
 
-def _gradient(learner: Learner, datums: Sequence[Datum], temperature: float) -> tuple[dict[str, float], list[str]]:
-    """(largest magnitude by trained tensor, what is frozen and had one) of the datums' mean logprob; dropped again."""
+def _gradient(
+    learner: Learner, datums: Sequence[Datum], temperature: float
+) -> tuple[dict[str, float], list[str]]:
+    """(largest magnitude by trained tensor, what is frozen and had one) of the datums' mean
+    logprob; dropped again.
+    """
     tokens = sum(datum.model_input.length for datum in datums)
-    plain = [datum.with_inputs({"target_tokens": datum.loss_fn_inputs["target_tokens"]}) for datum in datums]
-    learner.run(plain, get_loss("cross_entropy"), {}, temperature=temperature, divisor=float(tokens), backward=True)
-    sizes = {name: size for name, size in learner.backend.gradient_sizes().items() if not is_value_head(name)}
-    frozen = [name for name, p in learner.model.named_parameters() if name not in learner.trainable and p.grad is not None]
+    plain = [
+        datum.with_inputs({"target_tokens": datum.loss_fn_inputs["target_tokens"]})
+        for datum in datums
+    ]
+    learner.run(
+        plain,
+        get_loss("cross_entropy"),
+        {},
+        temperature=temperature,
+        divisor=float(tokens),
+        backward=True,
+    )
+    sizes = {
+        name: size
+        for name, size in learner.backend.gradient_sizes().items()
+        if not is_value_head(name)
+    }
+    frozen = [
+        name
+        for name, p in learner.model.named_parameters()
+        if name not in learner.trainable and p.grad is not None
+    ]
     learner.drop_gradients()
     return sizes, frozen
 
 
 @contextlib.contextmanager
 def _moved(learner: Learner) -> Iterator[list[str]]:
-    """The learner with other weights: the names of the tensors that were moved. All of them, where a copy of them fits."""
-    names = _within(learner.parameter_shapes, [name for name in learner.trainable if not is_value_head(name)])
+    """The learner with other weights: the names of the tensors that were moved. All of them, where
+    a copy of them fits.
+    """
+    names = _within(
+        learner.parameter_shapes, [name for name in learner.trainable if not is_value_head(name)]
+    )
     kept = {name: tensor.cpu() for name, tensor in learner.backend.exact(names)}
     try:
         learner.backend.load_weights({name: _elsewhere(tensor) for name, tensor in kept.items()})
@@ -157,5 +214,7 @@ def _elsewhere(tensor: Tensor) -> Tensor:
     """A tensor near to it, by a pattern and not by chance (a run's generators are not to notice)."""
     whole = tensor.float()
     size = float(whole.square().mean().sqrt()) * STEP or FROM_NOTHING
-    pattern = torch.cos(1.7 * torch.arange(whole.numel(), dtype=torch.float32, device=whole.device) + 0.3).reshape(whole.shape)
+    pattern = torch.cos(
+        1.7 * torch.arange(whole.numel(), dtype=torch.float32, device=whole.device) + 0.3
+    ).reshape(whole.shape)
     return (whole + size * pattern).to(tensor.dtype)

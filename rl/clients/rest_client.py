@@ -1,4 +1,6 @@
-"""RestClient: what saved folders tell of themselves, under the names that Tinker's client has for it. There is no server."""
+"""RestClient: what saved folders tell of themselves, under the names that Tinker's client has for
+it. There is no server.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class RestClient:
     def get_server_capabilities(self) -> APIFuture[GetServerCapabilitiesResponse]:
         return _done(server_capabilities())
 
-    def get_training_run_by_tinker_path(self, tinker_path: str, access_scope: str = "owned") -> APIFuture[TrainingRun]:
+    def get_training_run_by_tinker_path(
+        self, tinker_path: str, access_scope: str = "owned"
+    ) -> APIFuture[TrainingRun]:
         """What made a checkpoint, and the words (`user_metadata`) that were saved with it."""
         return _done(_training_run(Path(tinker_path)))
 
@@ -49,12 +53,16 @@ class RestClient:
         """Removes a checkpoint's folder. UserError for what is none."""
         folder = Path(tinker_path)
         if folder.is_symlink() or not (folder / checkpoint.MANIFEST).is_file():
-            raise UserError(f"{folder} is no checkpoint (it has no {checkpoint.MANIFEST}): nothing was removed")
+            raise UserError(
+                f"{folder} is no checkpoint (it has no {checkpoint.MANIFEST}): nothing was removed"
+            )
         checkpoint.remove(folder)
         return _done(None)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"RestClient has no {name!r} here: there is no server; checkpoints are folders, which the file system lists")
+        raise AttributeError(
+            f"RestClient has no {name!r} here: there is no server; checkpoints are folders, which the file system lists"
+        )
 
 
 def refuse_base_url(base_url: str | None) -> None:
@@ -82,7 +90,9 @@ def _training_run(folder: Path) -> TrainingRun:
     )
     lora = spec.get("lora")
     rank = lora["rank"] if lora else None
-    return TrainingRun(folder.parent.parent.name, spec["base_model"], lora is not None, rank, saved, words)
+    return TrainingRun(
+        folder.parent.parent.name, spec["base_model"], lora is not None, rank, saved, words
+    )
 
 
 def _done(value: Any) -> APIFuture[Any]:

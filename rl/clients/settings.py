@@ -10,10 +10,12 @@ from rl.learner import LearnerSettings
 
 @dataclass(frozen=True)
 class SamplerSettings:
-    """kv_cache_tokens: the KV cache of one rank, in tokens; max_rows: sequences decoded at once; router_replay: samples say experts.
+    """kv_cache_tokens: the KV cache of one rank, in tokens; max_rows: sequences decoded at once;
+    router_replay: samples say experts.
 
     kind: of the decoder; cache: of the engine (`rl.sampler.make_engine`).
-    tp: so many consecutive ranks hold the weights together, each its part, and sample together; cache and rows are then of all of them.
+    tp: so many consecutive ranks hold the weights together, each its part, and sample together;
+    cache and rows are then of all of them.
     """
 
     kv_cache_tokens: int = 262_144
@@ -44,4 +46,5 @@ class WorkerSettings:
     learner: LearnerSettings = field(default_factory=LearnerSettings)
     sampler: SamplerSettings = field(default_factory=SamplerSettings)
     share_bases: bool = False  # see rl.clients.bases
-    sampler_ranks: int = 0  # so many of the processes, the last, sample and do not learn; 0: all do both, in turn
+    # so many of the processes, the last, sample and do not learn; 0: all do both, in turn
+    sampler_ranks: int = 0

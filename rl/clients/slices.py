@@ -1,7 +1,8 @@
 """What a rank does of a stream: an engine that lives on between verbs, a few steps at a time.
 
-A stream is a sampler that others may join while it runs. Every rank has its own engine of it and takes the requests that the driver
-has dealt to it; a slice is so many steps of each, so other verbs (an update, an evaluation) stand between two slices.
+A stream is a sampler that others may join while it runs. Every rank has its own engine of it and
+takes the requests that the driver has dealt to it; a slice is so many steps of each, so other verbs
+(an update, an evaluation) stand between two slices.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from rl.types import SampledSequence, SampleResponse
 
 @dataclass
 class Slice:
-    """What came of a slice: requests that have ended (an error: was refused, or failed alone), by ticket; the engines' counters since
-    the last one.
+    """What came of a slice: requests that have ended (an error: was refused, or failed alone), by
+    ticket; the engines' counters since the last one.
 
     `drawn`: what running samples have drawn in all, by ticket and sample, where that was asked for.
     """
@@ -49,7 +50,9 @@ class Stream:
         self.tickets: dict[int, int] = {}  # by the engine's number of the request
         self._counted: dict[str, int] = {}
 
-    def take(self, arrived: Mapping[int, Request], dropped: Sequence[int]) -> dict[int, SampleResponse | Exception]:
+    def take(
+        self, arrived: Mapping[int, Request], dropped: Sequence[int]
+    ) -> dict[int, SampleResponse | Exception]:
         """Lets requests in, and others go; what cannot run back."""
         refused: dict[int, SampleResponse | Exception] = {}
         for number in [number for number, ticket in self.tickets.items() if ticket in set(dropped)]:
@@ -68,7 +71,8 @@ class Stream:
         while steps > 0 and engine.busy:
             before = engine.counters.steps
             if isinstance(engine, SteppedEngine):
-                engine.most = steps  # a look of several may not pass the end of a slice, where weights change
+                # a look of several may not pass the end of a slice, where weights change
+                engine.most = steps
             for done in engine.step():
                 finished[self.tickets.pop(done.request_id)] = done.response
             steps -= max(engine.counters.steps - before, 1)
@@ -76,13 +80,24 @@ class Stream:
 
     def drawn(self, tickets: Collection[int] | bool) -> dict[int, dict[int, SampledSequence]]:
         """Of these tickets; True: of all."""
-        wanted = {number for number, ticket in self.tickets.items() if tickets is True or ticket in tickets}  # type: ignore[operator]
-        return {self.tickets[number]: samples for number, samples in self.engine.drawn(wanted).items()} if wanted else {}
+        wanted = {
+            number
+            for number, ticket in self.tickets.items()
+            if tickets is True or ticket in tickets
+        }  # type: ignore[operator]
+        return (
+            {self.tickets[number]: samples for number, samples in self.engine.drawn(wanted).items()}
+            if wanted
+            else {}
+        )
 
     def counters(self) -> dict[str, int]:
         """Since they were last asked for."""
         now = asdict(self.engine.counters)
-        since = {name: count if name.startswith("peak_") else count - self._counted.get(name, 0) for name, count in now.items()}
+        since = {
+            name: count if name.startswith("peak_") else count - self._counted.get(name, 0)
+            for name, count in now.items()
+        }
         self._counted = now
         return since
 
@@ -102,7 +117,8 @@ class Stream:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a slice is asked to do. `arrived`: (ticket, rank or team that takes it, request). `anew`: caches are read again first.
+    """What a slice is asked to do. `arrived`: (ticket, rank or team that takes it, request).
+    `anew`: caches are read again first.
 
     `mixed`: requests are of several models on one base, and say of which.
     """
@@ -113,7 +129,8 @@ class Asked:
     left: Sequence[str] = ()  # conversations that have no further turn
     anew: bool = False
     mixed: bool = False
-    shows: Collection[int] | bool = False  # the tickets of which to tell what has been drawn so far; True: all
+    # the tickets of which to tell what has been drawn so far; True: all
+    shows: Collection[int] | bool = False
 
 
 def run_slice(stream: Stream, asked: Asked, rank: int, make_engine: Callable[[], Engine]) -> Slice:

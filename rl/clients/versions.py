@@ -12,12 +12,23 @@ from rl.errors import UserError, remark
 from rl.layers import config_number
 from rl.learner import Learner
 from rl.models import LoadedModel
-from rl.sampler import Decoder, Engine, Kept, MixedEngine, PagedEngine, Request, RoutedEngine, make_engine, note_experts
+from rl.sampler import (
+    Decoder,
+    Engine,
+    Kept,
+    MixedEngine,
+    PagedEngine,
+    Request,
+    RoutedEngine,
+    make_engine,
+    note_experts,
+)
 
 
 @dataclass
 class SamplerVersion:
-    """Weights that can be sampled from: a decoder, and which learner (if it lives here) at which version they are from.
+    """Weights that can be sampled from: a decoder, and which learner (if it lives here) at which
+    version they are from.
 
     `learned`: a learner, here or on other ranks, trains on what is drawn from them.
     """
@@ -35,15 +46,23 @@ class SamplerVersion:
 
 
 def max_context(loaded: LoadedModel) -> int | None:
-    return config_number(loaded.model, "max_position_embeddings", "n_positions", "max_target_positions")
+    return config_number(
+        loaded.model, "max_position_embeddings", "n_positions", "max_target_positions"
+    )
 
 
 def engine_of(
-    source: SamplerVersion, limits: SamplerSettings, mixed: bool = False, kept: Kept | None = None, asked: Sequence[Request] | None = None
+    source: SamplerVersion,
+    limits: SamplerSettings,
+    mixed: bool = False,
+    kept: Kept | None = None,
+    asked: Sequence[Request] | None = None,
 ) -> Engine:
-    """An engine of these weights; `mixed`: of all that stand on their base, each to be put into it (`let_in`).
+    """An engine of these weights; `mixed`: of all that stand on their base, each to be put into it
+    (`let_in`).
 
-    `kept`: what an engine before it left; `done_with` it, this one leaves it to the next. `asked`: all that will be asked of it.
+    `kept`: what an engine before it left; `done_with` it, this one leaves it to the next. `asked`:
+    all that will be asked of it.
     """
     settings: dict[str, Any] = {
         "eos_token_ids": source.loaded.eos_token_ids,
@@ -55,12 +74,16 @@ def engine_of(
     }
     if mixed:
         if limits.cache == "paged":
-            remark("sampler_cache paged: batches of several adapters on one base keep a plain cache all the same")
+            remark(
+                "sampler_cache paged: batches of several adapters on one base keep a plain cache all the same"
+            )
         return MixedEngine.beside(source.decoder, **settings)
     replays = limits.router_replay and source.learned
     if replays:
         if limits.cache == "paged":
-            raise UserError("router_replay notes experts, which no cache in pages does: leave sampler_cache at auto")
+            raise UserError(
+                "router_replay notes experts, which no cache in pages does: leave sampler_cache at auto"
+            )
         note_experts(source.decoder)
         return RoutedEngine(source.decoder, **settings)
     sizes = None if asked is None else _sizes(source, asked)
@@ -68,7 +91,9 @@ def engine_of(
 
 
 def _sizes(source: SamplerVersion, asked: Sequence[Request]) -> Iterator[tuple[int, int, int]]:
-    """(prompt, samples, most tokens) of each; without a limit of its own one goes up to the model's, if that has one."""
+    """(prompt, samples, most tokens) of each; without a limit of its own one goes up to the
+    model's, if that has one.
+    """
     longest = max_context(source.loaded) or 0
     for request in asked:
         prompt = len(request.prompt)
@@ -81,8 +106,11 @@ def done_with(engine: Engine) -> None:
         engine.close()
 
 
-def let_in(stream: Stream, versions: Mapping[int, SamplerVersion], arrived: Sequence[Request]) -> None:
-    """The weights of requests that come to a mixed stream; those that nobody has any more are forgotten.
+def let_in(
+    stream: Stream, versions: Mapping[int, SamplerVersion], arrived: Sequence[Request]
+) -> None:
+    """The weights of requests that come to a mixed stream; those that nobody has any more are
+    forgotten.
 
     A request whose weights are gone is refused by the engine, alone.
     """

@@ -1,7 +1,7 @@
 """What every rank executes: the verbs, on the models and sampler versions that live there.
 
-A verb is a method of `Worker` whose name has no underscore. All ranks run the same verbs with the same arguments in the
-same order; inside one, work is split and results come back to rank 0.
+A verb is a method of `Worker` whose name has no underscore. All ranks run the same verbs with the
+same arguments in the same order; inside one, work is split and results come back to rank 0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ from rl.clients.versions import SamplerVersion
 from rl.errors import remark
 from rl.learner import Learner, ModelSpec, check_kind, chosen, reads_in_parts, saving
 from rl.losses import LossSpec, get_loss
-from rl.models import Classifier, add_lora, add_value_head, classify, load_classifier, load_unread, set_alpha
+from rl.models import (
+    Classifier,
+    add_lora,
+    add_value_head,
+    classify,
+    load_classifier,
+    load_unread,
+    set_alpha,
+)
 from rl.ranks import asks_for_fsdp, distributed
 from rl.sampler import Decoder, make_decoder
 from rl.types import AdamParams, Datum, LoraConfig, SamplingParams
@@ -40,16 +48,27 @@ class Worker(Drawing):
         self.specs: dict[int, ModelSpec] = {}
         self.stands_on: dict[int, Key] = {}
         self.classifiers: dict[int, Classifier] = {}
-        self.latest: dict[int, Decoder] = {}  # per learner: the decoder whose frozen base later versions share
+        # per learner: the decoder whose frozen base later versions share
+        self.latest: dict[int, Decoder] = {}
 
     def merge(self, verb: str, parts: Sequence[Any]) -> Any:
-        """The ranks' parts of a verb's result as what the driver gets; rank 0's own where the others' say nothing new."""
+        """The ranks' parts of a verb's result as what the driver gets; rank 0's own where the
+        others' say nothing new.
+        """
         match verb:
             case "forward_backward":
-                metrics = {"loss:sum": 0.0, **summed([sums for _, sums, _ in parts]), "temperature:mean": parts[0][2]}
+                metrics = {
+                    "loss:sum": 0.0,
+                    **summed([sums for _, sums, _ in parts]),
+                    "temperature:mean": parts[0][2],
+                }
                 return merged([outputs for outputs, _, _ in parts]), metrics
             case "forward_backward_part":
-                return {i: one for outputs, *_ in parts for i, one in outputs.items()}, summed([part[1] for part in parts]), *parts[0][2:]
+                return (
+                    {i: one for outputs, *_ in parts for i, one in outputs.items()},
+                    summed([part[1] for part in parts]),
+                    *parts[0][2:],
+                )
             case "classify":
                 return merged(parts)
             case "prove":
@@ -58,16 +77,27 @@ class Worker(Drawing):
                 return Seen.together([seen for seen, _ in parts]), parts[0][1]
         return super().merge(verb, parts)
 
-    # ----------------------------------------------------------------------------------------------------------- models
+    # --------------------------------------------------------------------------------------- models
 
-    def create_model(self, model_id: int, spec: ModelSpec, state: str | None, with_optimizer: bool) -> dict[str, Any]:
-        """Makes a learner from its spec; `state`: a checkpoint whose weights (and optimizer) it starts from."""
+    def create_model(
+        self, model_id: int, spec: ModelSpec, state: str | None, with_optimizer: bool
+    ) -> dict[str, Any]:
+        """Makes a learner from its spec; `state`: a checkpoint whose weights (and optimizer) it
+        starts from.
+        """
         self.kept.forget()
-        with distributed.all_or_none(self.accelerator.device):  # a folder may be missing on another machine
+        # a folder may be missing on another machine
+        with distributed.all_or_none(self.accelerator.device):
             held_in = self._held_in(spec)
-            check_kind(self.settings.learner.optimizer, self.accelerator.device, sharded=self._deepspeed or asks_for_fsdp())
+            check_kind(
+                self.settings.learner.optimizer,
+                self.accelerator.device,
+                sharded=self._deepspeed or asks_for_fsdp(),
+            )
             base, tokenizer = saving.base_of(spec, state)
-            unread = load_unread(base, tokenizer=tokenizer) if reads_in_parts(self.accelerator) else None
+            unread = (
+                load_unread(base, tokenizer=tokenizer) if reads_in_parts(self.accelerator) else None
+            )
             loaded = unread or self.bases.load(base, tokenizer, spec.seed, spec.lora is not None)
             loaded.name = spec.base_model
             if spec.lora is not None:
@@ -76,11 +106,18 @@ class Worker(Drawing):
                 loaded = add_value_head(loaded)
             self.stands_on[model_id] = (base, tokenizer, spec.seed)
         info = {**self._info(loaded, spec), "base_dtype": held_in}  # before the weights are sharded
-        learner = Learner(loaded, self.accelerator, self.settings.learner, "fp32" if self._deepspeed else held_in)  # it casts all itself
+        # it casts all itself
+        learner = Learner(
+            loaded, self.accelerator, self.settings.learner, "fp32" if self._deepspeed else held_in
+        )
         self.learners[model_id], self.specs[model_id] = learner, spec
         if state is not None:
             self.load_state(model_id, state, with_optimizer)
-        return {**info, "distributed_type": self.accelerator.distributed_type.value, "wrapped": type(learner.backend.wrapped).__name__}
+        return {
+            **info,
+            "distributed_type": self.accelerator.distributed_type.value,
+            "wrapped": type(learner.backend.wrapped).__name__,
+        }
 
     @property
     def _deepspeed(self) -> bool:
@@ -88,7 +125,9 @@ class Worker(Drawing):
 
     def _held_in(self, spec: ModelSpec) -> str:
         bf16 = self.sampler_dtype == torch.bfloat16
-        return chosen(spec.base_dtype, lora=spec.lora is not None, bf16=bf16, deepspeed=self._deepspeed)
+        return chosen(
+            spec.base_dtype, lora=spec.lora is not None, bf16=bf16, deepspeed=self._deepspeed
+        )
 
     def load_classifier(self, model_id: int, name: str) -> dict[str, Any]:
         """Load a published reward model, whole on every rank. Return what is known of it."""
@@ -98,14 +137,24 @@ class Worker(Drawing):
             classifier.model.to(self.accelerator.device)
         self.classifiers[model_id] = classifier
         parameters = sum(p.numel() for p in classifier.model.parameters())
-        known = {"tokenizer": classifier.tokenizer, "max_context": classifier.max_context, "parameters": parameters}
+        known = {
+            "tokenizer": classifier.tokenizer,
+            "max_context": classifier.max_context,
+            "parameters": parameters,
+        }
         return {"base_model": name, "arch": classifier.model.config.model_type, **known}
 
     def classify(self, model_id: int, inputs: Sequence[Sequence[int]]) -> dict[int, float]:
-        """Return the scores of this rank's share of the inputs by index. Merged: all of them in order."""
+        """Return the scores of this rank's share of the inputs by index. Merged: all of them in
+        order.
+        """
         mine = share([len(tokens) for tokens in inputs])
         with self.kept.aside():
-            scores = classify(self.classifiers[model_id], [inputs[i] for i in mine], self.settings.learner.token_budget)
+            scores = classify(
+                self.classifiers[model_id],
+                [inputs[i] for i in mine],
+                self.settings.learner.token_budget,
+            )
         return dict(zip(mine, scores, strict=True))
 
     def forget_all(self) -> None:
@@ -122,7 +171,7 @@ class Worker(Drawing):
         self.stands_on.pop(model_id, None)
         self.latest.pop(model_id, None)
 
-    # --------------------------------------------------------------------------------------------------------- learning
+    # ------------------------------------------------------------------------------------- learning
 
     def forward_backward(
         self,
@@ -137,9 +186,11 @@ class Worker(Drawing):
         drawn_at: Sequence[float | None] | None = None,
         part: int | None = None,
     ) -> tuple[dict[int, dict[str, np.ndarray]], dict[str, float], float]:
-        """This rank's outputs by datum index, its metric sums, the mean temperature. Merged: outputs in order, and metrics.
+        """This rank's outputs by datum index, its metric sums, the mean temperature. Merged:
+        outputs in order, and metrics.
 
-        `drawn_at`: the temperature at which each datum was drawn, where that is known. config's "temperature" overrides it.
+        `drawn_at`: the temperature at which each datum was drawn, where that is known. config's
+        "temperature" overrides it.
         """
         learner = self.learners[model_id]
         loss = get_loss(loss_fn) if isinstance(loss_fn, str) else loss_fn
@@ -151,13 +202,27 @@ class Worker(Drawing):
             temperatures = as_drawn(drawn_at or [None] * len(datums), learner.sampled.temperature)
         else:
             temperatures = [1.0 if temperature is None else float(temperature)] * len(datums)
-        how = {"divisor": divisor, "backward": backward, "entropy": entropy, "adapters": adapters, "part": part}
+        how = {
+            "divisor": divisor,
+            "backward": backward,
+            "entropy": entropy,
+            "adapters": adapters,
+            "part": part,
+        }
         with self.kept.aside():
             outputs, sums = learner.run(datums, loss, settings, temperature=temperatures, **how)  # type: ignore[arg-type]
-        return outputs, sums, mean_temperature(temperatures or [1.0 if temperature is None else float(temperature)])
+        return (
+            outputs,
+            sums,
+            mean_temperature(temperatures or [1.0 if temperature is None else float(temperature)]),
+        )
 
-    def forward_backward_part(self, model_id: int, part: int, *call: Any) -> tuple[Any, dict[str, float], float, int]:
-        """One micro-batch of such a call, and how many there are: outputs by datum index, metric sums, mean temperature."""
+    def forward_backward_part(
+        self, model_id: int, part: int, *call: Any
+    ) -> tuple[Any, dict[str, float], float, int]:
+        """One micro-batch of such a call, and how many there are: outputs by datum index, metric
+        sums, mean temperature.
+        """
         return *self.forward_backward(model_id, *call, part=part), self.learners[model_id].parts  # type: ignore[misc]
 
     def optim_step(self, model_id: int, params: AdamParams) -> dict[str, float]:
@@ -175,10 +240,12 @@ class Worker(Drawing):
     def drop_gradients(self, model_id: int) -> None:
         self.learners[model_id].drop_gradients()
 
-    # --------------------------------------------------------------------------------------------------------- sampling
+    # ------------------------------------------------------------------------------------- sampling
 
     def snapshot(self, model_id: int, version_id: int) -> dict[str, Any]:
-        """The learner's weights, as they are now, under a new version id. Returns the learner's version and what it took."""
+        """The learner's weights, as they are now, under a new version id. Returns the learner's
+        version and what it took.
+        """
         begin = time.perf_counter()
         self.kept.make_room()  # a copy of the weights may be made
         learner = self.learners[model_id]
@@ -186,32 +253,57 @@ class Worker(Drawing):
         if decoder is None:
             decoder = self._decoder_of(model_id)
         else:
-            if any(v.decoder is decoder for v in self.versions.values()):  # somebody still samples from it
+            # somebody still samples from it
+            if any(v.decoder is decoder for v in self.versions.values()):
                 decoder = decoder.fork()
             decoder.load_(learner.weights())
         self.latest[model_id] = decoder
-        self.versions[version_id] = SamplerVersion(decoder, learner.loaded, learner.version, learner, learned=True)
+        self.versions[version_id] = SamplerVersion(
+            decoder, learner.loaded, learner.version, learner, learned=True
+        )
         if self.accelerator.device.type == "cuda":
             torch.cuda.synchronize()  # copies are queued; what is reported is when they are done
-        return {"version": learner.version, "seconds": time.perf_counter() - begin, "mixes": self._mixes(decoder)}
+        return {
+            "version": learner.version,
+            "seconds": time.perf_counter() - begin,
+            "mixes": self._mixes(decoder),
+        }
 
     def snapshot_base(self, model_id: int, version_id: int) -> dict[str, Any]:
-        """The base model under the learner's LoRA adapter: the adapter's B matrices are 0, the base weights those of its sampler."""
+        """The base model under the learner's LoRA adapter: the adapter's B matrices are 0, the base
+        weights those of its sampler.
+        """
         begin = time.perf_counter()
         learner = self.learners[model_id]
         if model_id not in self.latest:
             self.latest[model_id] = self._decoder_of(model_id)
         decoder = self.latest[model_id].fork()
-        shapes = {name: learner.parameter_shapes[name] for name in learner.trainable if ".lora_B." in name or ".lora_embedding_B." in name}
+        shapes = {
+            name: learner.parameter_shapes[name]
+            for name in learner.trainable
+            if ".lora_B." in name or ".lora_embedding_B." in name
+        }
         decoder.load_((name, torch.zeros(shape)) for name, shape in shapes.items())
         self.versions[version_id] = SamplerVersion(decoder, learner.loaded, 0, None)
         return {"version": 0, "seconds": time.perf_counter() - begin, "mixes": self._mixes(decoder)}
 
     def _decoder_of(self, model_id: int) -> Decoder:
-        learner, where, kind = self.learners[model_id], self.accelerator.device, self.settings.sampler.kind
+        learner, where, kind = (
+            self.learners[model_id],
+            self.accelerator.device,
+            self.settings.sampler.kind,
+        )
         weights = learner.weights(frozen=True) if learner.shell is not learner.model else None
         base = self._base(self.stands_on[model_id]) if weights is None and learner.is_lora else None
-        return make_decoder(learner.shell, dtype=self.sampler_dtype, device=where, kind=kind, weights=weights, base=base, team=self.team)
+        return make_decoder(
+            learner.shell,
+            dtype=self.sampler_dtype,
+            device=where,
+            kind=kind,
+            weights=weights,
+            base=base,
+            team=self.team,
+        )
 
     def note_drawn(self, model_id: int, version: int, params: Sequence[SamplingParams]) -> None:
         """Samplers elsewhere draw from this version of the weights, in this way."""
@@ -220,12 +312,23 @@ class Worker(Drawing):
             learner.sampled.note(version, params)
 
     def stage(self, model_id: int, first: bool) -> Staged | None:
-        """The weights as they are now, in host memory of rank 0, on their way to samplers elsewhere. `first`: of a model new to them."""
+        """The weights as they are now, in host memory of rank 0, on their way to samplers
+        elsewhere. `first`: of a model new to them.
+        """
         learner, spec = self.learners[model_id], self.specs[model_id]
-        lowered = first and self._held_in(spec) != "fp32"  # rounding, or 4 bit, has changed the base, which samplers read from its folder
+        # rounding, or 4 bit, has changed the base, which samplers read from its folder
+        lowered = first and self._held_in(spec) != "fp32"
         mine = distributed.rank() == 0
-        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in learner.weights(frozen=lowered) if mine}
-        return Staged(model_id, spec, self.stands_on[model_id], learner.version, tensors) if mine else None
+        tensors = {
+            name: tensor.detach().to("cpu", copy=True)
+            for name, tensor in learner.weights(frozen=lowered)
+            if mine
+        }
+        return (
+            Staged(model_id, spec, self.stands_on[model_id], learner.version, tensors)
+            if mine
+            else None
+        )
 
     def stage_nothing(self, model_id: int) -> Staged:
         """What `stage` says of a model beside its weights."""
@@ -234,15 +337,31 @@ class Worker(Drawing):
     def reach(self) -> None:
         """Nothing: whoever waits for it knows that what was submitted before is done."""
 
-    def prove_learner(self, model_id: int, datums: Sequence[Datum], temperature: float) -> tuple[Seen, Staged | None]:
-        """`prove`, where samplers are elsewhere: what the learner makes of it, and the other weights on their way."""
-        return look_at_learner(self.learners[model_id], datums, temperature, lambda: self.stage(model_id, False))
+    def prove_learner(
+        self, model_id: int, datums: Sequence[Datum], temperature: float
+    ) -> tuple[Seen, Staged | None]:
+        """`prove`, where samplers are elsewhere: what the learner makes of it, and the other
+        weights on their way.
+        """
+        return look_at_learner(
+            self.learners[model_id], datums, temperature, lambda: self.stage(model_id, False)
+        )
 
-    def prove(self, model_id: int, version_id: int, datums: Sequence[Datum], temperature: float) -> Seen:
-        """What learner and sampler make of the datums as they are, and with other weights; everything is as before afterwards."""
-        return look(self.learners[model_id], self.versions[version_id].decoder, datums, temperature, self._share)
+    def prove(
+        self, model_id: int, version_id: int, datums: Sequence[Datum], temperature: float
+    ) -> Seen:
+        """What learner and sampler make of the datums as they are, and with other weights;
+        everything is as before afterwards.
+        """
+        return look(
+            self.learners[model_id],
+            self.versions[version_id].decoder,
+            datums,
+            temperature,
+            self._share,
+        )
 
-    # ------------------------------------------------------------------------------------------------------------ saving
+    # --------------------------------------------------------------------------------------- saving
 
     def save_state(
         self,
@@ -255,9 +374,20 @@ class Worker(Drawing):
         user_metadata: Mapping[str, str] | None = None,
     ) -> str:
         rng = self.objects.gather(torch.get_rng_state())
-        others = {name: (self.learners[other], self.specs[other]) for name, other in (beside or {}).items()}
+        others = {
+            name: (self.learners[other], self.specs[other])
+            for name, other in (beside or {}).items()
+        }
         words = saving.Words(metadata, dict(user_metadata or {}), overwrite)
-        saving.save_state(self.learners[model_id], self.specs[model_id], Path(path), rng, words, ttl_seconds, others)
+        saving.save_state(
+            self.learners[model_id],
+            self.specs[model_id],
+            Path(path),
+            rng,
+            words,
+            ttl_seconds,
+            others,
+        )
         self.saved_by[str(Path(path).resolve())] = model_id
         return path
 
@@ -271,21 +401,35 @@ class Worker(Drawing):
         user_metadata: Mapping[str, str] | None = None,
     ) -> str:
         words = saving.Words({}, dict(user_metadata or {}))
-        saving.save_for_sampler(self.learners[model_id], self.specs[model_id], Path(path), merged, ttl_seconds, value_head, words)
+        saving.save_for_sampler(
+            self.learners[model_id],
+            self.specs[model_id],
+            Path(path),
+            merged,
+            ttl_seconds,
+            value_head,
+            words,
+        )
         self.saved_by[str(Path(path).resolve())] = model_id
         return path
 
     def load_state(self, model_id: int, path: str, with_optimizer: bool) -> dict[str, Any]:
-        state = saving.load_state(self.learners[model_id], Path(path), with_optimizer, distributed.rank())
+        state = saving.load_state(
+            self.learners[model_id], Path(path), with_optimizer, distributed.rank()
+        )
         self._take_alpha(model_id, ModelSpec.from_json(state["spec"]).lora)
         return state
 
     def _take_alpha(self, model_id: int, saved: LoraConfig | None) -> None:
-        """Scale the adapter as the one that its weights were loaded from: at another scale they would be another function."""
+        """Scale the adapter as the one that its weights were loaded from: at another scale they
+        would be another function.
+        """
         spec = self.specs[model_id]
         if spec.lora is None or saved is None or saved.effective_alpha == spec.lora.effective_alpha:
             return
-        remark(f"LoRA: alpha is {saved.effective_alpha:g} from now on, as in the checkpoint loaded (it was {spec.lora.effective_alpha:g})")
+        remark(
+            f"LoRA: alpha is {saved.effective_alpha:g} from now on, as in the checkpoint loaded (it was {spec.lora.effective_alpha:g})"
+        )
         self.specs[model_id] = replace(spec, lora=replace(spec.lora, alpha=saved.alpha))
         for model in (self.learners[model_id].model, self.learners[model_id].shell):
             set_alpha(model, saved)

@@ -1,4 +1,6 @@
-"""From rewards to advantages: pure functions on one group's rewards (G numbers in, G numbers out) or on a batch's (P groups)."""
+"""From rewards to advantages: pure functions on one group's rewards (G numbers in, G numbers out)
+or on a batch's (P groups).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from rl.episodes import has_signal
 def centred(rewards_G: Sequence[float]) -> np.ndarray:
     """A_i = r_i - mean(r) (Dr. GRPO, arXiv 2503.20783: no division by the standard deviation).
 
-    A group whose rewards are all equal gives exact zeros (not the rounding error of the mean); so does a group of one.
+    A group whose rewards are all equal gives exact zeros (not the rounding error of the mean); so
+    does a group of one.
     """
     rewards = np.asarray(rewards_G, dtype=np.float64)
     if not has_signal(rewards_G):
@@ -23,13 +26,17 @@ def centred(rewards_G: Sequence[float]) -> np.ndarray:
 
 
 def centred_by_std(rewards_G: Sequence[float], eps: float = 1e-6) -> np.ndarray:
-    """A_i = (r_i - mean(r)) / (std(r) + eps), population standard deviation (GRPO, arXiv 2402.03300, section 4.1.2)."""
+    """A_i = (r_i - mean(r)) / (std(r) + eps), population standard deviation (GRPO, arXiv
+    2402.03300, section 4.1.2).
+    """
     rewards = np.asarray(rewards_G, dtype=np.float64)
     return centred(rewards_G) / (rewards.std() + eps)
 
 
 def leave_one_out(rewards_G: Sequence[float]) -> np.ndarray:
-    """A_i = r_i - mean of the others = G/(G-1) (r_i - mean(r)) (RLOO, arXiv 2402.14740). A group of one gives zero."""
+    """A_i = r_i - mean of the others = G/(G-1) (r_i - mean(r)) (RLOO, arXiv 2402.14740). A group of
+    one gives zero.
+    """
     n = len(rewards_G)
     return centred(rewards_G) * (n / (n - 1)) if n > 1 else np.zeros(n)
 
@@ -42,15 +49,18 @@ def without_baseline(rewards_G: Sequence[float]) -> np.ndarray:
 class RunningMean:
     """A_i = r_i - b, where b is the exponential moving average of earlier batches' mean reward.
 
-    b starts at the first batch's own mean; it is updated after the batch is credited, so a batch's rewards do not
-    enter their own baseline (which would bias the gradient) from the second batch on.
+    b starts at the first batch's own mean; it is updated after the batch is credited, so a batch's
+    rewards do not enter their own baseline (which would bias the gradient) from the second batch
+    on.
     """
 
     def __init__(self, decay: float = 0.9, value: float | None = None):
         self.decay = decay
         self.value = value
 
-    def __call__(self, rewards_P_G: Sequence[Sequence[float]], keys_P: Sequence[str] = ()) -> list[np.ndarray]:
+    def __call__(
+        self, rewards_P_G: Sequence[Sequence[float]], keys_P: Sequence[str] = ()
+    ) -> list[np.ndarray]:
         mean = float(np.mean([r for rewards in rewards_P_G for r in rewards]))
         baseline = mean if self.value is None else self.value
         self.value = self.decay * baseline + (1 - self.decay) * mean
@@ -64,10 +74,11 @@ class RunningMean:
 
 
 class PerProblemMean:
-    """A_i = r_i - b(problem), the exponential moving average of the problem's own earlier mean rewards.
+    """A_i = r_i - b(problem), the exponential moving average of the problem's own earlier mean
+    rewards.
 
-    A problem that was never asked before is compared with a running mean over all problems. Baselines are updated after
-    the batch is credited. Keys are texts, so that the state is JSON.
+    A problem that was never asked before is compared with a running mean over all problems.
+    Baselines are updated after the batch is credited. Keys are texts, so that the state is JSON.
     """
 
     def __init__(self, decay: float = 0.5):
@@ -75,15 +86,21 @@ class PerProblemMean:
         self.values: dict[str, float] = {}
         self.overall = RunningMean()
 
-    def __call__(self, rewards_P_G: Sequence[Sequence[float]], keys_P: Sequence[str]) -> list[np.ndarray]:
+    def __call__(
+        self, rewards_P_G: Sequence[Sequence[float]], keys_P: Sequence[str]
+    ) -> list[np.ndarray]:
         fresh_P_G = self.overall(rewards_P_G)
         advantages_P_G = []
         for rewards_G, fresh_G, key in zip(rewards_P_G, fresh_P_G, keys_P, strict=True):
             known = self.values.get(key)
-            advantages_P_G.append(fresh_G if known is None else np.asarray(rewards_G, dtype=np.float64) - known)
+            advantages_P_G.append(
+                fresh_G if known is None else np.asarray(rewards_G, dtype=np.float64) - known
+            )
         for rewards_G, key in zip(rewards_P_G, keys_P, strict=True):
             mean, known = float(np.mean(rewards_G)), self.values.get(key)
-            self.values[key] = mean if known is None else self.decay * known + (1 - self.decay) * mean
+            self.values[key] = (
+                mean if known is None else self.decay * known + (1 - self.decay) * mean
+            )
         return advantages_P_G
 
     def state(self) -> dict[str, Any]:
@@ -102,8 +119,12 @@ def batch_normalised(rewards_P_G: Sequence[Sequence[float]], eps: float = 1e-8) 
     return [(np.asarray(rewards_G) - flat.mean()) / (flat.std() + eps) for rewards_G in rewards_P_G]
 
 
-def centred_by_batch_std(rewards_P_G: Sequence[Sequence[float]], eps: float = 1e-8) -> list[np.ndarray]:
-    """Centred within each group, divided by the std of that over the whole batch (REINFORCE++-baseline, arXiv 2501.03262)."""
+def centred_by_batch_std(
+    rewards_P_G: Sequence[Sequence[float]], eps: float = 1e-8
+) -> list[np.ndarray]:
+    """Centred within each group, divided by the std of that over the whole batch
+    (REINFORCE++-baseline, arXiv 2501.03262).
+    """
     centred_P_G = [centred(rewards_G) for rewards_G in rewards_P_G]
     std = np.concatenate(centred_P_G).std()
     return [advantages_G / (std + eps) for advantages_G in centred_P_G]
@@ -119,13 +140,20 @@ def returns_to_go(rewards_N: Sequence[float], discount: float = 1.0) -> list[flo
 
 
 def token_advantages(
-    rewards_T: np.ndarray, values_T: np.ndarray, *, gamma: float = 1.0, lam: float = 0.95, bootstrap: float = 0.0
+    rewards_T: np.ndarray,
+    values_T: np.ndarray,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    bootstrap: float = 0.0,
 ) -> np.ndarray:
-    """Generalised advantage estimation over the action tokens of one episode (arXiv 1506.02438, equation 16), float64 [T].
+    """Generalised advantage estimation over the action tokens of one episode (arXiv 1506.02438,
+    equation 16), float64 [T].
 
-    A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t; V_{T} is `bootstrap`: 0 where the episode
-    ended, the value after its last token where it was cut off. V_t: the value before action t. Observations between
-    actions are left out of the arrays, so they discount nothing. Return to learn the value from: A_t + V_t.
+    A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t; V_{T} is `bootstrap`: 0
+    where the episode ended, the value after its last token where it was cut off. V_t: the value
+    before action t. Observations between actions are left out of the arrays, so they discount
+    nothing. Return to learn the value from: A_t + V_t.
     """
     advantages, running, ahead = np.zeros(len(rewards_T)), 0.0, bootstrap
     for t in reversed(range(len(rewards_T))):
@@ -138,10 +166,11 @@ def token_advantages(
 class Estimator:
     """An advantage estimator and its properties.
 
-    fn                of scope "group": rewards of one group -> advantages; of scope "batch": those of all groups [P][G]
-    scope             whether an advantage depends on the answers of its own group alone, or on those of other groups too
-    compares_members  whether advantages come only from differences within a group: equal rewards then give 0
-    state_key         of one that remembers earlier batches: `fn` is its class, called with rewards [P][G] and keys [P], and a
+    fn                of scope "group": rewards of one group -> advantages; of scope "batch": those
+    of all groups [P][G] scope             whether an advantage depends on the answers of its own
+    group alone, or on those of other groups too compares_members  whether advantages come only from
+    differences within a group: equal rewards then give 0 state_key         of one that remembers
+    earlier batches: `fn` is its class, called with rewards [P][G] and keys [P], and a
                       checkpoint holds its `state` under this name
     """
 
@@ -157,7 +186,11 @@ ADVANTAGES: dict[str, Estimator] = {
     "leave_one_out": Estimator(leave_one_out, scope="group", compares_members=True),
     "mean_batch_std": Estimator(centred_by_batch_std, scope="batch", compares_members=True),
     "batch": Estimator(batch_normalised, scope="batch", compares_members=False),
-    "running_mean": Estimator(RunningMean, scope="batch", compares_members=False, state_key="baseline"),
-    "per_problem": Estimator(PerProblemMean, scope="batch", compares_members=False, state_key="per_problem"),
+    "running_mean": Estimator(
+        RunningMean, scope="batch", compares_members=False, state_key="baseline"
+    ),
+    "per_problem": Estimator(
+        PerProblemMean, scope="batch", compares_members=False, state_key="per_problem"
+    ),
     "none": Estimator(without_baseline, scope="group", compares_members=False),
 }

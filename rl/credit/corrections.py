@@ -1,7 +1,7 @@
 """Tokens drawn by another policy than the learner's: how much each still counts.
 
-q = logprob under what drew a token (the sampler, older weights), p = under the learner before its step; g = p - q at actions. A ratio
-stands for each token, by `level`:
+q = logprob under what drew a token (the sampler, older weights), p = under the learner before its
+step; g = p - q at actions. A ratio stands for each token, by `level`:
 
     token       e^g                                 of the token alone (truncated: TIS, Yao et al. 2025, "Your efficient RL framework
                                                     secretly brings you off-policy RL training"; within bounds: IcePop, arXiv 2510.18855)
@@ -42,11 +42,17 @@ class Correction:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS or self.level not in LEVELS:
-            raise ValueError(f"a correction is one of {', '.join(KINDS)} at a level of {', '.join(LEVELS)}, got {self.kind}, {self.level}")
+            raise ValueError(
+                f"a correction is one of {', '.join(KINDS)} at a level of {', '.join(LEVELS)}, got {self.kind}, {self.level}"
+            )
         if not 0 <= self.low < self.high < np.inf:
-            raise ValueError(f"the bounds of a correction are ratios, low below high: got {self.low} to {self.high}")
+            raise ValueError(
+                f"the bounds of a correction are ratios, low below high: got {self.low} to {self.high}"
+            )
         if self.weighs and self.level == "geometric":
-            raise ValueError("a geometric mean is no importance weight: kind mask leaves answers out by it, truncate and icepop weigh")
+            raise ValueError(
+                "a geometric mean is no importance weight: kind mask leaves answers out by it, truncate and icepop weigh"
+            )
 
     @property
     def weighs(self) -> bool:
@@ -64,27 +70,45 @@ def episodes(datums: Sequence[Datum]) -> list[int]:
     return found
 
 
-def ratios(gaps_D: Sequence[np.ndarray], masks_D: Sequence[np.ndarray], episode_D: Sequence[int], level: str) -> list[np.ndarray]:
-    """float64 [T] for each datum, the ratio that each token is judged by; 1 off the mask. Infinite where e^g is."""
+def ratios(
+    gaps_D: Sequence[np.ndarray],
+    masks_D: Sequence[np.ndarray],
+    episode_D: Sequence[int],
+    level: str,
+) -> list[np.ndarray]:
+    """float64 [T] for each datum, the ratio that each token is judged by; 1 off the mask. Infinite
+    where e^g is.
+    """
     gaps_D = [np.where(mask, gap, 0.0) for gap, mask in zip(gaps_D, masks_D, strict=True)]
     if level != "token":
-        sums, counts = np.zeros(max(episode_D, default=-1) + 1), np.zeros(max(episode_D, default=-1) + 1)
+        sums, counts = (
+            np.zeros(max(episode_D, default=-1) + 1),
+            np.zeros(max(episode_D, default=-1) + 1),
+        )
         for gap, mask, episode in zip(gaps_D, masks_D, episode_D, strict=True):
             sums[episode] += gap.sum()
             counts[episode] += np.count_nonzero(mask)
         whole = sums if level == "sequence" else sums / np.maximum(counts, 1)
-        gaps_D = [np.where(mask, whole[episode], 0.0) for mask, episode in zip(masks_D, episode_D, strict=True)]
+        gaps_D = [
+            np.where(mask, whole[episode], 0.0)
+            for mask, episode in zip(masks_D, episode_D, strict=True)
+        ]
     with np.errstate(over="ignore"):
         return [np.exp(gap) for gap in gaps_D]
 
 
 def corrected(
-    gaps_D: Sequence[np.ndarray], masks_D: Sequence[np.ndarray], episode_D: Sequence[int], how: Correction
+    gaps_D: Sequence[np.ndarray],
+    masks_D: Sequence[np.ndarray],
+    episode_D: Sequence[int],
+    how: Correction,
 ) -> tuple[list[np.ndarray], list[np.ndarray], dict[str, float]]:
-    """(weights, what stays an action, metrics): float64 [T] and bool [T] for each datum; weights are 1 where nothing is weighed.
+    """(weights, what stays an action, metrics): float64 [T] and bool [T] for each datum; weights
+    are 1 where nothing is weighed.
 
-    Metrics over the actions that were drawn: `optim/correction_low`, `_high`, the shares whose ratio lies outside the bounds;
-    `_weight`, the mean weight (left out: 0); `_ess`, the effective share of the sample, (sum w)^2 / (n sum w^2).
+    Metrics over the actions that were drawn: `optim/correction_low`, `_high`, the shares whose
+    ratio lies outside the bounds; `_weight`, the mean weight (left out: 0); `_ess`, the effective
+    share of the sample, (sum w)^2 / (n sum w^2).
     """
     ratio_D = ratios(gaps_D, masks_D, episode_D, how.level)
     weights_D, kept_D = [], []
@@ -103,24 +127,33 @@ def corrected(
 Arrays = Sequence[np.ndarray]
 
 
-def _metrics(ratio_D: Arrays, masks_D: Arrays, weights_D: Arrays, kept_D: Arrays, how: Correction) -> dict[str, float]:
+def _metrics(
+    ratio_D: Arrays, masks_D: Arrays, weights_D: Arrays, kept_D: Arrays, how: Correction
+) -> dict[str, float]:
     if how.kind == "none" or not any(mask.any() for mask in masks_D):
         return {}
     mask = np.concatenate(masks_D)
-    ratio, weight = np.concatenate(ratio_D)[mask], (np.concatenate(weights_D) * np.concatenate(kept_D))[mask]
+    ratio, weight = (
+        np.concatenate(ratio_D)[mask],
+        (np.concatenate(weights_D) * np.concatenate(kept_D))[mask],
+    )
     squares = float((weight * weight).sum())
     return {
         "optim/correction_low": float((ratio < how.low).mean()),
         "optim/correction_high": float((ratio > how.high).mean()),
         "optim/correction_weight": float(weight.mean()),
-        "optim/correction_ess": float(weight.sum()) ** 2 / (len(weight) * squares) if squares else 0.0,
+        "optim/correction_ess": float(weight.sum()) ** 2 / (len(weight) * squares)
+        if squares
+        else 0.0,
     }
 
 
 def merged_sample_size(parts: Sequence[tuple[int, Mapping[str, float]]]) -> float:
-    """Return `optim/correction_ess` of a batch from (drawn tokens, metrics) of its parts: (sum w)^2 / (n sum w^2) over all of them.
+    """Return `optim/correction_ess` of a batch from (drawn tokens, metrics) of its parts: (sum w)^2
+    / (n sum w^2) over all of them.
 
-    Of a part of n tokens with mean weight m and effective share e, sum w = n m and sum w^2 = n m^2 / e.
+    Of a part of n tokens with mean weight m and effective share e, sum w = n m and sum w^2 = n m^2
+    / e.
     """
     tokens, total, squares = 0, 0.0, 0.0
     for count, metrics in parts:

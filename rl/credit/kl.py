@@ -1,8 +1,9 @@
 """KL to a reference as part of the reward, and a coefficient that follows a target.
 
-q = logprob under the policy that sampled, ref = under the reference, both at the sampling temperature; g = q - ref at each
-action. In the reward the penalty has the gradient of the KL of whole answers, which no term in the loss has: a token is also
-charged for the divergence that it leads to (pitfalls of the alternatives: arXiv 2512.21852).
+q = logprob under the policy that sampled, ref = under the reference, both at the sampling
+temperature; g = q - ref at each action. In the reward the penalty has the gradient of the KL of
+whole answers, which no term in the loss has: a token is also charged for the divergence that it
+leads to (pitfalls of the alternatives: arXiv 2512.21852).
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ def gaps(datums: Sequence[Datum], ref_logprobs: Sequence[np.ndarray]) -> list[np
     return found
 
 
-def kl_metrics(datums: Sequence[Datum], gaps_D: Sequence[np.ndarray], name: str = "optim/kl_ref") -> dict[str, float]:
-    """Two estimates of the KL from the policy that sampled, means over actions: `<name>_k1` of g, `<name>_k3` of e^-g - 1 + g."""
+def kl_metrics(
+    datums: Sequence[Datum], gaps_D: Sequence[np.ndarray], name: str = "optim/kl_ref"
+) -> dict[str, float]:
+    """Two estimates of the KL from the policy that sampled, means over actions: `<name>_k1` of g,
+    `<name>_k3` of e^-g - 1 + g.
+    """
     mask = np.concatenate([d.loss_fn_inputs["mask"].array for d in datums]) != 0
     g = np.concatenate(list(gaps_D))[mask]
     if not len(g):
@@ -34,7 +39,9 @@ def kl_metrics(datums: Sequence[Datum], gaps_D: Sequence[np.ndarray], name: str 
 
 
 def future_sums(values_T: np.ndarray, mask_T: np.ndarray, discount: float) -> np.ndarray:
-    """sum over actions k at or after action t of discount^(k - t) values_k, counted in actions; 0 off the mask."""
+    """sum over actions k at or after action t of discount^(k - t) values_k, counted in actions; 0
+    off the mask.
+    """
     result, total = np.zeros(len(values_T)), 0.0
     for t in np.flatnonzero(mask_T)[::-1]:
         total = float(values_T[t]) + discount * total
@@ -43,31 +50,46 @@ def future_sums(values_T: np.ndarray, mask_T: np.ndarray, discount: float) -> np
 
 
 def penalised(
-    datums: Sequence[Datum], ref_logprobs: Sequence[np.ndarray], coefficient: float, discount: float = 0.0
+    datums: Sequence[Datum],
+    ref_logprobs: Sequence[np.ndarray],
+    coefficient: float,
+    discount: float = 0.0,
 ) -> tuple[list[Datum], dict[str, float]]:
-    """The datums with `coefficient` (mean c - c_t) added to the advantage of each action, and metrics of the KL.
+    """The datums with `coefficient` (mean c - c_t) added to the advantage of each action, and
+    metrics of the KL.
 
-    c_t = g_t; `discount` > 0 charges a token with what comes after it as well, each action later by that factor less (1: the
-    gradient of the whole answer's KL). The mean is of c over all actions of `datums`: a baseline, so that the penalty moves no
-    total. (A sum of mean g - g_k over later k would pay for every further token: the length of an answer is no constant.)
+    c_t = g_t; `discount` > 0 charges a token with what comes after it as well, each action later by
+    that factor less (1: the gradient of the whole answer's KL). The mean is of c over all actions
+    of `datums`: a baseline, so that the penalty moves no total. (A sum of mean g - g_k over later k
+    would pay for every further token: the length of an answer is no constant.)
     """
     gaps_D = gaps(datums, ref_logprobs)
     masks_D = [d.loss_fn_inputs["mask"].array != 0 for d in datums]
-    charges_D = [future_sums(gap_T, mask_T, discount) for gap_T, mask_T in zip(gaps_D, masks_D, strict=True)]
-    mean = float(np.concatenate(charges_D)[np.concatenate(masks_D)].mean()) if any(m.any() for m in masks_D) else 0.0
+    charges_D = [
+        future_sums(gap_T, mask_T, discount) for gap_T, mask_T in zip(gaps_D, masks_D, strict=True)
+    ]
+    mean = (
+        float(np.concatenate(charges_D)[np.concatenate(masks_D)].mean())
+        if any(m.any() for m in masks_D)
+        else 0.0
+    )
     result = []
     for datum, charge_T, mask_T in zip(datums, charges_D, masks_D, strict=True):
-        advantages_T = datum.loss_fn_inputs["advantages"].array + coefficient * np.where(mask_T, mean - charge_T, 0.0)
+        advantages_T = datum.loss_fn_inputs["advantages"].array + coefficient * np.where(
+            mask_T, mean - charge_T, 0.0
+        )
         fields = {**datum.loss_fn_inputs, "advantages": TensorData(advantages_T, "float32")}
         result.append(datum.with_inputs(fields))
     return result, kl_metrics(datums, gaps_D)
 
 
 class AdaptiveKL:
-    """A coefficient that rises while the KL is above `target` and falls while it is below (Ziegler et al., arXiv 1909.08593, 2.2).
+    """A coefficient that rises while the KL is above `target` and falls while it is below (Ziegler
+    et al., arXiv 1909.08593, 2.2).
 
-    e = clip(KL / target - 1, -0.2, 0.2), coefficient <- coefficient (1 + rate e). Rising starts from `FLOOR` where the
-    coefficient is lower, or a coefficient of 0 would stay 0. Without a target it is constant.
+    e = clip(KL / target - 1, -0.2, 0.2), coefficient <- coefficient (1 + rate e). Rising starts
+    from `FLOOR` where the coefficient is lower, or a coefficient of 0 would stay 0. Without a
+    target it is constant.
     """
 
     FLOOR = 1e-3

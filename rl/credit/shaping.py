@@ -1,4 +1,5 @@
-"""Rewards as credit sees them: overlong penalty, normalisation by running statistics, scale, clipping. Pure numbers.
+"""Rewards as credit sees them: overlong penalty, normalisation by running statistics, scale,
+clipping. Pure numbers.
 
 Letters: P problems (groups), G members of a group, N steps (turns) of an episode.
 """
@@ -14,7 +15,9 @@ from rl.settings import ShapingSettings
 
 
 class RunningStatistics:
-    """Mean and (population) standard deviation of every value so far, one batch at a time (Chan, Golub, LeVeque 1979)."""
+    """Mean and (population) standard deviation of every value so far, one batch at a time (Chan,
+    Golub, LeVeque 1979).
+    """
 
     def __init__(self) -> None:
         self.count, self.mean, self.m2 = 0, 0.0, 0.0
@@ -41,18 +44,26 @@ class RunningStatistics:
 
 
 def overlong_penalty(tokens: int, max_tokens: int, share: float, penalty: float) -> float:
-    """What an answer of `tokens` loses for its length: 0 up to (1 - share) max_tokens, then linearly up to `penalty`.
+    """What an answer of `tokens` loses for its length: 0 up to (1 - share) max_tokens, then
+    linearly up to `penalty`.
 
-    DAPO's soft overlong punishment (arXiv 2503.14476, equation 13) with L_cache = share * max_tokens and L_max = max_tokens.
+    DAPO's soft overlong punishment (arXiv 2503.14476, equation 13) with L_cache = share *
+    max_tokens and L_max = max_tokens.
     """
     allowed = (1 - share) * max_tokens
-    return penalty * max(0.0, min(tokens, max_tokens) - allowed) / (max_tokens - allowed) if share else 0.0
+    return (
+        penalty * max(0.0, min(tokens, max_tokens) - allowed) / (max_tokens - allowed)
+        if share
+        else 0.0
+    )
 
 
 class RewardShaper:
-    """Shapes a batch's rewards: penalties of length, then (r - mean) / std of all so far, then scale, then clipping.
+    """Shapes a batch's rewards: penalties of length, then (r - mean) / std of all so far, then
+    scale, then clipping.
 
-    The running statistics are of total rewards, this batch's included. `state` is what a resumed run needs.
+    The running statistics are of total rewards, this batch's included. `state` is what a resumed
+    run needs.
     """
 
     def __init__(self, settings: ShapingSettings, max_tokens: int):
@@ -70,10 +81,15 @@ class RewardShaper:
         return [[self._shape(r, centre) for r in totals_G] for totals_G in totals_P_G]
 
     def steps(self, groups: Sequence[TrajectoryGroup]) -> list[list[list[float]]]:
-        """Shaped rewards of each step [P][G][N]; divided by the std of totals, but not centred: a longer episode earns no more."""
+        """Shaped rewards of each step [P][G][N]; divided by the std of totals, but not centred: a
+        longer episode earns no more.
+        """
         rewards_P_G_N = self._steps(groups)
         self._update([[sum(steps) for steps in rewards_G_N] for rewards_G_N in rewards_P_G_N])
-        return [[[self._shape(r, 0.0) for r in steps] for steps in rewards_G_N] for rewards_G_N in rewards_P_G_N]
+        return [
+            [[self._shape(r, 0.0) for r in steps] for steps in rewards_G_N]
+            for rewards_G_N in rewards_P_G_N
+        ]
 
     def _steps(self, groups: Sequence[TrajectoryGroup]) -> list[list[list[float]]]:
         """Rewards of each step; a group's final rewards and the penalties count for the last one."""
@@ -83,10 +99,14 @@ class RewardShaper:
             rewards_G_N = []
             for trajectory, final in zip(group.trajectories_G, group.final_rewards_G, strict=True):
                 steps = [turn.reward for turn in trajectory.transitions]
-                penalty = overlong_penalty(_longest(trajectory), self.max_tokens, s.overlong_share, s.overlong_penalty)
+                penalty = overlong_penalty(
+                    _longest(trajectory), self.max_tokens, s.overlong_share, s.overlong_penalty
+                )
                 penalties.append(penalty)
                 steps[-1] = steps[-1] + final - penalty
-                cut_off.append(s.cut_off_penalty * (trajectory.transitions[-1].ac.stop_reason == "length"))
+                cut_off.append(
+                    s.cut_off_penalty * (trajectory.transitions[-1].ac.stop_reason == "length")
+                )
                 steps[-1] -= cut_off[-1]
                 rewards_G_N.append(steps)
             rewards_P_G_N.append(rewards_G_N)
@@ -98,12 +118,17 @@ class RewardShaper:
     def _update(self, totals_P_G: Sequence[Sequence[float]]) -> None:
         if self.settings.normalise_rewards:
             self.statistics.update([r for totals_G in totals_P_G for r in totals_G])
-            self.metrics |= {"reward/running_mean": self.statistics.mean, "reward/running_std": self.statistics.std}
+            self.metrics |= {
+                "reward/running_mean": self.statistics.mean,
+                "reward/running_std": self.statistics.std,
+            }
 
     def _shape(self, reward: float, centre: float) -> float:
         s = self.settings
         if s.normalise_rewards:
-            std = self.statistics.std  # of rewards that were all the same so far 0, but for rounding: there is no scale to divide by
+            # of rewards that were all the same so far 0, but for rounding: there is no scale to
+            # divide by
+            std = self.statistics.std
             reward = (reward - centre) / (std + 1e-8 if std > 1e-8 else 1.0)
         reward *= s.reward_scale
         return reward if s.reward_clip is None else max(-s.reward_clip, min(s.reward_clip, reward))

@@ -16,12 +16,16 @@ _LOW, _HIGH = 10, 99
 
 
 def is_test(a: int, b: int) -> bool:
-    """Whether a + b is held out: a tenth, by a hash of the operands in ascending order, so that b + a goes with a + b."""
+    """Whether a + b is held out: a tenth, by a hash of the operands in ascending order, so that b +
+    a goes with a + b.
+    """
     return zlib.crc32(f"{min(a, b)}+{max(a, b)}".encode()) % 10 == 0
 
 
 def _with_noise(problem: Problem, epoch: int, probability: float) -> Problem:
-    """With `probability`, one digit of the response is drawn anew (it may come out the same). A function of index and epoch."""
+    """With `probability`, one digit of the response is drawn anew (it may come out the same). A
+    function of index and epoch.
+    """
     draw = random.Random(f"addition noise {problem.index} {epoch}")
     response = problem.response or ""
     if draw.random() >= probability:
@@ -59,19 +63,30 @@ def _noise(options: Mapping[str, str]) -> tuple[float, int]:
 
 
 def addition(
-    split: str = "train", options: Mapping[str, str] | None = None, *, tag: str = "addition", system_prompt: str | None = None
+    split: str = "train",
+    options: Mapping[str, str] | None = None,
+    *,
+    tag: str = "addition",
+    system_prompt: str | None = None,
 ) -> ProblemSet:
-    """All sums of two operands from 10 to 99 of the "train" or "test" split (disjoint; about 7,300 and 800).
+    """All sums of two operands from 10 to 99 of the "train" or "test" split (disjoint; about 7,300
+    and 800).
 
-    Option `noise` (0 to 1): the share of responses of which one digit is drawn anew, for supervised training of a model that
-    knows the task but samples it badly. Option `from`: the epoch that the noise begins with (0); before it responses are right,
-    from which a model learns the task several times faster. meta["answer"] is always right, `rejected` always wrong by a digit;
-    meta["level"] is the number of carries (0 to 2).
+    Option `noise` (0 to 1): the share of responses of which one digit is drawn anew, for supervised
+    training of a model that knows the task but samples it badly. Option `from`: the epoch that the
+    noise begins with (0); before it responses are right, from which a model learns the task several
+    times faster. meta["answer"] is always right, `rejected` always wrong by a digit; meta["level"]
+    is the number of carries (0 to 2).
     """
     noise, first = _noise(options or {})
     if split not in ("train", "test"):
         raise UserError(f"addition has the splits 'train' and 'test', got {split!r}")
-    pairs = [(a, b) for a in range(_LOW, _HIGH + 1) for b in range(_LOW, _HIGH + 1) if is_test(a, b) == (split == "test")]
+    pairs = [
+        (a, b)
+        for a in range(_LOW, _HIGH + 1)
+        for b in range(_LOW, _HIGH + 1)
+        if is_test(a, b) == (split == "test")
+    ]
     system = () if system_prompt is None else ({"role": "system", "content": system_prompt},)
     problems = [
         Problem(

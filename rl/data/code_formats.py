@@ -1,8 +1,10 @@
-"""The shapes of published sets of programming problems. Each reads a row to a prompt, tests in meta["tests"], a solution if there is one.
+"""The shapes of published sets of programming problems. Each reads a row to a prompt, tests in
+meta["tests"], a solution if there is one.
 
-meta["tests"] says what a program is run with, as plain data (rl.rewards.code reads it): {"style": "asserts", "setup", "asserts",
-"entry_point"}, {"style": "dialogues", "cases": [[stdin, stdout], ...]} or {"style": "calls", "function", "cases": [[arguments, result],
-...]}. What is expected stays in meta: of it the model sees what its prompt says, and its program only inputs.
+meta["tests"] says what a program is run with, as plain data (rl.rewards.code reads it): {"style":
+"asserts", "setup", "asserts", "entry_point"}, {"style": "dialogues", "cases": [[stdin, stdout],
+...]} or {"style": "calls", "function", "cases": [[arguments, result], ...]}. What is expected stays
+in meta: of it the model sees what its prompt says, and its program only inputs.
 """
 
 from __future__ import annotations
@@ -22,50 +24,78 @@ from rl.data.rows import BadRow, NoColumn
 from rl.sandbox import helpers_of
 
 INSTRUCTION = "\n\nWrite Python, the whole of it in one block between ```python and ```."
-_TRAIN, _VALIDATION, _TEST, _FEW_SHOT = range(601, 975), range(511, 601), range(11, 511), range(1, 11)
+_TRAIN, _VALIDATION, _TEST, _FEW_SHOT = (
+    range(601, 975),
+    range(511, 601),
+    range(11, 511),
+    range(1, 11),
+)
 _MOST_UNPACKED = 1 << 28  # bytes of one problem's packed tests
 
 
 class MBPP(RowFormat):
-    """text (sanitized: prompt), code, test_list; test_setup_code or test_imports. Austin et al. 2021, arXiv 2108.07732.
+    """text (sanitized: prompt), code, test_list; test_setup_code or test_imports. Austin et al.
+    2021, arXiv 2108.07732.
 
     The prompt shows the first assert, which names the function; all of them test it.
     """
 
     def read(self, columns: Mapping[str, Any]) -> Read:
         asked = _text(columns, "text" if "text" in columns else "prompt")
-        asserts, solution = _texts(columns, "test_list"), _text(columns, "code").replace("\r\n", "\n")
+        asserts, solution = (
+            _texts(columns, "test_list"),
+            _text(columns, "code").replace("\r\n", "\n"),
+        )
         if not asserts:
             raise BadRow("'test_list' is empty")
-        setup = columns.get("test_setup_code") or "\n".join(_texts(columns, "test_imports") if "test_imports" in columns else [])
+        setup = columns.get("test_setup_code") or "\n".join(
+            _texts(columns, "test_imports") if "test_imports" in columns else []
+        )
         for test in asserts:
             if not _is_python(test):
                 raise BadRow(f"'test_list' holds what is no Python: {test[:60]!r}")
         tests = {"style": "asserts", "setup": setup, "asserts": asserts, "entry_point": None}
-        prompt = f"{asked.strip()}\n\nYour code should pass tests such as:\n\n{asserts[0]}{INSTRUCTION}"
+        prompt = (
+            f"{asked.strip()}\n\nYour code should pass tests such as:\n\n{asserts[0]}{INSTRUCTION}"
+        )
         return _problem(prompt, tests, solution, columns, ("text", "prompt", "code"))
 
     def split_of(self, columns: Mapping[str, Any]) -> str | None:
-        """As published, by task_id: 601 to 974 train, 511 to 600 validation, 11 to 510 test, 1 to 10 examples in prompts."""
+        """As published, by task_id: 601 to 974 train, 511 to 600 validation, 11 to 510 test, 1 to
+        10 examples in prompts.
+        """
         number = columns.get("task_id")
         splits = {"train": _TRAIN, "validation": _VALIDATION, "test": _TEST, "prompt": _FEW_SHOT}
-        return next((name for name, ids in splits.items() if type(number) is int and number in ids), None)
+        return next(
+            (name for name, ids in splits.items() if type(number) is int and number in ids), None
+        )
 
 
 class HumanEval(RowFormat):
-    """prompt (a function's head and docstring), canonical_solution (its body), test (`check(candidate)`), entry_point.
+    """prompt (a function's head and docstring), canonical_solution (its body), test
+    (`check(candidate)`), entry_point.
 
-    Chen et al. 2021, arXiv 2107.03374. A program that does not define the function is taken for its body. Other functions of the prompt
-    are the tests' own, in their setup: a program that defines them anew changes nothing.
+    Chen et al. 2021, arXiv 2107.03374. A program that does not define the function is taken for its
+    body. Other functions of the prompt are the tests' own, in their setup: a program that defines
+    them anew changes nothing.
     """
 
     def read(self, columns: Mapping[str, Any]) -> Read:
-        head, test, name = _text(columns, "prompt"), _text(columns, "test"), _text(columns, "entry_point")
+        head, test, name = (
+            _text(columns, "prompt"),
+            _text(columns, "test"),
+            _text(columns, "entry_point"),
+        )
         if not re.search(rf"^def {re.escape(name)}\b", head, re.MULTILINE):
             raise BadRow(f"'prompt' does not define the function {name!r} of 'entry_point'")
         if not _is_python(test) or not re.search(r"^def check\b", test, re.MULTILINE):
             raise BadRow("'test' is no Python that defines check(candidate)")
-        tests = {"style": "asserts", "setup": helpers_of(head, name), "asserts": [test], "entry_point": name}
+        tests = {
+            "style": "asserts",
+            "setup": helpers_of(head, name),
+            "asserts": [test],
+            "entry_point": name,
+        }
         body = columns.get("canonical_solution")
         solution = head + body if isinstance(body, str) else None
         prompt = f"Complete this function.\n\n```python\n{head.rstrip()}\n```{INSTRUCTION}"
@@ -74,7 +104,8 @@ class HumanEval(RowFormat):
 
 
 class APPS(RowFormat):
-    """question, input_output (JSON: inputs, outputs, and fn_name where a function is called), starter_code, solutions (JSON, a list).
+    """question, input_output (JSON: inputs, outputs, and fn_name where a function is called),
+    starter_code, solutions (JSON, a list).
 
     Hendrycks et al. 2021, arXiv 2105.09938.
     """
@@ -82,34 +113,63 @@ class APPS(RowFormat):
     def read(self, columns: Mapping[str, Any]) -> Read:
         asked, cases = _text(columns, "question"), _json(columns, "input_output", dict)
         inputs, outputs, function = cases.get("inputs"), cases.get("outputs"), cases.get("fn_name")
-        if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
+        if (
+            not isinstance(inputs, list)
+            or not isinstance(outputs, list)
+            or len(inputs) != len(outputs)
+            or not inputs
+        ):
             raise BadRow("'input_output' holds no inputs with as many outputs: nothing to test by")
         if function is None:
-            tests = _dialogues([(_joined(given), _joined(wanted)) for given, wanted in zip(inputs, outputs, strict=True)])
+            tests = _dialogues(
+                [
+                    (_joined(given), _joined(wanted))
+                    for given, wanted in zip(inputs, outputs, strict=True)
+                ]
+            )
         else:
-            if not isinstance(function, str) or not function.isidentifier() or not all(isinstance(given, list) for given in inputs):
-                raise BadRow(f"'input_output' calls {str(function)[:40]!r} with what are no lists of arguments")
-            # Some problems have each result in a list of its own: [12] for 12, and [[1, 2]] for [1, 2].
+            if (
+                not isinstance(function, str)
+                or not function.isidentifier()
+                or not all(isinstance(given, list) for given in inputs)
+            ):
+                raise BadRow(
+                    f"'input_output' calls {str(function)[:40]!r} with what are no lists of arguments"
+                )
+            # Some problems have each result in a list of its own: [12] for 12, and [[1, 2]] for [1,
+            # 2].
             wrapped = all(isinstance(wanted, list) and len(wanted) == 1 for wanted in outputs)
             results = [wanted[0] for wanted in outputs] if wrapped else outputs
             tests = _calls(function, [list(case) for case in zip(inputs, results, strict=True)])
         solutions = _json(columns, "solutions", list) if columns.get("solutions") else []
-        solution = next((text for text in solutions if isinstance(text, str) and text.strip()), None)
+        solution = next(
+            (text for text in solutions if isinstance(text, str) and text.strip()), None
+        )
         prompt = _asked(asked, columns.get("starter_code"), function)
-        return _problem(prompt, tests, solution, columns, ("question", "input_output", "solutions", "starter_code"))
+        return _problem(
+            prompt,
+            tests,
+            solution,
+            columns,
+            ("question", "input_output", "solutions", "starter_code"),
+        )
 
 
 class LiveCodeBench(RowFormat):
-    """question_content, public_test_cases and private_test_cases (JSON lists of input, output, testtype), starter_code, metadata.
+    """question_content, public_test_cases and private_test_cases (JSON lists of input, output,
+    testtype), starter_code, metadata.
 
-    Jain et al. 2024, arXiv 2403.07974. Private tests may be packed (base64 of zlib of a pickled text), of which only a text is read.
+    Jain et al. 2024, arXiv 2403.07974. Private tests may be packed (base64 of zlib of a pickled
+    text), of which only a text is read.
     """
 
     def read(self, columns: Mapping[str, Any]) -> Read:
         asked, cases = _text(columns, "question_content"), _json(columns, "public_test_cases", list)
         if columns.get("private_test_cases"):
             cases = [*cases, *_private(columns["private_test_cases"])]
-        if not cases or not all(isinstance(case, dict) and {"input", "output"} <= case.keys() for case in cases):
+        if not cases or not all(
+            isinstance(case, dict) and {"input", "output"} <= case.keys() for case in cases
+        ):
             raise BadRow("'public_test_cases' is a list of {input, output, testtype}")
         kinds = {case.get("testtype", "stdin") for case in cases}
         function = None
@@ -122,9 +182,17 @@ class LiveCodeBench(RowFormat):
         elif kinds == {"stdin"}:
             tests = _dialogues([(str(case["input"]), str(case["output"])) for case in cases])
         else:
-            raise BadRow(f"'testtype' is stdin or functional, the same for all tests of a problem; here are {sorted(map(str, kinds))}")
+            raise BadRow(
+                f"'testtype' is stdin or functional, the same for all tests of a problem; here are {sorted(map(str, kinds))}"
+            )
         prompt = _asked(asked, columns.get("starter_code"), function)
-        used = ("question_content", "public_test_cases", "private_test_cases", "starter_code", "metadata")
+        used = (
+            "question_content",
+            "public_test_cases",
+            "private_test_cases",
+            "starter_code",
+            "metadata",
+        )
         return _problem(prompt, tests, None, columns, used)
 
 
@@ -139,15 +207,32 @@ def looks_like(columns: Mapping[str, Any]) -> str | None:
     return next((name for name, wanted in shapes.items() if wanted <= columns.keys()), None)
 
 
-def _problem(prompt: str, tests: Mapping[str, Any], solution: str | None, columns: Mapping[str, Any], used: Sequence[str]) -> Read:
-    meta = {**{name: value for name, value in columns.items() if name not in used}, "tests": dict(tests)}
+def _problem(
+    prompt: str,
+    tests: Mapping[str, Any],
+    solution: str | None,
+    columns: Mapping[str, Any],
+    used: Sequence[str],
+) -> Read:
+    meta = {
+        **{name: value for name, value in columns.items() if name not in used},
+        "tests": dict(tests),
+    }
     response = None if solution is None else f"```python\n{solution.strip(chr(10))}\n```"
     return Read([{"role": "user", "content": prompt}], meta, response)
 
 
 def _asked(question: str, starter: Any, function: str | None) -> str:
-    how = f"Define {function}." if function is not None else "Read the input from stdin and write the output to stdout."
-    begin = f"\n\nBegin with:\n\n```python\n{starter.rstrip()}\n```" if isinstance(starter, str) and starter.strip() else ""
+    how = (
+        f"Define {function}."
+        if function is not None
+        else "Read the input from stdin and write the output to stdout."
+    )
+    begin = (
+        f"\n\nBegin with:\n\n```python\n{starter.rstrip()}\n```"
+        if isinstance(starter, str) and starter.strip()
+        else ""
+    )
     return f"{question.strip()}\n\n{how}{begin}{INSTRUCTION}"
 
 
@@ -184,8 +269,19 @@ def _private(packed: Any) -> list[Any]:
             unpacker = zlib.decompressobj()
             pickled = unpacker.decompress(base64.b64decode(packed, validate=True), _MOST_UNPACKED)
             text = _TextOnly(io.BytesIO(pickled)).load()
-        except (ValueError, zlib.error, pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, MemoryError) as error:
-            raise BadRow(f"'private_test_cases' is neither JSON nor packed as LiveCodeBench packs it ({error})") from None
+        except (
+            ValueError,
+            zlib.error,
+            pickle.UnpicklingError,
+            EOFError,
+            AttributeError,
+            IndexError,
+            KeyError,
+            MemoryError,
+        ) as error:
+            raise BadRow(
+                f"'private_test_cases' is neither JSON nor packed as LiveCodeBench packs it ({error})"
+            ) from None
     try:
         found = json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:

@@ -1,4 +1,6 @@
-"""Generated countdown: from a few numbers, each used at most once, with + - * / to a target. For models that can already calculate."""
+"""Generated countdown: from a few numbers, each used at most once, with + - * / to a target. For
+models that can already calculate.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,25 @@ _TARGETS = range(10, 1000)
 
 
 def is_test(numbers: list[int], target: int) -> bool:
-    """Whether a problem is held out: a tenth, by a hash of its numbers (in ascending order) and its target."""
+    """Whether a problem is held out: a tenth, by a hash of its numbers (in ascending order) and its
+    target.
+    """
     return zlib.crc32(f"countdown {sorted(numbers)} {target}".encode()) % 10 == 0
 
 
 def countdown(
-    split: str = "train", options: Mapping[str, str] | None = None, *, tag: str = "countdown", system_prompt: str | None = None
+    split: str = "train",
+    options: Mapping[str, str] | None = None,
+    *,
+    tag: str = "countdown",
+    system_prompt: str | None = None,
 ) -> ProblemSet:
-    """Solvable problems of the "train" or "test" split (disjoint), always the same ones. The reward is `countdown`.
+    """Solvable problems of the "train" or "test" split (disjoint), always the same ones. The reward
+    is `countdown`.
 
-    Options: numbers=4 (how many), high=99 (the largest), size=10000 (of train; test has a tenth). meta: numbers, target, level (how
-    many of the numbers the solution that it was made from uses). The response is that solution, in \\boxed{}.
+    Options: numbers=4 (how many), high=99 (the largest), size=10000 (of train; test has a tenth).
+    meta: numbers, target, level (how many of the numbers the solution that it was made from uses).
+    The response is that solution, in \\boxed{}.
     """
     wanted = _options(options or {})
     if split not in ("train", "test"):
@@ -50,9 +60,13 @@ def countdown(
         seen.add(key)
         meta = {"numbers": numbers, "target": value, "answer": str(value), "level": used}
         asked = {"role": "user", "content": _prompt(numbers, value)}
-        problems.append(Problem((*system, asked), meta, f"\\boxed{{{solution}}}", tag, len(problems)))
+        problems.append(
+            Problem((*system, asked), meta, f"\\boxed{{{solution}}}", tag, len(problems))
+        )
     if len(problems) < count:
-        what = f"of {wanted['numbers']} numbers up to {wanted['high']} there are not {count} problems"
+        what = (
+            f"of {wanted['numbers']} numbers up to {wanted['high']} there are not {count} problems"
+        )
         raise UserError(f"countdown: {what}; ask for a smaller size")
     return ProblemSet(problems, name=f"countdown/{split}")
 
@@ -60,9 +74,15 @@ def countdown(
 def _options(options: Mapping[str, str]) -> dict[str, int]:
     found = dict(_DEFAULTS)
     for key, value in options.items():
-        if key not in _DEFAULTS or not value.isdigit() or not _LEAST[key] <= int(value) <= _MOST[key]:
+        if (
+            key not in _DEFAULTS
+            or not value.isdigit()
+            or not _LEAST[key] <= int(value) <= _MOST[key]
+        ):
             ranges = ", ".join(f"{name} from {_LEAST[name]} to {_MOST[name]}" for name in _DEFAULTS)
-            raise UserError(f"countdown takes the options {ranges}, e.g. 'countdown:numbers=3,high=20'; got {key}={value}")
+            raise UserError(
+                f"countdown takes the options {ranges}, e.g. 'countdown:numbers=3,high=20'; got {key}={value}"
+            )
         found[key] = int(value)
     return found
 
@@ -75,7 +95,9 @@ def _prompt(numbers: list[int], target: int) -> str:
 
 
 def _expression(numbers: list[int], draw: random.Random) -> tuple[str, int, int]:
-    """A random expression of two of the numbers or more, its value, and how many it uses. It divides where that comes out even."""
+    """A random expression of two of the numbers or more, its value, and how many it uses. It
+    divides where that comes out even.
+    """
     used = draw.randint(2, len(numbers))
     parts = [(str(number), number) for number in draw.sample(numbers, used)]
     while len(parts) > 1:

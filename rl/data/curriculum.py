@@ -1,4 +1,6 @@
-"""Curriculum: problems in levels of difficulty, and which levels are asked when (by step, or by success, up and back)."""
+"""Curriculum: problems in levels of difficulty, and which levels are asked when (by step, or by
+success, up and back).
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,12 @@ from rl.types import Problem
 
 
 class Curriculum:
-    """A problem set whose batches hold the present level's problems. Stands where a `ProblemSet` stands.
+    """A problem set whose batches hold the present level's problems. Stands where a `ProblemSet`
+    stands.
 
-    Levels are the distinct values of meta[curriculum_column], ascending; level 0 is the easiest. A batch is a function of
-    (level, step, seed) alone: each level has endless shuffled epochs of its own, which a change enters at the present step.
-    `state` holds what a resumed run needs.
+    Levels are the distinct values of meta[curriculum_column], ascending; level 0 is the easiest. A
+    batch is a function of (level, step, seed) alone: each level has endless shuffled epochs of its
+    own, which a change enters at the present step. `state` holds what a resumed run needs.
     """
 
     def __init__(self, problems: ProblemSet, settings: DataSettings):
@@ -48,9 +51,13 @@ class Curriculum:
                 )
             by_level.setdefault(value, []).append(index)
         if len({isinstance(value, str) for value in by_level}) > 1:
-            raise UserError(f"the levels of {problems.name} in {column!r} are numbers and texts; one kind is expected")
+            raise UserError(
+                f"the levels of {problems.name} in {column!r} are numbers and texts; one kind is expected"
+            )
         if len(by_level) < 2:
-            raise UserError(f"a curriculum needs two levels or more; {problems.name} has {list(by_level)} in {column!r}")
+            raise UserError(
+                f"a curriculum needs two levels or more; {problems.name} has {list(by_level)} in {column!r}"
+            )
         return by_level
 
     def _listing(self) -> str:
@@ -67,7 +74,9 @@ class Curriculum:
         return self._sets[self.level].epoch(step, batch_size)
 
     def learn(self, success: float) -> None:
-        """Takes in a batch's success rate and moves up or back, where that is what decides. At a change the window starts anew."""
+        """Takes in a batch's success rate and moves up or back, where that is what decides. At a
+        change the window starts anew.
+        """
         s = self.settings
         if s.curriculum != "success":
             return
@@ -76,7 +85,9 @@ class Curriculum:
             return
         self._recent = self._recent[-s.curriculum_window :]
         mean = sum(self._recent) / len(self._recent)
-        move = (mean >= s.curriculum_up and self.level < len(self.names) - 1) - (mean < s.curriculum_down and self.level > 0)
+        move = (mean >= s.curriculum_up and self.level < len(self.names) - 1) - (
+            mean < s.curriculum_down and self.level > 0
+        )
         if move:
             self.level += move
             self._recent = []

@@ -1,4 +1,6 @@
-"""The shapes that rows come in. Each format reads a row's columns to (messages, meta, response) or raises BadRow."""
+"""The shapes that rows come in. Each format reads a row's columns to (messages, meta, response) or
+raises BadRow.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from rl.types import Message
 
 
 class Read(NamedTuple):
-    """What a row says: messages to ask, what reaches the reward, the worked answer, the answer it was preferred to."""
+    """What a row says: messages to ask, what reaches the reward, the worked answer, the answer it
+    was preferred to.
+    """
 
     messages: list[Message]
     meta: dict[str, Any]
@@ -25,7 +29,9 @@ class Read(NamedTuple):
 
 
 class RowFormat(ABC):
-    """How to read a row. `example`: one, as it would stand in a .jsonl file, where one helps who has rows of another shape."""
+    """How to read a row. `example`: one, as it would stand in a .jsonl file, where one helps who
+    has rows of another shape.
+    """
 
     example = ""
 
@@ -45,12 +51,15 @@ class RowFormat(ABC):
 class Columns(RowFormat):
     """Prompt (text, or a list of messages), response and answer in named columns.
 
-    Where no column of the response is named, a `completion` (text, or one message of the assistant) is one, and stays in meta.
+    Where no column of the response is named, a `completion` (text, or one message of the assistant)
+    is one, and stays in meta.
     """
 
     def __init__(self, prompt: str, response: str | None, answer: str | None):
         self.prompt, self.response, self.answer = prompt, response, answer
-        self.example = json.dumps({prompt: "2+2=", **{column: "4" for column in (response, answer) if column}})
+        self.example = json.dumps(
+            {prompt: "2+2=", **{column: "4" for column in (response, answer) if column}}
+        )
 
     def read(self, columns: Mapping[str, Any]) -> Read:
         prompt = _column(columns, self.prompt)
@@ -66,7 +75,11 @@ class Columns(RowFormat):
             completion = columns.get("completion")
             if isinstance(completion, str) and completion.strip():
                 return completion
-            return _said(completion[0], "completion") if isinstance(completion, list) and len(completion) == 1 else None
+            return (
+                _said(completion[0], "completion")
+                if isinstance(completion, list) and len(completion) == 1
+                else None
+            )
         value = _column(columns, self.response)
         if isinstance(value, list) and len(value) == 1:
             return _said(value[0], self.response)
@@ -74,28 +87,45 @@ class Columns(RowFormat):
 
 
 class Messages(RowFormat):
-    """A chat in the column `messages`. Where the assistant speaks last, that message is the response."""
+    """A chat in the column `messages`. Where the assistant speaks last, that message is the
+    response.
+    """
 
     def __init__(self, answer: str | None):
         self.answer = answer
 
     def read(self, columns: Mapping[str, Any]) -> Read:
-        return _chat(_column(columns, "messages"), "messages", meta_of(columns, self.answer, {"messages"}))
+        return _chat(
+            _column(columns, "messages"), "messages", meta_of(columns, self.answer, {"messages"})
+        )
 
 
 class ShareGPT(RowFormat):
-    """A chat in the column `conversations`: {"from": "human" or "gpt", "value": ...}, and the like; `system` may stand beside it."""
+    """A chat in the column `conversations`: {"from": "human" or "gpt", "value": ...}, and the like;
+    `system` may stand beside it.
+    """
 
     def __init__(self, answer: str | None):
         self.answer = answer
 
     def read(self, columns: Mapping[str, Any]) -> Read:
-        name = "conversation" if "conversation" in columns and "conversations" not in columns else "conversations"
+        name = (
+            "conversation"
+            if "conversation" in columns and "conversations" not in columns
+            else "conversations"
+        )
         turns, system = _column(columns, name), columns.get("system")
         if not isinstance(turns, list):
             raise BadRow(f"{name!r} is a list of messages, this is {str(turns)[:60]!r}")
-        messages = [self._message(turn, f"message {number} of {name!r}") for number, turn in enumerate(turns, start=1)]
-        if isinstance(system, str) and system.strip() and (not messages or messages[0]["role"] != "system"):
+        messages = [
+            self._message(turn, f"message {number} of {name!r}")
+            for number, turn in enumerate(turns, start=1)
+        ]
+        if (
+            isinstance(system, str)
+            and system.strip()
+            and (not messages or messages[0]["role"] != "system")
+        ):
             messages = [{"role": "system", "content": system}, *messages]
         return _chat(messages, name, meta_of(columns, self.answer, {name, "system"}))
 
@@ -128,7 +158,9 @@ class Text(RowFormat):
 
 
 class Unpaired(Columns):
-    """Prompt and completion with a `label` that says whether this is a good answer: true or false, 1 or 0."""
+    """Prompt and completion with a `label` that says whether this is a good answer: true or false,
+    1 or 0.
+    """
 
     def __init__(self, prompt: str, response: str | None, answer: str | None):
         super().__init__(prompt, response, answer)
@@ -136,13 +168,19 @@ class Unpaired(Columns):
 
     def read(self, columns: Mapping[str, Any]) -> Read:
         if "label" not in columns and "chosen" in columns and "rejected" in columns:
-            raise NoColumn("label", columns, "these are pairs, of which --data-format preferences makes a good and a bad answer each")
+            raise NoColumn(
+                "label",
+                columns,
+                "these are pairs, of which --data-format preferences makes a good and a bad answer each",
+            )
         read = super().read(columns)
         label = _LABELS.get(str(_column(columns, "label")).lower())
         if label is None:
             raise BadRow(f"'label' is true or false (1 or 0), this is {columns['label']!r}")
         if read.response is None:
-            raise BadRow("there is no answer that the label speaks of: it is in the column 'completion', or name it with --response-column")
+            raise BadRow(
+                "there is no answer that the label speaks of: it is in the column 'completion', or name it with --response-column"
+            )
         return read._replace(meta={**read.meta, "label": label})
 
 
@@ -150,7 +188,8 @@ _LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.
 
 
 class Alpaca(RowFormat):
-    """instruction, input (may be empty or absent) and output; the input follows the instruction after an empty line.
+    """instruction, input (may be empty or absent) and output; the input follows the instruction
+    after an empty line.
 
     Where `instances` holds several {input, output}, each is a problem of its own.
     """
@@ -167,8 +206,14 @@ class Alpaca(RowFormat):
         instances = columns.get("instances")
         if "output" in columns or instances is None:
             return [self.read(columns)]
-        if not isinstance(instances, list) or not instances or not all(isinstance(item, dict) for item in instances):
-            raise BadRow(f"'instances' is a list of one or more {{'input', 'output'}}, this is {str(instances)[:60]!r}")
+        if (
+            not isinstance(instances, list)
+            or not instances
+            or not all(isinstance(item, dict) for item in instances)
+        ):
+            raise BadRow(
+                f"'instances' is a list of one or more {{'input', 'output'}}, this is {str(instances)[:60]!r}"
+            )
         shared = {key: value for key, value in columns.items() if key != "instances"}
         found = []
         for number, item in enumerate(instances, start=1):
@@ -182,10 +227,13 @@ class Alpaca(RowFormat):
 class Preferences(RowFormat):
     """Two answers to one prompt, the preferred one and the other, in the usual shapes.
 
-    - texts or one-message lists in `chosen` and `rejected`, the prompt (text or messages) in the column `prompt`, or in
+    - texts or one-message lists in `chosen` and `rejected`, the prompt (text or messages) in the
+      column `prompt`, or in
       instruction and input;
-    - whole conversations (lists of messages) in `chosen` and `rejected`, alike up to their last message;
-    - whole dialogues as text, "\\n\\nHuman: ...\\n\\nAssistant: ...", alike up to their last answer (HH-RLHF);
+    - whole conversations (lists of messages) in `chosen` and `rejected`, alike up to their last
+      message;
+    - whole dialogues as text, "\\n\\nHuman: ...\\n\\nAssistant: ...", alike up to their last answer
+      (HH-RLHF);
     - input, output_1, output_2 and label, 1 or 2: the one preferred (LLMBar).
     """
 
@@ -196,16 +244,35 @@ class Preferences(RowFormat):
     def read(self, columns: Mapping[str, Any]) -> Read:
         if self.chosen not in columns and "output_1" in columns:
             return self._labelled(columns)
-        meta = meta_of(columns, self.answer, {self.prompt, self.chosen, self.rejected, "instruction", "input"})
+        meta = meta_of(
+            columns, self.answer, {self.prompt, self.chosen, self.rejected, "instruction", "input"}
+        )
         pair = [_column(columns, name) for name in (self.chosen, self.rejected)]
-        whole = all(isinstance(side, list) and side and _role(side[0]) != "assistant" for side in pair)
-        if whole or all(isinstance(side, str) and side.lstrip().startswith("Human:") for side in pair) and self.prompt not in columns:
-            sides = [read_messages(s, name) if whole else _dialogue(s, name) for s, name in zip(pair, self._names, strict=True)]
+        whole = all(
+            isinstance(side, list) and side and _role(side[0]) != "assistant" for side in pair
+        )
+        if (
+            whole
+            or all(isinstance(side, str) and side.lstrip().startswith("Human:") for side in pair)
+            and self.prompt not in columns
+        ):
+            sides = [
+                read_messages(s, name) if whole else _dialogue(s, name)
+                for s, name in zip(pair, self._names, strict=True)
+            ]
             if sides[0][:-1] != sides[1][:-1]:
-                raise BadRow(f"{self.chosen!r} and {self.rejected!r} differ before their last message: they answer two prompts")
-            asked, answers = sides[0][:-1], [_said(side[-1], name) for side, name in zip(sides, self._names, strict=True)]
+                raise BadRow(
+                    f"{self.chosen!r} and {self.rejected!r} differ before their last message: they answer two prompts"
+                )
+            asked, answers = (
+                sides[0][:-1],
+                [_said(side[-1], name) for side, name in zip(sides, self._names, strict=True)],
+            )
         else:
-            asked, answers = self._asked(columns), [self._answer_in(columns, name) for name in self._names]
+            asked, answers = (
+                self._asked(columns),
+                [self._answer_in(columns, name) for name in self._names],
+            )
         for answer, name in zip(answers, self._names, strict=True):
             if not answer.strip():
                 raise BadRow(f"the answer in {name!r} is empty")
@@ -229,7 +296,9 @@ class Preferences(RowFormat):
         if not isinstance(value, list):
             return text_of(columns, name)
         if len(value) != 1:
-            raise BadRow(f"{name!r} is one message of the assistant, or a whole conversation; it has {len(value)} messages")
+            raise BadRow(
+                f"{name!r} is one message of the assistant, or a whole conversation; it has {len(value)} messages"
+            )
         return _said(value[0], name)
 
     def _labelled(self, columns: Mapping[str, Any]) -> Read:
@@ -238,12 +307,20 @@ class Preferences(RowFormat):
             raise BadRow(f"'label' is 1 or 2, the output that is preferred; this is {label!r}")
         meta = meta_of(columns, self.answer, {"input", "output_1", "output_2", "label"})
         asked: list[Message] = [{"role": "user", "content": text_of(columns, "input")}]
-        return Read(asked, meta, text_of(columns, f"output_{label}"), text_of(columns, f"output_{3 - label}"))
+        return Read(
+            asked,
+            meta,
+            text_of(columns, f"output_{label}"),
+            text_of(columns, f"output_{3 - label}"),
+        )
 
 
 def is_chat(columns: Mapping[str, Any], prompt: str | None) -> bool:
     """Whether a row's prompt is a list of messages."""
-    return any(isinstance(columns.get(name), list) for name in (prompt or "prompt", "messages", "conversations", "conversation"))
+    return any(
+        isinstance(columns.get(name), list)
+        for name in (prompt or "prompt", "messages", "conversations", "conversation")
+    )
 
 
 def _chat(value: Any, name: str, meta: dict[str, Any]) -> Read:
@@ -264,10 +341,14 @@ def _role(message: Any) -> Any:
 def _said(message: Any, name: str) -> str:
     """The text of an assistant's message."""
     if _role(message) != "assistant" or "content" not in message:
-        raise BadRow(f"{name!r} ends with a message of the assistant; this ends with {str(message)[:60]!r}")
+        raise BadRow(
+            f"{name!r} ends with a message of the assistant; this ends with {str(message)[:60]!r}"
+        )
     extra = sorted(key for key in message if key not in ("role", "content") and message[key])
     if extra:
-        raise BadRow(f"the last message is not text alone ({', '.join(extra)}); only text can be learnt from here")
+        raise BadRow(
+            f"the last message is not text alone ({', '.join(extra)}); only text can be learnt from here"
+        )
     return _content(message["content"], f"the last message of {name!r}")
 
 
@@ -279,10 +360,13 @@ def _content(value: Any, where: str) -> str:
 
 
 def _dialogue(text: str, name: str) -> list[Message]:
-    """"\n\nHuman: Hi\n\nAssistant: Hello" as messages."""
+    """ "\n\nHuman: Hi\n\nAssistant: Hello" as messages."""
     parts = re.split(r"(?:^|\n\n)(Human|Assistant):", text)
     roles = {"Human": "user", "Assistant": "assistant"}
-    messages: list[Message] = [{"role": roles[who], "content": said.strip()} for who, said in zip(parts[1::2], parts[2::2], strict=True)]
+    messages: list[Message] = [
+        {"role": roles[who], "content": said.strip()}
+        for who, said in zip(parts[1::2], parts[2::2], strict=True)
+    ]
     return read_messages(messages, name)
 
 
@@ -313,20 +397,34 @@ def read_messages(value: Any, name: str) -> list[Message]:
     found = []
     for number, message in enumerate(value, start=1):
         where = f"message {number} of {name!r}"
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or "content" not in message
+        ):
             raise BadRow(f"{where} is no {{'role': ..., 'content': ...}}: {str(message)[:60]!r}")
         if not message["role"].strip():
             raise BadRow(f"{where} has an empty role")
         calls = message.get("tool_calls")
         if calls is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
-            raise BadRow(f"{where} has tool_calls that are no list of calls (function: name, arguments): {str(calls)[:60]!r}")
+            raise BadRow(
+                f"{where} has tool_calls that are no list of calls (function: name, arguments): {str(calls)[:60]!r}"
+            )
         if not isinstance(message.get("reasoning_content"), (str, type(None))):
-            raise BadRow(f"{where} has a reasoning_content that is no text: {str(message['reasoning_content'])[:60]!r}")
+            raise BadRow(
+                f"{where} has a reasoning_content that is no text: {str(message['reasoning_content'])[:60]!r}"
+            )
         content = message["content"]
-        if not has_images([message]):  # those are looked at where the row's images are known (rl.data.images)
+        # those are looked at where the row's images are known (rl.data.images)
+        if not has_images([message]):
             content = "" if content is None and calls else _content(content, where)
         # a table has every key in every message, empty where a message has none
-        found.append({**{key: given for key, given in message.items() if given is not None}, "content": content})
+        found.append(
+            {
+                **{key: given for key, given in message.items() if given is not None},
+                "content": content,
+            }
+        )
     if not any(message["role"] == "user" and said(message["content"]).strip() for message in found):
         raise BadRow(f"{name!r} holds no message of the user")
     return found
@@ -334,15 +432,22 @@ def read_messages(value: Any, name: str) -> list[Message]:
 
 def _is_call(call: Any) -> bool:
     function = call.get("function", call) if isinstance(call, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str) and isinstance(function.get("arguments", {}), (dict, str))
+    return (
+        isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("arguments", {}), (dict, str))
+    )
 
 
-def meta_of(columns: Mapping[str, Any], answer: str | None, used: Collection[str | None]) -> dict[str, Any]:
+def meta_of(
+    columns: Mapping[str, Any], answer: str | None, used: Collection[str | None]
+) -> dict[str, Any]:
     """Every column not used up, and the answer as "answer"."""
     meta = {key: value for key, value in columns.items() if key not in used}
     if answer is not None:
         value = _column(columns, answer)
-        if value is None or isinstance(value, str) and not value.strip() or value != value:  # NaN: how tables write a missing value
+        # NaN: how tables write a missing value
+        if value is None or isinstance(value, str) and not value.strip() or value != value:
             raise BadRow(f"{answer!r} is empty")
         meta["answer"] = value
     return meta

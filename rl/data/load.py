@@ -1,4 +1,6 @@
-"""`load_problems`: a source by name or path, and rows of any of the usual shapes, to a `ProblemSet`."""
+"""`load_problems`: a source by name or path, and rows of any of the usual shapes, to a
+`ProblemSet`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,17 @@ from rl.data.catalogue import CATALOGUE, GENERATED_REWARDS, known
 from rl.data.code_formats import APPS, MBPP, HumanEval, LiveCodeBench, looks_like
 from rl.data.countdown import countdown
 from rl.data.folders import find_files, read_file
-from rl.data.formats import Alpaca, Columns, Messages, Preferences, RowFormat, ShareGPT, Text, Unpaired, is_chat
+from rl.data.formats import (
+    Alpaca,
+    Columns,
+    Messages,
+    Preferences,
+    RowFormat,
+    ShareGPT,
+    Text,
+    Unpaired,
+    is_chat,
+)
 from rl.data.images import RowImages
 from rl.data.math_formats import GSM8K, MATH
 from rl.data.oneliners import oneliners
@@ -62,39 +74,56 @@ def load_problems(
 ) -> ProblemSet:
     """Problems from a source.
 
-    source: "addition" or "addition:noise=0.7" (generated; so are "countdown", "oneliners" and "shapes"); a file (.jsonl, .json, .csv,
+    source: "addition" or "addition:noise=0.7" (generated; so are "countdown", "oneliners" and
+    "shapes"); a file (.jsonl, .json, .csv,
         .tsv, .gz of these, .parquet, .arrow); a folder (rl.data.folders.find_files); a name of rl.data.catalogue ("mbpp"); else a hub name,
         with `config` if the data set has several. Of a file whose rows tell their split (MBPP's task_id) those of `split` are read.
-    format: "columns" (prompt, response and answer in the named columns; a prompt may be text or a list of messages), "text" (learnt
+    format: "columns" (prompt, response and answer in the named columns; a prompt may be text or a
+    list of messages), "text" (learnt
         as it stands), "messages" and "sharegpt" (a chat; a last message of the assistant is the response), "alpaca" (instruction,
         input, output), "gsm8k" (question, answer ending in "#### N"), "math" (problem, solution or answer), "preferences" (two answers
         to a prompt, see rl.data.formats.Preferences), "unpaired" (an answer and whether it is good); programs to write: "mbpp",
         "humaneval", "apps", "livecodebench" (rl.data.code_formats). "auto": by the columns of the first good row.
-    answer_column: reaches the reward as meta["answer"]. The default one may be absent, a column named by you may not; None: no
+    answer_column: reaches the reward as meta["answer"]. The default one may be absent, a column
+    named by you may not; None: no
         answer. All other columns reach it under their own names.
-    limit: the first that many rows. system_prompt: the first message where there is none. tag: the name in metrics; default the source's.
-    on_bad_row: "error" names the bad rows (bad JSON, missing column, wrong type, empty prompt) by file and line; "skip" logs
+    limit: the first that many rows. system_prompt: the first message where there is none. tag: the
+    name in metrics; default the source's. on_bad_row: "error" names the bad rows (bad JSON, missing
+    column, wrong type, empty prompt) by file and line; "skip" logs
         them and goes on.
-    prompt_template, prompt_suffix: see rl.data.prompts.Dress. image_column: see rl.data.images.RowImages.
-    stream: rows are read when they are asked for (rl.data.streamed).
+    prompt_template, prompt_suffix: see rl.data.prompts.Dress. image_column: see
+    rl.data.images.RowImages. stream: rows are read when they are asked for (rl.data.streamed).
     """
     _check_options(format, on_bad_row, limit)
     name, _, options = str(source).partition(":")
     if name in GENERATED:
-        generated = GENERATED[name](split, _options(options), tag=tag or name, system_prompt=system_prompt)
+        generated = GENERATED[name](
+            split, _options(options), tag=tag or name, system_prompt=system_prompt
+        )
         generated = generated if limit is None else generated.first(limit)
         dress = Dress(None, prompt_template, prompt_suffix, answer_column)
-        return generated.with_rows({i: dress.problem(p) for i, p in enumerate(generated)}) if dress.changes else generated
-    named = dict(prompt_column=prompt_column, response_column=response_column, answer_column=answer_column)
+        return (
+            generated.with_rows({i: dress.problem(p) for i, p in enumerate(generated)})
+            if dress.changes
+            else generated
+        )
+    named = dict(
+        prompt_column=prompt_column, response_column=response_column, answer_column=answer_column
+    )
     named |= dict(chosen_column=chosen_column, rejected_column=rejected_column)
     dress = Dress(system_prompt, prompt_template, prompt_suffix, answer_column)
     if stream:
-        found = _streamed(str(source), split, config, (format, named, dress, tag, on_bad_row), image_column)
+        found = _streamed(
+            str(source), split, config, (format, named, dress, tag, on_bad_row), image_column
+        )
         return found if limit is None else found.first(limit)
     rows, label = _rows(str(source), split, config)
     images = RowImages(image_column)
-    wanted = split if Path(source).expanduser().is_file() else None  # of rows that tell theirs; elsewhere it is chosen already
-    problems = _problems(rows, format, named, limit, dress, tag or label, BadRows(on_bad_row), wanted, images)
+    # of rows that tell theirs; elsewhere it is chosen already
+    wanted = split if Path(source).expanduser().is_file() else None
+    problems = _problems(
+        rows, format, named, limit, dress, tag or label, BadRows(on_bad_row), wanted, images
+    )
     if not problems:
         raise UserError(f"{source} (split {split!r}) holds no row")
     return ProblemSet(problems, name=f"{label}/{split}")
@@ -109,8 +138,12 @@ def _check_options(format: str, on_bad_row: str, limit: int | None) -> None:
         raise UserError(f"limit is at least 1 (None: all rows), got {limit}")
 
 
-def _streamed(source: str, split: str, config: str | None, how: tuple[Any, ...], image_column: str | None) -> Streamed:
-    """Rows that are read when they are asked for. `how`: format, columns, dress, tag, what becomes of bad rows."""
+def _streamed(
+    source: str, split: str, config: str | None, how: tuple[Any, ...], image_column: str | None
+) -> Streamed:
+    """Rows that are read when they are asked for. `how`: format, columns, dress, tag, what becomes
+    of bad rows.
+    """
     format, named, dress, tag, on_bad_row = how
     paths, label = _paths(source, split, config)
     table = open_table(paths)
@@ -118,27 +151,49 @@ def _streamed(source: str, split: str, config: str | None, how: tuple[Any, ...],
         raise UserError(f"{source} (split {split!r}) holds no row")
     reader = _row_format(format, _first_columns(table.row(0)), named)
     images = RowImages(image_column, paths[0].parent)
-    return Streamed(table, reader, dress, tag or label, images=images, name=f"{label}/{split}", on_bad_row=on_bad_row)
+    return Streamed(
+        table,
+        reader,
+        dress,
+        tag or label,
+        images=images,
+        name=f"{label}/{split}",
+        on_bad_row=on_bad_row,
+    )
 
 
 def _first_columns(row: Row) -> Mapping[str, Any]:
     if isinstance(row.columns, BadRow):
-        raise UserError(f"{row.place}: {row.columns}; the first row of a stream tells what shape the others have")
+        raise UserError(
+            f"{row.place}: {row.columns}; the first row of a stream tells what shape the others have"
+        )
     return row.columns
 
 
 def tells_splits(source: str | Path, *, format: DataFormat = "auto", **named: str | None) -> bool:
-    """Whether this is a file whose first good row tells the published split that it is of. `named`: its columns, by `load_problems`."""
+    """Whether this is a file whose first good row tells the published split that it is of. `named`:
+    its columns, by `load_problems`.
+    """
     if not Path(source).expanduser().is_file():
         return False
-    columns = {"prompt_column": "prompt", "response_column": None, "answer_column": "answer", "chosen_column": "chosen"}
-    columns |= {"rejected_column": "rejected", **{key: value for key, value in named.items() if key.endswith("_column")}}
+    columns = {
+        "prompt_column": "prompt",
+        "response_column": None,
+        "answer_column": "answer",
+        "chosen_column": "chosen",
+    }
+    columns |= {
+        "rejected_column": "rejected",
+        **{key: value for key, value in named.items() if key.endswith("_column")},
+    }
     first = _first(str(source))
     return first is not None and _row_format(format, first, columns).split_of(first) is not None
 
 
 def scored_by(source: str) -> str | None:
-    """The reward that scores a data set of a short name (or its hub name), a generated one, or a file of programs to write; else None."""
+    """The reward that scores a data set of a short name (or its hub name), a generated one, or a
+    file of programs to write; else None.
+    """
     if (name := source.partition(":")[0]) in GENERATED_REWARDS:
         return GENERATED_REWARDS[name]
     if Path(source).expanduser().is_file():
@@ -150,12 +205,22 @@ def scored_by(source: str) -> str | None:
 
 def _first(source: str) -> Mapping[str, Any] | None:
     """The columns of a file's first good row."""
-    return next((row.columns for row in _rows(source, "train", None)[0] if not isinstance(row.columns, BadRow)), None)
+    return next(
+        (
+            row.columns
+            for row in _rows(source, "train", None)[0]
+            if not isinstance(row.columns, BadRow)
+        ),
+        None,
+    )
 
 
 def _options(text: str) -> dict[str, str]:
-    """"a=1,b=2" to {"a": "1", "b": "2"}."""
-    return {key.strip(): value.strip() for key, _, value in (part.partition("=") for part in text.split(",") if part)}
+    """ "a=1,b=2" to {"a": "1", "b": "2"}."""
+    return {
+        key.strip(): value.strip()
+        for key, _, value in (part.partition("=") for part in text.split(",") if part)
+    }
 
 
 def _rows(source: str, split: str, config: str | None) -> tuple[Iterator[Row], str]:
@@ -163,7 +228,9 @@ def _rows(source: str, split: str, config: str | None) -> tuple[Iterator[Row], s
     if not _is_there(source):
         label = source.rpartition("/")[2]
         if (there := known(source)) is not None:
-            return read_hub(there.hub, there.config if config is None else config, there.split(source, split)), label
+            return read_hub(
+                there.hub, there.config if config is None else config, there.split(source, split)
+            ), label
         return read_hub(source, config, split), label
     paths, label = _paths(source, split, config)
     return (replace(row, folder=path.parent) for path in paths for row in read_file(path)), label
@@ -175,30 +242,42 @@ def _paths(source: str, split: str, config: str | None) -> tuple[list[Path], str
     if path.is_dir():
         return find_files(path, split, config), path.resolve().name
     if not path.is_file():
-        raise UserError(f"{source} is no file or folder, and no other data can be read row by row: leave out stream")
+        raise UserError(
+            f"{source} is no file or folder, and no other data can be read row by row: leave out stream"
+        )
     if not path.name.endswith(FILE_SUFFIXES):
         raise UserError(f"data file {path} has none of the suffixes {', '.join(FILE_SUFFIXES)}")
     return [path], path.name.split(".")[0]
 
 
 def _is_there(source: str) -> bool:
-    """Whether a source is a file or folder; UserError for what looks like one, or like a generated set, and is none."""
+    """Whether a source is a file or folder; UserError for what looks like one, or like a generated
+    set, and is none.
+    """
     path = Path(source).expanduser()
     if path.exists():
         return True
-    looks_like_path = source.startswith((os.sep, "./", "../", "~")) or source.endswith(FILE_SUFFIXES) or source.count("/") > 1
+    looks_like_path = (
+        source.startswith((os.sep, "./", "../", "~"))
+        or source.endswith(FILE_SUFFIXES)
+        or source.count("/") > 1
+    )
     if looks_like_path:
         raise UserError(f"data file or folder {source} does not exist (seen from {Path.cwd()})")
     if known(source) is not None:
         return False
-    near = difflib.get_close_matches(source.partition(":")[0], [*GENERATED, *CATALOGUE], n=1, cutoff=0.75)
+    near = difflib.get_close_matches(
+        source.partition(":")[0], [*GENERATED, *CATALOGUE], n=1, cutoff=0.75
+    )
     if near and "/" not in source:
         raise UserError(f"no data source is named {source!r}: did you mean {near[0]!r}?")
     return False
 
 
 def _format_of(columns: Mapping[str, Any], named: Mapping[str, str | None]) -> str:
-    """Which format a row has, by its columns; columns that were named are what is wanted, there or not."""
+    """Which format a row has, by its columns; columns that were named are what is wanted, there or
+    not.
+    """
     if named["prompt_column"] != "prompt" or named["response_column"] is not None:
         return "columns"
     if (program := looks_like(columns)) is not None:
@@ -220,7 +299,9 @@ def _format_of(columns: Mapping[str, Any], named: Mapping[str, str | None]) -> s
     return "text" if "text" in columns else "columns"
 
 
-def _row_format(format: str, columns: Mapping[str, Any], named: Mapping[str, str | None]) -> RowFormat:
+def _row_format(
+    format: str, columns: Mapping[str, Any], named: Mapping[str, str | None]
+) -> RowFormat:
     """The reader of rows, settled by the first one."""
     if format == "auto":
         format = _format_of(columns, named)
@@ -237,7 +318,12 @@ def _row_format(format: str, columns: Mapping[str, Any], named: Mapping[str, str
     if format in _PUBLISHED:
         return _PUBLISHED[format]()
     if format == "preferences":
-        return Preferences(str(named["prompt_column"]), str(named["chosen_column"]), str(named["rejected_column"]), answer)
+        return Preferences(
+            str(named["prompt_column"]),
+            str(named["chosen_column"]),
+            str(named["rejected_column"]),
+            answer,
+        )
     return Columns(str(named["prompt_column"]), named["response_column"], answer)
 
 
@@ -252,7 +338,9 @@ def _problems(
     split: str | None,
     images: RowImages,
 ) -> list[Problem]:
-    """Read rows into problems; raises, or logs, for the bad ones at the end. `split`: rows that tell theirs are of this one."""
+    """Read rows into problems; raises, or logs, for the bad ones at the end. `split`: rows that
+    tell theirs are of this one.
+    """
     problems: list[Problem] = []
     reader: RowFormat | None = None
     for row in rows:
@@ -270,10 +358,16 @@ def _problems(
         except BadRow as error:
             bad.add(row.place, error)
             continue
-        for number, (asked, (_, meta, response, rejected)) in enumerate(zip(asked_all, reads, strict=True), start=1):
+        for number, (asked, (_, meta, response, rejected)) in enumerate(
+            zip(asked_all, reads, strict=True), start=1
+        ):
             place = row.place if len(reads) == 1 else f"{row.place}, instance {number}"
             chat = is_chat(row.columns, named["prompt_column"])
-            meta = {key: value for key, value in meta.items() if key not in shown} if shown else meta
-            problems.append(Problem(asked, meta, response, tag, len(problems), rejected, place=place, chat=chat))
+            meta = (
+                {key: value for key, value in meta.items() if key not in shown} if shown else meta
+            )
+            problems.append(
+                Problem(asked, meta, response, tag, len(problems), rejected, place=place, chat=chat)
+            )
     bad.settle(len(problems), named, "" if reader is None else reader.example, problems)
     return problems if limit is None else problems[:limit]

@@ -17,7 +17,8 @@ MATH_INSTRUCTION = "\n\nReason step by step, then write the final answer inside 
 class GSM8K(RowFormat):
     """question, and an answer that is worked out and ends in "#### N".
 
-    meta["answer"] is N without commas; the response is the solution without its <<...>> notes, ending in \\boxed{N}.
+    meta["answer"] is N without commas; the response is the solution without its <<...>> notes,
+    ending in \\boxed{N}.
     """
 
     def read(self, columns: Mapping[str, Any]) -> Read:
@@ -28,11 +29,17 @@ class GSM8K(RowFormat):
             raise BadRow(f"'answer' does not end in '#### ' and a number: {worked[-40:]!r}")
         solution = re.sub(r"<<[^<>]*>>", "", solution).strip()
         response = f"{solution}\nThe answer is \\boxed{{{number}}}.".lstrip()
-        return Read([{"role": "user", "content": question + GSM8K_INSTRUCTION}], {"answer": number}, response)
+        return Read(
+            [{"role": "user", "content": question + GSM8K_INSTRUCTION}],
+            {"answer": number},
+            response,
+        )
 
 
 class MATH(RowFormat):
-    """problem, and solution (whose last \\boxed{} is the answer) or answer or both; MATH, MATH-500 and what is shaped like them."""
+    """problem, and solution (whose last \\boxed{} is the answer) or answer or both; MATH, MATH-500
+    and what is shaped like them.
+    """
 
     def read(self, columns: Mapping[str, Any]) -> Read:
         solution = columns.get("solution")
@@ -44,5 +51,7 @@ class MATH(RowFormat):
         meta = {**meta_of(columns, None, {"problem", "solution"}), "answer": str(answer)}
         asked = text_of(columns, "problem") + MATH_INSTRUCTION
         boxed = worked is not None and maths.boxed_answer(worked) is not None
-        response = worked if boxed or worked is None else f"{worked}\nThe answer is \\boxed{{{answer}}}."
+        response = (
+            worked if boxed or worked is None else f"{worked}\nThe answer is \\boxed{{{answer}}}."
+        )
         return Read([{"role": "user", "content": asked}], meta, response)

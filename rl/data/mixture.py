@@ -15,10 +15,12 @@ _CYCLE = 1000  # rows within which every share is met to a row
 
 
 class Mixture(ProblemSet):
-    """The problems of several sets, asked in the proportions of `weights` instead of those of their sizes.
+    """The problems of several sets, asked in the proportions of `weights` instead of those of their
+    sizes.
 
-    Of any 1000 rows that follow each other from a multiple of 1000 on, each set gives its share, to a row; which row is whose is
-    drawn from (seed, thousand). Each set has endless shuffled epochs of its own. A batch is a function of (step, seed) alone.
+    Of any 1000 rows that follow each other from a multiple of 1000 on, each set gives its share, to
+    a row; which row is whose is drawn from (seed, thousand). Each set has endless shuffled epochs
+    of its own. A batch is a function of (step, seed) alone.
     """
 
     def __init__(self, sets: Sequence[ProblemSet], weights: Sequence[float]):
@@ -31,7 +33,9 @@ class Mixture(ProblemSet):
 
     def batch(self, step: int, batch_size: int, seed: int) -> list[Problem]:
         if step < 0 or batch_size < 1 or seed < 0:
-            raise ValueError(f"step and seed are at least 0, batch_size at least 1; got {step=}, {seed=}, {batch_size=}")
+            raise ValueError(
+                f"step and seed are at least 0, batch_size at least 1; got {step=}, {seed=}, {batch_size=}"
+            )
         found = []
         for position in range(step * batch_size, (step + 1) * batch_size):
             cycle, offset = divmod(position, _CYCLE)
@@ -46,12 +50,21 @@ class Mixture(ProblemSet):
     def epoch(self, step: int, batch_size: int) -> float:
         """Epochs of the set that is gone through fastest."""
         asked = step * batch_size / _CYCLE
-        return max(asked * count / len(part) for count, part in zip(self._counts, self.sets, strict=True))
+        return max(
+            asked * count / len(part) for count, part in zip(self._counts, self.sets, strict=True)
+        )
 
     def subset(self, indices: Sequence[int]) -> ProblemSet:
-        spans = [range(first, first + len(part)) for first, part in zip(self._firsts, self.sets, strict=False)]
+        spans = [
+            range(first, first + len(part))
+            for first, part in zip(self._firsts, self.sets, strict=False)
+        ]
         chosen = [[i - span.start for i in indices if i in span] for span in spans]
-        left = [(part.subset(own), weight) for part, own, weight in zip(self.sets, chosen, self.weights, strict=True) if own]
+        left = [
+            (part.subset(own), weight)
+            for part, own, weight in zip(self.sets, chosen, self.weights, strict=True)
+            if own
+        ]
         return Mixture([part for part, _ in left], [weight for _, weight in left])
 
     def first(self, count: int) -> ProblemSet:
@@ -60,7 +73,11 @@ class Mixture(ProblemSet):
     def with_rows(self, rows: Mapping[int, Problem]) -> ProblemSet:
         parts = []
         for first, part in zip(self._firsts, self.sets, strict=False):
-            own = {i - first: replace(row, index=i - first) for i, row in rows.items() if first <= i < first + len(part)}
+            own = {
+                i - first: replace(row, index=i - first)
+                for i, row in rows.items()
+                if first <= i < first + len(part)
+            }
             parts.append(part.with_rows(own) if own else part)
         return Mixture(parts, self.weights)
 
@@ -71,7 +88,9 @@ class Mixture(ProblemSet):
             while len(self._cycles) >= 4:
                 del self._cycles[next(iter(self._cycles))]
             owners = np.repeat(np.arange(len(self._counts)), self._counts)
-            self._cycles[key] = np.random.Generator(np.random.Philox([seed, cycle + (1 << 40)])).permutation(owners)
+            self._cycles[key] = np.random.Generator(
+                np.random.Philox([seed, cycle + (1 << 40)])
+            ).permutation(owners)
         return self._cycles[key]
 
 

@@ -1,4 +1,6 @@
-"""The options `noise` and `from` of generated data sets: careless responses, for SFT of a model that knows a task but answers badly."""
+"""The options `noise` and `from` of generated data sets: careless responses, for SFT of a model
+that knows a task but answers badly.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ from collections.abc import Mapping
 
 
 def noise_of(options: Mapping[str, str]) -> tuple[float, int] | None:
-    """(share of noisy responses, first epoch that has them), (0, 0) where nothing was said; None where a value makes no sense."""
+    """(share of noisy responses, first epoch that has them), (0, 0) where nothing was said; None
+    where a value makes no sense.
+    """
     try:
         noise, first = float(options.get("noise", "0")), int(options.get("from", "0"))
     except ValueError:

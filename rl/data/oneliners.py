@@ -1,4 +1,6 @@
-"""Generated one-line functions, tested by calls: "add 3, mod 7:" -> "def f(x):return (x+3)%7". For models of few parameters."""
+"""Generated one-line functions, tested by calls: "add 3, mod 7:" -> "def f(x):return (x+3)%7". For
+models of few parameters.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,36 @@ from rl.types import Problem
 
 _CONSTANTS = range(2, 10)
 # of the value so far, {e} (in brackets: {b}), and a constant
-_STEPS = {"add": "{b}+{c}", "take": "{b}-{c}", "times": "{b}*{c}", "mod": "{b}%{c}", "most": "min({e},{c})", "least": "max({e},{c})"}
+_STEPS = {
+    "add": "{b}+{c}",
+    "take": "{b}-{c}",
+    "times": "{b}*{c}",
+    "mod": "{b}%{c}",
+    "most": "min({e},{c})",
+    "least": "max({e},{c})",
+}
 _INPUTS = (-7, 0, 3, 5, 12)
 
 Step = tuple[str, int]
 
 
 def is_test(steps: tuple[Step, Step]) -> bool:
-    """Whether a problem is held out: a tenth, by a hash of its steps in ascending order, so that their two orders go together."""
+    """Whether a problem is held out: a tenth, by a hash of its steps in ascending order, so that
+    their two orders go together.
+    """
     return zlib.crc32(f"oneliners {sorted(steps)}".encode()) % 10 == 0
 
 
 def _apply(step: Step, x: int) -> int:
     name, c = step
-    return {"add": x + c, "take": x - c, "times": x * c, "mod": x % c, "most": min(x, c), "least": max(x, c)}[name]
+    return {
+        "add": x + c,
+        "take": x - c,
+        "times": x * c,
+        "mod": x % c,
+        "most": min(x, c),
+        "least": max(x, c),
+    }[name]
 
 
 def _program(steps: tuple[Step, ...]) -> str:
@@ -43,17 +61,25 @@ def _other(steps: tuple[Step, Step], draw: random.Random) -> tuple[Step, ...]:
     changed = list(steps)
     which = draw.randrange(2)
     name, c = changed[which]
-    changed[which] = (draw.choice(list(_STEPS)), c) if draw.random() < 0.5 else (name, draw.choice(_CONSTANTS))
+    changed[which] = (
+        (draw.choice(list(_STEPS)), c) if draw.random() < 0.5 else (name, draw.choice(_CONSTANTS))
+    )
     return tuple(changed)
 
 
 def oneliners(
-    split: str = "train", options: Mapping[str, str] | None = None, *, tag: str = "oneliners", system_prompt: str | None = None
+    split: str = "train",
+    options: Mapping[str, str] | None = None,
+    *,
+    tag: str = "oneliners",
+    system_prompt: str | None = None,
 ) -> ProblemSet:
-    """All functions of two steps of the "train" or "test" split (disjoint; about 2,070 and 230). The reward is `code_tests`.
+    """All functions of two steps of the "train" or "test" split (disjoint; about 2,070 and 230).
+    The reward is `code_tests`.
 
-    Option `noise` (0 to 1): the share of responses that do something else in one of their steps, for supervised training of a model that
-    can write functions but is careless. Option `from`: the epoch that the noise begins with. meta["tests"] is always right.
+    Option `noise` (0 to 1): the share of responses that do something else in one of their steps,
+    for supervised training of a model that can write functions but is careless. Option `from`: the
+    epoch that the noise begins with. meta["tests"] is always right.
     """
     noise, first = _noise(options or {})
     if split not in ("train", "test"):

@@ -1,4 +1,6 @@
-"""Rows that could not be trained on or evaluated, found before the first step: named with file and line, or left out."""
+"""Rows that could not be trained on or evaluated, found before the first step: named with file and
+line, or left out.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,10 @@ _TEMPLATE = 256  # tokens that a chat template may add around the messages
 class RowCheck:
     """What a stage asks of a row.
 
-    `reads`: the answers (fields of Problem) that are learnt or ranked. `sampled`: tokens that its own answer may take, or 0.
-    `longest`: tokens of what the method makes of a row that is more than its prompt and one answer.
-    `limits`: how long a row may be. `where_there`: of `reads` those that the row has.
+    `reads`: the answers (fields of Problem) that are learnt or ranked. `sampled`: tokens that its
+    own answer may take, or 0. `longest`: tokens of what the method makes of a row that is more than
+    its prompt and one answer. `limits`: how long a row may be. `where_there`: of `reads` those that
+    the row has.
     """
 
     def __init__(
@@ -49,16 +52,24 @@ class RowCheck:
         where_there: bool = False,
     ):
         self.longest, self.limits, self.where_there = longest, limits or Limits(), where_there
-        self.limit, self.renderer, self.name, self.reads, self.sampled = info["max_context"], renderer, name, reads, sampled
+        self.limit, self.renderer, self.name, self.reads, self.sampled = (
+            info["max_context"],
+            renderer,
+            name,
+            reads,
+            sampled,
+        )
 
     def __call__(self, problem: Problem) -> Problem:
         """The row, with its prompt cut where that is asked for.
 
-        UserError where it cannot be rendered, lacks an answer, or is too long (TooLong: for the model's context, or for a limit).
-        A row of a file is rendered whole. Of a generated one, a text of so few bytes that it must fit is not: every token is at
-        least one.
+        UserError where it cannot be rendered, lacks an answer, or is too long (TooLong: for the
+        model's context, or for a limit). A row of a file is rendered whole. Of a generated one, a
+        text of so few bytes that it must fit is not: every token is at least one.
         """
-        where = f"row {problem.index} of {self.name}" + (f" ({problem.place})" if problem.place else "")
+        where = f"row {problem.index} of {self.name}" + (
+            f" ({problem.place})" if problem.place else ""
+        )
         answers = {field: getattr(problem, field) for field in self.reads}
         if self.where_there:
             answers = {field: answer for field, answer in answers.items() if answer is not None}
@@ -68,15 +79,30 @@ class RowCheck:
                 shape = f"beside its prompt it has {others}; such a row is {_EXAMPLES[field]}"
                 raise UserError(f"{where} has {_HOW[field]} ({shape})")
         if self.sampled and not problem.messages:
-            raise UserError(f"{where} is a text without a prompt, and an answer to one is to be sampled: name it with --prompt-column")
-        if not self.limits.any and not problem.place and self._must_fit(problem, list(answers.values())):
+            raise UserError(
+                f"{where} is a text without a prompt, and an answer to one is to be sampled: name it with --prompt-column"
+            )
+        if (
+            not self.limits.any
+            and not problem.place
+            and self._must_fit(problem, list(answers.values()))
+        ):
             return problem
         problem = self._with_prompt(problem, where)
         cut = self.limits.max_row_tokens if self.limits.on_too_long == "cut" else None
         for answer in [*answers.values(), *([None] if self.sampled else [])]:
             length = self._length(problem, answer, where) + (self.sampled if answer is None else 0)
-            what = f"its prompt and max_tokens {self.sampled} take" if answer is None else "its prompt and response take"
-            self._check_length(length if cut is None or answer is None else min(cut, length), what, where, answer is None)
+            what = (
+                f"its prompt and max_tokens {self.sampled} take"
+                if answer is None
+                else "its prompt and response take"
+            )
+            self._check_length(
+                length if cut is None or answer is None else min(cut, length),
+                what,
+                where,
+                answer is None,
+            )
         together = self._longest(problem, where) if self.longest is not None and answers else 0
         self._check_length(together, "its prompt with both answers takes", where, False)
         return problem
@@ -94,9 +120,12 @@ class RowCheck:
         raise self.limits.refuse(f"{where} has a prompt of {length} tokens, more than {setting}")
 
     def _check_length(self, length: int, what: str, where: str, samples: bool) -> None:
-        longest = None if samples else self.limits.max_row_tokens  # of samples the prompt was looked at
+        # of samples the prompt was looked at
+        longest = None if samples else self.limits.max_row_tokens
         if longest is not None and length > longest:
-            raise self.limits.refuse(f"{where} is too long: {what} {length} tokens, more than max_row_tokens {longest}")
+            raise self.limits.refuse(
+                f"{where} is too long: {what} {length} tokens, more than max_row_tokens {longest}"
+            )
         if self.limit is not None and length > self.limit:
             raise self.limits.beyond_context(
                 f"{where} does not fit: {what} {length} tokens, the model's context holds "
@@ -113,7 +142,10 @@ class RowCheck:
 
     def _must_fit(self, problem: Problem, answers: Sequence[str]) -> bool:
         size = _TEMPLATE + sum(len(str(m.get("content") or "").encode()) for m in problem.messages)
-        return self.limit is None or size + self.sampled + sum(len(answer.encode()) for answer in answers) <= self.limit
+        return (
+            self.limit is None
+            or size + self.sampled + sum(len(answer.encode()) for answer in answers) <= self.limit
+        )
 
     def _length(self, problem: Problem, response: str | None, where: str) -> int:
         try:
@@ -127,11 +159,15 @@ class RowCheck:
             raise UserError(f"{where}: {error}") from error
 
 
-def good_rows(problems: ProblemSet, check: Callable[[Problem], Problem], on_bad_row: OnBadRow) -> ProblemSet:
-    """The rows that pass `check`, which returns each as it is to be used. Of a stream, each is checked when it is read.
+def good_rows(
+    problems: ProblemSet, check: Callable[[Problem], Problem], on_bad_row: OnBadRow
+) -> ProblemSet:
+    """The rows that pass `check`, which returns each as it is to be used. Of a stream, each is
+    checked when it is read.
 
-    "error": FaultyRows (a UserError) for those that do not. "skip": they are logged and left out; UserError if that
-    leaves none. Rows that are too long are left out (see Limits), logged and counted as well.
+    "error": FaultyRows (a UserError) for those that do not. "skip": they are logged and left out;
+    UserError if that leaves none. Rows that are too long are left out (see Limits), logged and
+    counted as well.
     """
     if problems.is_lazy:
         return problems.checked(check, on_bad_row)
@@ -165,12 +201,20 @@ def good_rows(problems: ProblemSet, check: Callable[[Problem], Problem], on_bad_
 def _faulty(texts: Sequence[str], good: int) -> FaultyRows:
     """One fault in its own words, also where every row has it."""
     alike = not good and len({kind_of_fault(text) for text in texts}) == 1
-    text = texts[0] + (f"\nAnd so it is of all {len(texts)} rows." if alike and len(texts) > 1 else "")
-    return FaultyRows(texts, good, least=len(texts) == _MOST, text=text if alike or len(texts) == 1 else "")
+    text = texts[0] + (
+        f"\nAnd so it is of all {len(texts)} rows." if alike and len(texts) > 1 else ""
+    )
+    return FaultyRows(
+        texts, good, least=len(texts) == _MOST, text=text if alike or len(texts) == 1 else ""
+    )
 
 
-def answers_check(check: Callable[[Problem, StoredAnswer], None], on_bad_row: OnBadRow) -> Callable[[Problem], Problem]:
-    """A check of rows by that of each stored answer: where bad ones are skipped, a row keeps its good answers, if it has any."""
+def answers_check(
+    check: Callable[[Problem, StoredAnswer], None], on_bad_row: OnBadRow
+) -> Callable[[Problem], Problem]:
+    """A check of rows by that of each stored answer: where bad ones are skipped, a row keeps its
+    good answers, if it has any.
+    """
 
     def whole(problem: Problem) -> Problem:
         bad, good, long = BadRows(on_bad_row), [], []

@@ -1,4 +1,6 @@
-"""Generated pictures: a few shapes on a plain ground, and a question about them. For models of half a million parameters that see."""
+"""Generated pictures: a few shapes on a plain ground, and a question about them. For models of half
+a million parameters that see.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +18,44 @@ from rl.errors import UserError
 from rl.seeds import derive_seed
 from rl.types import ImageChunk, Message, Problem
 
-COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "yellow": (230, 200, 40)}
+COLOURS = {
+    "red": (220, 40, 40),
+    "green": (40, 170, 60),
+    "blue": (50, 80, 220),
+    "yellow": (230, 200, 40),
+}
 PLACES = ("left", "right", "top", "bottom")
 QUESTIONS = {"count": "how many?", "colour": "colour?", "place": "where?"}
 _SIDE, _MOST = 32, 4
-_ROWS = {"train": 8192, "test": 256}  # with 2,048 a model of half a million weights learns them by heart
+# with 2,048 a model of half a million weights learns them by heart
+_ROWS = {"train": 8192, "test": 256}
 _DEFAULTS = {"ask": "count", "rows": "", "blind": "0", "noise": "0", "from": "0"}
 
 
 def shapes(
-    split: str = "train", options: Mapping[str, str] | None = None, *, tag: str = "shapes", system_prompt: str | None = None
+    split: str = "train",
+    options: Mapping[str, str] | None = None,
+    *,
+    tag: str = "shapes",
+    system_prompt: str | None = None,
 ) -> ProblemSet:
-    """Pictures of 32 x 32 pixels, 8,192 of the "train" and 256 of the "test" split, drawn on the spot.
+    """Pictures of 32 x 32 pixels, 8,192 of the "train" and 256 of the "test" split, drawn on the
+    spot.
 
-    Options: `ask`, count (one to four shapes, "1" to "4"; default), colour (of one shape) or place (of one: left, right, top, bottom).
-    Those of a picture have one colour, and cover the same area whatever their number: it cannot be told from the pixels' colours.
-    `rows`: so many instead.
-    `blind=1`: every picture's pixels are permuted, which leaves nothing to see but the colours: what a model reaches without looking.
-    `noise` (0 to 1): the share of responses that are another answer, for supervised training of a model that can see but is careless;
-    `from`: the epoch that the noise begins with. meta["answer"] is always right.
+    Options: `ask`, count (one to four shapes, "1" to "4"; default), colour (of one shape) or place
+    (of one: left, right, top, bottom). Those of a picture have one colour, and cover the same area
+    whatever their number: it cannot be told from the pixels' colours. `rows`: so many instead.
+    `blind=1`: every picture's pixels are permuted, which leaves nothing to see but the colours:
+    what a model reaches without looking. `noise` (0 to 1): the share of responses that are another
+    answer, for supervised training of a model that can see but is careless; `from`: the epoch that
+    the noise begins with. meta["answer"] is always right.
     """
     given = {**_DEFAULTS, **(options or {})}
-    wrong = given["ask"] not in QUESTIONS or given["blind"] not in ("0", "1") or not (given["rows"] or "1").isdigit()
+    wrong = (
+        given["ask"] not in QUESTIONS
+        or given["blind"] not in ("0", "1")
+        or not (given["rows"] or "1").isdigit()
+    )
     noise = noise_of(given)
     if wrong or noise is None or set(given) - set(_DEFAULTS):
         got = ",".join(f"{key}={value}" for key, value in (options or {}).items())
@@ -48,27 +66,42 @@ def shapes(
     count = int(given["rows"] or _ROWS[split])
     if count < 1:
         raise UserError("shapes has at least one row, got rows=0")
-    problems = [_problem(split, index, given["ask"], given["blind"] == "1", tag, system_prompt) for index in range(count)]
+    problems = [
+        _problem(split, index, given["ask"], given["blind"] == "1", tag, system_prompt)
+        for index in range(count)
+    ]
     probability, first = noise
 
     def variant(problem: Problem, epoch: int) -> Problem:
         draw = random.Random(derive_seed("shapes noise", split, problem.index, epoch))
         if epoch < first or draw.random() >= probability:
             return problem
-        return replace(problem, response=draw.choice([other for other in _answers(given["ask"]) if other != problem.response]))
+        return replace(
+            problem,
+            response=draw.choice(
+                [other for other in _answers(given["ask"]) if other != problem.response]
+            ),
+        )
 
     return ProblemSet(problems, name=f"shapes/{split}", variant=variant if probability else None)
 
 
-def _problem(split: str, index: int, ask: str, blind: bool, tag: str, system_prompt: str | None) -> Problem:
+def _problem(
+    split: str, index: int, ask: str, blind: bool, tag: str, system_prompt: str | None
+) -> Problem:
     draw = random.Random(derive_seed("shapes", split, index, ask))
     answer, image = _picture(draw, ask)
     wrong = draw.choice([other for other in _answers(ask) if other != answer])
     if blind:
         pixels = np.asarray(image).reshape(-1, 3)
-        shuffled = pixels[np.random.default_rng(derive_seed("blind", split, index)).permutation(len(pixels))]
+        shuffled = pixels[
+            np.random.default_rng(derive_seed("blind", split, index)).permutation(len(pixels))
+        ]
         image = _image(shuffled)
-    parts = [{"type": "image", "image": ImageChunk(_png(image), "png")}, {"type": "text", "text": QUESTIONS[ask]}]
+    parts = [
+        {"type": "image", "image": ImageChunk(_png(image), "png")},
+        {"type": "text", "text": QUESTIONS[ask]},
+    ]
     messages: list[Message] = [{"role": "user", "content": parts}]
     if system_prompt is not None:
         messages = [{"role": "system", "content": system_prompt}, *messages]
@@ -76,11 +109,17 @@ def _problem(split: str, index: int, ask: str, blind: bool, tag: str, system_pro
 
 
 def _answers(ask: str) -> tuple[str, ...]:
-    return {"count": tuple(str(n + 1) for n in range(_MOST)), "colour": tuple(COLOURS), "place": PLACES}[ask]
+    return {
+        "count": tuple(str(n + 1) for n in range(_MOST)),
+        "colour": tuple(COLOURS),
+        "place": PLACES,
+    }[ask]
 
 
 def _picture(draw: random.Random, ask: str) -> tuple[str, Any]:
-    """(the answer, the picture). Shapes do not touch each other; where the place is asked, the one lies clearly on its side."""
+    """(the answer, the picture). Shapes do not touch each other; where the place is asked, the one
+    lies clearly on its side.
+    """
     from PIL import Image, ImageDraw
 
     answer = draw.choice(_answers(ask))
@@ -99,7 +138,9 @@ def _picture(draw: random.Random, ask: str) -> tuple[str, Any]:
 
 
 def _boxes(draw: random.Random, number: int, place: str) -> list[tuple[int, int, int, int]] | None:
-    """Corners (both are drawn) of shapes that keep two pixels apart, of about the same area together whatever their number."""
+    """Corners (both are drawn) of shapes that keep two pixels apart, of about the same area
+    together whatever their number.
+    """
     found: list[tuple[int, int, int, int]] = []
     for _ in range(200):
         if len(found) == number:
@@ -108,7 +149,9 @@ def _boxes(draw: random.Random, number: int, place: str) -> list[tuple[int, int,
         area = draw.uniform(95, 165) / number
         wide, high = max(2, round((area * aspect) ** 0.5)), max(2, round((area / aspect) ** 0.5))
         x, y = draw.randint(1, _SIDE - 1 - wide), draw.randint(1, _SIDE - 1 - high)
-        apart = all(x > c + 2 or a > x + wide + 1 or y > d + 2 or b > y + high + 1 for a, b, c, d in found)
+        apart = all(
+            x > c + 2 or a > x + wide + 1 or y > d + 2 or b > y + high + 1 for a, b, c, d in found
+        )
         if apart and place in ("", _side_of(x + wide / 2, y + high / 2)):
             found.append((x, y, x + wide - 1, y + high - 1))
     return None

@@ -1,4 +1,6 @@
-"""Rows of tables: .csv and .tsv, .parquet, .arrow (what `datasets` writes); all at once, or one by its number."""
+"""Rows of tables: .csv and .tsv, .parquet, .arrow (what `datasets` writes); all at once, or one by
+its number.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +24,35 @@ _GROUPS_HELD = 16  # row groups of a .parquet file that stay decoded
 
 
 def read_delimited(stream: Any, path: Path, suffix: str) -> Iterator[Row]:
-    """The rows of a .csv or .tsv file whose first line names the columns; a cell that is JSON of a list of objects is that list."""
+    """The rows of a .csv or .tsv file whose first line names the columns; a cell that is JSON of a
+    list of objects is that list.
+    """
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    lines = (line.decode("utf-8-sig" if number == 0 else "utf-8") for number, line in enumerate(to_the_end(stream, path)))
+    lines = (
+        line.decode("utf-8-sig" if number == 0 else "utf-8")
+        for number, line in enumerate(to_the_end(stream, path))
+    )
     reader = csv.reader(lines, delimiter=DELIMITERS[suffix], strict=True)
     header: list[str] | None = None
     while True:
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            raise UserError(f"{path} line {reader.line_num} is no {suffix[1:]} ({error}): mend its quotes") from error
+            raise UserError(
+                f"{path} line {reader.line_num} is no {suffix[1:]} ({error}): mend its quotes"
+            ) from error
         except UnicodeDecodeError as error:
-            raise UserError(f"{path} is no UTF-8 text after line {reader.line_num} ({error.reason}): save it as UTF-8") from error
+            raise UserError(
+                f"{path} is no UTF-8 text after line {reader.line_num} ({error.reason}): save it as UTF-8"
+            ) from error
         if cells is None:
             return
         if header is None:
             header = [name.strip() for name in cells]
             if len(set(header)) < len(header) or not all(header):
-                raise UserError(f"{path}: the first line names the columns, each once; it is {', '.join(header)[:200]!r}")
+                raise UserError(
+                    f"{path}: the first line names the columns, each once; it is {', '.join(header)[:200]!r}"
+                )
         elif cells:
             yield Row(f"{path.name} line {reader.line_num}", _columns_of(header, cells))
 
@@ -57,11 +70,15 @@ def _cell(text: str) -> Any:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    return value if isinstance(value, list) and all(isinstance(item, dict) for item in value) else text
+    return (
+        value if isinstance(value, list) and all(isinstance(item, dict) for item in value) else text
+    )
 
 
 class Table(ABC):
-    """Rows by their number. `blocks`: how many rows lie together, where reading one costs as much as reading all of them."""
+    """Rows by their number. `blocks`: how many rows lie together, where reading one costs as much
+    as reading all of them.
+    """
 
     blocks: Sequence[int] = ()
 
@@ -78,7 +95,8 @@ class JsonLines(Table):
     def __init__(self, path: Path):
         self.path = path
         self._stream = path.open("rb")
-        self._lines: list[tuple[int, int]] = []  # (where it begins, its number) of lines that hold something
+        # (where it begins, its number) of lines that hold something
+        self._lines: list[tuple[int, int]] = []
         at = 0
         for number, line in enumerate(to_the_end(self._stream, path), start=1):
             if line.strip():
@@ -95,7 +113,9 @@ class JsonLines(Table):
 
 
 class ArrowFile(Table):
-    """An .arrow file (a stream of record batches, as `datasets` writes it, or the file format), mapped into memory."""
+    """An .arrow file (a stream of record batches, as `datasets` writes it, or the file format),
+    mapped into memory.
+    """
 
     def __init__(self, path: Path):
         import pyarrow as pa
@@ -110,7 +130,9 @@ class ArrowFile(Table):
                 opened = pa.ipc.open_file(source)
                 self._batches = [opened.get_batch(i) for i in range(opened.num_record_batches)]
         except (pa.ArrowInvalid, OSError) as error:
-            raise UserError(f"{path} is no .arrow file, or is damaged ({error}): write it anew") from error
+            raise UserError(
+                f"{path} is no .arrow file, or is damaged ({error}): write it anew"
+            ) from error
         self._ends = list(accumulate(batch.num_rows for batch in self._batches))
 
     def __len__(self) -> int:
@@ -134,7 +156,9 @@ class ParquetFile(Table):
         try:
             self._file = pq.ParquetFile(str(path))
         except (pa.ArrowInvalid, OSError) as error:
-            raise UserError(f"{path} is no .parquet file, or is damaged ({error}): fetch or write it anew") from error
+            raise UserError(
+                f"{path} is no .parquet file, or is damaged ({error}): fetch or write it anew"
+            ) from error
         groups = range(self._file.metadata.num_row_groups)
         self.blocks = [self._file.metadata.row_group(i).num_rows for i in groups]
         self._ends = list(accumulate(self.blocks))
@@ -145,7 +169,10 @@ class ParquetFile(Table):
 
     def row(self, index: int) -> Row:
         at = bisect_right(self._ends, index)
-        return Row(f"{self.path.name} row {index}", self._group(at)[index - (self._ends[at] - self.blocks[at])])
+        return Row(
+            f"{self.path.name} row {index}",
+            self._group(at)[index - (self._ends[at] - self.blocks[at])],
+        )
 
     def _group(self, number: int) -> list[dict[str, Any]]:
         import pyarrow as pa
@@ -156,7 +183,9 @@ class ParquetFile(Table):
             try:
                 self._held[number] = self._file.read_row_group(number).to_pylist()
             except (pa.ArrowInvalid, OSError) as error:
-                raise UserError(f"{self.path} is damaged in its row group {number} ({error}): fetch or write it anew") from error
+                raise UserError(
+                    f"{self.path} is damaged in its row group {number} ({error}): fetch or write it anew"
+                ) from error
         self._held.move_to_end(number)
         return self._held[number]
 
@@ -179,11 +208,19 @@ class Tables(Table):
 
 
 def open_table(paths: Sequence[Path]) -> Table:
-    """Files whose rows are read one by one. UserError for those that must be read from their beginning."""
-    kinds: Mapping[str, Callable[[Path], Table]] = {".jsonl": JsonLines, ".parquet": ParquetFile, ".arrow": ArrowFile}
+    """Files whose rows are read one by one. UserError for those that must be read from their
+    beginning.
+    """
+    kinds: Mapping[str, Callable[[Path], Table]] = {
+        ".jsonl": JsonLines,
+        ".parquet": ParquetFile,
+        ".arrow": ArrowFile,
+    }
     found = []
     for path in paths:
         if path.suffix not in kinds:
-            raise UserError(f"{path} cannot be read row by row: stream takes {', '.join(kinds)}; unpack or convert it, or leave out stream")
+            raise UserError(
+                f"{path} cannot be read row by row: stream takes {', '.join(kinds)}; unpack or convert it, or leave out stream"
+            )
         found.append(kinds[path.suffix](path))
     return found[0] if len(found) == 1 else Tables(found)

@@ -1,4 +1,6 @@
-"""What environments with one question and tools share: the question of a row, and how its answer is scored."""
+"""What environments with one question and tools share: the question of a row, and how its answer is
+scored.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def _grader(name: str) -> Reward:
 
 
 class Question(Environment):
-    """A question and, after any number of calls of tools, an answer. Of a row of --dataset where `grader` is set, else of `ask`."""
+    """A question and, after any number of calls of tools, an answer. Of a row of --dataset where
+    `grader` is set, else of `ask`.
+    """
 
     grader: str | None = None
 
@@ -28,7 +32,9 @@ class Question(Environment):
 
     def ask(self) -> tuple[str, str]:
         """(question, right answer) of this episode's seed."""
-        raise NotImplementedError(f"{type(self).__name__} makes no questions of its own: set grader, and name a --dataset")
+        raise NotImplementedError(
+            f"{type(self).__name__} makes no questions of its own: set grader, and name a --dataset"
+        )
 
     def introduction(self) -> str:
         """What the model is told before the question; "" for nothing."""
@@ -47,14 +53,25 @@ class Question(Environment):
     def step(self, answer: Message) -> Turn:
         reward, metrics = self.score(str(answer["content"]))
         used = float(any(call.error is None for call in self.calls))
-        return Turn(reward=reward, done=True, metrics={**metrics, "used_tool": used}, logs={"right answer": self.right})
+        return Turn(
+            reward=reward,
+            done=True,
+            metrics={**metrics, "used_tool": used},
+            logs={"right answer": self.right},
+        )
 
     def score(self, said: str) -> tuple[float, Mapping[str, float]]:
-        """The reward of an answer, and metrics: whether its last number (or word) is the right one, or what the grader says."""
+        """The reward of an answer, and metrics: whether its last number (or word) is the right one,
+        or what the grader says.
+        """
         if self.grader is None:
             correct = float(self.found(said) == self.right)
             return correct, {"correct": correct}
-        result = _grader(self.grader).evaluate(self.question, said, {key: value for key, value in self.row.items() if key != "messages"})
+        result = _grader(self.grader).evaluate(
+            self.question,
+            said,
+            {key: value for key, value in self.row.items() if key != "messages"},
+        )
         return result.reward, {"correct": result.reward, **result.metrics}
 
     def found(self, said: str) -> Any:

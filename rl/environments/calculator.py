@@ -15,7 +15,8 @@ _OPERATORS: dict[type, Any] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow, ast.UAdd: operator.pos, ast.USub: operator.neg,
 }  # fmt: skip
-_BITS = 6000  # of a number: more is no arithmetic that anybody reads, and Python refuses to write it out
+# of a number: more is no arithmetic that anybody reads, and Python refuses to write it out
+_BITS = 6000
 
 
 def calculator(expression: str) -> str:
@@ -30,12 +31,22 @@ def calculator(expression: str) -> str:
         found = _value(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"{expression!r} is no arithmetic expression") from error
-    return str(int(found)) if isinstance(found, float) and found.is_integer() and abs(found) < 2**53 else str(found)
+    return (
+        str(int(found))
+        if isinstance(found, float) and found.is_integer() and abs(found) < 2**53
+        else str(found)
+    )
 
 
 def _value(node: ast.expr) -> int | float:
-    """The value of a node. ValueError for anything but arithmetic, and for numbers of which nobody wants the digits."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
+    """The value of a node. ValueError for anything but arithmetic, and for numbers of which nobody
+    wants the digits.
+    """
+    if (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, (int, float))
+        and not isinstance(node.value, bool)
+    ):
         return _bounded(node.value)
     if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
         return _bounded(_OPERATORS[type(node.op)](_value(node.operand)))
@@ -53,7 +64,11 @@ def _value(node: ast.expr) -> int | float:
 
 
 def _bounded(value: Any) -> int | float:
-    too_large = value.bit_length() > _BITS if isinstance(value, int) else isinstance(value, complex) or not math.isfinite(value)
+    too_large = (
+        value.bit_length() > _BITS
+        if isinstance(value, int)
+        else isinstance(value, complex) or not math.isfinite(value)
+    )
     if too_large:
         raise ValueError("the number is too large")
     return value
@@ -61,7 +76,9 @@ def _bounded(value: Any) -> int | float:
 
 @dataclass
 class Calculator(Question):
-    """A product, sum or difference is asked for; the answer is the number, with or without the help of the tool `calculator`."""
+    """A product, sum or difference is asked for; the answer is the number, with or without the help
+    of the tool `calculator`.
+    """
 
     digits: int = 3
     """Most digits of each number."""
@@ -74,7 +91,9 @@ class Calculator(Question):
 
     def __post_init__(self) -> None:
         if not 1 <= self.digits <= 100 or not self.operations or set(self.operations) - set("+-*"):
-            raise ValueError(f"digits lies from 1 to 100 and operations are some of + - *, got {self.digits} and {self.operations!r}")
+            raise ValueError(
+                f"digits lies from 1 to 100 and operations are some of + - *, got {self.digits} and {self.operations!r}"
+            )
         self.tools = () if self.without_tool else (calculator,)
 
     def ask(self) -> tuple[str, str]:

@@ -15,36 +15,55 @@ LONGEST = 2000  # characters of a speech that others get to read
 
 
 class Debate(Match):
-    """A debate: two seats speak in turn, `rounds` times each; then the judge decides. Rewards: 1 and -1, or 0 where neither was better.
+    """A debate: two seats speak in turn, `rounds` times each; then the judge decides. Rewards: 1
+    and -1, or 0 where neither was better.
 
-    opponent: policy (both sides are trained), pool (an older version of the policy), points or any_words (rules), or a model;
-    held_out_opponent: the same, of held-out episodes. plays: for, against, or either (the same within a group): the policy's side, where
-    the opponent is another. judge: rule (it counts the points of a small table that a side makes), or a model, to which the whole
-    debate is shown; whoever its reply names first has won.
+    opponent: policy (both sides are trained), pool (an older version of the policy), points or
+    any_words (rules), or a model; held_out_opponent: the same, of held-out episodes. plays: for,
+    against, or either (the same within a group): the policy's side, where the opponent is another.
+    judge: rule (it counts the points of a small table that a side makes), or a model, to which the
+    whole debate is shown; whoever its reply names first has won.
     A speech is shown as one line, so that none can put words into another's mouth.
     """
 
     names = ("for", "against", "judge")
     PLAYERS = {
         "points": lambda match: " ".join(match.motion.points[match.names[match.turn]][:2]),
-        "any_words": lambda match: " ".join(match.rng.sample(sorted(w for side in match.motion.points.values() for w in side), 2)),
+        "any_words": lambda match: " ".join(
+            match.rng.sample(sorted(w for side in match.motion.points.values() for w in side), 2)
+        ),
     }
 
     def __init__(
-        self, opponent: str = "policy", plays: str = "either", held_out_opponent: str = "any_words", judge: str = "rule", rounds: int = 1
+        self,
+        opponent: str = "policy",
+        plays: str = "either",
+        held_out_opponent: str = "any_words",
+        judge: str = "rule",
+        rounds: int = 1,
     ):
         super().__init__()
         self.held_out_opponent = held_out_opponent
         self.sit(1, held_out_opponent, self.PLAYERS)
         if rounds < 1:
             raise UserError(f"--environment.rounds is at least 1, got {rounds}")
-        self.opponent, self.plays, self.rounds = opponent, chosen("plays", plays, ("for", "against", "either")), rounds
+        self.opponent, self.plays, self.rounds = (
+            opponent,
+            chosen("plays", plays, ("for", "against", "either")),
+            rounds,
+        )
         self.sit(1, opponent, self.PLAYERS)
-        self.sit(JUDGE, judge, {"rule": lambda match: _VERDICTS[rules.rule_verdict(match.motion, match.speeches)]})
+        self.sit(
+            JUDGE,
+            judge,
+            {"rule": lambda match: _VERDICTS[rules.rule_verdict(match.motion, match.speeches)]},
+        )
         self.speeches: list[tuple[str, str]] = []
 
     def rows(self, split: str, count: int) -> list[dict[str, Any]]:
-        return [{"opponent": self.held_out_opponent} if split == "test" else {} for _ in range(count)]
+        return [
+            {"opponent": self.held_out_opponent} if split == "test" else {} for _ in range(count)
+        ]
 
     def open(self) -> None:
         self.opponent = self.row.get("opponent", self.opponent)
@@ -60,7 +79,10 @@ class Debate(Match):
     def move(self, text: str) -> None:
         if self.turn == JUDGE:
             named = re.search(r"\b(for|against|neither)\b", text.lower())
-            self._decide({"for": 1.0, "against": -1.0}.get(named[1], 0.0) if named else 0.0, unclear=named is None)
+            self._decide(
+                {"for": 1.0, "against": -1.0}.get(named[1], 0.0) if named else 0.0,
+                unclear=named is None,
+            )
             return
         seat, speech = self.turn, " ".join(text.split())[:LONGEST]
         self.speeches.append((self.names[seat], speech))
@@ -69,7 +91,9 @@ class Debate(Match):
             self.tell(self.turn, f"{self.names[seat]}: {speech}\nYou: ")
             return
         said = "\n".join(f"{side}: {words}" for side, words in self.speeches)
-        self.tell(JUDGE, f"Debate: {self.motion.text}.\n{said}\nWho argued better, for or against? ")
+        self.tell(
+            JUDGE, f"Debate: {self.motion.text}.\n{said}\nWho argued better, for or against? "
+        )
         self.turn = JUDGE
 
     def _decide(self, verdict: float, *, unclear: bool) -> None:
@@ -77,5 +101,10 @@ class Debate(Match):
         points = rules.counts(self.motion, self.speeches)
         for seat, sign in ((0, 1.0), (1, -1.0)):
             won, own = float(sign * verdict > 0), float(points[self.names[seat]])
-            self.figures[seat] = {"won": won, "drawn": float(verdict == 0), "points": own, "judge_unclear": float(unclear)}
+            self.figures[seat] = {
+                "won": won,
+                "drawn": float(verdict == 0),
+                "points": own,
+                "judge_unclear": float(unclear),
+            }
         self.end({0: verdict, 1: -verdict})

@@ -1,4 +1,6 @@
-"""Interactive debugging: a small function with a planted bug, a test that fails, and another try where the fix is none."""
+"""Interactive debugging: a small function with a planted bug, a test that fails, and another try
+where the fix is none.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,14 @@ LIMITS = Limits(wall_s=2.0, cpu_s=2.0, memory_mb=256, processes=8, file_mb=8, to
 
 
 class Debugging(Match):
-    """Fix a function that a test shows to be wrong. Reward 1 for one that passes all its tests within `tries`, else 0.
+    """Fix a function that a test shows to be wrong. Reward 1 for one that passes all its tests
+    within `tries`, else 0.
 
-    levels: kinds of bugs, any of operator, bounds, start, compare. tries: replies; after each that fails, a test that it fails is shown.
-    tests: of each function, of which only those that fail are ever shown. A reply is the whole function, or lines with their numbers
-    ("2: return a - b"). sandbox: what it runs in, see rl.sandbox (rlimits is a weak one, for machines that have no other).
+    levels: kinds of bugs, any of operator, bounds, start, compare. tries: replies; after each that
+    fails, a test that it fails is shown. tests: of each function, of which only those that fail are
+    ever shown. A reply is the whole function, or lines with their numbers ("2: return a - b").
+    sandbox: what it runs in, see rl.sandbox (rlimits is a weak one, for machines that have no
+    other).
     """
 
     names = ("programmer",)
@@ -29,12 +34,20 @@ class Debugging(Match):
         "careful": lambda match: bugs.careful_fix(match.bug, match.replies, match.rng),
     }
 
-    def __init__(self, levels: tuple[str, ...] = ("operator",), tries: int = 2, tests: int = 4, sandbox: str = "auto"):
+    def __init__(
+        self,
+        levels: tuple[str, ...] = ("operator",),
+        tries: int = 2,
+        tests: int = 4,
+        sandbox: str = "auto",
+    ):
         super().__init__()
         self.sandbox = sandbox
         self.levels = tuple(chosen("levels", level, bugs.LEVELS) for level in levels) or bugs.LEVELS
         if tries < 1 or tests < 1:
-            raise UserError(f"--environment.tries and --environment.tests are at least 1, got {tries} and {tests}")
+            raise UserError(
+                f"--environment.tries and --environment.tests are at least 1, got {tries} and {tests}"
+            )
         self.tries, self.tests, self.tried, self.malformed = tries, tests, 0, 0
 
     @property
@@ -44,7 +57,10 @@ class Debugging(Match):
 
     def open(self) -> None:
         self.bug = bugs.planted(self.seed, self.levels, self.tests)
-        self.tell(0, f"Fix the bug.\n{self.bug.numbered()}\n{_failed(self.bug.cases[0], f'is {self.bug.got!r}')}")
+        self.tell(
+            0,
+            f"Fix the bug.\n{self.bug.numbered()}\n{_failed(self.bug.cases[0], f'is {self.bug.got!r}')}",
+        )
 
     def move(self, text: str) -> None:
         self.tried += 1
@@ -64,7 +80,11 @@ class Debugging(Match):
 
     def _settle(self, *, solved: bool) -> None:
         first = float(solved and self.tried == 1)
-        self.figures[0] = {"correct": float(solved), "correct_at_once": first, "malformed": self.malformed / self.tried}
+        self.figures[0] = {
+            "correct": float(solved),
+            "correct_at_once": first,
+            "malformed": self.malformed / self.tried,
+        }
         self.end({0: float(solved)})
 
 
@@ -73,11 +93,15 @@ def _failed(case: bugs.Case, happened: str) -> str:
 
 
 def first_failure(bug: bugs.Bug, source: str, mode: str = "auto") -> tuple[bugs.Case, str] | None:
-    """The first test of the bug that the program `source` fails, run in the sandbox, and what happened; None where it passes all."""
+    """The first test of the bug that the program `source` fails, run in the sandbox, and what
+    happened; None where it passes all.
+    """
     tests = Calls(bugs.NAME, [(case.arguments, case.expected) for case in bug.cases])
     grade = sandbox(mode).grade(source, tests, limits=LIMITS, early_stop=True)
     for case, passed, reason in zip(bug.cases, grade.passed, grade.reasons, strict=True):
         if not passed:
             kind, _, what = reason.partition(": ")
-            return case, f"is {ast.literal_eval(what)[:80]}" if kind == "wrong" and what[:1] in "'\"" else f"{kind}: {what[:80]}"
+            return case, f"is {ast.literal_eval(what)[:80]}" if kind == "wrong" and what[
+                :1
+            ] in "'\"" else f"{kind}: {what[:80]}"
     return None

@@ -15,7 +15,8 @@ def _player(name: str) -> Rule:
 class GuessNumber(Match):
     """Guess a number from `low` to `high`. Reward 1 for finding it within `guesses`, else 0.
 
-    guesses: by default as many as halving needs, floor(log2 n) + 1. A reply that does not hold exactly one number uses one up.
+    guesses: by default as many as halving needs, floor(log2 n) + 1. A reply that does not hold
+    exactly one number uses one up.
     """
 
     names = ("guesser",)
@@ -45,5 +46,9 @@ class GuessNumber(Match):
             self.tell(0, f"{answer}\n> ")
             return
         count = self.game.guesses
-        self.figures[0] = {"correct": float(self.game.found), "guesses": float(count), "malformed": self.malformed / count}
+        self.figures[0] = {
+            "correct": float(self.game.found),
+            "guesses": float(count),
+            "malformed": self.malformed / count,
+        }
         self.end({0: float(self.game.found)})

@@ -1,4 +1,6 @@
-"""Where an episode's own code runs: in this process, or in one of its own. What the rollout hears of it is the same."""
+"""Where an episode's own code runs: in this process, or in one of its own. What the rollout hears
+of it is the same.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Begun:
-    """An episode that has begun: what was said (unchecked), the tools' schemas by name, who plays each seat."""
+    """An episode that has begun: what was said (unchecked), the tools' schemas by name, who plays
+    each seat.
+    """
 
     said: Any
     tools: Mapping[str, Mapping[str, Any]]
@@ -36,14 +40,18 @@ class Begun:
 
 
 class Host(Protocol):
-    """An episode's environment, somewhere. Its methods are called one after the other; they may raise anything, and hang."""
+    """An episode's environment, somewhere. Its methods are called one after the other; they may
+    raise anything, and hang.
+    """
 
     def start(self) -> Any:
         """A Begun, or an awaitable of one."""
         ...
 
     def answer(self, message: Message) -> Any:
-        """The calls of tools that were answered; else what the environment's `step` returned (or an awaitable of it)."""
+        """The calls of tools that were answered; else what the environment's `step` returned (or an
+        awaitable of it).
+        """
         ...
 
     def close(self) -> Any: ...
@@ -74,7 +82,11 @@ class LocalHost:
         if inspect.isawaitable(said):
             said = await said
         self.tools = {made.name: made for made in map(as_tool, self.environment.tools)}
-        return Begun(said, {name: made.schema for name, made in self.tools.items()}, tuple(self.environment.seats))
+        return Begun(
+            said,
+            {name: made.schema for name, made in self.tools.items()},
+            tuple(self.environment.seats),
+        )
 
     def answer(self, message: Message) -> Any:
         if self.tools and (message.get("tool_calls") or message.get("unparsed_tool_calls")):
@@ -94,24 +106,49 @@ def characters(messages: Any) -> int:
     """How many there are in what was said; 0 where it is no messages."""
     if isinstance(messages, str):
         return len(messages)
-    said = [m.get("content") for m in messages if isinstance(m, Mapping)] if isinstance(messages, Sequence) else []
-    parts = [part.get("text") for one in said if isinstance(one, list) for part in one if isinstance(part, Mapping)]
+    said = (
+        [m.get("content") for m in messages if isinstance(m, Mapping)]
+        if isinstance(messages, Sequence)
+        else []
+    )
+    parts = [
+        part.get("text")
+        for one in said
+        if isinstance(one, list)
+        for part in one
+        if isinstance(part, Mapping)
+    ]
     return sum(len(text) for text in (*said, *parts) if isinstance(text, str))
 
 
 def as_json(found: Any) -> dict[str, Any]:
-    """What a host's method returned, as JSON can say it. Raises ValueError for more than MOST_CHARACTERS of messages."""
+    """What a host's method returned, as JSON can say it. Raises ValueError for more than
+    MOST_CHARACTERS of messages.
+    """
     said = characters(found.messages if isinstance(found, Turn) else found)
     if said > MOST_CHARACTERS:
         raise ValueError(f"said {said} characters at once; at most {MOST_CHARACTERS} are read")
     if isinstance(found, list) and all(isinstance(call, Call) for call in found):
-        return {"calls": [[c.name, dict(c.arguments), c.answer, c.error, c.malformed, c.seconds] for c in found]}
+        return {
+            "calls": [
+                [c.name, dict(c.arguments), c.answer, c.error, c.malformed, c.seconds]
+                for c in found
+            ]
+        }
     if isinstance(found, Begun):
-        return {"begun": as_json(found.said), "tools": dict(found.tools), "seats": list(found.seats)}
+        return {
+            "begun": as_json(found.said),
+            "tools": dict(found.tools),
+            "seats": list(found.seats),
+        }
     if isinstance(found, Turn):
         names = ("reward", "done", "truncated", "metrics", "logs", "seat")
         by_seat = {name: _by_seat(getattr(found, name)) for name in BY_SEAT}
-        return {"turn": {name: getattr(found, name) for name in names}, "said": found.messages, "by_seat": by_seat}
+        return {
+            "turn": {name: getattr(found, name) for name in names},
+            "said": found.messages,
+            "by_seat": by_seat,
+        }
     return {"value": found}
 
 
@@ -122,11 +159,20 @@ def from_json(found: Mapping[str, Any]) -> Any:
     if "begun" in found:
         return Begun(from_json(found["begun"]), found["tools"], tuple(found["seats"]))
     if "turn" in found:
-        by_seat: dict[str, Any] = {name: dict(pairs) if isinstance(pairs, list) else pairs for name, pairs in found["by_seat"].items()}
+        by_seat: dict[str, Any] = {
+            name: dict(pairs) if isinstance(pairs, list) else pairs
+            for name, pairs in found["by_seat"].items()
+        }
         return Turn(messages=found["said"], **by_seat, **found["turn"])
     return found["value"]
 
 
 def _by_seat(given: Any) -> Any:
-    """Pairs of a seat and what is its: JSON has no numbers for keys. What is no mapping stays what it is: it is looked at elsewhere."""
-    return [[seat, of_seat] for seat, of_seat in given.items()] if isinstance(given, Mapping) else str(given)
+    """Pairs of a seat and what is its: JSON has no numbers for keys. What is no mapping stays what
+    it is: it is looked at elsewhere.
+    """
+    return (
+        [[seat, of_seat] for seat, of_seat in given.items()]
+        if isinstance(given, Mapping)
+        else str(given)
+    )

@@ -1,4 +1,6 @@
-"""Where the episodes of an environment run: in threads of this process, or each in a process of its own."""
+"""Where the episodes of an environment run: in threads of this process, or each in a process of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,15 @@ from rl.plain import says
 ISOLATIONS = ("auto", "thread", "process")  # see with_isolation
 
 
-def resolve_environment(spec: str | type | EnvironmentSpec, *, environment_isolation: str = "auto", **settings: Any) -> EnvironmentSpec:
+def resolve_environment(
+    spec: str | type | EnvironmentSpec, *, environment_isolation: str = "auto", **settings: Any
+) -> EnvironmentSpec:
     """Return the environment that `spec` names, with its settings; values are taken as they are.
 
     spec                   a registered name, "module:Class", "path/to/file.py:Class", or a class
-    environment_isolation  where its episodes run, as `train.py --environment-isolation`: see `with_isolation`
-    Raises UserError for a name that is not there, and for a setting that it does not take, with the nearest that it does.
+    environment_isolation  where its episodes run, as `train.py --environment-isolation`: see
+    `with_isolation` Raises UserError for a name that is not there, and for a setting that it does
+    not take, with the nearest that it does.
     """
     resolved = environment_from_values(spec, settings)
     if isinstance(spec, EnvironmentSpec) and environment_isolation == "auto":
@@ -30,13 +35,16 @@ def resolve_environment(spec: str | type | EnvironmentSpec, *, environment_isola
 def with_isolation(spec: EnvironmentSpec, how: str) -> EnvironmentSpec:
     """Return the environment with its episodes where `how` says (one of ISOLATIONS).
 
-    process  each in a process of its own: what dies or hangs there costs that episode, and no module's state outlives one
-    thread   in threads of this process
-    auto     process for an environment that is named by its module or file, thread for built-in ones and classes of the script
+    process  each in a process of its own: what dies or hangs there costs that episode, and no
+    module's state outlives one thread   in threads of this process
+    auto     process for an environment that is named by its module or file, thread for built-in
+    ones and classes of the script
     """
     if how not in ISOLATIONS:
         raise UserError(f"environment_isolation is one of {', '.join(ISOLATIONS)}; got {how!r}")
-    by_place = ":" in spec.name and spec.address is not None and not spec.address.startswith("__main__:")
+    by_place = (
+        ":" in spec.name and spec.address is not None and not spec.address.startswith("__main__:")
+    )
     return isolated(spec) if how == "process" or (how == "auto" and by_place) else spec
 
 
@@ -46,7 +54,9 @@ def isolated(spec: EnvironmentSpec) -> EnvironmentSpec:
     Raises UserError if the class or a setting cannot be sent there.
     """
     if spec.address is None:
-        raise UserError(f"the environment {spec.name} is a class of this script, which no other process can import: name it by its file")
+        raise UserError(
+            f"the environment {spec.name} is a class of this script, which no other process can import: name it by its file"
+        )
     for name, value in spec.settings.items():
         try:
             pickle.dumps(value)

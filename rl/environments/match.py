@@ -1,4 +1,6 @@
-"""A game between seats, told and played in words: whose turn it is, what each seat has heard, what each has earned."""
+"""A game between seats, told and played in words: whose turn it is, what each seat has heard, what
+each has earned.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,12 @@ POLICY = "policy"  # who may sit in a seat, beside rules, the pool and models by
 
 
 class Match(Environment):
-    """One game. A subclass begins it in `open` and answers a move in `move`, which say what they have to with `tell`, `earn` and `end`.
+    """One game. A subclass begins it in `open` and answers a move in `move`, which say what they
+    have to with `tell`, `earn` and `end`.
 
-    `names`: of the seats, of which `turn` is to move. `seats` and `rules`: who plays them (see `sit`); seats that a rule plays move by
-    themselves. Each seat hears only what it is told. `record`: who said what, in order.
+    `names`: of the seats, of which `turn` is to move. `seats` and `rules`: who plays them (see
+    `sit`); seats that a rule plays move by themselves. Each seat hears only what it is told.
+    `record`: who said what, in order.
     """
 
     names: Sequence[str] = ("player",)
@@ -32,11 +36,12 @@ class Match(Environment):
         self.turn = 0
         self.over = self.cut_short = False
         self.record: list[tuple[int, str]] = []
-        self.figures: list[dict[str, float]] = [{} for _ in self.names]  # metrics of each seat, once the match is over
+        # metrics of each seat, once the match is over
+        self.figures: list[dict[str, float]] = [{} for _ in self.names]
         self._heard: list[list[str]] = [[] for _ in self.names]
         self._earned: dict[int, float] = {}
 
-    # ------------------------------------------------------------------------------------------- what a subclass writes
+    # ----------------------------------------------------------------------- what a subclass writes
 
     @abc.abstractmethod
     def open(self) -> None:
@@ -44,12 +49,16 @@ class Match(Environment):
 
     @abc.abstractmethod
     def move(self, text: str) -> None:
-        """The seat whose turn it is says this: tells the others, moves `turn` on, or ends the match."""
+        """The seat whose turn it is says this: tells the others, moves `turn` on, or ends the
+        match.
+        """
 
-    # --------------------------------------------------------------------------------------------- what a subclass calls
+    # ------------------------------------------------------------------------ what a subclass calls
 
     def sit(self, seat: int, who: str, known: Mapping[str, Rule] | None = None) -> None:
-        """Who plays a seat: "policy", the name of a rule in `known`, "pool" (an older version of the policy), or a model by its name."""
+        """Who plays a seat: "policy", the name of a rule in `known`, "pool" (an older version of
+        the policy), or a model by its name.
+        """
         players: list[str | None] = list(self.seats)
         players[seat] = None if who == POLICY else who
         self.seats = tuple(players)
@@ -72,7 +81,7 @@ class Match(Environment):
             self.earn(seat, reward)
         self.over, self.cut_short = True, truncated
 
-    # ------------------------------------------------------------------------------------------- what an environment does
+    # --------------------------------------------------------------------- what an environment does
 
     @property
     def models(self) -> list[str]:

@@ -1,4 +1,6 @@
-"""Environments played by the rollout: messages to tokens and back, calls of tools, limits, and what breaks."""
+"""Environments played by the rollout: messages to tokens and back, calls of tools, limits, and what
+breaks.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ from typing import Any
 
 from rl.environments.checked import Checked, says_of
 from rl.environments.environment import Turn
-from rl.environments.hosts import MOST_CHARACTERS, Begun, Host, LocalHost, Task, characters, prepared
+from rl.environments.hosts import (
+    MOST_CHARACTERS,
+    Begun,
+    Host,
+    LocalHost,
+    Task,
+    characters,
+    prepared,
+)
 from rl.environments.problem import prompt_text
 from rl.environments.process import RemoteHost
 from rl.environments.registry import EnvironmentSpec
@@ -26,7 +36,8 @@ Stop = Sequence[str] | Sequence[int]
 
 @dataclass(frozen=True)
 class Limits:
-    """Of an episode. turns: answers of the policy. tokens: that it may have in all (None: the model's context).
+    """Of an episode. turns: answers of the policy. tokens: that it may have in all (None: the
+    model's context).
 
     seconds: that the environment and its tools may take together; sampling is not counted.
     """
@@ -50,15 +61,22 @@ class _Seat:
         """What it reads next: what it has seen and written, continued, where the renderer can."""
         bridged = None
         if self.answer:
-            bridged = self.renderer.bridge(self.messages[:-1], self.seen.flat(), self.answer, self.new)
+            bridged = self.renderer.bridge(
+                self.messages[:-1], self.seen.flat(), self.answer, self.new
+            )
         self.messages += self.new
         if bridged is None:
             return self.renderer.build_generation_prompt(self.messages)
-        return ModelInput.of(bridged.flat(), [*self.seen.placed(), *bridged.placed()]) if self.seen.placed() else bridged
+        return (
+            ModelInput.of(bridged.flat(), [*self.seen.placed(), *bridged.placed()])
+            if self.seen.placed()
+            else bridged
+        )
 
 
 class EnvironmentGroup(EnvGroupBuilder):
-    """A group's environments, made for one row and seed. `system_prompt`: put before every seat's conversation.
+    """A group's environments, made for one row and seed. `system_prompt`: put before every seat's
+    conversation.
 
     `renderers`: of players that are other models, by their names.
     """
@@ -74,16 +92,28 @@ class EnvironmentGroup(EnvGroupBuilder):
         system_prompt: str | None = None,
         renderers: Mapping[str, Renderer] | None = None,
     ):
-        self.spec, self.problem, self.group_size, self.renderer = spec, problem, group_size, renderer
-        self.limits, self.system_prompt, self.renderers = limits or Limits(), system_prompt, renderers or {}
+        self.spec, self.problem, self.group_size, self.renderer = (
+            spec,
+            problem,
+            group_size,
+            renderer,
+        )
+        self.limits, self.system_prompt, self.renderers = (
+            limits or Limits(),
+            system_prompt,
+            renderers or {},
+        )
         self.tag = problem.tag if problem.tag != "problem" else spec.name
         self.problem_index = problem.index
-        self.max_turns = 1_000_000  # every environment ends by itself: the limit of turns is counted in play
+        # every environment ends by itself: the limit of turns is counted in play
+        self.max_turns = 1_000_000
         self.max_tokens = self.limits.tokens
         self.row: dict[str, Any] = dict(problem.meta)
         if problem.messages:
             self.row |= {"messages": list(problem.messages), "prompt": list(problem.messages)}
-        self.seed = int(problem.meta.get("seed", derive_seed("environment", spec.stream, problem.index)))
+        self.seed = int(
+            problem.meta.get("seed", derive_seed("environment", spec.stream, problem.index))
+        )
         self._first: dict[Any, ModelInput] = {}
         self._renderers: dict[str, Renderer] = {}
 
@@ -91,12 +121,19 @@ class EnvironmentGroup(EnvGroupBuilder):
         if self.spec.root is not None:
             self.spec.root.begin()
         task = Task(self.row, self.seed)
-        shared = Shared(self.spec, task, self.limits.seconds, f"{self.spec.name}, what row {self.problem_index} shares,")
+        shared = Shared(
+            self.spec,
+            task,
+            self.limits.seconds,
+            f"{self.spec.name}, what row {self.problem_index} shares,",
+        )
         return [MessageEnv(self, member, shared) for member in range(self.group_size)]
 
     def the_same(self, observation: ModelInput) -> ModelInput:
         """Equal first observations are one object: they are read once for the group."""
-        return self._first.setdefault((tuple(observation.flat()), observation.placed()), observation)
+        return self._first.setdefault(
+            (tuple(observation.flat()), observation.placed()), observation
+        )
 
     def renderer_with(self, tools: Mapping[str, Mapping[str, Any]]) -> Renderer:
         """The renderer that describes these tools, by their schemas; made once for the group."""
@@ -108,7 +145,9 @@ class EnvironmentGroup(EnvGroupBuilder):
 
 
 class Shared:
-    """What `Environment.share` makes, once for a group, before its episodes begin; and the process that they are forked from, if any."""
+    """What `Environment.share` makes, once for a group, before its episodes begin; and the process
+    that they are forked from, if any.
+    """
 
     def __init__(self, spec: EnvironmentSpec, task: Task, seconds: float, name: str):
         self.spec, self.task, self.name, self.asked = spec, task, name, spec.shares
@@ -120,7 +159,11 @@ class Shared:
     def host(self, member: int, who: str) -> Host:
         self._users += 1
         task = Task(self.task.row, self.task.seed, member)
-        return LocalHost(self.spec, task, self._get) if self.spec.root is None else RemoteHost(who, task, self._fork)
+        return (
+            LocalHost(self.spec, task, self._get)
+            if self.spec.root is None
+            else RemoteHost(who, task, self._fork)
+        )
 
     def let_go(self) -> None:
         """An episode has ended."""
@@ -148,7 +191,9 @@ class Shared:
 
 
 class MessageEnv(Checked, Env):
-    """An `Environment` as the rollout plays it. Tokens are made here, in the caller's thread; the rest happens in the episode's own."""
+    """An `Environment` as the rollout plays it. Tokens are made here, in the caller's thread; the
+    rest happens in the episode's own.
+    """
 
     blocks = False
 
@@ -162,7 +207,7 @@ class MessageEnv(Checked, Env):
         self.turns = 0
         self.conversations: dict[int, _Seat] = {}
 
-    # ------------------------------------------------------------------------------------------------------ what rollouts ask
+    # ---------------------------------------------------------------------------- what rollouts ask
 
     def initial_observation(self) -> _FirstObservation:
         return _FirstObservation(self, self.thread.do(self.host.start))
@@ -172,21 +217,31 @@ class MessageEnv(Checked, Env):
         answer, ended = conversation.renderer.parse_response(action.tokens)
         if not ended:
             answer["cut_off"] = True
-        conversation.messages.append({key: value for key, value in answer.items() if key not in ("cut_off", "unparsed_tool_calls")})
+        conversation.messages.append(
+            {
+                key: value
+                for key, value in answer.items()
+                if key not in ("cut_off", "unparsed_tool_calls")
+            }
+        )
         told, conversation.answer, conversation.new = conversation.new, action.tokens, []
         self.turns += self.players[self.seat] is None
-        return _Step(self, _Answered(answer, ended, told), self.thread.do(partial(self.host.answer, answer)))
+        return _Step(
+            self, _Answered(answer, ended, told), self.thread.do(partial(self.host.answer, answer))
+        )
 
     def close(self) -> None:
         self.thread.end(self.host.close)
         self.shared.let_go()
 
-    # ------------------------------------------------------------------------------------------------------ what came of it
+    # ------------------------------------------------------------------------------ what came of it
 
     def begun(self, given: Begun) -> tuple[ModelInput, Stop | None]:
         self.tools, self.players = given.tools, tuple(given.seats)
         if not all(who is None or isinstance(who, str) for who in self.players):
-            raise self.failed(f"has the seats {plain_text(says_of(self.players), 100)}; None (the policy) or a player's name are expected")
+            raise self.failed(
+                f"has the seats {plain_text(says_of(self.players), 100)}; None (the policy) or a player's name are expected"
+            )
         self._say(self._checked(given.said) if isinstance(given.said, Turn) else Turn(given.said))
         observation, stop = self._prompt()
         return self.group.the_same(observation), stop
@@ -194,7 +249,11 @@ class MessageEnv(Checked, Env):
     def result(self, answered: _Answered, given: Any) -> StepResult:
         """A step's outcome, as the environment (or its tools) gave it."""
         messages = self.conversations[self.seat].messages
-        logs: dict[str, Any] = {"prompt": prompt_text(messages[:-1]), "response": with_calls(answered.message), "told": answered.told}
+        logs: dict[str, Any] = {
+            "prompt": prompt_text(messages[:-1]),
+            "response": with_calls(answered.message),
+            "told": answered.told,
+        }
         if isinstance(given, list) and all(isinstance(call, Call) for call in given):
             self.calls += given
             logs["tool_calls"] = [call.as_json() for call in given]
@@ -208,28 +267,56 @@ class MessageEnv(Checked, Env):
         logs = {**turn.logs, **logs}
         if done:
             metrics |= self._totals(truncated)
-            # who played is known of every game of several, so that older versions are rated whoever wrote it
-            who = {"players": [name or "policy" for name in self.players]} if len(self.players) > 1 else {}
-            told = [seat for seat in range(len(self.players)) if seat != self.seat or seat in turn.logs_of]
+            # who played is known of every game of several, so that older versions are rated whoever
+            # wrote it
+            who = (
+                {"players": [name or "policy" for name in self.players]}
+                if len(self.players) > 1
+                else {}
+            )
+            told = [
+                seat
+                for seat in range(len(self.players))
+                if seat != self.seat or seat in turn.logs_of
+            ]
             logs_of = {seat: {**who, **turn.logs_of.get(seat, {})} for seat in told}
-            seats: dict[str, Any] = {"rewards": turn.rewards, "metrics_of": turn.metrics_of, "logs_of": logs_of}
-            return StepResult(turn.reward, True, metrics=metrics, logs={**who, **logs}, truncated=truncated, **seats)
+            seats: dict[str, Any] = {
+                "rewards": turn.rewards,
+                "metrics_of": turn.metrics_of,
+                "logs_of": logs_of,
+            }
+            return StepResult(
+                turn.reward,
+                True,
+                metrics=metrics,
+                logs={**who, **logs},
+                truncated=truncated,
+                **seats,
+            )
         self._say(turn)
         observation, stop = self._prompt()
-        return StepResult(turn.reward, False, observation, stop, metrics, logs, rewards=turn.rewards)
+        return StepResult(
+            turn.reward, False, observation, stop, metrics, logs, rewards=turn.rewards
+        )
 
     def _totals(self, truncated: bool) -> dict[str, float]:
         found = {"truncated": float(truncated)}
         if self.tools:
             failed = sum(call.error is not None and not call.malformed for call in self.calls)
             malformed = sum(call.malformed for call in self.calls)
-            found |= {"tool/calls": len(self.calls), "tool/failed": failed, "tool/malformed": malformed}
+            found |= {
+                "tool/calls": len(self.calls),
+                "tool/failed": failed,
+                "tool/malformed": malformed,
+            }
         return found
 
     def _say(self, turn: Turn) -> None:
         """Hands the turn's messages to the seat that acts next."""
         if not isinstance(turn.seat, int) or not 0 <= turn.seat < len(self.players):
-            raise self.failed(f"names the seat {plain_text(says_of(turn.seat), 100)}; there are {len(self.players)}, from 0")
+            raise self.failed(
+                f"names the seat {plain_text(says_of(turn.seat), 100)}; there are {len(self.players)}, from 0"
+            )
         self.seat = turn.seat
         messages = self._messages(turn.messages)
         if self.seat not in self.conversations:
@@ -246,8 +333,12 @@ class MessageEnv(Checked, Env):
     def _messages(self, given: Any) -> list[Message]:
         if isinstance(given, str):
             given = [{"role": "user", "content": given}]
-        if not isinstance(given, Sequence) or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in given):
-            raise self.failed(f"gave {plain_text(says_of(given), 200)}, which is neither a text nor a list of messages")
+        if not isinstance(given, Sequence) or not all(
+            isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in given
+        ):
+            raise self.failed(
+                f"gave {plain_text(says_of(given), 200)}, which is neither a text nor a list of messages"
+            )
         size = characters(given)
         if size > MOST_CHARACTERS:
             raise self.failed(f"said {size} characters at once; at most {MOST_CHARACTERS} are read")

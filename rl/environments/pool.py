@@ -1,6 +1,8 @@
-"""Older versions of a policy to play against: which are kept, which is chosen, and how strong each is.
+"""Older versions of a policy to play against: which are kept, which is chosen, and how strong each
+is.
 
-Ratings are Elo's (A. Elo, The Rating of Chessplayers, 1978): expected = 1 / (1 + 10^((other - own) / 400)), own += k (score - expected).
+Ratings are Elo's (A. Elo, The Rating of Chessplayers, 1978): expected = 1 / (1 + 10^((other - own)
+/ 400)), own += k (score - expected).
 """
 
 from __future__ import annotations
@@ -32,11 +34,13 @@ def expected_score(own: float, other: float) -> float:
 
 
 class OpponentPool:
-    """At most `size` older versions. `by`: how one is chosen, and which goes when there are too many.
+    """At most `size` older versions. `by`: how one is chosen, and which goes when there are too
+    many.
 
-    "elo": near the policy's own strength likelier (weight e (1 - e), e the policy's expected score); the weakest goes.
-    "age": newer ones likelier (half as likely with each that is newer); the oldest goes.
-    "any": all alike; the oldest goes. The newest never goes. `state` is readable JSON.
+    "elo": near the policy's own strength likelier (weight e (1 - e), e the policy's expected
+    score); the weakest goes. "age": newer ones likelier (half as likely with each that is newer);
+    the oldest goes. "any": all alike; the oldest goes. The newest never goes. `state` is readable
+    JSON.
     """
 
     def __init__(self, size: int = 5, by: str = "elo", k: float = 16.0):
@@ -49,14 +53,20 @@ class OpponentPool:
         self.opponents: list[Opponent] = []  # oldest first
 
     def add(self, step: int) -> list[Opponent]:
-        """Takes in the policy as it is at `step`, as strong as it is now. Returns those that have to go."""
+        """Takes in the policy as it is at `step`, as strong as it is now. Returns those that have
+        to go.
+        """
         if self.opponents and self.opponents[-1].step >= step:
-            raise ValueError(f"the pool's newest is of step {self.opponents[-1].step}; {step} is not after it")
+            raise ValueError(
+                f"the pool's newest is of step {self.opponents[-1].step}; {step} is not after it"
+            )
         self.opponents.append(Opponent(step, self.rating))
         gone = []
         while len(self.opponents) > self.size:
             older = self.opponents[:-1] or self.opponents
-            out = min(older, key=lambda one: (one.rating, one.step)) if self.by == "elo" else older[0]
+            out = (
+                min(older, key=lambda one: (one.rating, one.step)) if self.by == "elo" else older[0]
+            )
             self.opponents.remove(out)
             gone.append(out)
         return gone
@@ -77,7 +87,9 @@ class OpponentPool:
         return random.Random(seed).choices(self.opponents, self.weights())[0]
 
     def note(self, results: Sequence[tuple[str, float]]) -> None:
-        """Games of the policy, in order: against whom (by name) and its score, 1 won, 0.5 drawn, 0 lost. Of unknown names nothing."""
+        """Games of the policy, in order: against whom (by name) and its score, 1 won, 0.5 drawn, 0
+        lost. Of unknown names nothing.
+        """
         by_name = {one.name: one for one in self.opponents}
         for name, score in results:
             other = by_name.get(name)

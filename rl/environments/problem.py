@@ -1,4 +1,6 @@
-"""A problem as an environment of one turn: the prompt is the observation, the answer ends the episode, a reward scores it."""
+"""A problem as an environment of one turn: the prompt is the observation, the answer ends the
+episode, a reward scores it.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,21 @@ class ProblemEnv(Env):
         message, ended = builder.renderer.parse_response(action.tokens)
         response = with_calls(message)
         scorer, meta = builder.scorer, builder.reward_meta
-        earned: Any = 0.0 if scorer is None else scorer.submit(builder.prompt_text, response, meta, self._episode(action, response))
+        earned: Any = (
+            0.0
+            if scorer is None
+            else scorer.submit(builder.prompt_text, response, meta, self._episode(action, response))
+        )
         return StepResult(
             reward=earned,
             episode_done=True,
             metrics={"ended": float(ended)},
-            logs={"prompt": builder.prompt_text, "response": response, "messages": builder.problem.messages, **builder.expected},
+            logs={
+                "prompt": builder.prompt_text,
+                "response": response,
+                "messages": builder.problem.messages,
+                **builder.expected,
+            },
         )
 
     def _episode(self, action: SampledSequence, response: str) -> Episode | None:
@@ -41,13 +52,20 @@ class ProblemEnv(Env):
         builder = self.builder
         if builder.scorer is None or not builder.scorer.reward.episode:
             return None
-        return episode_of(builder.problem, Turn(response, tokens=len(action.tokens), stop_reason=action.stop_reason))
+        return episode_of(
+            builder.problem,
+            Turn(response, tokens=len(action.tokens), stop_reason=action.stop_reason),
+        )
 
 
 class ProblemGroupBuilder(EnvGroupBuilder):
-    """The group of one problem: the prompt is rendered once, every member answers it. Without a scorer the reward is 0."""
+    """The group of one problem: the prompt is rendered once, every member answers it. Without a
+    scorer the reward is 0.
+    """
 
-    def __init__(self, problem: Problem, group_size: int, renderer: Renderer, scorer: Scorer | None):
+    def __init__(
+        self, problem: Problem, group_size: int, renderer: Renderer, scorer: Scorer | None
+    ):
         self.problem = problem
         self.group_size = group_size
         self.renderer = renderer
@@ -72,7 +90,9 @@ def episode_of(problem: Problem, turn: Turn) -> Episode:
 
 
 def reward_meta(problem: Problem, scorer: Scorer | None) -> Mapping[str, Any]:
-    """What a reward gets as `meta`: the row's columns; one of lists also the prompt of a row that is a conversation."""
+    """What a reward gets as `meta`: the row's columns; one of lists also the prompt of a row that
+    is a conversation.
+    """
     if scorer is None or not scorer.reward.together or not problem.chat:
         return problem.meta
     return {**problem.meta, CONVERSATION: _as_text(problem.messages)}
@@ -80,7 +100,10 @@ def reward_meta(problem: Problem, scorer: Scorer | None) -> Mapping[str, Any]:
 
 def _as_text(messages: Sequence[Message]) -> list[Message]:
     """The messages for a reward, which sees no images."""
-    return [{**message, "content": said(message["content"])} if has_images([message]) else message for message in messages]
+    return [
+        {**message, "content": said(message["content"])} if has_images([message]) else message
+        for message in messages
+    ]
 
 
 def prompt_text(messages: Sequence[Message]) -> str:

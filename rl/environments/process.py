@@ -1,10 +1,11 @@
-"""Episodes in processes of their own, forked from one that has imported the environment: what dies or hangs there costs that episode.
+"""Episodes in processes of their own, forked from one that has imported the environment: what dies
+or hangs there costs that episode.
 
     trainer --socket--> root --fork--> group (where something is shared) --fork--> episode
 
-The root is a fresh interpreter that imports the environment's module and nothing of a model. Each process serves one socket: frames
-of pickles come from the trainer, frames of JSON go back. What an episode prints goes nowhere. This is no sandbox: an environment is code
-that runs as the same user.
+The root is a fresh interpreter that imports the environment's module and nothing of a model. Each
+process serves one socket: frames of pickles come from the trainer, frames of JSON go back. What an
+episode prints goes nowhere. This is no sandbox: an environment is code that runs as the same user.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _START_SECONDS = 120.0  # to import the environment's module, which may be heavy
 _SET_PARENT_DEATH_SIGNAL = 1
 
 
-# ------------------------------------------------------------------------------------------------------------ both sides
+# --------------------------------------------------------------------------------------- both sides
 
 
 def _send(channel: socket.socket, payload: bytes, fds: list[int] | None = None) -> None:
@@ -71,7 +72,7 @@ def _receive(channel: socket.socket) -> tuple[bytes, list[int]]:
     return b"".join(parts), list(fds)
 
 
-# ---------------------------------------------------------------------------------------------------- in the other process
+# ----------------------------------------------------------------------------- in the other process
 
 
 class _Process:
@@ -107,7 +108,11 @@ class _Process:
             except (TypeError, ValueError, RecursionError) as error:
                 text = json.dumps({"raised": f"what is no JSON: {says(error, 300)}"})
             if len(text) > _LARGEST:
-                text = json.dumps({"raised": f"an answer of {len(text)} characters, of which {_LARGEST} at most are read"})
+                text = json.dumps(
+                    {
+                        "raised": f"an answer of {len(text)} characters, of which {_LARGEST} at most are read"
+                    }
+                )
             _send(channel, text.encode("utf-8", "backslashreplace"))
 
     def _do(self, asked: Mapping[str, Any]) -> Any:
@@ -122,7 +127,9 @@ class _Process:
             self.host = LocalHost(self.spec, asked["task"], lambda: self.shared, forks=True)
             return self._waited(self.host.start())
         assert self.host is not None
-        return self._waited(self.host.answer(asked["message"]) if asked["do"] == "answer" else self.host.close())
+        return self._waited(
+            self.host.answer(asked["message"]) if asked["do"] == "answer" else self.host.close()
+        )
 
     def _waited(self, found: Any) -> Any:
         if not inspect.isawaitable(found):
@@ -132,7 +139,9 @@ class _Process:
 
 
 def _seed_globals(seed: int) -> None:
-    """The generators that modules share, for environments that draw from these: else forked processes draw all alike, or all otherwise."""
+    """The generators that modules share, for environments that draw from these: else forked
+    processes draw all alike, or all otherwise.
+    """
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
@@ -171,13 +180,15 @@ def _main(fd: int) -> None:
     """The root: imports the environment, says that it has, and forks."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # those ask the run to stop; it ends this by letting go
+        # those ask the run to stop; it ends this by letting go
+        signal.signal(number, signal.SIG_IGN)
     channel = socket.socket(fileno=fd)
     sent = _receive(channel)[0]
     try:
         path, rest = pickle.loads(sent)
         sys.path[:] = path
-        address, settings = pickle.loads(rest)  # settings may be of modules that are found by this path alone
+        # settings may be of modules that are found by this path alone
+        address, settings = pickle.loads(rest)
         spec = environment_from_address(address, settings)
     except Exception as error:  # boundary: the environment's module
         _send(channel, json.dumps({"raised": says(error, 2000)}).encode())
@@ -186,11 +197,13 @@ def _main(fd: int) -> None:
     _Process(spec).serve(channel)
 
 
-# --------------------------------------------------------------------------------------------------------- in the trainer
+# ----------------------------------------------------------------------------------- in the trainer
 
 
 class Root:
-    """The process that others are forked from, for one environment. `begin` it; `close` ends it and all that it forked."""
+    """The process that others are forked from, for one environment. `begin` it; `close` ends it and
+    all that it forked.
+    """
 
     def __init__(self, spec: EnvironmentSpec):
         self.spec = spec
@@ -199,7 +212,9 @@ class Root:
         self._process: subprocess.Popen | None = None
 
     def begin(self) -> None:
-        """Starts it, if it does not run (any more): an import's seconds. Raises UserError where it cannot."""
+        """Starts it, if it does not run (any more): an import's seconds. Raises UserError where it
+        cannot.
+        """
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
                 self._end()
@@ -232,12 +247,33 @@ class Root:
     def _begin(self) -> None:
         ours, theirs = socket.socketpair()
         one = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-        environment = {**os.environ, **one, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        command = [sys.executable, "-c", f"from rl.environments.process import _main; _main({theirs.fileno()})"]
+        environment = {
+            **os.environ,
+            **one,
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
+        command = [
+            sys.executable,
+            "-c",
+            f"from rl.environments.process import _main; _main({theirs.fileno()})",
+        ]
         none = subprocess.DEVNULL
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=none, stdout=none, stderr=none)
+        self._process = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            stdin=none,
+            stdout=none,
+            stderr=none,
+        )
         theirs.close()
-        _send(ours, pickle.dumps((list(sys.path), pickle.dumps((self.spec.address, dict(self.spec.settings))))))
+        _send(
+            ours,
+            pickle.dumps(
+                (list(sys.path), pickle.dumps((self.spec.address, dict(self.spec.settings))))
+            ),
+        )
         ours.settimeout(_START_SECONDS)
         found = _reply(ours, f"the process of environment {self.spec.name}")
         assert found is None

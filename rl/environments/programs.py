@@ -10,7 +10,9 @@ from rl.sandbox import Sandbox
 
 @cache
 def sandbox(mode: str) -> Sandbox:
-    """One of each mode for all episodes, made when the first of them needs it. Raises UserError where this host has none."""
+    """One of each mode for all episodes, made when the first of them needs it. Raises UserError
+    where this host has none.
+    """
     made = Sandbox(mode)
     atexit.register(made.close)
     return made

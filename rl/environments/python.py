@@ -1,4 +1,6 @@
-"""Questions that a few lines of Python answer, with a Python at hand that keeps its state over the turns of an episode."""
+"""Questions that a few lines of Python answer, with a Python at hand that keeps its state over the
+turns of an episode.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from rl.types import Message
 
 @dataclass
 class Python(Question):
-    """A sum over numbers is asked for, which a line of Python works out; the tool `python` runs code in a sandbox."""
+    """A sum over numbers is asked for, which a line of Python works out; the tool `python` runs
+    code in a sandbox.
+    """
 
     largest: int = 100
     """Numbers go up to this."""
@@ -28,12 +32,16 @@ class Python(Question):
 
     def __post_init__(self) -> None:
         if self.largest < 2 or not 0 < self.seconds <= 3600:
-            raise ValueError(f"largest is at least 2 and seconds lie above 0, got {self.largest} and {self.seconds}")
+            raise ValueError(
+                f"largest is at least 2 and seconds lie above 0, got {self.largest} and {self.seconds}"
+            )
         self._session: Session | None = None
         self.tools = (Tool(self.python, seconds=self.seconds + 15),)
 
     def start(self) -> Sequence[Message]:
-        sandbox(self.sandbox)  # where there is none, that is said before anything is trained, and not to the model at each call
+        # where there is none, that is said before anything is trained, and not to the model at each
+        # call
+        sandbox(self.sandbox)
         return super().start()
 
     def ask(self) -> tuple[str, str]:
@@ -44,14 +52,21 @@ class Python(Question):
         return f"What is the sum of the {what} from {a} to {b} that {divisor} divides?", str(right)
 
     def python(self, code: str) -> str:
-        """Runs Python code and returns what it prints, and the value of its last line. Variables are kept for the next call.
+        """Runs Python code and returns what it prints, and the value of its last line. Variables
+        are kept for the next call.
 
         Args:
             code: the code
         """
-        self._session = self._session or sandbox(self.sandbox).session(limits=Limits(wall_s=self.seconds, cpu_s=self.seconds))
+        self._session = self._session or sandbox(self.sandbox).session(
+            limits=Limits(wall_s=self.seconds, cpu_s=self.seconds)
+        )
         turn = self._session.run(code, wall_s=self.seconds)
-        ended = f"\n(the interpreter was ended by {turn.ended_by}; variables are lost)" if turn.ended_by else ""
+        ended = (
+            f"\n(the interpreter was ended by {turn.ended_by}; variables are lost)"
+            if turn.ended_by
+            else ""
+        )
         return (turn.text + ended).strip() or "(nothing was printed)"
 
     def found(self, said: str) -> str | None:

@@ -30,7 +30,8 @@ BUILT_IN: dict[str, str] = {
     "calculator": "rl.environments.calculator:Calculator",
     "debate": "rl.environments.debate:Debate",
     "debugging": "rl.environments.debugging:Debugging",
-    "endpoint": "rl.serve.episodes_program:Endpoint",  # of a room above: it is asked for by name alone
+    # of a room above: it is asked for by name alone
+    "endpoint": "rl.serve.episodes_program:Endpoint",
     "guess_number": "rl.environments.guess_number:GuessNumber",
     "tic_tac_toe": "rl.environments.tic_tac_toe:TicTacToe",
     "twenty_questions": "rl.environments.twenty_questions:TwentyQuestions",
@@ -49,15 +50,24 @@ _REGISTERED: dict[str, type] = {}
 
 
 def register_environment(name: str, *, replace: bool = False) -> Callable[[T], T]:
-    """Decorator: makes a class available as `name`. A taken name is an error unless `replace` is set or it is the same class again."""
+    """Decorator: makes a class available as `name`. A taken name is an error unless `replace` is
+    set or it is the same class again.
+    """
     if not name or ":" in name:
-        raise UserError(f"an environment's name is not empty and holds no ':' (that is for 'module:Class'), got {name!r}")
+        raise UserError(
+            f"an environment's name is not empty and holds no ':' (that is for 'module:Class'), got {name!r}"
+        )
 
     def decorate(cls: T) -> T:
         old = _REGISTERED.get(name)
-        same = old is not None and (old.__module__, old.__qualname__) == (cls.__module__, cls.__qualname__)
+        same = old is not None and (old.__module__, old.__qualname__) == (
+            cls.__module__,
+            cls.__qualname__,
+        )
         if not (same or replace) and (old is not None or name in BUILT_IN):
-            raise UserError(f"an environment is called {name!r} already: choose another, or say register_environment(..., replace=True)")
+            raise UserError(
+                f"an environment is called {name!r} already: choose another, or say register_environment(..., replace=True)"
+            )
         _REGISTERED[name] = cls
         return cls
 
@@ -73,9 +83,10 @@ def registered_environments() -> list[str]:
 class EnvironmentSpec:
     """A class of environments with its settings. `make()` gives one, for one episode.
 
-    address  where the class is imported from, where it was named; in another process it is found there
-    own_rows no data set is named, and the environment is one that can do without (see `can_make_rows`)
-    root     what forks processes for its episodes (see `rl.environments.process`); None: they run in this one
+    address  where the class is imported from, where it was named; in another process it is found
+    there own_rows no data set is named, and the environment is one that can do without (see
+    `can_make_rows`) root     what forks processes for its episodes (see `rl.environments.process`);
+    None: they run in this one
     """
 
     name: str
@@ -87,7 +98,9 @@ class EnvironmentSpec:
 
     @property
     def stream(self) -> str:
-        """What its episodes' seeds are derived from: the name, wherever the file lies that it names."""
+        """What its episodes' seeds are derived from: the name, wherever the file lies that it
+        names.
+        """
         return self.name.rpartition("/")[2]
 
     def make(self) -> Environment:
@@ -107,20 +120,34 @@ class EnvironmentSpec:
 
     @property
     def can_make_rows(self) -> bool:
-        """Whether rows of a data set may be left out: objects of other makes say nothing of it, and may do without."""
+        """Whether rows of a data set may be left out: objects of other makes say nothing of it, and
+        may do without.
+        """
         return not issubclass(self.cls, Environment) and self.token_level is None
 
     @property
     def token_level(self) -> Callable[..., Any] | None:
-        """What makes a group of environments that speak tokens, for a class that stands for such; else None."""
-        return getattr(self.cls(**self.settings), "group", None) if hasattr(self.cls, "group") else None
+        """What makes a group of environments that speak tokens, for a class that stands for such;
+        else None.
+        """
+        return (
+            getattr(self.cls(**self.settings), "group", None)
+            if hasattr(self.cls, "group")
+            else None
+        )
 
 
-def environment_from_values(spec: str | type | EnvironmentSpec, settings: Mapping[str, Any]) -> EnvironmentSpec:
-    """The environment with settings as values, which are taken as they are. See `resolve_environment`."""
+def environment_from_values(
+    spec: str | type | EnvironmentSpec, settings: Mapping[str, Any]
+) -> EnvironmentSpec:
+    """The environment with settings as values, which are taken as they are. See
+    `resolve_environment`.
+    """
     if isinstance(spec, EnvironmentSpec):
         if settings:
-            raise UserError(f"the environment {spec.name!r} is resolved and takes no settings, got {sorted(settings)}: pass its name")
+            raise UserError(
+                f"the environment {spec.name!r} is resolved and takes no settings, got {sorted(settings)}: pass its name"
+            )
         return spec
     if isinstance(spec, str):
         spec, behind = _taken_apart(spec)
@@ -134,21 +161,28 @@ def environment_from_values(spec: str | type | EnvironmentSpec, settings: Mappin
     fields = {item.name: item for item in dataclasses.fields(known)}
     problems = [_unknown(name, key, fields) for key in settings if key not in fields]
     missing = [key for key, item in fields.items() if key not in settings and _required(item)]
-    problems += [f"environment {name!r} needs the setting {key!r}: give --environment.{key}" for key in missing]
+    problems += [
+        f"environment {name!r} needs the setting {key!r}: give --environment.{key}"
+        for key in missing
+    ]
     if problems:
         raise SettingsError(problems)
     return _tried(EnvironmentSpec(name, cls, settings, address))
 
 
 def _tried(spec: EnvironmentSpec) -> EnvironmentSpec:
-    """The same, once one has been made of it. UserError where that fails: settings that do not fit each other, say."""
+    """The same, once one has been made of it. UserError where that fails: settings that do not fit
+    each other, say.
+    """
     try:
         spec.make()
     except UserError:
         raise
     except Exception as error:  # boundary: the environment's own checks
         said = str(error) if isinstance(error, ValueError) else says(error, 500)
-        raise UserError(f"the environment {spec.name} cannot be made with these settings: {said}") from error
+        raise UserError(
+            f"the environment {spec.name} cannot be made with these settings: {said}"
+        ) from error
     return spec
 
 
@@ -158,15 +192,23 @@ def environment_from_address(address: str, settings: Mapping[str, Any]) -> Envir
 
 
 def _taken_apart(name: str) -> tuple[str, list[tuple[str, str]]]:
-    """ "endpoint:python agent.py" as "endpoint" and its setting `program`: a class says by `behind_colon` which one may stand there."""
+    """ "endpoint:python agent.py" as "endpoint" and its setting `program`: a class says by
+    `behind_colon` which one may stand there.
+    """
     head, colon, rest = name.partition(":") if isinstance(name, str) else (name, "", "")
-    if not colon or head not in registered_environments() or (setting := getattr(_find(head), "behind_colon", None)) is None:
+    if (
+        not colon
+        or head not in registered_environments()
+        or (setting := getattr(_find(head), "behind_colon", None)) is None
+    ):
         return name, []
     return head, [(setting, shlex.quote(rest))]
 
 
 def _address(name: str) -> str | None:
-    """module:Class, or a file's absolute path and the class; None for what was registered here, by this process's own code."""
+    """module:Class, or a file's absolute path and the class; None for what was registered here, by
+    this process's own code.
+    """
     if name in _REGISTERED:
         return None
     place, _, attribute = BUILT_IN.get(name, name).rpartition(":")
@@ -174,7 +216,9 @@ def _address(name: str) -> str | None:
 
 
 def environment_from_words(name: str, written: Sequence[tuple[str, str]]) -> EnvironmentSpec:
-    """The environment with settings as they were written on the line or in a recipe. SettingsError names every mistake."""
+    """The environment with settings as they were written on the line or in a recipe. SettingsError
+    names every mistake.
+    """
     name, behind = _taken_apart(name)
     written = [*behind, *written]
     cls = _find(name)
@@ -194,11 +238,15 @@ def environment_from_words(name: str, written: Sequence[tuple[str, str]]) -> Env
     built = build(table, given, problems, prefix="environment.")
     if problems:
         raise SettingsError(problems)
-    return _tried(EnvironmentSpec(name, cls, {key: getattr(built, key) for key in given}, _address(name)))
+    return _tried(
+        EnvironmentSpec(name, cls, {key: getattr(built, key) for key in given}, _address(name))
+    )
 
 
 def settings_table(cls: type, name: str) -> type | None:
-    """A dataclass with the settings of an environment as fields; None where `__init__` takes any names (**settings)."""
+    """A dataclass with the settings of an environment as fields; None where `__init__` takes any
+    names (**settings).
+    """
     if dataclasses.is_dataclass(cls):
         found = _of_dataclass(cls)
     else:
@@ -210,15 +258,21 @@ def settings_table(cls: type, name: str) -> type | None:
         table = dataclasses.make_dataclass(cls.__name__, found, frozen=True, kw_only=True)
         build(table, {}, [])
     except TypeError as error:
-        raise UserError(f"the settings of environment {name!r} cannot be written on a line: {error}") from error
+        raise UserError(
+            f"the settings of environment {name!r} cannot be written on a line: {error}"
+        ) from error
     table.__doc__ = inspect.cleandoc(cls.__doc__ or name).split("\n\n")[0]
     return table
 
 
 def show_help(name: str | None) -> None:
-    """Prints the settings of an environment, as --environment.NAME; or which environments there are."""
+    """Prints the settings of an environment, as --environment.NAME; or which environments there
+    are.
+    """
     if name is None:
-        print(f"\nEnvironments (--environment NAME; NAME --help shows its settings)\n  {', '.join(registered_environments())}")
+        print(
+            f"\nEnvironments (--environment NAME; NAME --help shows its settings)\n  {', '.join(registered_environments())}"
+        )
         return
     import tyro
 
@@ -230,10 +284,17 @@ def show_help(name: str | None) -> None:
         return
     for item in dataclasses.fields(table):
         if (said := _said_of(cls, item.name)) is not None:
-            table.__annotations__[item.name] = Annotated[table.__annotations__[item.name], tyro.conf.arg(help=said)]
+            table.__annotations__[item.name] = Annotated[
+                table.__annotations__[item.name], tyro.conf.arg(help=said)
+            ]
     page = dataclasses.make_dataclass("Page", [("environment", table)])
     try:
-        tyro.cli(page, prog=f"train.py METHOD --environment {name}", description=f"Settings of the environment {name}.", args=["--help"])
+        tyro.cli(
+            page,
+            prog=f"train.py METHOD --environment {name}",
+            description=f"Settings of the environment {name}.",
+            args=["--help"],
+        )
     except SystemExit:
         return  # tyro leaves after its page
 
@@ -246,8 +307,17 @@ def _said_of(cls: type, name: str) -> str | None:
         return None
     lines = body.body if isinstance(body, ast.ClassDef) else []
     for field_, under in itertools.pairwise(lines):
-        named = isinstance(field_, ast.AnnAssign) and isinstance(field_.target, ast.Name) and field_.target.id == name
-        if named and isinstance(under, ast.Expr) and isinstance(under.value, ast.Constant) and isinstance(under.value.value, str):
+        named = (
+            isinstance(field_, ast.AnnAssign)
+            and isinstance(field_.target, ast.Name)
+            and field_.target.id == name
+        )
+        if (
+            named
+            and isinstance(under, ast.Expr)
+            and isinstance(under.value, ast.Constant)
+            and isinstance(under.value.value, str)
+        ):
             return under.value.value
     return None
 
@@ -256,7 +326,11 @@ def _of_dataclass(cls: type) -> list[tuple[str, Any, Any]]:
     hints = typing.get_type_hints(cls, include_extras=True)
     made: Any = dataclasses.field  # its overloads do not take a default that may be missing
     return [
-        (item.name, hints[item.name], made(default=item.default, default_factory=item.default_factory))
+        (
+            item.name,
+            hints[item.name],
+            made(default=item.default, default_factory=item.default_factory),
+        )
         for item in dataclasses.fields(cls)
         if item.init
     ]
@@ -264,11 +338,19 @@ def _of_dataclass(cls: type) -> list[tuple[str, Any, Any]]:
 
 def _of_arguments(cls: type, parameters: Sequence[inspect.Parameter]) -> list[tuple[str, Any, Any]]:
     """Types that are not written are those of the defaults, else text."""
-    hints = typing.get_type_hints(vars(cls)["__init__"], include_extras=True) if "__init__" in vars(cls) else {}
+    hints = (
+        typing.get_type_hints(vars(cls)["__init__"], include_extras=True)
+        if "__init__" in vars(cls)
+        else {}
+    )
     found = []
     for p in parameters:
         annotation = hints.get(p.name, str if p.default in (p.empty, None) else type(p.default))
-        default = dataclasses.field() if p.default is p.empty else dataclasses.field(default_factory=partial(_given_back, p.default))
+        default = (
+            dataclasses.field()
+            if p.default is p.empty
+            else dataclasses.field(default_factory=partial(_given_back, p.default))
+        )
         found.append((p.name, annotation, default))
     return found
 
@@ -297,22 +379,38 @@ def _find(spec: str) -> type:
         names = registered_environments()
         near = nearest(spec, names)
         hint = f"did you mean {near!r}? " if near else ""
-        raise UserError(f"no environment is named {spec!r}: {hint}there are {', '.join(names)}; your own is given as 'file.py:Class'")
+        raise UserError(
+            f"no environment is named {spec!r}: {hint}there are {', '.join(names)}; your own is given as 'file.py:Class'"
+        )
     place, _, attribute = address.rpartition(":")
     file = place.endswith(".py")
-    module = load_file(str(Path(place).expanduser().resolve()), "environment") if file else _load_module(spec, place)
+    module = (
+        load_file(str(Path(place).expanduser().resolve()), "environment")
+        if file
+        else _load_module(spec, place)
+    )
     found: Any = module
     for part in attribute.split("."):
         found = getattr(found, part, None)
     if not isinstance(found, type) and (made := class_of(found, attribute)) is not None:
         return made
-    if not isinstance(found, type) or not (issubclass(found, Environment) or hasattr(found, "reset")):
-        classes = {key: value for key, value in vars(module).items() if isinstance(value, type) and value is not Environment}
+    if not isinstance(found, type) or not (
+        issubclass(found, Environment) or hasattr(found, "reset")
+    ):
+        classes = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, type) and value is not Environment
+        }
         found_here = sorted(key for key, value in classes.items() if issubclass(value, Environment))
-        here = [key for key in found_here if classes[key].__module__ == module.__name__] or found_here
+        here = [
+            key for key in found_here if classes[key].__module__ == module.__name__
+        ] or found_here
         near = nearest(attribute, here)
         hint = f"did you mean {near!r}? " if near else ""
-        raise UserError(f"environment {spec!r}: {attribute!r} is no environment there; {hint}it has {', '.join(here) or 'none'}")
+        raise UserError(
+            f"environment {spec!r}: {attribute!r} is no environment there; {hint}it has {', '.join(here) or 'none'}"
+        )
     return found
 
 
@@ -322,10 +420,17 @@ def load_object(spec: str, what: str) -> Any:
     if not place or not attribute:
         raise UserError(f"{what} is given as 'module:name' or 'file.py:name', got {spec!r}")
     file = place.endswith(".py")
-    found: Any = load_file(str(Path(place).expanduser().resolve()), "environment") if file else _load_module(spec, place)
+    found: Any = (
+        load_file(str(Path(place).expanduser().resolve()), "environment")
+        if file
+        else _load_module(spec, place)
+    )
     if not hasattr(found, attribute):
         near = nearest(attribute, [name for name in vars(found) if not name.startswith("_")])
-        raise UserError(f"{spec!r}: there is no {attribute} in {place}" + (f"; did you mean {near}?" if near else ""))
+        raise UserError(
+            f"{spec!r}: there is no {attribute} in {place}"
+            + (f"; did you mean {near}?" if near else "")
+        )
     return getattr(found, attribute)
 
 

@@ -1,6 +1,8 @@
-"""What a model is told of a function: its JSON schema, from type hints and docstring, in the form that chat templates take.
+"""What a model is told of a function: its JSON schema, from type hints and docstring, in the form
+that chat templates take.
 
-As `transformers.utils.get_json_schema` gives it, without the imports that it brings: a process of an episode does this as well.
+As `transformers.utils.get_json_schema` gives it, without the imports that it brings: a process of
+an episode does this as well.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ _SIMPLE: dict[Any, dict[str, Any]] = {
     str: {"type": "string"}, int: {"type": "integer"}, float: {"type": "number"}, bool: {"type": "boolean"},
     type(None): {"type": "null"}, list: {"type": "array"}, dict: {"type": "object"}, Any: {},
 }  # fmt: skip
-_SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?):\s*$", re.MULTILINE)
+_SECTION = re.compile(
+    r"^\s*(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?):\s*$", re.MULTILINE
+)
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
@@ -29,21 +33,37 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     name = getattr(function, "__name__", type(function).__name__)
     summary, said = _docstring(inspect.getdoc(function) or "")
     if not summary:
-        raise UserError(f"the tool {name} has no docstring: a model is told by it what the tool does")
+        raise UserError(
+            f"the tool {name} has no docstring: a model is told by it what the tool does"
+        )
     hints = typing.get_type_hints(function)
     properties, required = {}, []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise UserError(f"the tool {name} takes *{parameter.name}: a model has to be told each argument by its name")
+            raise UserError(
+                f"the tool {name} takes *{parameter.name}: a model has to be told each argument by its name"
+            )
         if parameter.name not in hints or parameter.name not in said:
-            what = "type hint" if parameter.name not in hints else "line under 'Args:' in the docstring"
-            raise UserError(f"the argument {parameter.name} of the tool {name} has no {what}, which says to a model what to give")
-        properties[parameter.name] = {**_of_type(hints[parameter.name], name), "description": said[parameter.name]}
+            what = (
+                "type hint"
+                if parameter.name not in hints
+                else "line under 'Args:' in the docstring"
+            )
+            raise UserError(
+                f"the argument {parameter.name} of the tool {name} has no {what}, which says to a model what to give"
+            )
+        properties[parameter.name] = {
+            **_of_type(hints[parameter.name], name),
+            "description": said[parameter.name],
+        }
         if parameter.default is parameter.empty:
             required.append(parameter.name)
     parameters: dict[str, Any] = {"type": "object", "properties": properties}
     parameters |= {"required": required} if required else {}
-    return {"type": "function", "function": {"name": name, "description": summary, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": summary, "parameters": parameters},
+    }
 
 
 def _docstring(text: str) -> tuple[str, Mapping[str, str]]:
@@ -82,4 +102,6 @@ def _of_type(hint: Any, name: str) -> dict[str, Any]:
     if origin in (dict, Mapping):
         values = _of_type(inner[1], name) if len(inner) == 2 and inner[1] is not Any else {}
         return {"type": "object", **({"additionalProperties": values} if values else {})}
-    raise UserError(f"the tool {name} has an argument of type {hint!r}, which JSON has not: str, int, float, bool, list, dict or Literal")
+    raise UserError(
+        f"the tool {name} has an argument of type {hint!r}, which JSON has not: str, int, float, bool, list, dict or Literal"
+    )

@@ -1,4 +1,6 @@
-"""Questions whose answers stand in a corpus, with a search over it: BM25 (Robertson and Zaragoza 2009), by the library bm25s."""
+"""Questions whose answers stand in a corpus, with a search over it: BM25 (Robertson and Zaragoza
+2009), by the library bm25s.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,31 @@ from rl.environments.asked import Question
 from rl.environments.tools import Tool
 from rl.errors import UserError
 
-_SYLLABLES = ("ba", "cor", "dil", "fen", "gor", "hal", "jin", "kel", "lum", "mir", "nor", "pel", "quo", "ris", "sul", "tam", "vor", "zen")
-_FACTS = {"capital": "The capital of {} is {}.", "river": "The longest river of {} is the {}.", "food": "In {} people eat {} at feasts."}
+_SYLLABLES = (
+    "ba",
+    "cor",
+    "dil",
+    "fen",
+    "gor",
+    "hal",
+    "jin",
+    "kel",
+    "lum",
+    "mir",
+    "nor",
+    "pel",
+    "quo",
+    "ris",
+    "sul",
+    "tam",
+    "vor",
+    "zen",
+)
+_FACTS = {
+    "capital": "The capital of {} is {}.",
+    "river": "The longest river of {} is the {}.",
+    "food": "In {} people eat {} at feasts.",
+}
 _ASKED = {
     "capital": "What is the capital of {}?",
     "river": "What is the longest river of {}?",
@@ -29,33 +54,57 @@ class Index:
         try:
             import bm25s
         except ImportError as error:
-            raise UserError("search needs the library bm25s: pip install -r requirements-search.txt") from error
+            raise UserError(
+                "search needs the library bm25s: pip install -r requirements-search.txt"
+            ) from error
         self.documents = documents
         self._library: Any = bm25s
         self._index = bm25s.BM25()
-        self._index.index(bm25s.tokenize(documents, stopwords=[], show_progress=False), show_progress=False)
+        self._index.index(
+            bm25s.tokenize(documents, stopwords=[], show_progress=False), show_progress=False
+        )
 
     def search(self, query: str, count: int) -> list[str]:
         """At most `count` documents that hold words of the query, the best first."""
         words = self._library.tokenize([query], stopwords=[], show_progress=False, return_ids=False)
         if not words[0]:
             return []
-        found, scores = self._index.retrieve(words, k=min(count, len(self.documents)), show_progress=False)
-        return [self.documents[int(i)] for i, score in zip(found[0], scores[0], strict=True) if score > 0]
+        found, scores = self._index.retrieve(
+            words, k=min(count, len(self.documents)), show_progress=False
+        )
+        return [
+            self.documents[int(i)]
+            for i, score in zip(found[0], scores[0], strict=True)
+            if score > 0
+        ]
 
 
 @cache
 def _index_of(corpus: str) -> Index:
-    """Of a file: a document a line, as text or as JSON with "text" (and "title"); or, named "", of invented facts."""
+    """Of a file: a document a line, as text or as JSON with "text" (and "title"); or, named "", of
+    invented facts.
+    """
     if not corpus:
-        return Index([_FACTS[kind].format(place, value) for place, kinds in _world().items() for kind, value in kinds.items()])
+        return Index(
+            [
+                _FACTS[kind].format(place, value)
+                for place, kinds in _world().items()
+                for kind, value in kinds.items()
+            ]
+        )
     path = Path(corpus).expanduser()
     if not path.is_file():
-        raise UserError(f"the corpus {corpus} is no file: a document a line is expected, as text or as JSON with a text")
+        raise UserError(
+            f"the corpus {corpus} is no file: a document a line is expected, as text or as JSON with a text"
+        )
     documents = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():
-            documents.append(_document(line, f"{path} line {number}") if path.suffix in (".jsonl", ".json") else line.strip())
+            documents.append(
+                _document(line, f"{path} line {number}")
+                if path.suffix in (".jsonl", ".json")
+                else line.strip()
+            )
     if not documents:
         raise UserError(f"the corpus {corpus} is empty")
     return Index(documents)
@@ -69,22 +118,33 @@ def _document(line: str, place: str) -> str:
     text = row.get("text", row.get("contents")) if isinstance(row, dict) else row
     if not isinstance(text, str):
         raise UserError(f'{place} has no text: {{"text": ...}} is expected, got {line[:80]!r}')
-    return f"{row['title']}: {text}" if isinstance(row, dict) and isinstance(row.get("title"), str) else text
+    return (
+        f"{row['title']}: {text}"
+        if isinstance(row, dict) and isinstance(row.get("title"), str)
+        else text
+    )
 
 
 @cache
 def _world(places: int = 100) -> dict[str, dict[str, str]]:
     """Invented places and what is to be known of them; the same on every machine."""
     rng = random.Random(0)
-    names = sorted({"".join(rng.choice(_SYLLABLES) for _ in range(3)).capitalize() for _ in range(places * 8)})
+    names = sorted(
+        {"".join(rng.choice(_SYLLABLES) for _ in range(3)).capitalize() for _ in range(places * 8)}
+    )
     rng.shuffle(names)
     given = iter(names)
-    return {next(given): {"capital": next(given), "river": next(given), "food": next(given).lower()} for _ in range(places)}
+    return {
+        next(given): {"capital": next(given), "river": next(given), "food": next(given).lower()}
+        for _ in range(places)
+    }
 
 
 @dataclass
 class Search(Question):
-    """A question whose answer stands in one document of a corpus, which the tool `search` looks through."""
+    """A question whose answer stands in one document of a corpus, which the tool `search` looks
+    through.
+    """
 
     corpus: str = ""
     """A file with a document a line (text, or JSON with "text" and perhaps "title"); by default facts of invented places."""
@@ -95,7 +155,9 @@ class Search(Question):
 
     def __post_init__(self) -> None:
         if self.corpus and self.grader is None:
-            raise ValueError("a corpus of one's own needs questions: name them with --dataset, and how answers are scored with grader")
+            raise ValueError(
+                "a corpus of one's own needs questions: name them with --dataset, and how answers are scored with grader"
+            )
         if self.results < 1:
             raise ValueError(f"results is at least 1, got {self.results}")
         self.tools = (Tool(self.search),)
@@ -115,7 +177,10 @@ class Search(Question):
             query: words that the document should hold
         """
         found = _index_of(self.corpus).search(query, self.results)
-        return "\n".join(f"[{number}] {text}" for number, text in enumerate(found, 1)) or "no document holds any of these words"
+        return (
+            "\n".join(f"[{number}] {text}" for number, text in enumerate(found, 1))
+            or "no document holds any of these words"
+        )
 
     def found(self, said: str) -> str:
         """The answer as words: the last one is compared, whatever stands before it."""

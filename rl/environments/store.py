@@ -8,7 +8,9 @@ _LARGEST = 100_000  # characters of all values together
 
 
 class KeyValueStore:
-    """Notes of one episode. `tools` are what an environment hands to the model: put, get, remove, keys."""
+    """Notes of one episode. `tools` are what an environment hands to the model: put, get, remove,
+    keys.
+    """
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
@@ -34,7 +36,9 @@ class KeyValueStore:
             key: its name
         """
         if key not in self.values:
-            raise ValueError(f"nothing is kept under {key!r}: there are {', '.join(sorted(self.values)) or 'no keys'}")
+            raise ValueError(
+                f"nothing is kept under {key!r}: there are {', '.join(sorted(self.values)) or 'no keys'}"
+            )
         return self.values[key]
 
     def remove(self, key: str) -> str:

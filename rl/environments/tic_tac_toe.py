@@ -1,4 +1,6 @@
-"""Tic-tac-toe between two seats, each of them the policy, an older version of it, another model, or a rule."""
+"""Tic-tac-toe between two seats, each of them the policy, an older version of it, another model, or
+a rule.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +18,40 @@ def _player(name: str) -> Rule:
 class TicTacToe(Match):
     """Tic-tac-toe. X begins; a move is the number of a free cell, another reply loses the game.
 
-    opponent: random, careless, perfect, policy (self-play, both seats are trained), pool (an older version of the policy), or a model;
-    held_out_opponent: the same, of held-out episodes, so that these tell how strong the policy is whoever it learns against.
-    plays: X, O, or either (X or O, the same within a group): the policy's seat, where the opponent is another.
-    instructions: whether the players are told the rules first.
-    Rewards: 1 for a win, -1 for a loss, 0 for a draw. Who wins because the other's reply was no move gets 0: it did nothing.
+    opponent: random, careless, perfect, policy (self-play, both seats are trained), pool (an older
+    version of the policy), or a model; held_out_opponent: the same, of held-out episodes, so that
+    these tell how strong the policy is whoever it learns against. plays: X, O, or either (X or O,
+    the same within a group): the policy's seat, where the opponent is another. instructions:
+    whether the players are told the rules first.
+    Rewards: 1 for a win, -1 for a loss, 0 for a draw. Who wins because the other's reply was no
+    move gets 0: it did nothing.
     """
 
     names = rules.MARKS
     PLAYERS = {name: _player(name) for name in rules.PLAYERS}
 
-    def __init__(self, opponent: str = "random", plays: str = "either", held_out_opponent: str = "random", instructions: bool = True):
+    def __init__(
+        self,
+        opponent: str = "random",
+        plays: str = "either",
+        held_out_opponent: str = "random",
+        instructions: bool = True,
+    ):
         super().__init__()
         self.held_out_opponent = held_out_opponent
         self.sit(1, held_out_opponent, self.PLAYERS)
-        self.opponent, self.plays, self.instructions = opponent, chosen("plays", plays, ("X", "O", "either")), instructions
+        self.opponent, self.plays, self.instructions = (
+            opponent,
+            chosen("plays", plays, ("X", "O", "either")),
+            instructions,
+        )
         self.board = rules.EMPTY
         self.sit(1, opponent, self.PLAYERS)
 
     def rows(self, split: str, count: int) -> list[dict[str, Any]]:
-        return [{"opponent": self.held_out_opponent} if split == "test" else {} for _ in range(count)]
+        return [
+            {"opponent": self.held_out_opponent} if split == "test" else {} for _ in range(count)
+        ]
 
     def open(self) -> None:
         self.opponent = self.row.get("opponent", self.opponent)
@@ -45,7 +61,10 @@ class TicTacToe(Match):
             self.sit(0, self.opponent, self.PLAYERS)
         if self.instructions:
             for seat, mark in enumerate(self.names):
-                self.tell(seat, f"Tic-tac-toe. You are {mark}. Reply with the number of a free cell, nothing else.")
+                self.tell(
+                    seat,
+                    f"Tic-tac-toe. You are {mark}. Reply with the number of a free cell, nothing else.",
+                )
         self._ask()
 
     def _ask(self) -> None:
@@ -66,6 +85,12 @@ class TicTacToe(Match):
 
     def _settle(self, loser: int | None, *, illegal: bool = False) -> None:
         for seat in (0, 1):
-            self.figures[seat] = {"won": float(loser == 1 - seat), "lost": float(loser == seat), "drawn": float(loser is None)}
+            self.figures[seat] = {
+                "won": float(loser == 1 - seat),
+                "lost": float(loser == seat),
+                "drawn": float(loser is None),
+            }
             self.figures[seat]["illegal"] = float(illegal and loser == seat)
-        self.end({0: 0.0, 1: 0.0} if loser is None else {loser: -1.0, 1 - loser: 0.0 if illegal else 1.0})
+        self.end(
+            {0: 0.0, 1: 0.0} if loser is None else {loser: -1.0, 1 - loser: 0.0 if illegal else 1.0}
+        )

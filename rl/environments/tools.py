@@ -1,4 +1,6 @@
-"""Tools: plain functions that a model may call. Their calls are run side by side, each within its limits, and answered."""
+"""Tools: plain functions that a model may call. Their calls are run side by side, each within its
+limits, and answered.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ CHARACTERS = 4000  # of an answer that the model is shown: of longer ones the be
 
 @dataclass(frozen=True)
 class Tool:
-    """A function with what the model is told of it. `seconds`: that a call may take. `characters`: of an answer that are shown."""
+    """A function with what the model is told of it. `seconds`: that a call may take. `characters`:
+    of an answer that are shown.
+    """
 
     function: Callable[..., Any]
     seconds: float = SECONDS
@@ -39,10 +43,16 @@ class Tool:
         object.__setattr__(self, "name", self.name or schema["function"]["name"])
 
 
-def tool(function: Callable[..., Any] | None = None, *, seconds: float = SECONDS, characters: int = CHARACTERS) -> Any:
+def tool(
+    function: Callable[..., Any] | None = None,
+    *,
+    seconds: float = SECONDS,
+    characters: int = CHARACTERS,
+) -> Any:
     """A function as a `Tool`, or a decorator that makes it one: @tool, @tool(seconds=2).
 
-    Its type hints and docstring (a summary, and "Args:" with a line for each argument) are what the model is told.
+    Its type hints and docstring (a summary, and "Args:" with a line for each argument) are what the
+    model is told.
     """
     if function is None:
         return lambda f: Tool(f, seconds, characters)
@@ -60,7 +70,9 @@ def as_tool(given: Any) -> Tool:
 
 @dataclass(slots=True)
 class Call:
-    """A call that a model made, and what came of it. `error`: why it was not answered. `malformed`: it was none that could be run."""
+    """A call that a model made, and what came of it. `error`: why it was not answered. `malformed`:
+    it was none that could be run.
+    """
 
     name: str
     arguments: Mapping[str, Any]
@@ -72,20 +84,39 @@ class Call:
     @property
     def message(self) -> Message:
         """What the model is told."""
-        return {"role": "tool", "name": self.name, "content": self.answer if self.error is None else f"Error: {self.error}"}
+        return {
+            "role": "tool",
+            "name": self.name,
+            "content": self.answer if self.error is None else f"Error: {self.error}",
+        }
 
     def as_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"name": self.name, "arguments": dict(self.arguments), "seconds": round(self.seconds, 4)}
-        return {**found, "answer": self.answer} if self.error is None else {**found, "error": self.error, "malformed": self.malformed}
+        found: dict[str, Any] = {
+            "name": self.name,
+            "arguments": dict(self.arguments),
+            "seconds": round(self.seconds, 4),
+        }
+        return (
+            {**found, "answer": self.answer}
+            if self.error is None
+            else {**found, "error": self.error, "malformed": self.malformed}
+        )
 
 
-def run_calls(answer: Message, tools: Mapping[str, Tool], most: int = 16, *, forks: bool = False) -> list[Call]:
-    """The calls of an answer, run side by side, in the order that they were made in; those that are none say why.
+def run_calls(
+    answer: Message, tools: Mapping[str, Tool], most: int = 16, *, forks: bool = False
+) -> list[Call]:
+    """The calls of an answer, run side by side, in the order that they were made in; those that are
+    none say why.
 
-    Each has a thread: one that hangs is abandoned when its time is over. `forks`: plain functions (not methods, which may change what
-    they belong to) have a process, which is killed then, and may die. More than `most` calls in an answer are not run.
+    Each has a thread: one that hangs is abandoned when its time is over. `forks`: plain functions
+    (not methods, which may change what they belong to) have a process, which is killed then, and
+    may die. More than `most` calls in an answer are not run.
     """
-    calls = [Call(call["function"]["name"], call["function"]["arguments"]) for call in answer.get("tool_calls") or ()]
+    calls = [
+        Call(call["function"]["name"], call["function"]["arguments"])
+        for call in answer.get("tool_calls") or ()
+    ]
     for call in calls[most:]:
         call.error, call.malformed = f"at most {most} calls are answered at once", True
     running = [(call, _begin(call, tools, forks)) for call in calls[:most]]
@@ -93,7 +124,14 @@ def run_calls(answer: Message, tools: Mapping[str, Tool], most: int = 16, *, for
         if thread is not None:
             thread.settle(call)
     for bad in answer.get("unparsed_tool_calls") or ():
-        calls.append(Call("", {}, error=f"the call {plain_text(bad['raw_text'], 200)} {_readable(bad['error'])}", malformed=True))
+        calls.append(
+            Call(
+                "",
+                {},
+                error=f"the call {plain_text(bad['raw_text'], 200)} {_readable(bad['error'])}",
+                malformed=True,
+            )
+        )
     return calls
 
 
@@ -108,7 +146,9 @@ def _begin(call: Call, tools: Mapping[str, Tool], forks: bool) -> _Running | Non
         from rl.settings import nearest
 
         near = nearest(call.name, tools)
-        call.error = f"there is no tool {call.name!r}" + (f", did you mean {near!r}?" if near else f": there are {', '.join(tools)}")
+        call.error = f"there is no tool {call.name!r}" + (
+            f", did you mean {near!r}?" if near else f": there are {', '.join(tools)}"
+        )
         call.malformed = True
         return None
     try:
@@ -120,7 +160,9 @@ def _begin(call: Call, tools: Mapping[str, Tool], forks: bool) -> _Running | Non
 
 
 class _Running:
-    """A call under way in a thread of its own, which is abandoned where it does not end; or in a process, which is killed."""
+    """A call under way in a thread of its own, which is abandoned where it does not end; or in a
+    process, which is killed.
+    """
 
     def __init__(self, made: Tool, arguments: Mapping[str, Any], forks: bool):
         self.tool, self.arguments, self.forks = made, arguments, forks
@@ -169,9 +211,16 @@ class _Running:
     def settle(self, call: Call) -> None:
         """Waits for the end of the call, or of its time."""
         if self._done.wait(max(0.0, self.begun + self.tool.seconds - time.monotonic())):
-            call.answer, call.error, call.seconds = self.answer, self.error or None, self.ended - self.begun
+            call.answer, call.error, call.seconds = (
+                self.answer,
+                self.error or None,
+                self.ended - self.begun,
+            )
         else:
-            call.error, call.seconds = f"{call.name} took longer than {self.tool.seconds:g} s", time.monotonic() - self.begun
+            call.error, call.seconds = (
+                f"{call.name} took longer than {self.tool.seconds:g} s",
+                time.monotonic() - self.begun,
+            )
             if self.pid:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.pid, signal.SIGKILL)
@@ -182,7 +231,9 @@ async def _awaited(found: Any) -> Any:
 
 
 def _as_text(found: Any, characters: int) -> str:
-    """What a tool returned, as the text that a model reads: texts as they are, everything else as JSON."""
+    """What a tool returned, as the text that a model reads: texts as they are, everything else as
+    JSON.
+    """
     if not isinstance(found, str):
         try:
             found = json.dumps(found, ensure_ascii=False)

@@ -1,6 +1,8 @@
-"""Objects written for TRL's `environment_factory`: `reset(**row)` and public methods, which are the tools.
+"""Objects written for TRL's `environment_factory`: `reset(**row)` and public methods, which are the
+tools.
 
-As there a factory is a class, anything else that can be called and gives such an object, or a dictionary of factories by name.
+As there a factory is a class, anything else that can be called and gives such an object, or a
+dictionary of factories by name.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ _NO_TOOLS = ("reset", "get_reward", "close")
 
 
 class TrlEnvironment(Environment):
-    """One such object, for one episode: `reset` gets the row's columns and may return what goes on the row's last message.
+    """One such object, for one episode: `reset` gets the row's columns and may return what goes on
+    the row's last message.
 
-    The episode ends with the first answer that calls no tool. Its reward is `get_reward()`; of an object that has none its attribute
-    `reward`, where such objects keep what a reward function reads; else 0. Where no data set is named, the object makes its own
-    episodes: `reset` gets an empty prompt, and the episode's `seed` if it takes one.
+    The episode ends with the first answer that calls no tool. Its reward is `get_reward()`; of an
+    object that has none its attribute `reward`, where such objects keep what a reward function
+    reads; else 0. Where no data set is named, the object makes its own episodes: `reset` gets an
+    empty prompt, and the episode's `seed` if it takes one.
     """
 
     needs_rows = True
@@ -32,19 +36,27 @@ class TrlEnvironment(Environment):
     def __init__(self, wrapped: Any):
         self.wrapped = wrapped
         if not callable(getattr(type(wrapped), "reset", None)):
-            raise UserError(f"{type(wrapped).__name__} is neither an Environment nor has it a reset(**row), as TRL's have")
+            raise UserError(
+                f"{type(wrapped).__name__} is neither an Environment nor has it a reset(**row), as TRL's have"
+            )
         self.tools = tuple(getattr(wrapped, name) for name in _methods(type(wrapped)))
 
     async def start(self) -> list[Message]:
         messages = [dict(message) for message in self.row.get("messages", ())]
-        row = {key: value for key, value in self.row.items() if key != "messages"} if messages else self._no_row()
+        row = (
+            {key: value for key, value in self.row.items() if key != "messages"}
+            if messages
+            else self._no_row()
+        )
         said = self.wrapped.reset(**row)
         if inspect.isawaitable(said):
             said = await said
         if said is None:
             return messages
         if not isinstance(said, (str, list)):
-            raise TypeError(f"reset() returned {said!r:.100}; a text, a list of parts or None is expected")
+            raise TypeError(
+                f"reset() returned {said!r:.100}; a text, a list of parts or None is expected"
+            )
         if messages and messages[-1]["role"] == "user":
             messages[-1]["content"] = _joined(messages[-1]["content"], said)
             return messages
@@ -71,7 +83,9 @@ class TrlEnvironment(Environment):
 
 
 class TrlEnvironments(Environment):
-    """Several of them side by side: the row's column `environment` says which is played, and its own tools alone are offered."""
+    """Several of them side by side: the row's column `environment` says which is played, and its
+    own tools alone are offered.
+    """
 
     needs_rows = True
     factories: ClassVar[Mapping[str, Callable[[], Any]]]
@@ -80,7 +94,9 @@ class TrlEnvironments(Environment):
         given = self.row.get("environment")
         named = str(given)
         if named not in self.factories:
-            raise ValueError(f"the row's column 'environment' is {given!r}; the dictionary has {', '.join(map(repr, self.factories))}")
+            raise ValueError(
+                f"the row's column 'environment' is {given!r}; the dictionary has {', '.join(map(repr, self.factories))}"
+            )
         self.played = TrlEnvironment(self.factories[named]())
         self.played.row = {key: value for key, value in self.row.items() if key != "environment"}
         self.played.seed = self.seed
@@ -95,9 +111,13 @@ class TrlEnvironments(Environment):
 
 
 def class_of(factory: Any, name: str) -> type | None:
-    """What stands for a factory that is no class where a class of environments is expected; None if it is none."""
+    """What stands for a factory that is no class where a class of environments is expected; None if
+    it is none.
+    """
     if isinstance(factory, Mapping):
-        named = bool(factory) and all(isinstance(key, str) and callable(value) for key, value in factory.items())
+        named = bool(factory) and all(
+            isinstance(key, str) and callable(value) for key, value in factory.items()
+        )
         return type(name, (TrlEnvironments,), {"factories": dict(factory)}) if named else None
     if not callable(factory) or isinstance(factory, type):
         return None
@@ -108,7 +128,9 @@ def class_of(factory: Any, name: str) -> type | None:
 
 
 def _methods(cls: type) -> list[str]:
-    """Names of what are tools: public methods. They are looked for in the class: a property of the object may need what reset makes."""
+    """Names of what are tools: public methods. They are looked for in the class: a property of the
+    object may need what reset makes.
+    """
     found: list[tuple[str, Callable[..., Any]]] = inspect.getmembers(cls, inspect.isfunction)
     return [name for name, _ in found if not name.startswith("_") and name not in _NO_TOOLS]
 
@@ -117,4 +139,8 @@ def _joined(content: Any, more: Any) -> Any:
     """Two contents of a message as one: texts put together, or lists of parts where either is one."""
     if isinstance(content, str) and isinstance(more, str):
         return content + more
-    return [part for one in (content, more) for part in ([{"type": "text", "text": one}] if isinstance(one, str) else one)]
+    return [
+        part
+        for one in (content, more)
+        for part in ([{"type": "text", "text": one}] if isinstance(one, str) else one)
+    ]

@@ -1,4 +1,6 @@
-"""Twenty questions: one thinks of a thing, the other asks about it. The answerer is a rule or a model."""
+"""Twenty questions: one thinks of a thing, the other asks about it. The answerer is a rule or a
+model.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,12 @@ QUESTIONER, ANSWERER = 0, 1
 
 
 class TwentyQuestions(Match):
-    """Twenty questions about a thing. Reward 1 for naming it within `questions`, else 0; naming a wrong one is a question as well.
+    """Twenty questions about a thing. Reward 1 for naming it within `questions`, else 0; naming a
+    wrong one is a question as well.
 
-    things: how many there are to think of (1 to 16). answerer: rule, or a model that answers yes or no.
-    Whether the thing was named is settled by the words alone, whoever answers: an answerer can be talked into much.
+    things: how many there are to think of (1 to 16). answerer: rule, or a model that answers yes or
+    no. Whether the thing was named is settled by the words alone, whoever answers: an answerer can
+    be talked into much.
     """
 
     names = ("questioner", "answerer")
@@ -29,16 +33,29 @@ class TwentyQuestions(Match):
         if questions < 1:
             raise UserError(f"--environment.questions is at least 1, got {questions}")
         self.things, self.questions = list(rules.THINGS)[:things], questions
-        self.sit(ANSWERER, answerer, {"rule": lambda match: rules.rule_answer(match.thing, match.question, match.things)})
+        self.sit(
+            ANSWERER,
+            answerer,
+            {"rule": lambda match: rules.rule_answer(match.thing, match.question, match.things)},
+        )
         self.thing = self.question = ""
         self.asked = self.unclear = 0
         self.answers: list[tuple[str, str]] = []
 
     def open(self) -> None:
         self.thing = self.rng.choice(self.things)
-        about = ", ".join(attribute for attribute in rules.WORDS if 0 < len(rules.holding(attribute, self.things)) < len(self.things))
-        self.tell(QUESTIONER, f"I think of one of: {', '.join(self.things)}. Ask me about it ({about}), or name it.\n> ")
-        self.tell(ANSWERER, f"You think of a {self.thing}. Answer each question about it with yes or no.")
+        about = ", ".join(
+            attribute
+            for attribute in rules.WORDS
+            if 0 < len(rules.holding(attribute, self.things)) < len(self.things)
+        )
+        self.tell(
+            QUESTIONER,
+            f"I think of one of: {', '.join(self.things)}. Ask me about it ({about}), or name it.\n> ",
+        )
+        self.tell(
+            ANSWERER, f"You think of a {self.thing}. Answer each question about it with yes or no."
+        )
 
     def move(self, text: str) -> None:
         if self.turn == ANSWERER:
@@ -55,7 +72,9 @@ class TwentyQuestions(Match):
 
     @property
     def left(self) -> frozenset[str]:
-        """The things that the answers so far leave, were they all as the rule gives them; all, where they leave none."""
+        """The things that the answers so far leave, were they all as the rule gives them; all,
+        where they leave none.
+        """
         left = frozenset(self.things)
         for question, answer in self.answers:
             left = rules.left_after(left, question, answer) if answer != rules.UNKNOWN else left
@@ -69,5 +88,9 @@ class TwentyQuestions(Match):
         if not found and self.asked < self.questions:
             self.tell(QUESTIONER, f"{answer}\n> ")
             return
-        self.figures[QUESTIONER] = {"correct": float(found), "questions": float(self.asked), "unclear": self.unclear / self.asked}
+        self.figures[QUESTIONER] = {
+            "correct": float(found),
+            "questions": float(self.asked),
+            "unclear": self.unclear / self.asked,
+        }
         self.end({QUESTIONER: float(found)})

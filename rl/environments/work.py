@@ -1,4 +1,6 @@
-"""Somebody's code, run in a thread of its own within a limit of time: what it raises or how it hangs is said, and costs no more."""
+"""Somebody's code, run in a thread of its own within a limit of time: what it raises or how it
+hangs is said, and costs no more.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ from rl.plain import says
 
 
 class EpisodeThread:
-    """Does one thing after the other, `seconds` in all, for what is called `name`. Its thread begins with the first of them.
+    """Does one thing after the other, `seconds` in all, for what is called `name`. Its thread
+    begins with the first of them.
 
-    What is awaitable is awaited, always in the same event loop. A thread that hangs is abandoned: nothing waits for it any more, and
-    `abandon` is called.
+    What is awaitable is awaited, always in the same event loop. A thread that hangs is abandoned:
+    nothing waits for it any more, and `abandon` is called.
     """
 
     def __init__(self, seconds: float, name: str, abandon: Callable[[], None] = lambda: None):
@@ -38,7 +41,9 @@ class EpisodeThread:
         return work
 
     def end(self, last: Callable[[], Any]) -> None:
-        """The last thing to do, if the thread ever did anything; nobody waits for it, and what it raises is nobody's concern."""
+        """The last thing to do, if the thread ever did anything; nobody waits for it, and what it
+        raises is nobody's concern.
+        """
         if self._thread is not None and not self.broken:
             self._waiting.put(Work(self, last))
             self._waiting.put(None)
@@ -87,15 +92,21 @@ class Work:
         self._done.wait(max(0.0, self.begun + self.thread.left - time.monotonic()))
 
     def wait(self) -> Any:
-        """Its result. Raises EpisodeFailed where it raised, or was not done within the time that was left."""
+        """Its result. Raises EpisodeFailed where it raised, or was not done within the time that
+        was left.
+        """
         thread = self.thread
         if not self._done.wait(max(0.0, self.begun + thread.left - time.monotonic())):
             thread.broken = True
             thread.abandon()
-            raise EpisodeFailed(f"the environment {thread.name} was not done within its {thread.seconds:g} s")
+            raise EpisodeFailed(
+                f"the environment {thread.name} was not done within its {thread.seconds:g} s"
+            )
         thread.left -= self._ended - self.begun
         if isinstance(self._error, EpisodeFailed):
             raise EpisodeFailed(str(self._error)) from self._error
         if self._error is not None:
-            raise EpisodeFailed(f"the environment {thread.name} raised {says(self._error, 1000)}") from self._error
+            raise EpisodeFailed(
+                f"the environment {thread.name} raised {says(self._error, 1000)}"
+            ) from self._error
         return self._found

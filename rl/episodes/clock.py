@@ -1,7 +1,8 @@
-"""What the clock decides of a rollout, and nothing else does: who was ready at which tick, and when new weights had come.
+"""What the clock decides of a rollout, and nothing else does: who was ready at which tick, and when
+new weights had come.
 
-A run writes its decisions to a log, a line for each tick in which something happened. From the log it can be repeated bit for bit:
-whoever was late then is waited for, whoever is early now waits.
+A run writes its decisions to a log, a line for each tick in which something happened. From the log
+it can be repeated bit for bit: whoever was late then is waited for, whoever is early now waits.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ UNDER_WAY, HERE = "under way", "here"  # of an update's weights, at the tick at 
 
 @dataclass(frozen=True)
 class Decision:
-    """Of one tick. `failed`: those of `arrived` whose environment failed, and what was said of it. `learned`: an update has ended.
+    """Of one tick. `failed`: those of `arrived` whose environment failed, and what was said of it.
+    `learned`: an update has ended.
 
     `landed`: weights that were on their way to other ranks are there.
     """
@@ -34,8 +36,16 @@ class Decision:
     def as_json(self, tick: int) -> dict[str, Any]:
         row: dict[str, Any] = {"tick": tick}
         row |= {"arrived": [list(key) for key in self.arrived]} if self.arrived else {}
-        row |= {"failed": [[*key, text] for key, text in sorted(self.failed.items())]} if self.failed else {}
-        return row | ({"learned": True} if self.learned else {}) | ({"landed": True} if self.landed else {})
+        row |= (
+            {"failed": [[*key, text] for key, text in sorted(self.failed.items())]}
+            if self.failed
+            else {}
+        )
+        return (
+            row
+            | ({"learned": True} if self.learned else {})
+            | ({"landed": True} if self.landed else {})
+        )
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Decision:
@@ -52,10 +62,17 @@ class Clock:
         self._at = tick - 1
 
     def decide(
-        self, waiters: Waiters, learned: Callable[[], bool], *, blocked: bool, landed: Callable[[], bool | None] = lambda: None
+        self,
+        waiters: Waiters,
+        learned: Callable[[], bool],
+        *,
+        blocked: bool,
+        landed: Callable[[], bool | None] = lambda: None,
     ) -> Decision:
-        """Of the tick that begins. `blocked`: there is nothing to do until something happens. `learned`: whether an update has ended;
-        `landed`: whether weights that are on their way have come, None where none are."""
+        """Of the tick that begins. `blocked`: there is nothing to do until something happens.
+        `learned`: whether an update has ended; `landed`: whether weights that are on their way have
+        come, None where none are.
+        """
         while True:
             found = Decision(tuple(waiters.ready()), {}, learned(), bool(landed()))
             if found or not blocked:
@@ -70,13 +87,17 @@ class Clock:
             self._write(decision.as_json(self._at))
 
     def under_way(self, would: bool) -> bool:
-        """Whether sampling goes on with the old weights while those of the update that ended in this tick are on their way."""
+        """Whether sampling goes on with the old weights while those of the update that ended in
+        this tick are on their way.
+        """
         if would:
             self._write({"tick": self._at, "weights": UNDER_WAY})
         return would
 
     def settle(self) -> bool:
-        """Weights that are under way are waited for, after all, before the next tick; False where that was otherwise then."""
+        """Weights that are under way are waited for, after all, before the next tick; False where
+        that was otherwise then.
+        """
         self._write({"tick": self._at, "weights": HERE})
         return True
 
@@ -92,16 +113,27 @@ class Clock:
 class Replayed(Clock):
     """Decides as a log says, as far as it goes; then by what happens."""
 
-    def __init__(self, rows: Iterable[Mapping[str, Any]], write: Callable[[dict[str, Any]], None] = lambda row: None, tick: int = 0):
+    def __init__(
+        self,
+        rows: Iterable[Mapping[str, Any]],
+        write: Callable[[dict[str, Any]], None] = lambda row: None,
+        tick: int = 0,
+    ):
         super().__init__(write, tick)
         rows = list(rows)
-        self._rows = {int(row["tick"]): Decision.from_json(row) for row in rows if not {"weights", "stopped"} & row.keys()}
+        self._rows = {
+            int(row["tick"]): Decision.from_json(row)
+            for row in rows
+            if not {"weights", "stopped"} & row.keys()
+        }
         self._stops = {int(row["tick"]) for row in rows if "stopped" in row}
         self._weights = {int(row["tick"]): row["weights"] for row in rows if "weights" in row}
         self._last = max(self._rows, default=-1)
 
     def under_way(self, would: bool) -> bool:
-        return super().under_way(would if self._at > self._last else self._weights.get(self._at) == UNDER_WAY)
+        return super().under_way(
+            would if self._at > self._last else self._weights.get(self._at) == UNDER_WAY
+        )
 
     def settle(self) -> bool:
         return self._at > self._last and super().settle()
@@ -113,7 +145,12 @@ class Replayed(Clock):
         return True
 
     def decide(
-        self, waiters: Waiters, learned: Callable[[], bool], *, blocked: bool, landed: Callable[[], bool | None] = lambda: None
+        self,
+        waiters: Waiters,
+        learned: Callable[[], bool],
+        *,
+        blocked: bool,
+        landed: Callable[[], bool | None] = lambda: None,
     ) -> Decision:
         if self.tick > self._last:
             return super().decide(waiters, learned, blocked=blocked, landed=landed)

@@ -28,18 +28,31 @@ def continuous_rollout(
     seconds: float | None = None,
     clock: Clock | None = None,
 ) -> Rollouts:
-    """What `rollout` gives, each episode going on by itself. The same tokens; logprobs to rounding, since batches are other ones.
+    """What `rollout` gives, each episode going on by itself. The same tokens; logprobs to rounding,
+    since batches are other ones.
 
-    `stream_of`: makes a stream of a sampler (rl.clients.SampleStream). `limit`: environments that work at once; `steps`: of the sampler
-    between two looks at who is ready; `seconds`: for an answer of an environment that blocks. `clock`: decides who was ready.
+    `stream_of`: makes a stream of a sampler (rl.clients.SampleStream). `limit`: environments that
+    work at once; `steps`: of the sampler between two looks at who is ready; `seconds`: for an
+    answer of an environment that blocks. `clock`: decides who was ready.
     """
     waiters = Waiters(limit)
     streams = group_streams([builder.problem_index for builder in builders])
     samplers: list[tuple[str | None, Sampler]] = [*(players or {}).items(), (None, sampler)]
     with ExitStack() as stack:
         stack.callback(waiters.close)
-        seats = {who: Seat(stack.enter_context(stream_of(one)), one.info["max_context"]) for who, one in samplers}
-        flow = Flow(seats, params, waiters, clock or Clock(), steps=steps, seconds=seconds, max_turns=max_turns)
+        seats = {
+            who: Seat(stack.enter_context(stream_of(one)), one.info["max_context"])
+            for who, one in samplers
+        }
+        flow = Flow(
+            seats,
+            params,
+            waiters,
+            clock or Clock(),
+            steps=steps,
+            seconds=seconds,
+            max_turns=max_turns,
+        )
         stack.callback(flow.close)
         for number, (builder, problem) in enumerate(zip(builders, streams, strict=True)):
             flow.begin(number, builder, seed=seed, problem=problem)

@@ -14,10 +14,11 @@ from rl.types import ModelInput, SampledSequence
 class StepResult:
     """What an environment answers to an action.
 
-    `next_stop_condition`: when the next action ends (None: as the sampling parameters say). `truncated` (extension), with
-    `episode_done`: a limit ended the episode, such as a number of turns, and not its own end: more reward could have come.
-    `rewards` (extension): what seats other than the one that acted earn by it, added to the reward of their own last action;
-    `metrics_of`, `logs_of`: of other seats, likewise.
+    `next_stop_condition`: when the next action ends (None: as the sampling parameters say).
+    `truncated` (extension), with `episode_done`: a limit ended the episode, such as a number of
+    turns, and not its own end: more reward could have come. `rewards` (extension): what seats other
+    than the one that acted earn by it, added to the reward of their own last action; `metrics_of`,
+    `logs_of`: of other seats, likewise.
     """
 
     reward: Any  # float, or a pending score with .result() -> Score; the rollout waits for it
@@ -33,7 +34,9 @@ class StepResult:
 
 
 class EpisodeFailed(Exception):
-    """An environment broke (raised, hung, died, answered nonsense): its episode is left out of training, and this says why."""
+    """An environment broke (raised, hung, died, answered nonsense): its episode is left out of
+    training, and this says why.
+    """
 
 
 class PendingStep(Protocol):
@@ -50,7 +53,9 @@ class PendingObservation(Protocol):
 
 @dataclass(slots=True)
 class Transition:
-    """One turn: the observation, the sampled action, and what came of it. `truncated`: as in StepResult. `seat`: who acted."""
+    """One turn: the observation, the sampled action, and what came of it. `truncated`: as in
+    StepResult. `seat`: who acted.
+    """
 
     ob: ModelInput
     ac: SampledSequence
@@ -64,7 +69,9 @@ class Transition:
 
 @dataclass(slots=True)
 class Trajectory:
-    """An episode, of one seat. `advantage`: what the method credited its actions with, once it has; `advantages_N`: each turn's, if so."""
+    """An episode, of one seat. `advantage`: what the method credited its actions with, once it has;
+    `advantages_N`: each turn's, if so.
+    """
 
     transitions: list[Transition]
     final_ob: ModelInput = field(default_factory=ModelInput.empty)
@@ -74,7 +81,9 @@ class Trajectory:
 
 @dataclass(slots=True)
 class TrajectoryGroup:
-    """The episodes of one problem. Total reward of each: the sum of its step rewards plus its group reward."""
+    """The episodes of one problem. Total reward of each: the sum of its step rewards plus its group
+    reward.
+    """
 
     trajectories_G: list[Trajectory]
     final_rewards_G: list[float]
@@ -92,29 +101,42 @@ class TrajectoryGroup:
 class Env(abc.ABC):
     """One episode; used once, never reset.
 
-    With one model in it that is all. With several (a game, a debate) each has a seat: `players` names who plays each of them, None
-    for the policy (whose trajectories alone are trained on: one for each of its seats, made of that seat's own turns), else a key of
-    the samplers that `rollout` got as `players`. `seat` is whose turn it is, read after each observation: the observation is that
-    seat's own. `StepResult.reward` goes to the seat that acted, `StepResult.rewards` to others.
+    With one model in it that is all. With several (a game, a debate) each has a seat: `players`
+    names who plays each of them, None for the policy (whose trajectories alone are trained on: one
+    for each of its seats, made of that seat's own turns), else a key of the samplers that `rollout`
+    got as `players`. `seat` is whose turn it is, read after each observation: the observation is
+    that seat's own. `StepResult.reward` goes to the seat that acted, `StepResult.rewards` to
+    others.
     """
 
     players: Sequence[str | None] = (None,)
     seat: int = 0
-    most_tokens: int | None = None  # that the next action may have; read after each observation, None: as the sampling parameters say
-    blocks: bool = True  # whether its methods may take long: continuous rollouts call those in a thread of a pool then
+    # that the next action may have; read after each observation, None: as the sampling parameters
+    # say
+    most_tokens: int | None = None
+    # whether its methods may take long: continuous rollouts call those in a thread of a pool then
+    blocks: bool = True
     several_turns: bool = True  # whether an episode may have more than one
-    left_out: bool = False  # whether its episode has failed, so that it is not among its group's trajectories
+    # whether its episode has failed, so that it is not among its group's trajectories
+    left_out: bool = False
 
     @abc.abstractmethod
-    def initial_observation(self) -> tuple[ModelInput, Sequence[str] | Sequence[int] | None] | PendingObservation:
-        """The first observation and when the first action stops; or a promise of it, so that others can begin meanwhile."""
+    def initial_observation(
+        self,
+    ) -> tuple[ModelInput, Sequence[str] | Sequence[int] | None] | PendingObservation:
+        """The first observation and when the first action stops; or a promise of it, so that others
+        can begin meanwhile.
+        """
 
     @abc.abstractmethod
     def step(self, action: SampledSequence) -> StepResult | PendingStep:
-        """Take the sampled tokens, answer with the reward and the next observation; or with a promise of them."""
+        """Take the sampled tokens, answer with the reward and the next observation; or with a
+        promise of them.
+        """
 
     def no_room(self) -> StepResult | PendingStep | None:
-        """The last observation and an action would exceed the context (or `max_tokens`), which ends the episode. What comes of that.
+        """The last observation and an action would exceed the context (or `max_tokens`), which ends
+        the episode. What comes of that.
 
         Its reward and metrics are added to the last turn's. None: nothing.
         """
@@ -127,8 +149,9 @@ class Env(abc.ABC):
 class EnvGroupBuilder(abc.ABC):
     """Makes the environments of one group (one problem, G episodes) and may score them together.
 
-    `max_turns`: actions of an episode after which the rollout gives up (an environment that ends by itself never gets there).
-    `max_tokens`: what an episode's observation and answer may take together (None: the model's context); longer, and it is truncated.
+    `max_turns`: actions of an episode after which the rollout gives up (an environment that ends by
+    itself never gets there). `max_tokens`: what an episode's observation and answer may take
+    together (None: the model's context); longer, and it is truncated.
     """
 
     tag: str = "problem"
@@ -139,12 +162,18 @@ class EnvGroupBuilder(abc.ABC):
     @abc.abstractmethod
     def make_envs(self) -> Sequence[Env]: ...
 
-    def compute_group_rewards(self, trajectories_G: Sequence[Trajectory]) -> list[tuple[float, dict[str, float]]]:
-        """A reward on top of the step rewards, and metrics, for each episode (of one seat). Default: none."""
+    def compute_group_rewards(
+        self, trajectories_G: Sequence[Trajectory]
+    ) -> list[tuple[float, dict[str, float]]]:
+        """A reward on top of the step rewards, and metrics, for each episode (of one seat).
+        Default: none.
+        """
         return [(0.0, {}) for _ in trajectories_G]
 
     def given_back(self) -> None:  # noqa: B027  (nothing, by default)
-        """Called, in place of being scored, where its episodes are as if they had not begun (tokens too old, the end of a run)."""
+        """Called, in place of being scored, where its episodes are as if they had not begun (tokens
+        too old, the end of a run).
+        """
 
 
 def has_signal(rewards_G: Sequence[float]) -> bool:

@@ -1,8 +1,11 @@
-"""Episodes that wait for nobody: each goes on as soon as its own turn, reward or tool is ready, while others decode.
+"""Episodes that wait for nobody: each goes on as soon as its own turn, reward or tool is ready,
+while others decode.
 
-A tick takes what environments have answered since the last one, asks for the turns that follow, and lets the sampler take some steps.
-Which answers were there is decided by a `Clock`; all else follows from it. What is sampled does not depend on it at all: the random
-stream of a sample is a function of (seed, turn, problem, member, position), as it is where all turns go in step (rl.episodes.rollout).
+A tick takes what environments have answered since the last one, asks for the turns that follow, and
+lets the sampler take some steps. Which answers were there is decided by a `Clock`; all else follows
+from it. What is sampled does not depend on it at all: the random stream of a sample is a function
+of (seed, turn, problem, member, position), as it is where all turns go in step
+(rl.episodes.rollout).
 """
 
 from __future__ import annotations
@@ -62,7 +65,9 @@ class Seat:
 
 @dataclass
 class Begun:
-    """A group under way. `seed`: of its samples; `problem`: their stream; `since`: the version of the weights when it began."""
+    """A group under way. `seed`: of its samples; `problem`: their stream; `since`: the version of
+    the weights when it began.
+    """
 
     number: int
     builder: EnvGroupBuilder
@@ -74,10 +79,12 @@ class Begun:
 
 
 class Flow:
-    """Groups of episodes on their way. Call `tick` until the groups that are wanted are `done`, then `take` them.
+    """Groups of episodes on their way. Call `tick` until the groups that are wanted are `done`,
+    then `take` them.
 
-    `seats`: by player, None for the policy. `seconds`: what an environment that blocks has for an answer (others have limits of their
-    own). Environments are called by the thread that ticks, those that block (`Env.blocks`) by one of the waiters'.
+    `seats`: by player, None for the policy. `seconds`: what an environment that blocks has for an
+    answer (others have limits of their own). Environments are called by the thread that ticks,
+    those that block (`Env.blocks`) by one of the waiters'.
     """
 
     def __init__(
@@ -94,25 +101,34 @@ class Flow:
         self.seats, self.params, self.waiters, self.clock = seats, params, waiters, clock
         self.steps, self.seconds, self.max_turns = steps, seconds, max_turns
         self.groups: dict[int, Begun] = {}
-        self.learning: Callable[[], bool] = lambda: False  # whether an update is under way, or its weights are,
+        # whether an update is under way, or its weights are,
+        self.learning: Callable[[], bool] = lambda: False
         self.learned: Callable[[], bool] = lambda: False  # and has ended;
-        self.landed: Callable[[], bool | None] = lambda: None  # whether weights that are on their way have come
+        # whether weights that are on their way have come
+        self.landed: Callable[[], bool | None] = lambda: None
         self.counters: dict[str, int] = {}
         self.sample_seconds = self.score_seconds = 0.0
-        self.scripts: dict[Key, list[SampledSequence]] = {}  # answers that are given again rather than drawn
-        self.parked: dict[Key, Playing] | None = None  # while scripts are played: those at their script's end
+        # answers that are given again rather than drawn
+        self.scripts: dict[Key, list[SampledSequence]] = {}
+        # while scripts are played: those at their script's end
+        self.parked: dict[Key, Playing] | None = None
         self._acting: dict[tuple[str | None, int], Playing] = {}  # by player and ticket
-        self._to_step: deque[tuple[Playing, SampledSequence | None]] = deque()  # whose environment is to be asked; None: it begins
+        # whose environment is to be asked; None: it begins
+        self._to_step: deque[tuple[Playing, SampledSequence | None]] = deque()
         self._waiting: dict[Key, tuple[Playing, SampledSequence | None, int]] = {}
 
-    # ------------------------------------------------------------------------------------------------------------ groups
+    # --------------------------------------------------------------------------------------- groups
 
-    def begin(self, number: int, builder: EnvGroupBuilder, *, seed: int, problem: int, since: int = 0) -> Begun:
+    def begin(
+        self, number: int, builder: EnvGroupBuilder, *, seed: int, problem: int, since: int = 0
+    ) -> Begun:
         """Begins a group's episodes, under a number that no other group has."""
         group = Begun(number, builder, seed, problem, since)
         group.episodes = [Playing(number, i, env) for i, env in enumerate(builder.make_envs())]
         if not group.episodes:
-            raise ValueError(f"the group of problem {builder.problem_index} ({builder.tag}) has no environments")
+            raise ValueError(
+                f"the group of problem {builder.problem_index} ({builder.tag}) has no environments"
+            )
         group.open = len(group.episodes)
         self.groups[number] = group
         self._to_step.extend((episode, None) for episode in group.episodes)
@@ -123,7 +139,9 @@ class Flow:
         return sorted(number for number, group in self.groups.items() if group.open == 0)
 
     def take(self, numbers: Sequence[int]) -> Rollouts:
-        """These groups, in that order, which are no longer here; with what was counted since the last ones were taken."""
+        """These groups, in that order, which are no longer here; with what was counted since the
+        last ones were taken.
+        """
         taken = [self.groups.pop(number) for number in numbers]
         episodes = [episode for group in taken for episode in group.episodes]
         count_overflows(episodes)
@@ -131,18 +149,28 @@ class Flow:
             for episode in group.episodes:
                 episode.group = place
         groups, errors = finished([group.builder for group in taken], episodes)
-        found = Rollouts(groups, errors, {"emitted_tokens": 0, **self.counters}, self.sample_seconds, self.score_seconds)
+        found = Rollouts(
+            groups,
+            errors,
+            {"emitted_tokens": 0, **self.counters},
+            self.sample_seconds,
+            self.score_seconds,
+        )
         self.counters, self.sample_seconds, self.score_seconds = {}, 0.0, 0.0
         return found
 
     def give_back(self, number: int) -> int:
-        """Ends a group's episodes, whatever has become of them: as if they had not begun. How many tokens that costs."""
+        """Ends a group's episodes, whatever has become of them: as if they had not begun. How many
+        tokens that costs.
+        """
         group, lost = self.groups.pop(number), 0
         for (player, ticket), episode in list(self._acting.items()):
             if episode.group == number:
                 self.seats[player].stream.drop(ticket)
                 del self._acting[player, ticket]
-        self._to_step = deque((episode, action) for episode, action in self._to_step if episode.group != number)
+        self._to_step = deque(
+            (episode, action) for episode, action in self._to_step if episode.group != number
+        )
         for episode in group.episodes:
             self.waiters.forget((number, episode.index))
             self._waiting.pop((number, episode.index), None)
@@ -159,10 +187,11 @@ class Flow:
         for number in list(self.groups):
             self.give_back(number)
 
-    # ------------------------------------------------------------------------------------------------------------- ticks
+    # ---------------------------------------------------------------------------------------- ticks
 
     def tick(self) -> Decision:
-        """Goes on as far as it gets without waiting for whoever is not ready; where nothing can go on, until somebody is.
+        """Goes on as far as it gets without waiting for whoever is not ready; where nothing can go
+        on, until somebody is.
 
         Returns what the clock decided of it.
         """
@@ -170,7 +199,9 @@ class Flow:
         start = time.perf_counter()
         awaited = len(self.waiters) > 0 or self.learning()
         blocked = awaited and not any(seat.stream.busy for seat in self.seats.values())
-        decision = self.clock.decide(self.waiters, self.learned, blocked=blocked, landed=self.landed)
+        decision = self.clock.decide(
+            self.waiters, self.learned, blocked=blocked, landed=self.landed
+        )
         failed: dict[Key, str] = {}
         for key in decision.arrived:
             self._arrived(key, decision.failed.get(key), failed)
@@ -193,7 +224,9 @@ class Flow:
         if player is None:
             for name, count in found.counters.items():
                 before = self.counters.get(name, 0)
-                self.counters[name] = max(before, count) if name.startswith("peak_") else before + count
+                self.counters[name] = (
+                    max(before, count) if name.startswith("peak_") else before + count
+                )
 
     def _ask(self) -> None:
         """Asks environments, as many as may wait at once; who answers at once goes on at once."""
@@ -203,7 +236,9 @@ class Flow:
             key = (episode.group, episode.index)
             if env.blocks:
                 self._waiting[key] = (episode, action, seat)
-                self.waiters.begin(key, lambda env=env, action=action: _whole(env, action), self.seconds)  # type: ignore[misc]
+                self.waiters.begin(
+                    key, lambda env=env, action=action: _whole(env, action), self.seconds
+                )  # type: ignore[misc]
                 continue
             promise: Any = env.initial_observation() if action is None else env.step(action)
             if not hasattr(promise, "result") and not _owes(promise):
@@ -228,16 +263,22 @@ class Flow:
             return
         self._heard(episode, action, seat, answer)
 
-    def _heard(self, episode: Playing, action: SampledSequence | None, seat: int, answer: Any) -> None:
+    def _heard(
+        self, episode: Playing, action: SampledSequence | None, seat: int, answer: Any
+    ) -> None:
         """An environment has answered: the turn is noted, and the next one asked for."""
         if action is None:
             episode.observation, episode.stop = answer
         else:
             take(episode, action, seat, answer)
         group = self.groups[episode.group]
-        done = episode.error is not None or (episode.transitions and episode.transitions[-1].episode_done)
+        done = episode.error is not None or (
+            episode.transitions and episode.transitions[-1].episode_done
+        )
         goes_on = not done and seated(episode, group.builder, self.seats)
-        if not goes_on or not fits(episode, group.builder, self.params, self.seats[episode.player].context):
+        if not goes_on or not fits(
+            episode, group.builder, self.params, self.seats[episode.player].context
+        ):
             self.finish(episode)
             return
         key = (episode.group, episode.index)
@@ -253,8 +294,11 @@ class Flow:
         """The next answer of an episode is to be drawn. `begun`: what is drawn of it already."""
         group, turn, player = self.groups[episode.group], len(episode.transitions), episode.player
         if turn >= (group.builder.max_turns if self.max_turns is None else self.max_turns):
-            raise RuntimeError(f"an episode has not ended after {turn} turns (problem {group.builder.problem_index})")
-        from rl.sampler import Request  # with torch, which the help and the settings of methods do without
+            raise RuntimeError(
+                f"an episode has not ended after {turn} turns (problem {group.builder.problem_index})"
+            )
+        # with torch, which the help and the settings of methods do without
+        from rl.sampler import Request
 
         request = Request(
             prompt=episode.observation.flat(),
@@ -274,7 +318,9 @@ class Flow:
 
     def hold_back(self, episode: Playing) -> None:
         """Its environment is not to be asked for now."""
-        self._to_step = deque((other, action) for other, action in self._to_step if other is not episode)
+        self._to_step = deque(
+            (other, action) for other, action in self._to_step if other is not episode
+        )
 
     def play_scripts(self) -> None:
         """Gives every environment the answers of its script, and waits for what comes of them."""
@@ -295,7 +341,9 @@ class Flow:
 
     @staticmethod
     def _ended(episode: Playing) -> bool:
-        return episode.error is not None or bool(episode.transitions and episode.transitions[-1].episode_done)
+        return episode.error is not None or bool(
+            episode.transitions and episode.transitions[-1].episode_done
+        )
 
 
 def _name(episode: Playing) -> str:
@@ -305,11 +353,17 @@ def _name(episode: Playing) -> str:
 
 def _owes(answer: Any) -> bool:
     """Whether a step's reward is still being worked out."""
-    return isinstance(answer, StepResult) and isinstance(answer.reward, PendingScore) and not answer.reward.at_once
+    return (
+        isinstance(answer, StepResult)
+        and isinstance(answer.reward, PendingScore)
+        and not answer.reward.at_once
+    )
 
 
 def _until_there(promise: Any) -> Any:
-    """Waits for a promise, and for the reward that it holds. One with `wait` is asked for its result by whoever takes it."""
+    """Waits for a promise, and for the reward that it holds. One with `wait` is asked for its
+    result by whoever takes it.
+    """
     if hasattr(promise, "wait"):
         promise.wait()
         return promise
@@ -320,7 +374,9 @@ def _until_there(promise: Any) -> Any:
 
 
 def _whole(env: Env, action: SampledSequence | None) -> Any:
-    """A turn of an environment that blocks, from the action to the reward; a coroutine where it is one."""
+    """A turn of an environment that blocks, from the action to the reward; a coroutine where it is
+    one.
+    """
     found: Any = env.initial_observation() if action is None else env.step(action)
     if hasattr(found, "__await__"):
         return _once_awaited(found)

@@ -13,15 +13,34 @@ from rl.types import Datum
 
 
 def sampled_metrics(groups: Sequence[TrajectoryGroup], name: str = "env/all") -> dict[str, float]:
-    """Of training samples: how many groups there are, and the share of distinct beginnings (50 characters) among answers."""
+    """Of training samples: how many groups there are, and the share of distinct beginnings (50
+    characters) among answers.
+    """
     beginnings = [_beginning(trajectory) for group in groups for trajectory in group.trajectories_G]
-    return {f"{name}/total_groups": len(groups), f"{name}/distinct_beginnings": len(set(beginnings)) / max(1, len(beginnings))}
+    return {
+        f"{name}/total_groups": len(groups),
+        f"{name}/distinct_beginnings": len(set(beginnings)) / max(1, len(beginnings)),
+    }
 
 
 def credited_share(groups: Sequence[TrajectoryGroup], datums: Sequence[Datum]) -> float:
-    """The share of the sampled tokens of `groups` that `datums` train on, with an advantage other than 0 where they have advantages."""
-    sampled = sum(len(turn.ac.tokens) for group in groups for trajectory in group.trajectories_G for turn in trajectory.transitions)
-    fields = [next(d.loss_fn_inputs[name] for name in ("advantages", "weights", "mask") if name in d.loss_fn_inputs) for d in datums]
+    """The share of the sampled tokens of `groups` that `datums` train on, with an advantage other
+    than 0 where they have advantages.
+    """
+    sampled = sum(
+        len(turn.ac.tokens)
+        for group in groups
+        for trajectory in group.trajectories_G
+        for turn in trajectory.transitions
+    )
+    fields = [
+        next(
+            d.loss_fn_inputs[name]
+            for name in ("advantages", "weights", "mask")
+            if name in d.loss_fn_inputs
+        )
+        for d in datums
+    ]
     credited = sum(np.count_nonzero(field.array) for field in fields)
     return credited / max(1, sampled)
 
@@ -45,10 +64,12 @@ def mean(values: Iterable[float]) -> float:
 
 
 def group_metrics(groups: Sequence[TrajectoryGroup], prefix: str = "env") -> dict[str, float]:
-    """`<prefix>/all/...` over all groups and `<prefix>/<tag>/...` for each data set, where there are several.
+    """`<prefix>/all/...` over all groups and `<prefix>/<tag>/...` for each data set, where there
+    are several.
 
-    reward/total (mean over episodes, with std, min and max), turns and tokens, each metric of environments and rewards
-    (the mean over the episodes that have it), and how many groups are mixed, all good or all bad.
+    reward/total (mean over episodes, with std, min and max), turns and tokens, each metric of
+    environments and rewards (the mean over the episodes that have it), and how many groups are
+    mixed, all good or all bad.
     """
     metrics = _metrics(groups, f"{prefix}/all")
     by_tag: dict[str, list[TrajectoryGroup]] = defaultdict(list)
@@ -94,7 +115,9 @@ def _collected(groups: Sequence[TrajectoryGroup]) -> Mapping[str, list[float]]:
 
 
 def _by_group(rewards_P_G: Sequence[Sequence[float]], name: str) -> dict[str, float]:
-    """Groups by their rewards: mixed; else all good (equal and above 0) or all bad (equal, 0 or below)."""
+    """Groups by their rewards: mixed; else all good (equal and above 0) or all bad (equal, 0 or
+    below).
+    """
     mixed = [any(r != rewards_G[0] for r in rewards_G) for rewards_G in rewards_P_G]
     good = [not m and rewards_G[0] > 0 for m, rewards_G in zip(mixed, rewards_P_G, strict=True)]
     bad = [not m and not g for m, g in zip(mixed, good, strict=True)]
@@ -105,11 +128,14 @@ def _by_group(rewards_P_G: Sequence[Sequence[float]], name: str) -> dict[str, fl
     }
 
 
-def calibration_error(probabilities: Sequence[float], right: Sequence[float], bins: int = 10) -> float:
+def calibration_error(
+    probabilities: Sequence[float], right: Sequence[float], bins: int = 10
+) -> float:
     """Expected calibration error of binary choices (Guo et al., arXiv 1706.04599, equation 3).
 
-    probabilities: what was given to the side that was chosen, 0.5 to 1. right: 1 where that side was the better one, 0 where not
-    (0.5: half). Over `bins` equal bins of 0.5 to 1: sum of (share of all) |mean right - mean probability|.
+    probabilities: what was given to the side that was chosen, 0.5 to 1. right: 1 where that side
+    was the better one, 0 where not (0.5: half). Over `bins` equal bins of 0.5 to 1: sum of (share
+    of all) |mean right - mean probability|.
     """
     p, r = np.asarray(probabilities, dtype=np.float64), np.asarray(right, dtype=np.float64)
     which = np.minimum(((p - 0.5) * 2 * bins).astype(int), bins - 1)

@@ -1,4 +1,6 @@
-"""An episode under way: what an answer came to, when it has ended, and what it is to its group. How they advance: rollout, flow."""
+"""An episode under way: what an answer came to, when it has ended, and what it is to its group. How
+they advance: rollout, flow.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,24 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rl.episodes.episode import Env, EnvGroupBuilder, EpisodeFailed, StepResult, Trajectory, TrajectoryGroup, Transition
+from rl.episodes.episode import (
+    Env,
+    EnvGroupBuilder,
+    EpisodeFailed,
+    StepResult,
+    Trajectory,
+    TrajectoryGroup,
+    Transition,
+)
 from rl.rewards import PendingScore, Score
 from rl.types import ModelInput, SampledSequence, SamplingParams
 
 
 @dataclass(slots=True)
 class Playing:
-    """An episode under way: member `index` of group `group`. `owed`: rewards of seats that have not acted yet."""
+    """An episode under way: member `index` of group `group`. `owed`: rewards of seats that have not
+    acted yet.
+    """
 
     group: int
     index: int
@@ -42,7 +54,9 @@ class Playing:
 
 
 def seated(episode: Playing, builder: EnvGroupBuilder, players: Collection[str | None]) -> bool:
-    """Whether who acts next is there; an episode whose environment gave a seat to somebody who is not is at fault, and is left out."""
+    """Whether who acts next is there; an episode whose environment gave a seat to somebody who is
+    not is at fault, and is left out.
+    """
     if episode.player in players:
         return True
     there = ", ".join(sorted(who for who in players if who is not None)) or "none"
@@ -53,10 +67,17 @@ def seated(episode: Playing, builder: EnvGroupBuilder, players: Collection[str |
     return False
 
 
-def fits(episode: Playing, builder: EnvGroupBuilder, params: SamplingParams, context: int | None) -> bool:
-    """Whether the next action has room in the context; an episode that has none is ended. The last token is never fed."""
+def fits(
+    episode: Playing, builder: EnvGroupBuilder, params: SamplingParams, context: int | None
+) -> bool:
+    """Whether the next action has room in the context; an episode that has none is ended. The last
+    token is never fed.
+    """
     length, wanted = episode.observation.length, own_params(episode, params).max_tokens or 1
-    limits = [*([] if context is None else [context + 1]), *([] if builder.max_tokens is None else [builder.max_tokens])]
+    limits = [
+        *([] if context is None else [context + 1]),
+        *([] if builder.max_tokens is None else [builder.max_tokens]),
+    ]
     if all(length + wanted <= limit for limit in limits):
         return True
     if episode.transitions:
@@ -64,7 +85,9 @@ def fits(episode: Playing, builder: EnvGroupBuilder, params: SamplingParams, con
         _count_last(episode, episode.env.no_room())
     else:
         own = builder.max_tokens is not None and length + wanted > builder.max_tokens
-        what = f"episode's limit of {builder.max_tokens}" if own else f"model's context of {context}"
+        what = (
+            f"episode's limit of {builder.max_tokens}" if own else f"model's context of {context}"
+        )
         episode.error = (
             f"the first observation of problem {builder.problem_index} has {length} tokens, which with max_tokens={params.max_tokens} "
             f"exceed the {what}: shorten the prompt or lower max_tokens"
@@ -73,7 +96,9 @@ def fits(episode: Playing, builder: EnvGroupBuilder, params: SamplingParams, con
 
 
 def _count_last(episode: Playing, given: Any) -> None:
-    """What an environment says of an episode that has no room left: a StepResult, a promise of one, or None."""
+    """What an environment says of an episode that has no room left: a StepResult, a promise of one,
+    or None.
+    """
     try:
         result = given if given is None or isinstance(given, StepResult) else given.result()
     except EpisodeFailed as failed:
@@ -86,16 +111,29 @@ def _count_last(episode: Playing, given: Any) -> None:
 
 
 def own_params(episode: Playing, params: SamplingParams) -> SamplingParams:
-    """How this episode's next action is drawn: with stops and a length of its own, where it has them."""
+    """How this episode's next action is drawn: with stops and a length of its own, where it has
+    them.
+    """
     if episode.stop is not None:
         params = replace(params, stop=episode.stop)
     most = episode.env.most_tokens
-    return params if most is None or most >= (params.max_tokens or most + 1) else replace(params, max_tokens=most)
+    return (
+        params
+        if most is None or most >= (params.max_tokens or most + 1)
+        else replace(params, max_tokens=most)
+    )
 
 
 def count_overflows(episodes: Sequence[Playing]) -> None:
-    """Where the context was too short for any, the metric says 0 of the others: its mean is their share."""
-    last = [turn for e in episodes for seat in range(len(e.env.players)) if (turn := e.last_of(seat)) is not None]
+    """Where the context was too short for any, the metric says 0 of the others: its mean is their
+    share.
+    """
+    last = [
+        turn
+        for e in episodes
+        for seat in range(len(e.env.players))
+        if (turn := e.last_of(seat)) is not None
+    ]
     if any("context_overflow" in turn.metrics for turn in last):
         for turn in last:
             turn.metrics = {"context_overflow": 0.0, **turn.metrics}
@@ -106,7 +144,16 @@ def take(episode: Playing, action: SampledSequence, seat: int, result: StepResul
     reward, metrics, episode.error = settled(result)
     reward += episode.owed.pop(seat, 0.0)
     episode.transitions.append(
-        Transition(episode.observation, action, reward, result.episode_done, metrics, result.logs, result.truncated, seat)
+        Transition(
+            episode.observation,
+            action,
+            reward,
+            result.episode_done,
+            metrics,
+            result.logs,
+            result.truncated,
+            seat,
+        )
     )
     for other, earned in result.rewards.items():
         turn = episode.last_of(other)
@@ -129,31 +176,57 @@ def settled(result: StepResult) -> tuple[float, dict[str, float], str | None]:
     if not isinstance(result.reward, PendingScore):
         return float(result.reward), result.metrics, None
     score: Score = result.reward.result()
-    return score.reward if score.reward is not None else 0.0, {**result.metrics, **score.metrics}, score.error
+    return (
+        score.reward if score.reward is not None else 0.0,
+        {**result.metrics, **score.metrics},
+        score.error,
+    )
 
 
-def finished(builders: Sequence[EnvGroupBuilder], episodes: Sequence[Playing]) -> tuple[list[TrajectoryGroup], list[str]]:
+def finished(
+    builders: Sequence[EnvGroupBuilder], episodes: Sequence[Playing]
+) -> tuple[list[TrajectoryGroup], list[str]]:
     members: list[list[Playing]] = [[] for _ in builders]
     errors: list[str] = []
     for episode in episodes:
         if episode.error is None:
             members[episode.group].append(episode)
         else:
-            errors.append(episode.error.encode("utf-8", "backslashreplace").decode("utf-8"))  # half a surrogate pair cannot be shown
+            # half a surrogate pair cannot be shown
+            errors.append(episode.error.encode("utf-8", "backslashreplace").decode("utf-8"))
     groups = []
     for builder, group in zip(builders, members, strict=True):
-        seats = sorted({seat for episode in group for seat, player in enumerate(episode.env.players) if player is None})
+        seats = sorted(
+            {
+                seat
+                for episode in group
+                for seat, player in enumerate(episode.env.players)
+                if player is None
+            }
+        )
         for seat in seats:  # none where every member failed: the errors say so
-            trajectories = [found for episode in group if (found := _of_seat(episode, seat)) is not None]
+            trajectories = [
+                found for episode in group if (found := _of_seat(episode, seat)) is not None
+            ]
             if not trajectories:
                 continue  # the policy had no turn there
             try:
-                extra: list[tuple[float, dict[str, Any]]] = builder.compute_group_rewards(trajectories)
+                extra: list[tuple[float, dict[str, Any]]] = builder.compute_group_rewards(
+                    trajectories
+                )
             except EpisodeFailed as failed:  # what compares a group has failed: the group is left out, and counted by its episodes
                 errors += [str(failed)] * len(trajectories)
                 continue
             tag = builder.tag if len(seats) == 1 else f"{builder.tag}/seat{seat}"
-            groups.append(TrajectoryGroup(trajectories, [r for r, _ in extra], [m for _, m in extra], tag, builder.problem_index))
+            groups.append(
+                TrajectoryGroup(
+                    trajectories,
+                    [r for r, _ in extra],
+                    [m for _, m in extra],
+                    tag,
+                    builder.problem_index,
+                )
+            )
     return groups, errors
 
 

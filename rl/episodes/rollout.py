@@ -1,4 +1,6 @@
-"""Environments and a sampler to trajectory groups: all episodes advance together, turn by turn, each turn one batch."""
+"""Environments and a sampler to trajectory groups: all episodes advance together, turn by turn,
+each turn one batch.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rl.episodes.episode import EnvGroupBuilder, EpisodeFailed, StepResult, TrajectoryGroup, has_signal
+from rl.episodes.episode import (
+    EnvGroupBuilder,
+    EpisodeFailed,
+    StepResult,
+    TrajectoryGroup,
+    has_signal,
+)
 from rl.episodes.playing import Playing, count_overflows, finished, fits, own_params, seated, take
 from rl.seeds import derive_seed
 from rl.types import SampledSequence, SampleResponse, SamplingParams
@@ -36,7 +44,8 @@ class Drawing(Protocol):
 class Rollouts:
     """Groups whose failed members are already taken out, and what happened on the way.
 
-    `errors`: one text for each sample that a failing reward cost. `counters`: the engine's. `seconds`: sampling, scoring.
+    `errors`: one text for each sample that a failing reward cost. `counters`: the engine's.
+    `seconds`: sampling, scoring.
     """
 
     groups: list[TrajectoryGroup]
@@ -44,7 +53,8 @@ class Rollouts:
     counters: dict[str, int]
     sample_seconds: float
     score_seconds: float
-    left_out: list[TrajectoryGroup] = field(default_factory=list)  # sampled, but not to be trained on (dynamic sampling)
+    # sampled, but not to be trained on (dynamic sampling)
+    left_out: list[TrajectoryGroup] = field(default_factory=list)
 
     @property
     def sampled(self) -> list[TrajectoryGroup]:
@@ -56,7 +66,10 @@ class Rollouts:
         return Rollouts(
             [*self.groups, *more.groups],
             [*self.errors, *more.errors],
-            {name: self.counters.get(name, 0) + more.counters.get(name, 0) for name in {**self.counters, **more.counters}},
+            {
+                name: self.counters.get(name, 0) + more.counters.get(name, 0)
+                for name in {**self.counters, **more.counters}
+            },
             self.sample_seconds + more.sample_seconds,
             self.score_seconds + more.score_seconds,
         )
@@ -71,17 +84,21 @@ def rollout(
     max_turns: int | None = None,
     players: Mapping[str, Sampler] | None = None,
 ) -> Rollouts:
-    """Plays every group to its end and returns their trajectories and rewards, in the order of `builders`.
+    """Plays every group to its end and returns their trajectories and rewards, in the order of
+    `builders`.
 
-    An episode whose next observation leaves no room for `params.max_tokens` in the model's context ends there: it is truncated, its
-    last turn's metrics have `context_overflow` 1, its rewards are those it has earned. One whose first observation leaves none
-    is left out, and `errors` says so. The same holds of the builder's own `max_tokens`. `max_turns`: instead of the builders' own.
+    An episode whose next observation leaves no room for `params.max_tokens` in the model's context
+    ends there: it is truncated, its last turn's metrics have `context_overflow` 1, its rewards are
+    those it has earned. One whose first observation leaves none is left out, and `errors` says so.
+    The same holds of the builder's own `max_tokens`. `max_turns`: instead of the builders' own.
 
-    `players`: samplers of seats that are not the policy's, by the names that environments give them. Where several seats of an
-    episode are the policy's, their trajectories stand in groups of their own, one a seat, since they are not comparable.
+    `players`: samplers of seats that are not the policy's, by the names that environments give
+    them. Where several seats of an episode are the policy's, their trajectories stand in groups of
+    their own, one a seat, since they are not comparable.
 
-    The random stream of a sample is a function of (seed, turn, problem, index in the group, position) alone; a problem
-    that stands in the batch twice gets a second stream. Raises ValueError for a group without members.
+    The random stream of a sample is a function of (seed, turn, problem, index in the group,
+    position) alone; a problem that stands in the batch twice gets a second stream. Raises
+    ValueError for a group without members.
     """
     episodes: list[Playing] = []
     streams = group_streams([builder.problem_index for builder in builders])
@@ -96,7 +113,9 @@ def rollout(
             for episode in live:
                 if turn >= (builders[episode.group].max_turns if max_turns is None else max_turns):
                     first = builders[episode.group].problem_index
-                    raise RuntimeError(f"{len(live)} episodes have not ended after {turn} turns (problem {first} first)")
+                    raise RuntimeError(
+                        f"{len(live)} episodes have not ended after {turn} turns (problem {first} first)"
+                    )
             start = time.perf_counter()
             actions = _sample(live, streams, samplers, params, derive_seed(seed, turn), counters)
             sampled = time.perf_counter()
@@ -113,29 +132,44 @@ def rollout(
     return Rollouts(groups, errors, dict(counters), sample_seconds, score_seconds)
 
 
-def _goes_on(episode: Playing, builder: EnvGroupBuilder, params: SamplingParams, samplers: Mapping[str | None, Sampler]) -> bool:
-    return seated(episode, builder, samplers) and fits(episode, builder, params, samplers[episode.player].info["max_context"])
+def _goes_on(
+    episode: Playing,
+    builder: EnvGroupBuilder,
+    params: SamplingParams,
+    samplers: Mapping[str | None, Sampler],
+) -> bool:
+    return seated(episode, builder, samplers) and fits(
+        episode, builder, params, samplers[episode.player].info["max_context"]
+    )
 
 
 def _start(builders: Sequence[EnvGroupBuilder], episodes: list[Playing]) -> float:
-    """Append all episodes, each with its first observation or its error. Return the seconds that took."""
+    """Append all episodes, each with its first observation or its error. Return the seconds that
+    took.
+    """
     begin = time.perf_counter()
     for g, builder in enumerate(builders):
         envs = builder.make_envs()
         if not envs:
-            raise ValueError(f"the group of problem {builder.problem_index} ({builder.tag}) has no environments")
+            raise ValueError(
+                f"the group of problem {builder.problem_index} ({builder.tag}) has no environments"
+            )
         episodes += [Playing(g, i, env) for i, env in enumerate(envs)]
     given = [episode.env.initial_observation() for episode in episodes]
     for episode, first in zip(episodes, given, strict=True):
         try:
-            episode.observation, episode.stop = first if isinstance(first, tuple) else first.result()
+            episode.observation, episode.stop = (
+                first if isinstance(first, tuple) else first.result()
+            )
         except EpisodeFailed as failed:
             episode.error = str(failed)
     return time.perf_counter() - begin
 
 
 def group_streams(problem_indices: Sequence[int]) -> list[int]:
-    """One stream a group: the problem's index, or for its k-th repetition in the batch a number derived from both."""
+    """One stream a group: the problem's index, or for its k-th repetition in the batch a number
+    derived from both.
+    """
     seen: Counter[int] = Counter()
     streams = []
     for index in problem_indices:
@@ -152,21 +186,32 @@ def _sample(
     seed: int,
     counters: Counter[str],
 ) -> list[SampledSequence]:
-    """One action for each live episode, of whoever's turn it is. The engines' counters are added to `counters`: the policy's alone."""
+    """One action for each live episode, of whoever's turn it is. The engines' counters are added to
+    `counters`: the policy's alone.
+    """
     drawn: dict[int, SampledSequence] = {}
     for player in dict.fromkeys(episode.player for episode in live):
         theirs = [episode for episode in live if episode.player == player]
-        responses, counts = samplers[player].sample_many(_requests(theirs, streams, params, seed)).result()
+        responses, counts = (
+            samplers[player].sample_many(_requests(theirs, streams, params, seed)).result()
+        )
         if player is None:
             counters.update(counts)
         sequences = [sequence for response in responses for sequence in response.sequences]
-        drawn.update((id(episode), sequence) for episode, sequence in zip(theirs, sequences, strict=True))
+        drawn.update(
+            (id(episode), sequence) for episode, sequence in zip(theirs, sequences, strict=True)
+        )
     return [drawn[id(episode)] for episode in live]
 
 
-def _requests(live: Sequence[Playing], streams: Sequence[int], params: SamplingParams, seed: int) -> list[Request]:
-    """What is asked of one sampler. Neighbours of a group with the same observation share one request (one prefill)."""
-    from rl.sampler import Request  # with torch, which the help and the settings of methods do without
+def _requests(
+    live: Sequence[Playing], streams: Sequence[int], params: SamplingParams, seed: int
+) -> list[Request]:
+    """What is asked of one sampler. Neighbours of a group with the same observation share one
+    request (one prefill).
+    """
+    # with torch, which the help and the settings of methods do without
+    from rl.sampler import Request
 
     requests: list[Request] = []
     last: Playing | None = None
@@ -197,7 +242,9 @@ def _requests(live: Sequence[Playing], streams: Sequence[int], params: SamplingP
 
 
 def _advance(live: Sequence[Playing], actions: Sequence[SampledSequence]) -> None:
-    """Steps every environment, then waits for what they promised and for the scores together: they work side by side."""
+    """Steps every environment, then waits for what they promised and for the scores together: they
+    work side by side.
+    """
     seats = [episode.env.seat for episode in live]
     promised = [episode.env.step(action) for episode, action in zip(live, actions, strict=True)]
     for episode, action, seat, promise in zip(live, actions, seats, promised, strict=True):

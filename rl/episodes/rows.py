@@ -12,13 +12,19 @@ from rl.renderers import Renderer
 from rl.types import SampledSequence, experts_as_text
 
 
-def rollout_rows(rollouts: Rollouts, renderer: Renderer, temperature: float) -> Iterator[dict[str, Any]]:
-    """One row for each trajectory: what was asked, answered, drawn (at `temperature`) and earned, to read and to train on again.
+def rollout_rows(
+    rollouts: Rollouts, renderer: Renderer, temperature: float
+) -> Iterator[dict[str, Any]]:
+    """One row for each trajectory: what was asked, answered, drawn (at `temperature`) and earned,
+    to read and to train on again.
 
-    What stands there of an answer is of the last one; an episode of an environment has all of it as `turns`, see `turns_of`.
+    What stands there of an answer is of the last one; an episode of an environment has all of it as
+    `turns`, see `turns_of`.
     """
     for g, group in enumerate(rollouts.groups):
-        for i, (trajectory, reward) in enumerate(zip(group.trajectories_G, group.get_total_rewards(), strict=True)):
+        for i, (trajectory, reward) in enumerate(
+            zip(group.trajectories_G, group.get_total_rewards(), strict=True)
+        ):
             turn = trajectory.transitions[-1]
             row = {
                 "group": g,
@@ -40,12 +46,22 @@ def rollout_rows(rollouts: Rollouts, renderer: Renderer, temperature: float) -> 
                 "logprobs": turn.ac.logprobs,
                 **_experts(turn.ac),
             }
-            if images := [image for _, image in turn.ob.placed()]:  # shown once a group; every row says that there were some
-                row |= {"image_count": len(images)} | ({"images": [shown(image) for image in images]} if i == 0 else {})
-            system = next((m["content"] for m in turn.logs.get("messages", ())[:1] if m["role"] == "system"), None)
+            # shown once a group; every row says that there were some
+            if images := [image for _, image in turn.ob.placed()]:
+                row |= {"image_count": len(images)} | (
+                    {"images": [shown(image) for image in images]} if i == 0 else {}
+                )
+            system = next(
+                (m["content"] for m in turn.logs.get("messages", ())[:1] if m["role"] == "system"),
+                None,
+            )
             row |= {"system": system} if system is not None else {}
             row |= {"answer": turn.logs["answer"]} if turn.logs.get("answer") is not None else {}
-            yield {**row, "turns": turns_of(trajectory, renderer)} if len(trajectory.transitions) > 1 or "told" in turn.logs else row
+            yield (
+                {**row, "turns": turns_of(trajectory, renderer)}
+                if len(trajectory.transitions) > 1 or "told" in turn.logs
+                else row
+            )
 
 
 def _experts(action: SampledSequence) -> dict[str, str]:
@@ -56,20 +72,32 @@ def _experts(action: SampledSequence) -> dict[str, str]:
 def turns_of(trajectory: Trajectory, renderer: Renderer) -> list[dict[str, Any]]:
     """An episode from its first message to its last answer, one entry for each message.
 
-    What was said to the model: {"role", "text", "sampled": False}, with "name" of the tool that answered where the message has one.
-    An answer: {"role": "assistant", "text", "sampled": True, "tokens" (in decoded pieces), "token_ids", "logprobs", "observation_tokens"
-    (what of its prompt is new: how many tokens), "reward", "advantage" (its own, where turns are credited one by one), "stop_reason",
-    "metrics", "seat"}, "tool_calls" where it made any ({"name", "arguments", "seconds", and "answer" or "error"}), and "logs", what else
-    the environment noted. "experts": those of its prompt and of its tokens but the last, where they were noted (`experts_from_text` reads
-    them). "restarts": True where its prompt does not continue what came before, but is written anew.
+    What was said to the model: {"role", "text", "sampled": False}, with "name" of the tool that
+    answered where the message has one. An answer: {"role": "assistant", "text", "sampled": True,
+    "tokens" (in decoded pieces), "token_ids", "logprobs", "observation_tokens" (what of its prompt
+    is new: how many tokens), "reward", "advantage" (its own, where turns are credited one by one),
+    "stop_reason", "metrics", "seat"}, "tool_calls" where it made any ({"name", "arguments",
+    "seconds", and "answer" or "error"}), and "logs", what else the environment noted. "experts":
+    those of its prompt and of its tokens but the last, where they were noted (`experts_from_text`
+    reads them). "restarts": True where its prompt does not continue what came before, but is
+    written anew.
     """
     found: list[dict[str, Any]] = []
     so_far: list[int] = []
-    advantages: Sequence[float | None] = trajectory.advantages_N or [trajectory.advantage] * len(trajectory.transitions)
+    advantages: Sequence[float | None] = trajectory.advantages_N or [trajectory.advantage] * len(
+        trajectory.transitions
+    )
     for turn, advantage in zip(trajectory.transitions, advantages, strict=True):
         for message in turn.logs.get("told", ()):
             named = {"name": message["name"]} if message.get("name") else {}
-            found.append({"role": message["role"], "text": str(message.get("content") or ""), "sampled": False, **named})
+            found.append(
+                {
+                    "role": message["role"],
+                    "text": str(message.get("content") or ""),
+                    "sampled": False,
+                    **named,
+                }
+            )
         observation = turn.ob.flat()
         continues = observation[: len(so_far)] == so_far
         entry: dict[str, Any] = {
@@ -91,7 +119,11 @@ def turns_of(trajectory: Trajectory, renderer: Renderer) -> list[dict[str, Any]]
         }
         entry |= {"restarts": True} if so_far and not continues else {}
         entry |= {"tool_calls": turn.logs["tool_calls"]} if turn.logs.get("tool_calls") else {}
-        other = {key: value for key, value in turn.logs.items() if key not in ("prompt", "response", "told", "tool_calls", "messages")}
+        other = {
+            key: value
+            for key, value in turn.logs.items()
+            if key not in ("prompt", "response", "told", "tool_calls", "messages")
+        }
         found.append({**entry, "logs": other} if other else entry)
         so_far = [*observation, *turn.ac.tokens]
     return found

@@ -1,4 +1,6 @@
-"""Threads that wait for environments and rewards, so that who is ready goes on while others are not."""
+"""Threads that wait for environments and rewards, so that who is ready goes on while others are
+not.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ Key = tuple[int, int]  # an episode: group and member
 
 @dataclass(slots=True)
 class _Wait:
-    """Something that is waited for, `seconds` at most (None: as long as it takes) from when its turn came."""
+    """Something that is waited for, `seconds` at most (None: as long as it takes) from when its
+    turn came.
+    """
 
     key: Key
     what: Callable[[], Any]
@@ -29,14 +33,20 @@ class _Wait:
     error: BaseException | None = None
 
     def late(self, now: float) -> bool:
-        return not self.done and self.begun is not None and self.seconds is not None and now > self.begun + self.seconds
+        return (
+            not self.done
+            and self.begun is not None
+            and self.seconds is not None
+            and now > self.begun + self.seconds
+        )
 
 
 class Waiters:
-    """At most `limit` waits at once, each in a daemon thread; what is awaitable is awaited, all of it on one event loop.
+    """At most `limit` waits at once, each in a daemon thread; what is awaitable is awaited, all of
+    it on one event loop.
 
-    A wait that outlives its time has failed (EpisodeFailed) and its thread is given up: another takes its place, and nobody waits for
-    it, not at the end of the process either.
+    A wait that outlives its time has failed (EpisodeFailed) and its thread is given up: another
+    takes its place, and nobody waits for it, not at the end of the process either.
     """
 
     def __init__(self, limit: int):
@@ -85,7 +95,14 @@ class Waiters:
                 if self._poked or (done if keys is None else keys <= done):
                     self._poked = False
                     return
-                now, times = time.monotonic(), [w.begun + w.seconds for w in self._waits.values() if w.begun and w.seconds and not w.done]
+                now, times = (
+                    time.monotonic(),
+                    [
+                        w.begun + w.seconds
+                        for w in self._waits.values()
+                        if w.begun and w.seconds and not w.done
+                    ],
+                )
                 self._changed.wait(min(times) - now + 1e-3 if times else None)
 
     def poke(self) -> None:
@@ -124,7 +141,10 @@ class Waiters:
         now = time.monotonic()
         for wait in self._waits.values():
             if wait.late(now):
-                wait.done, wait.error = True, EpisodeFailed(f"the environment did not answer within its {wait.seconds:g} s")
+                wait.done, wait.error = (
+                    True,
+                    EpisodeFailed(f"the environment did not answer within its {wait.seconds:g} s"),
+                )
                 self._threads -= 1
         self._staff()
 
@@ -150,8 +170,12 @@ class Waiters:
             try:
                 found = wait.what()
                 if inspect.isawaitable(found):
-                    found = asyncio.run_coroutine_threadsafe(_awaited(found), self._event_loop()).result()
-            except BaseException as caught:  # boundary: the user's code; whoever takes the result is told
+                    found = asyncio.run_coroutine_threadsafe(
+                        _awaited(found), self._event_loop()
+                    ).result()
+            except (
+                BaseException
+            ) as caught:  # boundary: the user's code; whoever takes the result is told
                 error = caught
             with self._changed:
                 if wait.done or self._waits.get(wait.key) is not wait:
@@ -164,7 +188,9 @@ class Waiters:
         with self._changed:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="waits-loop", daemon=True).start()
+                threading.Thread(
+                    target=self._loop.run_forever, name="waits-loop", daemon=True
+                ).start()
             return self._loop
 
 

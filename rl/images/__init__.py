@@ -1,7 +1,18 @@
-"""Images: as a person gives them, as bytes that travel, and as what a model reads of them. Every side asks one reader, which looks once."""
+"""Images: as a person gives them, as bytes that travel, and as what a model reads of them. Every
+side asks one reader, which looks once.
+"""
 
 from rl.images.families import FAMILIES
-from rl.images.given import IMAGE_KEYS, as_chunk, has_images, image_of, is_image_part, opened, said, shown
+from rl.images.given import (
+    IMAGE_KEYS,
+    as_chunk,
+    has_images,
+    image_of,
+    is_image_part,
+    opened,
+    said,
+    shown,
+)
 from rl.images.reader import ImageReader, note_reader, reader_of, without_reader
 
 __all__ = [

@@ -1,7 +1,8 @@
-"""What each family of vision-language models asks for: which text stands for an image, which tensors go beside its tokens.
+"""What each family of vision-language models asks for: which text stands for an image, which
+tensors go beside its tokens.
 
-Each rule gives, of one image, the text that its tokenizer turns into the image's tokens, and, of a batch, the forward's arguments.
-Shapes: R rows, L positions, n images, H x W pixels.
+Each rule gives, of one image, the text that its tokenizer turns into the image's tokens, and, of a
+batch, the forward's arguments. Shapes: R rows, L positions, n images, H x W pixels.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Family:
-    """`image_token`: the token whose embedding an image's features replace. `placeholder`: what a chat template writes for one image."""
+    """`image_token`: the token whose embedding an image's features replace. `placeholder`: what a
+    chat template writes for one image.
+    """
 
     config: Any
     tokenizer: Any
     image_processor: Any
 
-    types_as = "mm_token_type_ids"  # the argument that says which tokens are an image's (None: the model takes none)
+    # the argument that says which tokens are an image's (None: the model takes none)
+    types_as = "mm_token_type_ids"
 
     @property
     def image_token_id(self) -> int:
@@ -48,13 +52,19 @@ class Family:
         """The forward's arguments that hold the images of a batch, in the order of its tokens."""
         raise NotImplementedError
 
-    def positions(self, model: Any, row: Tensor, types: Tensor, images: Sequence[Mapping[str, Any]]) -> Tensor | None:
-        """Positions [3, L] of one row whose rotary embedding has three axes; None where positions count tokens."""
+    def positions(
+        self, model: Any, row: Tensor, types: Tensor, images: Sequence[Mapping[str, Any]]
+    ) -> Tensor | None:
+        """Positions [3, L] of one row whose rotary embedding has three axes; None where positions
+        count tokens.
+        """
         return None
 
 
 class Grids(Family):
-    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: patches end to end, a grid (time, height, width in patches) an image, positions of three axes."""
+    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: patches end to end, a grid (time, height, width in patches)
+    an image, positions of three axes.
+    """
 
     def expansion(self, tensors: Mapping[str, Any]) -> str:
         merged = int(self.config.vision_config.spatial_merge_size) ** 2
@@ -63,13 +73,20 @@ class Grids(Family):
     def pixels(self, images: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         import torch
 
-        return {name: torch.cat([one[name] for one in images]) for name in ("pixel_values", "image_grid_thw")}
+        return {
+            name: torch.cat([one[name] for one in images])
+            for name in ("pixel_values", "image_grid_thw")
+        }
 
-    def positions(self, model: Any, row: Tensor, types: Tensor, images: Sequence[Mapping[str, Any]]) -> Tensor | None:
+    def positions(
+        self, model: Any, row: Tensor, types: Tensor, images: Sequence[Mapping[str, Any]]
+    ) -> Tensor | None:
         import torch
 
         grids = torch.cat([one["image_grid_thw"] for one in images]) if images else None
-        found, _ = model.model.get_rope_index(row[None], image_grid_thw=grids, mm_token_type_ids=types[None])
+        found, _ = model.model.get_rope_index(
+            row[None], image_grid_thw=grids, mm_token_type_ids=types[None]
+        )
         return found[:, 0]
 
 
@@ -97,12 +114,16 @@ class Gemma3(Family):
 
 
 class Tiles(Family):
-    """Idefics3, SmolVLM: an image as tiles of one size and the whole of it once more, each a fixed number of tokens between marks."""
+    """Idefics3, SmolVLM: an image as tiles of one size and the whole of it once more, each a fixed
+    number of tokens between marks.
+    """
 
     types_as = ""
 
     def process(self, image: Any) -> dict[str, Any]:
-        return dict(self.image_processor(images=[[image]], return_tensors="pt", return_row_col_info=True))
+        return dict(
+            self.image_processor(images=[[image]], return_tensors="pt", return_row_col_info=True)
+        )
 
     def expansion(self, tensors: Mapping[str, Any]) -> str:
         vision = self.config.vision_config
@@ -110,7 +131,12 @@ class Tiles(Family):
         around, whole = "<fake_token_around_image>", "<global-img>"
         rows, columns = (int(tensors[name][0][0]) for name in ("rows", "cols"))
         tiles = "".join(
-            "".join(f"{around}<row_{r + 1}_col_{c + 1}>{self.image_token * count}" for c in range(columns)) + "\n" for r in range(rows)
+            "".join(
+                f"{around}<row_{r + 1}_col_{c + 1}>{self.image_token * count}"
+                for c in range(columns)
+            )
+            + "\n"
+            for r in range(rows)
         )
         return f"{tiles}{chr(10) if tiles else ''}{around}{whole}{self.image_token * count}{around}"
 

@@ -1,12 +1,26 @@
 """Models beside the policy that score: reference, teacher, reward model, comparison."""
 
-from rl.judges.comparison import Comparison, ComparisonModel, comparison_messages, swapped, verdict_examples
+from rl.judges.comparison import (
+    Comparison,
+    ComparisonModel,
+    comparison_messages,
+    swapped,
+    verdict_examples,
+)
 from rl.judges.episode_rewards import episode_of, with_episode_rewards
 from rl.judges.learned import ComparedInGroup, LearnedRewards, RewardModel, judged
 from rl.judges.published import PublishedRewardModel, WeightedRewardModels
 from rl.judges.reward_scores import scores_of
 from rl.judges.rubric import Question, Rubric, RubricJudge
-from rl.judges.scoring import BaseScorer, FrozenScorer, TokenScorer, check_vocabulary, full_input, full_tokens, shares_vocabulary
+from rl.judges.scoring import (
+    BaseScorer,
+    FrozenScorer,
+    TokenScorer,
+    check_vocabulary,
+    full_input,
+    full_tokens,
+    shares_vocabulary,
+)
 
 __all__ = [
     "verdict_examples",

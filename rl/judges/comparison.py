@@ -1,6 +1,8 @@
-"""A language model as the judge of two answers: it is shown both, and the probabilities with which it says A, B or tie are read.
+"""A language model as the judge of two answers: it is shown both, and the probabilities with which
+it says A, B or tie are read.
 
-Every pair is shown in both orders and the two readings are averaged, since models favour a place. Nothing is sampled.
+Every pair is shown in both orders and the two readings are averaged, since models favour a place.
+Nothing is sampled.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Probabilities that the first answer is better, the second is, or neither, which add up to 1, over both orders.
+    """Probabilities that the first answer is better, the second is, or neither, which add up to 1,
+    over both orders.
 
     `consistent`: whether the likeliest label means the same in both orders.
     """
@@ -46,8 +49,9 @@ class Verdict:
 def comparison_of(first: Sequence[Message], second: Sequence[Message]) -> Comparison:
     """Make the comparison of two conversations that each end in an answer.
 
-    What both begin with is the conversation, shown once; what follows is each one's answer: its last message, or several with their
-    roles where either went on for more turns. Thoughts of earlier turns are left out, as those of an answer are.
+    What both begin with is the conversation, shown once; what follows is each one's answer: its
+    last message, or several with their roles where either went on for more turns. Thoughts of
+    earlier turns are left out, as those of an answer are.
     """
     shared = 0
     while shared < min(len(first), len(second)) - 1 and first[shared] == second[shared]:
@@ -71,9 +75,11 @@ def swapped(one: Comparison) -> Comparison:
 
 
 def comparison_messages(one: Comparison) -> list[Message]:
-    """The prompt to which a judge answers A, B or tie. A conversation of one message stands without its role.
+    """The prompt to which a judge answers A, B or tie. A conversation of one message stands without
+    its role.
 
-    Answers stand without their thoughts and the space around them: so they come out of a sampler, and so rows are shown too.
+    Answers stand without their thoughts and the space around them: so they come out of a sampler,
+    and so rows are shown too.
     """
     asked = conversation_text(one.messages)
     first, second = (split_thoughts(answer)[0].strip() for answer in (one.first, one.second))
@@ -95,7 +101,9 @@ def conversation_text(messages: Sequence[Message]) -> str:
 def verdict_examples(one: Comparison, renderer: Any) -> list[tuple[ModelInput, np.ndarray]]:
     """Tokens and weights (1 on the verdict) of each label in each order: A, B, tie; A, B, tie."""
     return [
-        renderer.build_supervised_example([*comparison_messages(shown), {"role": "assistant", "content": label}])
+        renderer.build_supervised_example(
+            [*comparison_messages(shown), {"role": "assistant", "content": label}]
+        )
         for shown in (one, swapped(one))
         for label in LABELS
     ]
@@ -108,15 +116,24 @@ class ComparisonModel:
         self.client, self.renderer = client, renderer
 
     def verdicts(self, comparisons: Sequence[Comparison]) -> list[Verdict]:
-        """One for each comparison; six sequences are scored for it (two orders, three labels), all in one call."""
-        examples = [example for one in comparisons for example in verdict_examples(one, self.renderer)]
-        found = self.client.compute_logprobs_many([ModelInput.from_ints(tokens.to_ints()) for tokens, _ in examples]).result()
-        # log P of the label and its end mark; the first token's logprob is None, and it is never part of a label
+        """One for each comparison; six sequences are scored for it (two orders, three labels), all
+        in one call.
+        """
+        examples = [
+            example for one in comparisons for example in verdict_examples(one, self.renderer)
+        ]
+        found = self.client.compute_logprobs_many(
+            [ModelInput.from_ints(tokens.to_ints()) for tokens, _ in examples]
+        ).result()
+        # log P of the label and its end mark; the first token's logprob is None, and it is never
+        # part of a label
         logp = [
             sum(lp for lp, w in zip(lps[1:], weights[1:], strict=True) if w and lp is not None)
             for lps, (_, weights) in zip(found, examples, strict=True)
         ]
-        return [_verdict(*np.asarray(logp[i : i + 6]).reshape(2, 3)) for i in range(0, len(logp), 6)]
+        return [
+            _verdict(*np.asarray(logp[i : i + 6]).reshape(2, 3)) for i in range(0, len(logp), 6)
+        ]
 
 
 def _verdict(shown: np.ndarray, shown_swapped: np.ndarray) -> Verdict:

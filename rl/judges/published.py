@@ -1,4 +1,6 @@
-"""Published reward models (`...ForSequenceClassification`, one output), and several reward models at once."""
+"""Published reward models (`...ForSequenceClassification`, one output), and several reward models
+at once.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,12 @@ if TYPE_CHECKING:
 
 
 class PublishedRewardModel:
-    """A classifier with one output: an episode's score is its logit for the conversation with the last answer at its end.
+    """A classifier with one output: an episode's score is its logit for the conversation with the
+    last answer at its end.
 
-    The conversation is rendered from its messages with the model's own tokenizer and chat template. An answer that was cut off is
-    rendered like any other, since a template knows no such answers; `cut_off_penalty` prices that.
+    The conversation is rendered from its messages with the model's own tokenizer and chat template.
+    An answer that was cut off is rendered like any other, since a template knows no such answers;
+    `cut_off_penalty` prices that.
     """
 
     scores_alone = True
@@ -32,7 +36,9 @@ class PublishedRewardModel:
         self.renderer = ConversationRenderer(client.get_tokenizer(), name)
 
     def scores(self, groups: Sequence[TrajectoryGroup]) -> list[list[float]]:
-        episodes = [episode_of(trajectory) for group in groups for trajectory in group.trajectories_G]
+        episodes = [
+            episode_of(trajectory) for group in groups for trajectory in group.trajectories_G
+        ]
         inputs = [tuple(self.renderer.build_conversation(episode.messages)) for episode in episodes]
         self._check_length(max(map(len, inputs), default=0))
         distinct = list(dict.fromkeys(inputs))  # equal answers to one conversation are read once
@@ -40,7 +46,9 @@ class PublishedRewardModel:
         for start in range(0, len(distinct), AT_ONCE):
             found += self.client.compute_scores(distinct[start : start + AT_ONCE]).result()
         if not all(math.isfinite(score) for score in found):
-            raise UserError(f"the reward model {self.name} gave {sum(not math.isfinite(s) for s in found)} scores that are not finite")
+            raise UserError(
+                f"the reward model {self.name} gave {sum(not math.isfinite(s) for s in found)} scores that are not finite"
+            )
         score_of = dict(zip(distinct, found, strict=True))
         scores = (score_of[tokens] for tokens in inputs)
         return [[next(scores) for _ in group.trajectories_G] for group in groups]
@@ -55,9 +63,11 @@ class PublishedRewardModel:
 
 
 class WeightedRewardModels:
-    """Several reward models at once: an episode's score is the weighted sum of theirs; each is a metric, `reward/learned/<name>`.
+    """Several reward models at once: an episode's score is the weighted sum of theirs; each is a
+    metric, `reward/learned/<name>`.
 
-    models   (name, scorer, weight); the last part of a name that looks like a path is what the metric is called
+    models   (name, scorer, weight); the last part of a name that looks like a path is what the
+    metric is called
     """
 
     scores_alone = True
@@ -65,18 +75,28 @@ class WeightedRewardModels:
     def __init__(self, models: Sequence[tuple[str, GroupScorer, float]]):
         self.models = models
         short = [name.rstrip("/").rsplit("/", 1)[-1] for name, _, _ in models]
-        self.names = [word if short.count(word) == 1 else f"{word}-{i}" for i, word in enumerate(short, start=1)]
+        self.names = [
+            word if short.count(word) == 1 else f"{word}-{i}"
+            for i, word in enumerate(short, start=1)
+        ]
 
     def scores(self, groups: Sequence[TrajectoryGroup]) -> list[list[Score]]:
         tables = [scorer.scores(groups) for _, scorer, _ in self.models]
         weights = [weight for _, _, weight in self.models]
         return [
-            [self._together([table[p][g] for table in tables], weights) for g in range(len(group.trajectories_G))]
+            [
+                self._together([table[p][g] for table in tables], weights)
+                for g in range(len(group.trajectories_G))
+            ]
             for p, group in enumerate(groups)
         ]
 
     def _together(self, scores: Sequence[float | Score], weights: Sequence[float]) -> Score:
         values = [float(score) for score in scores if not isinstance(score, Score)]
         assert len(values) == len(weights)  # reward models give numbers
-        metrics = {f"reward/learned/{name}": value for name, value in zip(self.names, values, strict=True)}
-        return Score(sum(weight * value for weight, value in zip(weights, values, strict=True)), metrics)
+        metrics = {
+            f"reward/learned/{name}": value for name, value in zip(self.names, values, strict=True)
+        }
+        return Score(
+            sum(weight * value for weight, value in zip(weights, values, strict=True)), metrics
+        )

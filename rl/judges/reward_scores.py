@@ -1,4 +1,6 @@
-"""How a reward model's scores are read, the one way for its own held-out pairs and for what a policy samples."""
+"""How a reward model's scores are read, the one way for its own held-out pairs and for what a
+policy samples.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,12 @@ AT_ONCE = 512  # sequences in one call
 
 
 def scores_of(client: TrainingClient, inputs: Sequence[ModelInput]) -> list[float]:
-    """The score of each input (`Renderer.judged`): the value at its last position, where the Bradley-Terry loss reads it too."""
+    """The score of each input (`Renderer.judged`): the value at its last position, where the
+    Bradley-Terry loss reads it too.
+    """
     found: list[float] = []
     for i in range(0, len(inputs), AT_ONCE):
-        found += [float(values[-1]) for values in client.compute_values(inputs[i : i + AT_ONCE]).result()]
+        found += [
+            float(values[-1]) for values in client.compute_values(inputs[i : i + AT_ONCE]).result()
+        ]
     return found

@@ -1,7 +1,19 @@
-"""What a model is built of: the kinds of its layers, how far they look, its experts; read from the model itself, and by all rooms alike."""
+"""What a model is built of: the kinds of its layers, how far they look, its experts; read from the
+model itself, and by all rooms alike.
+"""
 
 from rl.layers.balance import balance_loss, router_scores, routers
-from rl.layers.describe import Experts, Layers, cut_, describe, first_layers_, layer_list, rhythm, shallow, share_weights
+from rl.layers.describe import (
+    Experts,
+    Layers,
+    cut_,
+    describe,
+    first_layers_,
+    layer_list,
+    rhythm,
+    shallow,
+    share_weights,
+)
 from rl.layers.reach import config_number, inner_model, shrunk, width
 from rl.layers.routing import Replay, given, noted
 

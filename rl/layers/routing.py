@@ -1,8 +1,9 @@
 """Which experts a model's routers choose: noted as it runs, or given to it.
 
-A router scores all experts and takes the best few; what it takes is its `topk` over them, the one place that all architectures share.
-Inside `noted` these choices are kept; inside `given` they are replaced, and the router's own scores of the experts given weigh them,
-so that gradients reach it as ever. Two forwards of the same weights that round apart then go the same way (router replay).
+A router scores all experts and takes the best few; what it takes is its `topk` over them, the one
+place that all architectures share. Inside `noted` these choices are kept; inside `given` they are
+replaced, and the router's own scores of the experts given weigh them, so that gradients reach it as
+ever. Two forwards of the same weights that round apart then go the same way (router replay).
 Shapes: T tokens of a forward (rows times positions), B blocks with experts, K experts a token.
 """
 
@@ -21,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 from rl.layers.describe import Experts
 from rl.layers.reach import inner_model
 
-Choose = Callable[[Tensor, Tensor], Tensor]  # (scores [T, experts], what the router takes [T, K]) to what is taken instead
+# (scores [T, experts], what the router takes [T, K]) to what is taken instead
+Choose = Callable[[Tensor, Tensor], Tensor]
 
 
 class _Choices(TorchFunctionMode):
@@ -36,16 +38,29 @@ class _Choices(TorchFunctionMode):
         if func not in (torch.topk, Tensor.topk):
             return out
         scores = args[0] if args else (kwargs or {})["input"]
-        # groups of experts (DeepSeek) are chosen from scores of three dimensions, or of as many columns as there are groups
-        if scores.ndim != 2 or scores.shape[1] != self.experts.count or out.indices.shape[1] != self.experts.per_token:
+        # groups of experts (DeepSeek) are chosen from scores of three dimensions, or of as many
+        # columns as there are groups
+        if (
+            scores.ndim != 2
+            or scores.shape[1] != self.experts.count
+            or out.indices.shape[1] != self.experts.per_token
+        ):
             return out
         taken = self.choose(scores, out.indices)
-        return out if taken is out.indices else torch.return_types.topk((scores.gather(1, taken), taken))
+        return (
+            out
+            if taken is out.indices
+            else torch.return_types.topk((scores.gather(1, taken), taken))
+        )
 
 
 @contextlib.contextmanager
-def _watched(model: Any, experts: Experts, choose: Callable[[int, Tensor, Tensor], Tensor]) -> Iterator[None]:
-    """Each block's own choices go through `choose(block, scores, taken)`, in a recomputed forward too."""
+def _watched(
+    model: Any, experts: Experts, choose: Callable[[int, Tensor, Tensor], Tensor]
+) -> Iterator[None]:
+    """Each block's own choices go through `choose(block, scores, taken)`, in a recomputed forward
+    too.
+    """
     blocks = [inner_model(model).get_submodule(name) for name in experts.blocks]
 
     def forward(block: int, own: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +82,9 @@ def _watched(model: Any, experts: Experts, choose: Callable[[int, Tensor, Tensor
 
 @contextlib.contextmanager
 def noted(model: Any, experts: Experts) -> Iterator[Callable[[], Tensor]]:
-    """What the routers choose inside: a function that gives the choices of the one forward that was made, int16 [T, B, K]."""
+    """What the routers choose inside: a function that gives the choices of the one forward that was
+    made, int16 [T, B, K].
+    """
     found: dict[int, Tensor] = {}
 
     def choose(block: int, scores: Tensor, taken: Tensor) -> Tensor:
@@ -77,7 +94,9 @@ def noted(model: Any, experts: Experts) -> Iterator[Callable[[], Tensor]]:
     def choices() -> Tensor:
         if len(found) != len(experts.blocks):
             unseen = len(experts.blocks) - len(found)
-            raise NotImplementedError(f"{unseen} of {len(experts.blocks)} routers choose in a way that is not seen")
+            raise NotImplementedError(
+                f"{unseen} of {len(experts.blocks)} routers choose in a way that is not seen"
+            )
         return torch.stack([found[block] for block in range(len(found))], dim=1).to(torch.int16)
 
     with _watched(model, experts, choose):
@@ -86,7 +105,9 @@ def noted(model: Any, experts: Experts) -> Iterator[Callable[[], Tensor]]:
 
 @dataclass
 class Replay:
-    """What replay did: of the tokens whose experts were given, those that would have gone elsewhere in one block or more."""
+    """What replay did: of the tokens whose experts were given, those that would have gone elsewhere
+    in one block or more.
+    """
 
     elsewhere: dict[int, Tensor] = field(default_factory=dict)  # block: bool [T]
     known: Tensor | None = None
@@ -99,7 +120,8 @@ class Replay:
 
 @contextlib.contextmanager
 def given(model: Any, experts: Experts, choices_TBK: Tensor) -> Iterator[Replay]:
-    """The experts that were noted, in place of those that the routers would choose; -1 leaves a token to them.
+    """The experts that were noted, in place of those that the routers would choose; -1 leaves a
+    token to them.
 
     Stays for the backward as well, where checkpointed layers run again.
     """

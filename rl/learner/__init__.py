@@ -4,7 +4,15 @@ from rl.learner import saving
 from rl.learner.adamw import check_kind
 from rl.learner.backend import reads_in_parts
 from rl.learner.base import chosen
-from rl.learner.keeping import ADAM, ADAM_8BIT, Sharing, default_kept, gradient_bytes, kept_of_gib, optimizer_bytes
+from rl.learner.keeping import (
+    ADAM,
+    ADAM_8BIT,
+    Sharing,
+    default_kept,
+    gradient_bytes,
+    kept_of_gib,
+    optimizer_bytes,
+)
 from rl.learner.learner import Learner, LearnerSettings
 from rl.learner.logprobs import HeadRequest, LogprobHead
 from rl.learner.saving import read_state

@@ -1,8 +1,9 @@
 """Weights, gradients and optimizer sharded by DeepSpeed, ZeRO stages 0 to 3.
 
-DeepSpeed averages over ranks, so losses go in times the world size. A forward always goes through the engine, and each is
-followed by its backward before the next: ZeRO-3's accumulation counter moves nowhere else. Written against 0.19.8, some of
-it against private parts (named where they are used), because nothing public drops gradients or fills an optimizer's state.
+DeepSpeed averages over ranks, so losses go in times the world size. A forward always goes through
+the engine, and each is followed by its backward before the next: ZeRO-3's accumulation counter
+moves nowhere else. Written against 0.19.8, some of it against private parts (named where they are
+used), because nothing public drops gradients or fills an optimizer's state.
 """
 
 from __future__ import annotations
@@ -26,23 +27,36 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class DeepSpeedBackend:
-    """See the module, and `rl.learner.backend.Backend` for the methods. `config`: made by `rl.ranks.launch.engine_config`."""
+    """See the module, and `rl.learner.backend.Backend` for the methods. `config`: made by
+    `rl.ranks.launch.engine_config`.
+    """
 
-    def __init__(self, model: Any, trainable: Mapping[str, Tensor], config: dict[str, Any], unread: Unread | None = None):
+    def __init__(
+        self,
+        model: Any,
+        trainable: Mapping[str, Tensor],
+        config: dict[str, Any],
+        unread: Unread | None = None,
+    ):
         import deepspeed
         from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
         self.model, self.trainable = model, trainable
         self.stage: int = config["zero_optimization"]["stage"]
-        self.shell = hollow(model)  # before the weights are sharded, while modules can still be copied
+        # before the weights are sharded, while modules can still be copied
+        self.shell = hollow(model)
         if self.stage == 3:
             _keep_together(model)
         if unread is not None:
             _shard_one_by_one(model, config, unread)
         self.adam = new_adamw(trainable)
-        # An engine of our own rather than accelerator.prepare, which makes one per accelerator and plugin.
-        self.wrapped, self.optimizer, *_ = deepspeed.initialize(model=model, optimizer=self.adam, config=config)
-        self.bf16_stage1 = isinstance(self.optimizer, BF16_Optimizer)  # which has other private parts than the rest of ZeRO
+        # An engine of our own rather than accelerator.prepare, which makes one per accelerator and
+        # plugin.
+        self.wrapped, self.optimizer, *_ = deepspeed.initialize(
+            model=model, optimizer=self.adam, config=config
+        )
+        # which has other private parts than the rest of ZeRO
+        self.bf16_stage1 = isinstance(self.optimizer, BF16_Optimizer)
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
 
     def micro_batch(self) -> contextlib.AbstractContextManager:
@@ -51,7 +65,7 @@ class DeepSpeedBackend:
     def backward(self, value: Tensor) -> None:
         self.wrapped.backward(value * distributed.world())
 
-    # ------------------------------------------------------------------------------------------------------------- step
+    # ----------------------------------------------------------------------------------------- step
 
     def step(self, params: AdamParams) -> tuple[float, bool]:
         set_adam(self.adam, params)
@@ -64,7 +78,9 @@ class DeepSpeedBackend:
         return norm, applied
 
     def _step_unsharded(self, params: AdamParams) -> tuple[float, bool]:
-        """Stage 0 reports no norm, and would step on a gradient that is not finite: averaged and looked at here, first."""
+        """Stage 0 reports no norm, and would step on a gradient that is not finite: averaged and
+        looked at here, first.
+        """
         gradients = summed_gradients(list(self.trainable.values()))
         torch._foreach_div_(gradients, distributed.world())
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -78,8 +94,9 @@ class DeepSpeedBackend:
     def drop_gradients(self) -> None:
         """Forgets what was accumulated, wherever the stage keeps it.
 
-        ZeRO-3 overwrites its buffers at the first micro-batch of a step, but only for the parameters used there: left as
-        they are, a parameter used later or not at all would be given the gradient of the step before.
+        ZeRO-3 overwrites its buffers at the first micro-batch of a step, but only for the
+        parameters used there: left as they are, a parameter used later or not at all would be given
+        the gradient of the step before.
         """
         self.wrapped.zero_grad()
         self.optimizer.zero_grad()
@@ -95,9 +112,11 @@ class DeepSpeedBackend:
         if self.stage > 0:
             self.optimizer.reset_cpu_buffers()
 
-    # ---------------------------------------------------------------------------------------------------------- weights
+    # -------------------------------------------------------------------------------------- weights
 
-    def _gathered(self, parameter: Tensor, writer: int | None = None) -> contextlib.AbstractContextManager:
+    def _gathered(
+        self, parameter: Tensor, writer: int | None = None
+    ) -> contextlib.AbstractContextManager:
         import deepspeed
 
         if self.stage < 3:
@@ -128,11 +147,13 @@ class DeepSpeedBackend:
         from deepspeed.utils import safe_get_full_grad
 
         found: dict[str, float] = {}
-        if self.stage in (1, 2) and not self.bf16_stage1:  # until a step they are kept where nobody may ask for them
+        # until a step they are kept where nobody may ask for them
+        if self.stage in (1, 2) and not self.bf16_stage1:
             self.optimizer.finalize_gradient_accumulation_boundary()
             self.optimizer.set_gradient_accumulation_boundary(False)
         for name, parameter in self.trainable.items():
-            gradient = parameter.grad if self.stage == 0 else safe_get_full_grad(parameter)  # every rank has to ask
+            # every rank has to ask
+            gradient = parameter.grad if self.stage == 0 else safe_get_full_grad(parameter)
             found[name] = 0.0 if gradient is None else float(gradient.abs().max())
         return found
 
@@ -157,27 +178,38 @@ class DeepSpeedBackend:
         flat = nn.functional.pad(whole.reshape(-1), (0, size * distributed.world() - whole.numel()))
         return flat[size * distributed.rank() :][:size]
 
-    # -------------------------------------------------------------------------------------------------------- optimizer
+    # ------------------------------------------------------------------------------------ optimizer
 
     def _flat_parameters(self) -> list[Tensor]:
         """What AdamW really steps on: this rank's flat fp32 partitions."""
         if self.bf16_stage1:
             return self.optimizer.fp32_groups_flat_partition
-        return self.optimizer.fp32_partitioned_groups_flat if self.stage == 3 else self.optimizer.single_partition_of_fp32_groups
+        return (
+            self.optimizer.fp32_partitioned_groups_flat
+            if self.stage == 3
+            else self.optimizer.single_partition_of_fp32_groups
+        )
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         if self.stage == 0:
             return adam_state(self.adam, self.trainable)
-        states = [state for state in (self.adam.state.get(flat) for flat in self._flat_parameters()) if state]
+        states = [
+            state
+            for state in (self.adam.state.get(flat) for flat in self._flat_parameters())
+            if state
+        ]
         if not states:
             return {}  # no step yet
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.trainable.items():
-            wholes = {key: safe_get_full_optimizer_state(parameter, key) for key in _MOMENTS}  # every rank has to ask
+            # every rank has to ask
+            wholes = {key: safe_get_full_optimizer_state(parameter, key) for key in _MOMENTS}
             if distributed.rank() == 0:
-                tensors |= {f"{name}/{key}": whole.to("cpu", copy=True) for key, whole in wholes.items()}
+                tensors |= {
+                    f"{name}/{key}": whole.to("cpu", copy=True) for key, whole in wholes.items()
+                }
                 tensors[f"{name}/step"] = states[0]["step"].cpu().clone()
         return tensors
 
@@ -187,7 +219,8 @@ class DeepSpeedBackend:
         if self.stage == 0:
             return load_adam_state(self.adam, self.trainable, tensors)
         self.adam.state.clear()
-        if self.stage < 3:  # or the calls below, and those above after the next step, would reach the state of before
+        # or the calls below, and those above after the next step, would reach the state of before
+        if self.stage < 3:
             self.optimizer._hp_optimizer_states_linked = False
         if not tensors:
             return
@@ -214,26 +247,38 @@ class DeepSpeedBackend:
 def _keep_together(model: nn.Module) -> None:
     """Experts that are modules of their own (or under adapters) are gathered and let go as one.
 
-    Which of them run hangs on a rank's tokens, and ranks that gather different ones would wait for each other for ever.
+    Which of them run hangs on a rank's tokens, and ranks that gather different ones would wait for
+    each other for ever.
     """
     from deepspeed.utils import set_z3_leaf_modules
 
     found = describe(model).experts
-    held = [inner_model(model).get_submodule(name).experts for name in found.blocks] if found is not None else []
-    kinds = {type(experts) for experts in held if any(True for part in experts.children() for _ in part.parameters())}
+    held = (
+        [inner_model(model).get_submodule(name).experts for name in found.blocks]
+        if found is not None
+        else []
+    )
+    kinds = {
+        type(experts)
+        for experts in held
+        if any(True for part in experts.children() for _ in part.parameters())
+    }
     if kinds:
         set_z3_leaf_modules(model, list(kinds))
 
 
 def _shard_one_by_one(model: nn.Module, config: dict[str, Any], unread: Unread) -> None:
-    """ZeRO-3's partitions of a model without values: rank 0 reads a tensor, all get it, each keeps its part, and then the next.
+    """ZeRO-3's partitions of a model without values: rank 0 reads a tensor, all get it, each keeps
+    its part, and then the next.
 
-    What deepspeed.initialize does with a model that is there, which is to be all in one dtype by then.
+    What deepspeed.initialize does with a model that is there, which is to be all in one dtype by
+    then.
     """
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    dtype = torch.bfloat16 if config.get("bf16", {}).get("enabled") else torch.float32  # accelerate puts the key in by itself
+    # accelerate puts the key in by itself
+    dtype = torch.bfloat16 if config.get("bf16", {}).get("enabled") else torch.float32
     where = torch.device(get_accelerator().current_device_name())
     kept = config["zero_optimization"].get("offload_param", {}).get("device", "none")
     first: Any = None
@@ -246,7 +291,12 @@ def _shard_one_by_one(model: nn.Module, config: dict[str, Any], unread: Unread) 
         if first is None:
             first, holder = parameter, nn.Module()
             holder.register_parameter("first", first)
-            Init(module=holder, config_dict_or_path=config, dtype=dtype, remote_device=None if kept == "none" else kept)
+            Init(
+                module=holder,
+                config_dict_or_path=config,
+                dtype=dtype,
+                remote_device=None if kept == "none" else kept,
+            )
         else:
             first.convert_to_zero_parameters(param_list=[parameter])
     for module in model.modules():

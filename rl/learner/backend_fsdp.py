@@ -1,7 +1,9 @@
-"""Weights, gradients and optimizer sharded by PyTorch itself (FSDP2): what ZeRO-3 does, without DeepSpeed.
+"""Weights, gradients and optimizer sharded by PyTorch itself (FSDP2): what ZeRO-3 does, without
+DeepSpeed.
 
-Every trained parameter is a DTensor, a share of whose first dimension lies here in fp32; a layer's parameters are put
-together when it runs, in bf16 where that was asked for. Each backward adds the sum over ranks to the shares' gradients.
+Every trained parameter is a DTensor, a share of whose first dimension lies here in fp32; a layer's
+parameters are put together when it runs, in bf16 where that was asked for. Each backward adds the
+sum over ranks to the shares' gradients.
 """
 
 from __future__ import annotations
@@ -22,16 +24,21 @@ from rl.types import AdamParams
 
 
 class FSDPBackend:
-    """See the module, and `rl.learner.backend.Backend` for the methods. `bf16`: layers compute in it, sums over ranks stay fp32."""
+    """See the module, and `rl.learner.backend.Backend` for the methods. `bf16`: layers compute in
+    it, sums over ranks stay fp32.
+    """
 
     def __init__(self, model: Any, *, bf16: bool, unread: Unread | None = None):
-        self.shell = hollow(model)  # before the weights are sharded, while modules can still be copied
+        # before the weights are sharded, while modules can still be copied
+        self.shell = hollow(model)
         kinds = set(inner_model(model)._no_split_modules or ())
         layers = [module for module in model.modules() if type(module).__name__ in kinds]
         distributed.shard_fully(model, layers, bf16=bf16)
         self.wrapped = model
         self.parameters: dict[str, Any] = dict(model.named_parameters())
-        self.trainable: Mapping[str, Any] = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        self.trainable: Mapping[str, Any] = {
+            name: p for name, p in self.parameters.items() if p.requires_grad
+        }
         if unread is not None:
             self._read(unread)
         self.adam = new_adamw(self.trainable)
@@ -49,7 +56,8 @@ class FSDPBackend:
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
         yield
-        # After a backward this is so already. After a forward alone the root would keep its weights as they are, past an update.
+        # After a backward this is so already. After a forward alone the root would keep its weights
+        # as they are, past an update.
         self.wrapped.reshard()
 
     def backward(self, value: Tensor) -> None:
@@ -83,8 +91,14 @@ class FSDPBackend:
         return ((name, self.trainable[name].detach().full_tensor().clone()) for name in names)
 
     def gradient_sizes(self) -> dict[str, float]:
-        own = {name: None if p.grad is None else p.grad.to_local() for name, p in self.trainable.items()}
-        return {name: 0.0 if grad is None or not grad.numel() else float(grad.abs().max()) for name, grad in own.items()}
+        own = {
+            name: None if p.grad is None else p.grad.to_local()
+            for name, p in self.trainable.items()
+        }
+        return {
+            name: 0.0 if grad is None or not grad.numel() else float(grad.abs().max())
+            for name, grad in own.items()
+        }
 
     def whole_model(self, names: Collection[str]) -> contextlib.AbstractContextManager[Any | None]:
         """The copy lies in CPU memory and is gone again afterwards."""

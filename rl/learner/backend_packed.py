@@ -1,4 +1,6 @@
-"""Whole on every rank, the frozen base in 4 bit (rl.learner.base): who asks for a weight is given it in bf16."""
+"""Whole on every rank, the frozen base in 4 bit (rl.learner.base): who asks for a weight is given
+it in bf16.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,18 @@ from rl.learner.base import unpacked
 
 
 class PackedBackend(ReplicatedBackend):
-    """See the module, and `rl.learner.backend.Backend` for the methods. `shell`: the model's modules before its matrices were packed."""
+    """See the module, and `rl.learner.backend.Backend` for the methods. `shell`: the model's
+    modules before its matrices were packed.
+    """
 
-    def __init__(self, model: Any, trainable: Mapping[str, Tensor], accelerator: Any, shell: Any, optimizer: str = "adamw"):
+    def __init__(
+        self,
+        model: Any,
+        trainable: Mapping[str, Tensor],
+        accelerator: Any,
+        shell: Any,
+        optimizer: str = "adamw",
+    ):
         super().__init__(model, trainable, accelerator, optimizer)
         self._shell, self._packed = shell, unpacked(model)
 

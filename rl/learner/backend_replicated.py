@@ -18,7 +18,13 @@ from rl.types import AdamParams
 class ReplicatedBackend:
     """One process, or DDP: every rank holds everything."""
 
-    def __init__(self, model: Any, trainable: Mapping[str, Tensor], accelerator: Any, optimizer: str = "adamw"):
+    def __init__(
+        self,
+        model: Any,
+        trainable: Mapping[str, Tensor],
+        accelerator: Any,
+        optimizer: str = "adamw",
+    ):
         """`optimizer`: its kind, see rl.learner.adamw."""
         self.model, self.trainable, self.accelerator = model, trainable, accelerator
         self.wrapped = model
@@ -29,7 +35,9 @@ class ReplicatedBackend:
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Gradients stay on their rank until the step sums them: the number of backwards is not known in advance."""
+        """Gradients stay on their rank until the step sums them: the number of backwards is not
+        known in advance.
+        """
         alone = self.wrapped.no_sync() if distributed.world() > 1 else contextlib.nullcontext()
         with alone, self.accelerator.autocast():
             yield
@@ -61,7 +69,10 @@ class ReplicatedBackend:
         return ((name, self.trainable[name].detach().clone()) for name in names)
 
     def gradient_sizes(self) -> dict[str, float]:
-        return {name: 0.0 if p.grad is None else float(p.grad.abs().max()) for name, p in self.trainable.items()}
+        return {
+            name: 0.0 if p.grad is None else float(p.grad.abs().max())
+            for name, p in self.trainable.items()
+        }
 
     def whole_model(self, names: Collection[str]) -> contextlib.AbstractContextManager[Any | None]:
         return contextlib.nullcontext(self.model if distributed.rank() == 0 else None)

@@ -16,7 +16,9 @@ from rl.ranks import distributed
 
 
 def hollow(model: nn.Module) -> Any:
-    """A copy of a model around parameters that hold nothing: untouched CPU memory, which the system does not give out yet."""
+    """A copy of a model around parameters that hold nothing: untouched CPU memory, which the system
+    does not give out yet.
+    """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         empty = torch.empty(parameter.shape, dtype=parameter.dtype)
@@ -26,7 +28,9 @@ def hollow(model: nn.Module) -> Any:
 
 @torch.no_grad()
 def first_layers(model: nn.Module, unread: Unread) -> Any:
-    """A copy of a model without values, of which the first layers (`rl.layers.shallow`) are read; the others hold nothing."""
+    """A copy of a model without values, of which the first layers (`rl.layers.shallow`) are read;
+    the others hold nothing.
+    """
     trial, own = hollow(model), dict(model.named_parameters())
     with shallow(trial):
         for name, parameter in trial.named_parameters():
@@ -36,7 +40,9 @@ def first_layers(model: nn.Module, unread: Unread) -> Any:
 
 @contextlib.contextmanager
 def filled(shell: nn.Module, pieces: Iterable[tuple[str, Tensor]]) -> Iterator[Any | None]:
-    """On rank 0 a hollow model around whole parameters, in CPU memory that is given back afterwards; elsewhere None."""
+    """On rank 0 a hollow model around whole parameters, in CPU memory that is given back
+    afterwards; elsewhere None.
+    """
     writes = distributed.rank() == 0
     copies, names = dict(shell.named_parameters()), []
     for name, tensor in pieces:

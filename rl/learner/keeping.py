@@ -1,10 +1,13 @@
-"""What the output head may keep of a micro-batch on a GPU where nobody says (`kept_logits_gib`), beside what must find room.
+"""What the output head may keep of a micro-batch on a GPU where nobody says (`kept_logits_gib`),
+beside what must find room.
 
-The rule goes by the device's whole memory and the bytes that a rank is known to hold, not by what is free: the first forward comes
-before Adam's moments and before a sampler's copy, a resumed run's after them, and whether scores are kept or computed again shows in the
-last bits of a gradient. So a run repeats, and goes on, to the bit on the same kind of GPU, whatever was free when. Of ranks whose devices
-or shares differ all take the least, so that which of them computes a micro-batch does not choose its plan; a run that goes on with other
-GPUs, another number of ranks or another sharding may choose otherwise. What other processes hold on the GPU is not known here: name a size.
+The rule goes by the device's whole memory and the bytes that a rank is known to hold, not by what
+is free: the first forward comes before Adam's moments and before a sampler's copy, a resumed run's
+after them, and whether scores are kept or computed again shows in the last bits of a gradient. So a
+run repeats, and goes on, to the bit on the same kind of GPU, whatever was free when. Of ranks whose
+devices or shares differ all take the least, so that which of them computes a micro-batch does not
+choose its plan; a run that goes on with other GPUs, another number of ranks or another sharding may
+choose otherwise. What other processes hold on the GPU is not known here: name a size.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ ADAM_8BIT = 2 + 2 * FP32 / 256  # two moments, each with an fp32 scale for 256 n
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """How ranks hold what is trained. `zero`: DeepSpeed's stage, None without it; `fsdp`: FSDP2; `offload`: the optimizer is in CPU memory.
+    """How ranks hold what is trained. `zero`: DeepSpeed's stage, None without it; `fsdp`: FSDP2;
+    `offload`: the optimizer is in CPU memory.
 
     `optimizer`: how AdamW keeps its moments, as the settings call it.
     """
@@ -38,7 +42,9 @@ class Sharing:
 
 
 def optimizer_bytes(trainable: float, how: Sharing) -> float:
-    """8 a trained number; sharded from stage 1 on, with an fp32 copy of it (in fp32 training too). In 8 bit 2; pages leave a full GPU."""
+    """8 a trained number; sharded from stage 1 on, with an fp32 copy of it (in fp32 training too).
+    In 8 bit 2; pages leave a full GPU.
+    """
     if how.offload or how.optimizer.startswith("paged"):
         return 0.0
     if how.optimizer == "adamw_8bit":
@@ -63,19 +69,27 @@ def kept_of_gib(gib: float | None) -> int | None:
 
 
 def default_kept(memory: float, stays: float) -> int:
-    """Bytes: a quarter of what `stays` leaves of a GPU's memory, down to a power of two; 0 where it leaves nothing.
+    """Bytes: a quarter of what `stays` leaves of a GPU's memory, down to a power of two; 0 where it
+    leaves nothing.
 
-    The other three are for activations, which grow with the tokens as [T, V] does, for other models and for fragments. The power of two
-    leaves room for the few MiB by which a rank's share and its plan (`rl.memory`) differ.
+    The other three are for activations, which grow with the tokens as [T, V] does, for other models
+    and for fragments. The power of two leaves room for the few MiB by which a rank's share and its
+    plan (`rl.memory`) differ.
     """
     spare = int(memory - stays) // 4
     return 1 << spare.bit_length() - 1 if spare > 0 else 0
 
 
 def settled(
-    asked: int | None, model: nn.Module, shapes: Mapping[str, torch.Size], trainable: Collection[str], accelerator: Any, optimizer: str
+    asked: int | None,
+    model: nn.Module,
+    shapes: Mapping[str, torch.Size],
+    trainable: Collection[str],
+    accelerator: Any,
+    optimizer: str,
 ) -> int | None:
-    """What was asked for, or on a GPU the default, in bytes; None elsewhere (`linear_logprob` has one of its own). All ranks call it.
+    """What was asked for, or on a GPU the default, in bytes; None elsewhere (`linear_logprob` has
+    one of its own). All ranks call it.
 
     `model`: as this rank holds it, sharded; `shapes`: of its parameters when whole.
     """
@@ -83,11 +97,22 @@ def settled(
     if asked is not None or memory is None:
         return asked
     zero, offload = zero_settings()
-    how = Sharing(world=distributed.world(), zero=zero, offload=offload, fsdp=asks_for_fsdp(), optimizer=optimizer)
+    how = Sharing(
+        world=distributed.world(),
+        zero=zero,
+        offload=offload,
+        fsdp=asks_for_fsdp(),
+        optimizer=optimizer,
+    )
     trained = float(sum(shapes[name].numel() for name in trainable))
-    copy = (2 if accelerator.mixed_precision == "bf16" else FP32) * sum(shape.numel() for shape in shapes.values())  # a sampler's
+    # a sampler's
+    copy = (2 if accelerator.mixed_precision == "bf16" else FP32) * sum(
+        shape.numel() for shape in shapes.values()
+    )
     weights = sum(_bytes_here(parameter) for parameter in model.parameters())
-    found = default_kept(memory, weights + gradient_bytes(trained, how) + optimizer_bytes(trained, how) + copy)
+    found = default_kept(
+        memory, weights + gradient_bytes(trained, how) + optimizer_bytes(trained, how) + copy
+    )
     of_ranks = torch.zeros(how.world, dtype=torch.int64, device=accelerator.device)
     of_ranks[distributed.rank()] = found
     distributed.all_sum_([of_ranks])
@@ -96,7 +121,11 @@ def settled(
 
 def _memory(device: torch.device) -> float | None:
     """All of a GPU's bytes, None of another device."""
-    return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
+    return (
+        float(torch.cuda.get_device_properties(device).total_memory)
+        if device.type == "cuda"
+        else None
+    )
 
 
 def _bytes_here(parameter: Any) -> int:

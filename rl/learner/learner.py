@@ -1,7 +1,8 @@
 """One rank's share of a model that learns: forward, backward over micro-batches, optimizer step.
 
-Gradients are those of a SUM of token losses over every datum of every call since the last step, divided by what the
-caller says. How the datums are cut into calls, micro-batches and ranks does not enter.
+Gradients are those of a SUM of token losses over every datum of every call since the last step,
+divided by what the caller says. How the datums are cut into calls, micro-batches and ranks does not
+enter.
 """
 
 from __future__ import annotations
@@ -31,7 +32,15 @@ from rl.learner.packing import PackedBatch
 from rl.learner.probe import agreed_faults, runnable
 from rl.learner.sampled import Sampled
 from rl.losses import LossSpec
-from rl.models import LoadedModel, attention_mask_for, inner_model, is_lora, is_value_head, shape_of, uses_flash_attention
+from rl.models import (
+    LoadedModel,
+    attention_mask_for,
+    inner_model,
+    is_lora,
+    is_value_head,
+    shape_of,
+    uses_flash_attention,
+)
 from rl.ranks import distributed
 from rl.sampler import length_switch
 from rl.types import AdamParams, Datum
@@ -40,11 +49,11 @@ from rl.types.checked import target_ids
 
 @dataclass(frozen=True)
 class LearnerSettings:
-    """token_budget: positions in one micro-batch. layout: see packing. fused: kernels for logprobs; kept_bytes: see
-    linear_logprob, and rl.learner.keeping where it is None.
+    """token_budget: positions in one micro-batch. layout: see packing. fused: kernels for logprobs;
+    kept_bytes: see linear_logprob, and rl.learner.keeping where it is None.
 
-    optimizer: see rl.learner.adamw. router_replay: tokens whose experts are given by their datum go to those. router_aux_loss_coef:
-    see rl.learner.balancing.
+    optimizer: see rl.learner.adamw. router_replay: tokens whose experts are given by their datum go
+    to those. router_aux_loss_coef: see rl.learner.balancing.
     """
 
     token_budget: int = 16384
@@ -58,18 +67,28 @@ class LearnerSettings:
 
 
 def _checkpoint(loaded: LoadedModel) -> None:
-    """Turns gradient checkpointing on, which transformers does in training mode alone; the probe sees that nothing else changes."""
+    """Turns gradient checkpointing on, which transformers does in training mode alone; the probe
+    sees that nothing else changes.
+    """
     if not inner_model(loaded.model).supports_gradient_checkpointing:
         kind = type(inner_model(loaded.model)).__name__
-        raise UserError(f"{kind} ({loaded.name}) has no gradient checkpointing: turn it off (and lower token_budget, if memory is short)")
-    loaded.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        raise UserError(
+            f"{kind} ({loaded.name}) has no gradient checkpointing: turn it off (and lower token_budget, if memory is short)"
+        )
+    loaded.model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": False}
+    )
     loaded.model.train()
 
 
 class Learner:
-    """A model under the accelerator with its optimizer. Every rank holds one and makes the same calls."""
+    """A model under the accelerator with its optimizer. Every rank holds one and makes the same
+    calls.
+    """
 
-    def __init__(self, loaded: LoadedModel, accelerator: Any, settings: LearnerSettings, base: str = "fp32"):
+    def __init__(
+        self, loaded: LoadedModel, accelerator: Any, settings: LearnerSettings, base: str = "fp32"
+    ):
         """`base`: what frozen matrices are held in (rl.learner.base)."""
         self.loaded = loaded
         self.accelerator = accelerator
@@ -77,11 +96,16 @@ class Learner:
         self.model = loaded.model
         if settings.gradient_checkpointing:
             _checkpoint(loaded)
-        self.trainable: dict[str, Tensor] = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        self.parameter_shapes = {n: p.shape for n, p in self.model.named_parameters()}  # a sharded one's own is no longer its
+        self.trainable: dict[str, Tensor] = {
+            n: p for n, p in self.model.named_parameters() if p.requires_grad
+        }
+        # a sharded one's own is no longer its
+        self.parameter_shapes = {n: p.shape for n, p in self.model.named_parameters()}
         self.flash = uses_flash_attention(self.model)
         self.layers = describe(self.model)
-        self.balancing = Balancing(self.model, self.layers.experts, settings.router_aux_loss_coef, loaded.name)
+        self.balancing = Balancing(
+            self.model, self.layers.experts, settings.router_aux_loss_coef, loaded.name
+        )
         self.reader = reader_of(inner_model(self.model))
         self.vocabulary = loaded.vocab_size
         self.length_switch = length_switch(self.model)
@@ -90,31 +114,45 @@ class Learner:
         else:
             self.backend = self._whole(base)
         kept, kind = settings.kept_bytes, settings.optimizer
-        self.head.kept_bytes = settled(kept, self.model, self.parameter_shapes, self.trainable, accelerator, kind)
-        self.trainable = dict(self.backend.trainable)  # FSDP replaces parameters by shares: the whole ones are to be let go
+        self.head.kept_bytes = settled(
+            kept, self.model, self.parameter_shapes, self.trainable, accelerator, kind
+        )
+        # FSDP replaces parameters by shares: the whole ones are to be let go
+        self.trainable = dict(self.backend.trainable)
         self.is_lora = is_lora(self.model)
-        self.values = [name for name in self.trainable if is_value_head(name)]  # of the value head; the sampler has none
+        # of the value head; the sampler has none
+        self.values = [name for name in self.trainable if is_value_head(name)]
         self.version = 0  # counts updates: what a sample was drawn from, what a datum is trained on
         self.has_gradient = False
         self.parts = 0  # micro-batches of a rank in the last call
         self.sampled = Sampled()
 
     def _whole(self, base: str) -> Backend:
-        """The backend of a model that is here: tried out, then sharded, which it may not be tried out in."""
+        """The backend of a model that is here: tried out, then sharded, which it may not be tried
+        out in.
+        """
         model, accelerator = self.model, self.accelerator
         if base == "fp32":
             place(model, accelerator)
-        with accelerator.autocast(), runnable(model):  # as in training: flash attention takes no fp32
+        # as in training: flash attention takes no fp32
+        with accelerator.autocast(), runnable(model):
             self.layouts = self._exact_layouts(model)
-            self.head = LogprobHead(model, fused=self.settings.fused, kept_bytes=self.settings.kept_bytes)  # tries it as well
+            # tries it as well
+            self.head = LogprobHead(
+                model, fused=self.settings.fused, kept_bytes=self.settings.kept_bytes
+            )
         shell = hollow(model) if base == "4bit" else None
-        if base != "fp32":  # tried out in fp32, where a fault shows most, and on the CPU: the device may not hold it in fp32
+        # tried out in fp32, where a fault shows most, and on the CPU: the device may not hold it in
+        # fp32
+        if base != "fp32":
             lower_(model, base, accelerator.device)
             place(model, accelerator)
         return make_backend(model, self.trainable, accelerator, self.settings.optimizer, shell)
 
     def _read_in_parts(self, base: str) -> Backend:
-        """The backend of a model whose weights are in their files: each rank reads its share, once rank 0 has tried the first layers."""
+        """The backend of a model whose weights are in their files: each rank reads its share, once
+        rank 0 has tried the first layers.
+        """
         model, accelerator, settings = self.model, self.accelerator, self.settings
         assert self.loaded.stored is not None
         unread, self.loaded.stored = self.loaded.stored.under(model), None
@@ -132,13 +170,16 @@ class Learner:
         return make_backend(model, self.trainable, accelerator, unread=unread)
 
     def _exact_layouts(self, model: Any | None) -> set[str]:
-        """The layouts that may be used, tried on `model` (rl.learner.probe), on this rank or others alone (None).
+        """The layouts that may be used, tried on `model` (rl.learner.probe), on this rank or others
+        alone (None).
 
         Raises UserError where what was asked for is none.
         """
         asked, training = self.settings.layout, self.settings.gradient_checkpointing
         may = ["padded", asked if asked != "auto" else "packed" if self.flash else "shared"]
-        faults = agreed_faults(model, sorted(set(may)), training=training, device=self.accelerator.device)
+        faults = agreed_faults(
+            model, sorted(set(may)), training=training, device=self.accelerator.device
+        )
         kind = type(inner_model(self.model)).__name__
         if "padded" in faults:
             raise UserError(
@@ -147,7 +188,9 @@ class Learner:
             )
         if asked in faults:
             exact = "padded" if asked != "padded" else "auto"
-            raise UserError(f"layout {asked} is not exact for {self.loaded.name} ({kind}): {faults[asked]}. Use auto or {exact}")
+            raise UserError(
+                f"layout {asked} is not exact for {self.loaded.name} ({kind}): {faults[asked]}. Use auto or {exact}"
+            )
         if "training" in faults:
             raise UserError(
                 f"{self.loaded.name} ({kind}) computes something else in training mode than when it is sampled from: {faults['training']}. "
@@ -155,7 +198,7 @@ class Learner:
             )
         return set(may) - faults.keys()
 
-    # ------------------------------------------------------------------------------------------------ forward, backward
+    # ---------------------------------------------------------------------------- forward, backward
 
     def run(
         self,
@@ -170,23 +213,34 @@ class Learner:
         adapters: bool = True,
         part: int | None = None,
     ) -> tuple[dict[int, dict[str, np.ndarray]], dict[str, float]]:
-        """This rank's part of a call: outputs by datum index (logprobs, entropy, values) and sums of metrics.
+        """This rank's part of a call: outputs by datum index (logprobs, entropy, values) and sums
+        of metrics.
 
-        `part`: of the call's micro-batches that one alone, of `self.parts`; all of them in order are the whole call, to the bit.
+        `part`: of the call's micro-batches that one alone, of `self.parts`; all of them in order
+        are the whole call, to the bit.
 
-        `temperature`: one for all datums, or each one's own (datums of a pair have the first one's).
-        `adapters`: False scores with the LoRA adapter off, as the base model does; never with `backward`.
-        Raises ValueError for a target that is no id of the model's, before anything is computed, and FloatingPointError when the
-        loss is not finite; the gradients since the last step are dropped then.
+        `temperature`: one for all datums, or each one's own (datums of a pair have the first
+        one's). `adapters`: False scores with the LoRA adapter off, as the base model does; never
+        with `backward`. Raises ValueError for a target that is no id of the model's, before
+        anything is computed, and FloatingPointError when the loss is not finite; the gradients
+        since the last step are dropped then.
         """
-        for i, datum in enumerate(datums):  # all of them on every rank, so that none is left waiting; the head looks at none again
+        # all of them on every rank, so that none is left waiting; the head looks at none again
+        for i, datum in enumerate(datums):
             target_ids(f"datum {i}", datum.loss_fn_inputs["target_tokens"].array, self.vocabulary)
         outputs: dict[int, dict[str, np.ndarray]] = {}
         sums: dict[str, Tensor] = {}
         for batch in self._my_batches(datums, loss.group, temperature, part):
             replaying = self._replaying(batch if adapters else None)
-            with torch.set_grad_enabled(backward), self._adapters(adapters), self.backend.micro_batch(), replaying as replay:
-                value, found, metrics = self._forward(batch, loss, config, batch.temperature, entropy)
+            with (
+                torch.set_grad_enabled(backward),
+                self._adapters(adapters),
+                self.backend.micro_batch(),
+                replaying as replay,
+            ):
+                value, found, metrics = self._forward(
+                    batch, loss, config, batch.temperature, entropy
+                )
                 if backward:
                     self.backend.backward(value * (batch.scale / divisor))
             if batch.scale == 0.0:
@@ -195,11 +249,14 @@ class Learner:
                 elsewhere, told = replay.counts()
                 metrics = {**metrics, "rerouted:sum": elsewhere, "routed:sum": told}
             for name, metric in {"loss:sum": value.detach(), **metrics}.items():
-                sums[name] = sums[name] + metric.double() if name in sums else metric.detach().double()
+                sums[name] = (
+                    sums[name] + metric.double() if name in sums else metric.detach().double()
+                )
             collect(outputs, batch, found)
         totals = {name: float(value) for name, value in sums.items()}
         loss_sum = torch.tensor([totals.get("loss:sum", 0.0)], device=self.accelerator.device)
-        distributed.all_sum_([loss_sum])  # every rank knows, or those without the bad datum would wait for the others
+        # every rank knows, or those without the bad datum would wait for the others
+        distributed.all_sum_([loss_sum])
         if not math.isfinite(float(loss_sum)):
             self.drop_gradients()
             raise FloatingPointError(
@@ -210,38 +267,65 @@ class Learner:
         return outputs, totals
 
     def _forward(
-        self, batch: PackedBatch, loss: LossSpec, config: Mapping[str, float], temperature: float, entropy: bool
+        self,
+        batch: PackedBatch,
+        loss: LossSpec,
+        config: Mapping[str, float],
+        temperature: float,
+        entropy: bool,
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """(the loss, what was found at each token by name, metrics) of one micro-batch."""
         likeliest = bool(config.get("token_accuracy"))
         parts, balances = [], []
         for side in batch.sides or (batch,):
-            targets, wants_entropy = side.inputs["target_tokens"], entropy or loss.needs_entropy(config)
-            request = HeadRequest(targets, side.token_index, temperature, wants_entropy, loss.logprobs, likeliest)
+            targets, wants_entropy = (
+                side.inputs["target_tokens"],
+                entropy or loss.needs_entropy(config),
+            )
+            request = HeadRequest(
+                targets, side.token_index, temperature, wants_entropy, loss.logprobs, likeliest
+            )
             with self.balancing.watching() as balance:
                 parts.append(self.head(self.backend.wrapped, request, **self._read(side)))
             balances += [] if balance is None else [balance(side, loss)]
         logp, entropy_T, values_T = in_order(parts, batch.side_order)
         fields = batch.inputs if values_T is None else {**batch.inputs, "values": values_T}
-        value, metrics = loss.compute(logp, entropy_T, fields, batch.cu_seqlens, config, fused=self.settings.fused)
+        value, metrics = loss.compute(
+            logp, entropy_T, fields, batch.cu_seqlens, config, fused=self.settings.fused
+        )
         if balances:
             added, watched = summed_terms(balances)
             value, metrics = value + added, {**metrics, "loss:sum": value.detach(), **watched}
         if values_T is not None:
-            # ZeRO wants every parameter touched by every backward, and the model's own output to be part of it
-            value = value + 0.0 * (values_T if loss.logprobs else values_T + logp.reshape(len(values_T), -1)[:, 0]).sum()
+            # ZeRO wants every parameter touched by every backward, and the model's own output to be
+            # part of it
+            value = (
+                value
+                + 0.0
+                * (
+                    values_T if loss.logprobs else values_T + logp.reshape(len(values_T), -1)[:, 0]
+                ).sum()
+            )
         found = {"logprobs": logp} if loss.logprobs else {}
         found |= {"entropy": entropy_T} if entropy else {}
         return value, found if values_T is None else found | {"values": values_T}, metrics
 
     def _replaying(self, batch: PackedBatch | None) -> AbstractContextManager[Replay | None]:
-        """Router replay, where it is asked for and the batch says which experts. ValueError where these are another model's."""
+        """Router replay, where it is asked for and the batch says which experts. ValueError where
+        these are another model's.
+        """
         if batch is None or batch.experts is None or not self.settings.router_replay:
             return contextlib.nullcontext()
         experts = self.layers.experts
         told = batch.experts.shape[1]
-        if experts is None or told != len(experts.blocks) * experts.per_token or batch.experts.max() >= experts.count:
-            raise ValueError(f"datums with {told} experts a token are not of this model ({self.layers}): sampled from another one?")
+        if (
+            experts is None
+            or told != len(experts.blocks) * experts.per_token
+            or batch.experts.max() >= experts.count
+        ):
+            raise ValueError(
+                f"datums with {told} experts a token are not of this model ({self.layers}): sampled from another one?"
+            )
         return given(self.model, experts, batch.experts.unflatten(1, (-1, experts.per_token)))
 
     def _read(self, batch: PackedBatch) -> dict[str, Any]:
@@ -249,7 +333,9 @@ class Learner:
         inputs: dict[str, Any] = {"input_ids": batch.input_ids}
         if self.reader is not None and batch.images is not None:
             rows, lengths = zip(*batch.images, strict=True)
-            inputs = self.reader.inputs(inner_model(self.model), batch.input_ids, rows, [0] * len(rows), lengths)
+            inputs = self.reader.inputs(
+                inner_model(self.model), batch.input_ids, rows, [0] * len(rows), lengths
+            )
         if batch.position_ids is not None:
             inputs["position_ids"] = batch.position_ids
         if batch.attention_mask is not None:
@@ -262,10 +348,16 @@ class Learner:
             yield
 
     def _my_batches(
-        self, datums: Sequence[Datum], group: int = 1, temperature: float | Sequence[float] = 1.0, part: int | None = None
+        self,
+        datums: Sequence[Datum],
+        group: int = 1,
+        temperature: float | Sequence[float] = 1.0,
+        part: int | None = None,
     ) -> list[PackedBatch]:
         """This rank's micro-batches (rl.learner.dealing); `part`: that one of them alone."""
-        drawn_at = [temperature] * len(datums) if isinstance(temperature, (int, float)) else temperature
+        drawn_at = (
+            [temperature] * len(datums) if isinstance(temperature, (int, float)) else temperature
+        )
         dealing = Dealing(self.settings.token_budget, self.settings.layout, frozenset(self.layouts), width(self.model), self.length_switch,
                           self.reader is not None)  # fmt: skip
         rounds = dealing.rounds(datums, group, drawn_at)
@@ -273,13 +365,13 @@ class Learner:
         wanted = rounds if part is None else rounds[part : part + 1]
         return batches(datums, wanted, group, drawn_at, self.accelerator.device, self.length_switch)
 
-    # ------------------------------------------------------------------------------------------------------------- step
+    # ----------------------------------------------------------------------------------------- step
 
     def step(self, params: AdamParams) -> dict[str, float]:
         """One AdamW update of what was accumulated. Returns the gradient norm before clipping.
 
-        Without a gradient (no datum since the last step) nothing changes, and `skipped` is 1. A gradient that is not
-        finite is dropped, nothing changes, and `skipped_nonfinite` is 1.
+        Without a gradient (no datum since the last step) nothing changes, and `skipped` is 1. A
+        gradient that is not finite is dropped, nothing changes, and `skipped_nonfinite` is 1.
         """
         if not self.has_gradient:
             return {"grad_norm": 0.0, "skipped": 1.0}
@@ -292,9 +384,13 @@ class Learner:
 
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
-        """What is accumulated times `factor`. UserError under DeepSpeed, which keeps gradients elsewhere."""
+        """What is accumulated times `factor`. UserError under DeepSpeed, which keeps gradients
+        elsewhere.
+        """
         if self.accelerator.distributed_type.value == "DEEPSPEED":
-            raise UserError("gradients cannot be scaled under DeepSpeed, which keeps them to itself: pass forward_backward a divisor")
+            raise UserError(
+                "gradients cannot be scaled under DeepSpeed, which keeps them to itself: pass forward_backward a divisor"
+            )
         for parameter in self.trainable.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
@@ -303,7 +399,7 @@ class Learner:
         self.backend.drop_gradients()
         self.has_gradient = False
 
-    # ------------------------------------------------------------------------------------------------------------ state
+    # ---------------------------------------------------------------------------------------- state
 
     @property
     def shell(self) -> Any:
@@ -311,7 +407,8 @@ class Learner:
         return self.backend.shell
 
     def weights(self, *, frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """The parameters that are trained (`frozen`: all), whole, one at a time, but the value head's: what is sampled from.
+        """The parameters that are trained (`frozen`: all), whole, one at a time, but the value
+        head's: what is sampled from.
 
         All ranks take them together.
         """
@@ -319,13 +416,19 @@ class Learner:
         return self.backend.pieces([name for name in names if not is_value_head(name)])
 
     def whole_model(self, *, adapter_only: bool) -> AbstractContextManager[Any | None]:
-        """The model with all its weights (or its adapter's alone) on rank 0, None elsewhere: all ranks enter together."""
-        return self.backend.whole_model(list(self.trainable if adapter_only else self.parameter_shapes))
+        """The model with all its weights (or its adapter's alone) on rank 0, None elsewhere: all
+        ranks enter together.
+        """
+        return self.backend.whole_model(
+            list(self.trainable if adapter_only else self.parameter_shapes)
+        )
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """On rank 0 AdamW's state by parameter name: `<name>/exp_avg`, `<name>/exp_avg_sq`, `<name>/step`.
+        """On rank 0 AdamW's state by parameter name: `<name>/exp_avg`, `<name>/exp_avg_sq`,
+        `<name>/step`.
 
-        The same under every backend and number of ranks, so what one saves another reads. All ranks call it together.
+        The same under every backend and number of ranks, so what one saves another reads. All ranks
+        call it together.
         """
         return self.backend.optimizer_tensors()
 
@@ -334,10 +437,17 @@ class Learner:
         self.backend.load_optimizer_tensors(tensors)
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies the trainable tensors in. Raises ValueError naming what is missing, unknown or of another shape."""
-        missing, unknown = sorted(self.trainable.keys() - tensors.keys()), sorted(tensors.keys() - self.trainable.keys())
+        """Copies the trainable tensors in. Raises ValueError naming what is missing, unknown or of
+        another shape.
+        """
+        missing, unknown = (
+            sorted(self.trainable.keys() - tensors.keys()),
+            sorted(tensors.keys() - self.trainable.keys()),
+        )
         if missing or unknown:
-            raise ValueError(f"the saved weights do not fit this model: missing {missing[:3]}, unknown {unknown[:3]}")
+            raise ValueError(
+                f"the saved weights do not fit this model: missing {missing[:3]}, unknown {unknown[:3]}"
+            )
         for name in self.trainable:
             here, there = tuple(self.parameter_shapes[name]), shape_of(tensors, name)
             if here != there:

@@ -1,9 +1,12 @@
-"""Token logprobs inside the model's own forward: the output head returns logprobs of given targets, never the logits.
+"""Token logprobs inside the model's own forward: the output head returns logprobs of given targets,
+never the logits.
 
-A model with a value head computes its values there too, from the hidden states that the output head is given.
+A model with a value head computes its values there too, from the hidden states that the output head
+is given.
 
-The head is swapped only while a call runs, and the call goes through the outermost module, so the hooks of DDP,
-DeepSpeed and FSDP see an ordinary forward (a sharded head's weight exists nowhere else).
+The head is swapped only while a call runs, and the call goes through the outermost module, so the
+hooks of DDP, DeepSpeed and FSDP see an ordinary forward (a sharded head's weight exists nowhere
+else).
 """
 
 from __future__ import annotations
@@ -23,11 +26,13 @@ from rl.models import inner_model, value_head_of, vocabulary_of
 
 @dataclass
 class HeadRequest:
-    """targets int64 [T] (or [T, K]); token_index int64 [T] into the flattened positions, None for all of them.
+    """targets int64 [T] (or [T, K]); token_index int64 [T] into the flattened positions, None for
+    all of them.
 
-    All targets lie in [0, V): `Learner.run` has looked at them in host memory. The fused head does not, as a GPU's forward would wait.
-    logprobs: False leaves the vocabulary alone and gives zeros (who wants values only).
-    likeliest: instead of entropies, 1 where the target is the likeliest token, else 0; targets [T], without a gradient.
+    All targets lie in [0, V): `Learner.run` has looked at them in host memory. The fused head does
+    not, as a GPU's forward would wait. logprobs: False leaves the vocabulary alone and gives zeros
+    (who wants values only). likeliest: instead of entropies, 1 where the target is the likeliest
+    token, else 0; targets [T], without a gradient.
     """
 
     targets: Tensor
@@ -47,14 +52,19 @@ def _is_likeliest(logits: Tensor, targets: Tensor) -> Tensor:
     return (logits.gather(-1, targets[:, None])[:, 0] >= logits.max(-1).values).float()
 
 
-def plain_logprobs(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
-    """fp32 logprobs [T] (or [T, K]) of `targets` and entropies [T] under softmax(logits [T, V] / temperature)."""
+def plain_logprobs(
+    logits: Tensor, targets: Tensor, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """fp32 logprobs [T] (or [T, K]) of `targets` and entropies [T] under softmax(logits [T, V] /
+    temperature).
+    """
     if logits.is_cuda and targets.ndim == 1:
         return kernel_logprobs(logits, targets, temperature, entropy)
     logits = logits.float()
     if temperature != 1.0:
         logits = logits / temperature
-    # Not log_softmax: on a CPU it loses up to 4e-4 over 150,000 tokens in float32, a subtraction of logsumexp does not.
+    # Not log_softmax: on a CPU it loses up to 4e-4 over 150,000 tokens in float32, a subtraction of
+    # logsumexp does not.
     lse_T = logits.logsumexp(-1, keepdim=True)
     picked = logits.gather(-1, targets if targets.ndim == 2 else targets[:, None]) - lse_T
     if entropy:
@@ -66,8 +76,12 @@ def plain_logprobs(logits: Tensor, targets: Tensor, temperature: float, entropy:
     return (picked if targets.ndim == 2 else picked[:, 0]), entropy_T
 
 
-def kernel_logprobs(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
-    """`plain_logprobs` of [T] targets in one pass over logits of any dtype, without a float32 copy of them."""
+def kernel_logprobs(
+    logits: Tensor, targets: Tensor, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """`plain_logprobs` of [T] targets in one pass over logits of any dtype, without a float32 copy
+    of them.
+    """
     from kernels import token_logprob
 
     logp, found, _ = token_logprob(logits, targets, temperature)
@@ -75,17 +89,34 @@ def kernel_logprobs(logits: Tensor, targets: Tensor, temperature: float, entropy
 
 
 def _lora_parts(head: nn.Module) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | None:
-    """(W, bias, A, B, scale) of an output head with one active plain LoRA adapter, None for anything else."""
+    """(W, bias, A, B, scale) of an output head with one active plain LoRA adapter, None for
+    anything else.
+    """
     from peft.tuners.lora.layer import Linear as LoraLinear
 
-    if not isinstance(head, LoraLinear) or head.disable_adapters or len(head.active_adapters) != 1 or head.merged:
+    if (
+        not isinstance(head, LoraLinear)
+        or head.disable_adapters
+        or len(head.active_adapters) != 1
+        or head.merged
+    ):
         return None
     name = head.active_adapters[0]
     base: Any = head.get_base_layer()
     parts: Any = head
-    if not isinstance(base, nn.Linear) or head.use_dora.get(name) or not isinstance(head.lora_dropout[name], nn.Identity):
+    if (
+        not isinstance(base, nn.Linear)
+        or head.use_dora.get(name)
+        or not isinstance(head.lora_dropout[name], nn.Identity)
+    ):
         return None
-    return base.weight, base.bias, parts.lora_A[name].weight, parts.lora_B[name].weight, parts.scaling[name]
+    return (
+        base.weight,
+        base.bias,
+        parts.lora_A[name].weight,
+        parts.lora_B[name].weight,
+        parts.scaling[name],
+    )
 
 
 def _chosen(states: Tensor, request: HeadRequest) -> Tensor:
@@ -111,9 +142,9 @@ def _forward_of(module: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[No
 class LogprobHead:
     """Makes `model(...)` return logprobs and entropies for a request instead of logits.
 
-    `fused`: through kernels.linear_logprob, which never holds [T, V] where V is large. It is used where the head is a
-    plain linear layer (or one with a LoRA adapter) and what the model does to its logits afterwards is known;
-    everywhere else the model's own logits are used.
+    `fused`: through kernels.linear_logprob, which never holds [T, V] where V is large. It is used
+    where the head is a plain linear layer (or one with a LoRA adapter) and what the model does to
+    its logits afterwards is known; everywhere else the model's own logits are used.
     """
 
     def __init__(self, model: nn.Module, *, fused: bool = True, kept_bytes: int | None = None):
@@ -126,8 +157,12 @@ class LogprobHead:
         self.fused = fused and self._agrees()
 
     @classmethod
-    def untried(cls, model: nn.Module, *, fused: bool = True, kept_bytes: int | None = None) -> LogprobHead:
-        """Without trying the fused head on the model's weights, for models that have none: it is used where it fits the head."""
+    def untried(
+        cls, model: nn.Module, *, fused: bool = True, kept_bytes: int | None = None
+    ) -> LogprobHead:
+        """Without trying the fused head on the model's weights, for models that have none: it is
+        used where it fits the head.
+        """
         head = cls(model, fused=False, kept_bytes=kept_bytes)
         layer = head.inner.get_output_embeddings()
         head.fused = fused and (isinstance(layer, nn.Linear) or _lora_parts(layer) is not None)
@@ -145,7 +180,9 @@ class LogprobHead:
             with self._values_beside(request, values):
                 logits = wrapped(**model_inputs, use_cache=False).logits
             chosen = _chosen(logits, request)
-            logp, entropy = plain_logprobs(chosen, request.targets, request.temperature, request.entropy)
+            logp, entropy = plain_logprobs(
+                chosen, request.targets, request.temperature, request.entropy
+            )
             entropy = _is_likeliest(chosen, request.targets) if request.likeliest else entropy
         else:
             with self._swapped(request, values):
@@ -157,9 +194,12 @@ class LogprobHead:
     def _swapped(self, request: HeadRequest, values: list[Tensor]) -> Iterator[None]:
         head = self.inner.get_output_embeddings()
         if self.softcap is not None:
-            vars(self._config)["final_logit_softcapping"] = None  # applied inside the head instead; some configs allow no None
+            # applied inside the head instead; some configs allow no None
+            vars(self._config)["final_logit_softcapping"] = None
         try:
-            with _forward_of(head, lambda hidden: self._head_forward(head, hidden, request, values)):
+            with _forward_of(
+                head, lambda hidden: self._head_forward(head, hidden, request, values)
+            ):
                 yield
         finally:
             if self.softcap is not None:
@@ -181,38 +221,49 @@ class LogprobHead:
         with _forward_of(head, forward):
             yield
 
-    def _head_forward(self, head: Any, hidden: Tensor, request: HeadRequest, values: list[Tensor]) -> Tensor:
+    def _head_forward(
+        self, head: Any, hidden: Tensor, request: HeadRequest, values: list[Tensor]
+    ) -> Tensor:
         flat = _chosen(hidden, request)
         if self.value_head is not None:
             values.append(self.value_head(flat))
         if not request.logprobs:
             columns = 1 if request.targets.ndim == 1 else request.targets.shape[1]
             zeros = flat.new_zeros(len(flat), columns + 1, dtype=torch.float32)
-            # zeros that hang on the values: ZeRO-3 gathers a layer for the backward only if the model's output is part of it
+            # zeros that hang on the values: ZeRO-3 gathers a layer for the backward only if the
+            # model's output is part of it
             return zeros + 0.0 * values[0][:, None] if values else zeros
         lora = _lora_parts(head)
         if lora is not None:
-            # W h + s B A h = [W, s B] [h, A h]: one head of a slightly larger hidden size, rows still beginning at 16 bytes
+            # W h + s B A h = [W, s B] [h, A h]: one head of a slightly larger hidden size, rows
+            # still beginning at 16 bytes
             base, head_bias, a, b, scale = lora
             gap = -(base.shape[1] + len(a)) % 16
             frozen = 0 if base.requires_grad else base.shape[1]
-            flat = torch.cat([flat, F.pad(F.linear(flat.to(a.dtype), a).to(flat.dtype), (0, gap))], dim=-1)
+            flat = torch.cat(
+                [flat, F.pad(F.linear(flat.to(a.dtype), a).to(flat.dtype), (0, gap))], dim=-1
+            )
             weight = torch.cat([base, F.pad((b * scale).to(base.dtype), (0, gap))], dim=-1)
         else:
             weight, head_bias, frozen = head.weight, head.bias, 0
-        if request.targets.ndim == 2 and len(flat) * len(weight) > _SMALL:  # soft targets: K logprobs a position
+        # soft targets: K logprobs a position
+        if request.targets.ndim == 2 and len(flat) * len(weight) > _SMALL:
             from kernels import soft_logprob
 
             logp, ent = soft_logprob(
                 flat, weight, request.targets, head_bias, request.temperature, self.softcap, entropy=request.entropy,
                 saved_bytes=self.kept_bytes, frozen_columns=frozen, checked=True,
             )  # fmt: skip
-            return torch.cat([logp, (torch.zeros_like(logp[:, 0]) if ent is None else ent)[:, None]], dim=-1)
+            return torch.cat(
+                [logp, (torch.zeros_like(logp[:, 0]) if ent is None else ent)[:, None]], dim=-1
+            )
         if request.targets.ndim == 2:
             logits = F.linear(flat, weight, head_bias).float()
             if self.softcap is not None:
                 logits = self.softcap * torch.tanh(logits / self.softcap)
-            logp, entropy = plain_logprobs(logits, request.targets, request.temperature, request.entropy)
+            logp, entropy = plain_logprobs(
+                logits, request.targets, request.temperature, request.entropy
+            )
             return torch.cat([logp, entropy[:, None]], dim=-1)
         from kernels import linear_logprob
 
@@ -236,7 +287,9 @@ class LogprobHead:
 
     @torch.no_grad()
     def _agrees(self) -> bool:
-        """Whether the fused head gives the model's own logprobs on a few tokens (some models scale their logits)."""
+        """Whether the fused head gives the model's own logprobs on a few tokens (some models scale
+        their logits).
+        """
         head = self.inner.get_output_embeddings()
         if head is None or not (isinstance(head, nn.Linear) or _lora_parts(head) is not None):
             return False

@@ -1,10 +1,13 @@
 """Cutting datums into micro-batches by a token budget, and laying a micro-batch out as tensors.
 
-Three layouts of the same micro-batch, which give the same logprobs and gradients on the models that take them (see rl.learner.probe):
-  "padded"  [rows, longest], right-padded. Causal attention never looks right, so no mask is needed, and what stands at
+Three layouts of the same micro-batch, which give the same logprobs and gradients on the models that
+take them (see rl.learner.probe):
+  "padded"  [rows, longest], right-padded. Causal attention never looks right, so no mask is needed,
+  and what stands at
             the padding is not read: the head runs on real tokens alone. Best where attention costs rows x longest^2.
-  "packed"  [1, T], sequences end to end with positions that restart at 0. Best where attention takes cu_seqlens.
-  "shared"  [rows, longest], a row is a prompt once and then every answer to it, each of which sees the prompt and itself.
+  "packed"  [1, T], sequences end to end with positions that restart at 0. Best where attention
+  takes cu_seqlens. "shared"  [rows, longest], a row is a prompt once and then every answer to it,
+  each of which sees the prompt and itself.
             A group's prompt is computed once instead of once an answer; attention gets an explicit mask, so it costs
             (prompt + all answers)^2. Best where prompts are long beside answers, or everything is short.
 """
@@ -25,19 +28,21 @@ LAYOUTS = ("padded", "packed", "shared")  # and "auto": see choose_layout
 
 @dataclass(slots=True)
 class PackedBatch:
-    """One micro-batch. `input_ids` and `position_ids` as the model reads them; everything else is flat over real tokens.
+    """One micro-batch. `input_ids` and `position_ids` as the model reads them; everything else is
+    flat over real tokens.
 
     attention_mask  bool [rows, 1, longest, longest] where a row is not plainly causal, else None
-    token_index  int64 [T] where each datum's token stands in input_ids.flatten() (several may share one), None: in order
-    cu_seqlens   int64 [D + 1]
+    token_index  int64 [T] where each datum's token stands in input_ids.flatten() (several may share
+    one), None: in order cu_seqlens   int64 [D + 1]
     inputs       the datums' fields, [T] (or [T, K])
     datum_index  the position of each datum in the caller's list
     scale        1.0, or 0.0 for a batch that only keeps a rank in step with the others
     temperature  what all of its datums are scored at
-    experts      int64 [positions of input_ids, B * K] those that are given (see rl.layers.routing), -1 where they are not, or None
-    images       of each row (padded alone) its images, placed, and how long it is; None where no datum has any
-    sides        of a batch whose rows share no forward: the batches of one forward each that it consists of; else empty
-    side_order   int64 [T] where each token of this batch stands in the tokens of `sides`, end to end; None without sides
+    experts      int64 [positions of input_ids, B * K] those that are given (see rl.layers.routing),
+    -1 where they are not, or None images       of each row (padded alone) its images, placed, and
+    how long it is; None where no datum has any sides        of a batch whose rows share no forward:
+    the batches of one forward each that it consists of; else empty side_order   int64 [T] where
+    each token of this batch stands in the tokens of `sides`, end to end; None without sides
     """
 
     input_ids: Tensor
@@ -60,9 +65,11 @@ class PackedBatch:
 
 
 def units(datums: Sequence[Datum], layout: str, token_budget: int) -> list[list[int]]:
-    """What may not be torn apart: neighbours with the same prompt where the layout shares it, else each datum alone.
+    """What may not be torn apart: neighbours with the same prompt where the layout shares it, else
+    each datum alone.
 
-    A unit ends where it would outgrow the budget of a micro-batch: its prompt is computed again for the next.
+    A unit ends where it would outgrow the budget of a micro-batch: its prompt is computed again for
+    the next.
     """
     if layout != "shared":
         return [[i] for i in range(len(datums))]
@@ -82,8 +89,12 @@ def units(datums: Sequence[Datum], layout: str, token_budget: int) -> list[list[
     return found
 
 
-def blocks(datums: Sequence[Datum], layout: str, token_budget: int, group: int = 1) -> list[list[list[int]]]:
-    """Units in blocks that stay together in one micro-batch on one rank: `group` consecutive datums each (a pair, say)."""
+def blocks(
+    datums: Sequence[Datum], layout: str, token_budget: int, group: int = 1
+) -> list[list[list[int]]]:
+    """Units in blocks that stay together in one micro-batch on one rank: `group` consecutive datums
+    each (a pair, say).
+    """
     if group == 1:
         return [[unit] for unit in units(datums, layout, token_budget)]
     found = []
@@ -94,16 +105,19 @@ def blocks(datums: Sequence[Datum], layout: str, token_budget: int, group: int =
 
 
 def block_cost(datums: Sequence[Datum], block: Sequence[Sequence[int]], layout: str) -> int:
-    """Positions that a block takes: its units end to end when packed, else as many rows, each as long as the longest."""
+    """Positions that a block takes: its units end to end when packed, else as many rows, each as
+    long as the longest.
+    """
     costs = [unit_cost(datums, unit) for unit in block]
     return sum(costs) if layout == "packed" else len(costs) * max(costs)
 
 
 def choose_layout(datums: Sequence[Datum], token_budget: int, hidden_size: int) -> str:
-    """"padded" or "shared", whichever costs less arithmetic.
+    """ "padded" or "shared", whichever costs less arithmetic.
 
-    A token's linear layers take about 24 D^2 operations a layer (D: hidden size), its attention over L positions 2 L D when
-    it is causal without a mask and 4 L D with one; so a row of L tokens costs L (1 + L / 12 D), or L (1 + L / 6 D) shared.
+    A token's linear layers take about 24 D^2 operations a layer (D: hidden size), its attention
+    over L positions 2 L D when it is causal without a mask and 4 L D with one; so a row of L tokens
+    costs L (1 + L / 12 D), or L (1 + L / 6 D) shared.
     """
     lengths = [datum.model_input.length for datum in datums]
     together = units(datums, "shared", token_budget)
@@ -114,7 +128,9 @@ def choose_layout(datums: Sequence[Datum], token_budget: int, hidden_size: int) 
 
 
 def prompt_length(datum: Datum) -> int:
-    """Input tokens before the first one that is sampled: that many positions are the same for all answers to a prompt."""
+    """Input tokens before the first one that is sampled: that many positions are the same for all
+    answers to a prompt.
+    """
     inputs = datum.loss_fn_inputs
     for name in ("mask", "weights", "advantages"):
         if name in inputs:
@@ -130,11 +146,13 @@ def unit_cost(datums: Sequence[Datum], unit: Sequence[int]) -> int:
 
 
 def plan(lengths: Sequence[int], token_budget: int, layout: str) -> list[list[int]]:
-    """Which units go together: lists of indices, each micro-batch costing at most `token_budget` positions.
+    """Which units go together: lists of indices, each micro-batch costing at most `token_budget`
+    positions.
 
-    Cost is what the layout really holds: rows x longest when rows are padded, the sum of lengths when packed. A unit
-    longer than the budget stands alone (it has to be trained on somehow). Longest first, so that neighbours have like
-    lengths and the largest micro-batch, which decides the peak of memory, comes first. A pure function of its arguments.
+    Cost is what the layout really holds: rows x longest when rows are padded, the sum of lengths
+    when packed. A unit longer than the budget stands alone (it has to be trained on somehow).
+    Longest first, so that neighbours have like lengths and the largest micro-batch, which decides
+    the peak of memory, comes first. A pure function of its arguments.
     """
     if token_budget < 1:
         raise ValueError(f"the token budget of a micro-batch is at least 1, got {token_budget}")
@@ -166,9 +184,13 @@ def _first_fit(order: Sequence[int], lengths: Sequence[int], token_budget: int) 
 
 
 def collate(
-    datums: Sequence[Datum], chunk: Sequence[Sequence[int]], layout: str, device: torch.device | str = "cpu"
+    datums: Sequence[Datum],
+    chunk: Sequence[Sequence[int]],
+    layout: str,
+    device: torch.device | str = "cpu",
 ) -> PackedBatch:
-    """Lays the units of `chunk` (lists of indices into `datums`) out as one micro-batch on `device`.
+    """Lays the units of `chunk` (lists of indices into `datums`) out as one micro-batch on
+    `device`.
 
     All datums of a chunk have the same fields. Raises ValueError for an unknown layout.
     """
@@ -177,7 +199,9 @@ def collate(
     indices = [i for unit in chunk for i in unit]
     chosen = [datums[i] for i in indices]
     tokens = [np.asarray(datum.model_input.flat(), dtype=np.int64) for datum in chosen]
-    images = [(datum.model_input.placed(), len(own)) for datum, own in zip(chosen, tokens, strict=True)]
+    images = [
+        (datum.model_input.placed(), len(own)) for datum, own in zip(chosen, tokens, strict=True)
+    ]
     seen = any(placed for placed, _ in images)
     if seen and layout != "padded":
         raise ValueError(f"sequences with images are laid out padded, not {layout}")
@@ -185,7 +209,9 @@ def collate(
     lay_out = {"packed": _packed, "padded": _padded, "shared": _shared}[layout]
     input_ids, position_ids, mask, token_index = lay_out(tokens, chunk, datums)
     inputs = {
-        name: torch.from_numpy(np.concatenate([datum.loss_fn_inputs[name].array for datum in chosen])).to(device)
+        name: torch.from_numpy(
+            np.concatenate([datum.loss_fn_inputs[name].array for datum in chosen])
+        ).to(device)
         for name in chosen[0].loss_fn_inputs
     }
 
@@ -207,12 +233,16 @@ def collate(
 _Layout = tuple[np.ndarray, np.ndarray | None, np.ndarray | None, np.ndarray | None]
 
 
-def _packed(tokens: Sequence[np.ndarray], chunk: Sequence[Sequence[int]], datums: Sequence[Datum]) -> _Layout:
+def _packed(
+    tokens: Sequence[np.ndarray], chunk: Sequence[Sequence[int]], datums: Sequence[Datum]
+) -> _Layout:
     positions = np.concatenate([np.arange(len(t)) for t in tokens])
     return np.concatenate(tokens)[None], positions[None], None, None
 
 
-def _padded(tokens: Sequence[np.ndarray], chunk: Sequence[Sequence[int]], datums: Sequence[Datum]) -> _Layout:
+def _padded(
+    tokens: Sequence[np.ndarray], chunk: Sequence[Sequence[int]], datums: Sequence[Datum]
+) -> _Layout:
     lengths = np.asarray([len(t) for t in tokens])
     present = np.arange(lengths.max())[None] < lengths[:, None]
     input_ids = np.zeros(present.shape, dtype=np.int64)
@@ -220,8 +250,12 @@ def _padded(tokens: Sequence[np.ndarray], chunk: Sequence[Sequence[int]], datums
     return input_ids, None, None, (None if present.all() else np.flatnonzero(present))
 
 
-def _shared(tokens: Sequence[np.ndarray], chunk: Sequence[Sequence[int]], datums: Sequence[Datum]) -> _Layout:
-    """Row by row: the prompt (segment 0), then answer k (segment k); padding is a segment of its own."""
+def _shared(
+    tokens: Sequence[np.ndarray], chunk: Sequence[Sequence[int]], datums: Sequence[Datum]
+) -> _Layout:
+    """Row by row: the prompt (segment 0), then answer k (segment k); padding is a segment of its
+    own.
+    """
     longest = max(unit_cost(datums, unit) for unit in chunk)
     input_ids = np.zeros((len(chunk), longest), dtype=np.int64)
     position_ids = np.zeros_like(input_ids)
@@ -236,10 +270,20 @@ def _shared(tokens: Sequence[np.ndarray], chunk: Sequence[Sequence[int]], datums
         for k, _ in enumerate(unit, start=1):
             sequence = next(sequences)
             if k == 1:
-                ids[:prompt], positions[:prompt], segment[:prompt] = sequence[:prompt], np.arange(prompt), 0
+                ids[:prompt], positions[:prompt], segment[:prompt] = (
+                    sequence[:prompt],
+                    np.arange(prompt),
+                    0,
+                )
             start, end = end, end + len(sequence) - prompt
-            ids[start:end], positions[start:end], segment[start:end] = sequence[prompt:], np.arange(prompt, len(sequence)), k
+            ids[start:end], positions[start:end], segment[start:end] = (
+                sequence[prompt:],
+                np.arange(prompt, len(sequence)),
+                k,
+            )
             token_index += [np.arange(at, at + prompt), np.arange(at + start, at + end)]
-    sees = (segments[:, None, :] == segments[:, :, None]) | ((segments == 0)[:, None, :] & (segments > 0)[:, :, None])
+    sees = (segments[:, None, :] == segments[:, :, None]) | (
+        (segments == 0)[:, None, :] & (segments > 0)[:, :, None]
+    )
     mask = sees & np.tri(longest, dtype=bool)[None]
     return input_ids, position_ids, mask[:, None], np.concatenate(token_index)

@@ -1,9 +1,11 @@
-"""Which layouts a model takes: found by trying them on a few tokens when it is loaded, whatever its architecture is called.
+"""Which layouts a model takes: found by trying them on a few tokens when it is loaded, whatever its
+architecture is called.
 
-A layout is exact where every sequence has the hidden states that it has alone, and where those of one hang on nothing but
-that sequence's own tokens. The second is read from gradients with respect to the embeddings: attention that is masked gives
-exactly zero, so that a leak shows however faint it is (in a model with fresh weights it may be 1e-4 of the whole), in every
-dtype. Shapes: R rows, L positions, T tokens of all sequences, D hidden size.
+A layout is exact where every sequence has the hidden states that it has alone, and where those of
+one hang on nothing but that sequence's own tokens. The second is read from gradients with respect
+to the embeddings: attention that is masked gives exactly zero, so that a leak shows however faint
+it is (in a model with fresh weights it may be 1e-4 of the whole), in every dtype. Shapes: R rows, L
+positions, T tokens of all sequences, D hidden size.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ from rl.models import attention_mask_for, inner_model, seeded, uses_flash_attent
 from rl.ranks import distributed
 
 REACHED = 24  # a window up to here is tried as it is, a larger one as rl.layers.reach.SHRUNK
-LEAK = 1e-6  # of the gradient's own size: masked attention gives 0; a factor of eight over float32's rounding
-# Largest differences from the sequence alone, relative to its own size: (hidden states of a token, gradient at a token).
-# In float32 rounding gives up to 3e-6 and 5e-5, a fault on fresh weights (std 0.02) 1e-4 and 1e-2 or more. In bf16 rounding, and
-# experts that change places over it, reach 0.1 at single tokens, so there the median over tokens counts.
+# of the gradient's own size: masked attention gives 0; a factor of eight over float32's rounding
+LEAK = 1e-6
+# Largest differences from the sequence alone, relative to its own size: (hidden states of a token,
+# gradient at a token). In float32 rounding gives up to 3e-6 and 5e-5, a fault on fresh weights (std
+# 0.02) 1e-4 and 1e-2 or more. In bf16 rounding, and experts that change places over it, reach 0.1
+# at single tokens, so there the median over tokens counts.
 SHARP, COARSE = (5e-5, 2e-3), (0.1, 0.3)
 
 
@@ -35,28 +39,36 @@ class Untried(Exception):
 
 
 def find_faults(model: Any, layouts: Sequence[str], *, training: bool = False) -> dict[str, str]:
-    """Why a layout is not exact, by layout; what is not in it is. "padded" stands for the model alone in a plain batch.
+    """Why a layout is not exact, by layout; what is not in it is. "padded" stands for the model
+    alone in a plain batch.
 
-    Tried under the ambient autocast, and without it first where the weights are float32, since that shows most. `training`: the
-    model's training mode is tried as well, under the name "training". Leaves no trace: generators, buffers and
-    the mode of every module are as before.
+    Tried under the ambient autocast, and without it first where the weights are float32, since that
+    shows most. `training`: the model's training mode is tried as well, under the name "training".
+    Leaves no trace: generators, buffers and the mode of every module are as before.
     """
     device = next(model.parameters()).device
     under_autocast = torch.is_autocast_enabled(device.type)
     faults: dict[str, str] = {}
     with _untouched(model), runnable(model), shallow(model):
-        sharply = next(model.parameters()).dtype == torch.float32 and not uses_flash_attention(model)
+        sharply = next(model.parameters()).dtype == torch.float32 and not uses_flash_attention(
+            model
+        )
         if sharply:
             with torch.autocast(device.type, enabled=False):
                 faults = _Probe(model, SHARP).run(layouts, training)
         if under_autocast or not sharply:
             left = [layout for layout in layouts if layout not in faults]
-            faults |= _Probe(model, COARSE, again=sharply).run(left, training and "training" not in faults)
+            faults |= _Probe(model, COARSE, again=sharply).run(
+                left, training and "training" not in faults
+            )
     return faults
 
 
-def agreed_faults(model: Any | None, layouts: Sequence[str], *, training: bool, device: torch.device) -> dict[str, str]:
-    """`find_faults` as all ranks make of it together: what one of them found holds for all, or they would lay out differently.
+def agreed_faults(
+    model: Any | None, layouts: Sequence[str], *, training: bool, device: torch.device
+) -> dict[str, str]:
+    """`find_faults` as all ranks make of it together: what one of them found holds for all, or they
+    would lay out differently.
 
     `model`: None on a rank that has none to try.
     """
@@ -64,12 +76,18 @@ def agreed_faults(model: Any | None, layouts: Sequence[str], *, training: bool, 
     names = [*layouts, "training"]
     found = torch.tensor([float(name in mine) for name in names], device=device)
     distributed.all_sum_([found])
-    return {name: mine.get(name, "another rank found it so") for name, count in zip(names, found.tolist(), strict=True) if count}
+    return {
+        name: mine.get(name, "another rank found it so")
+        for name, count in zip(names, found.tolist(), strict=True)
+        if count
+    }
 
 
 @contextlib.contextmanager
 def runnable(model: Any) -> Iterator[None]:
-    """Flash attention runs on a GPU alone: weights that wait on the CPU to be sharded are tried with torch's own attention."""
+    """Flash attention runs on a GPU alone: weights that wait on the CPU to be sharded are tried
+    with torch's own attention.
+    """
     swap = uses_flash_attention(model) and next(model.parameters()).device.type == "cpu"
     if swap:
         inner_model(model).set_attn_implementation("sdpa")
@@ -84,7 +102,11 @@ def runnable(model: Any) -> Iterator[None]:
 def _untouched(model: nn.Module) -> Iterator[None]:
     """Generators, the mode of every module, and buffers as they were."""
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(module, name, buffer, buffer.clone()) for module in model.modules() for name, buffer in module.named_buffers(recurse=False)]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     try:
         with seeded(0):
             yield
@@ -98,7 +120,9 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 
 
 class _Probe:
-    """One model at one precision. `most`: the largest differences, see SHARP; `again`: it was tried more sharply before."""
+    """One model at one precision. `most`: the largest differences, see SHARP; `again`: it was tried
+    more sharply before.
+    """
 
     def __init__(self, model: Any, most: tuple[float, float], again: bool = False):
         self.model, self.inner, self.most, self.again = model, inner_model(model), most, again
@@ -113,13 +137,17 @@ class _Probe:
         sequences = Sequences.make(self.vocabulary, near)
         self.model.eval()
         with contextlib.ExitStack() as stack:
-            far = self._shrink(stack, sequences, {name: n for name, n in reach.items() if n > REACHED})
+            far = self._shrink(
+                stack, sequences, {name: n for name, n in reach.items() if n > REACHED}
+            )
             try:
                 alone = self._alone(sequences)
             except Untried as reason:
                 return {layout: str(reason) for layout in layouts}
             for layout in layouts:
-                fault = far if layout != "padded" and far else self._fault_of(layout, sequences, alone)
+                fault = (
+                    far if layout != "padded" and far else self._fault_of(layout, sequences, alone)
+                )
                 if fault:
                     faults[layout] = fault
             if training and "padded" not in faults:
@@ -128,8 +156,12 @@ class _Probe:
                     faults["training"] = fault
         return faults
 
-    def _shrink(self, stack: contextlib.ExitStack, sequences: Sequences, reach: Mapping[str, int]) -> str | None:
-        """Makes far reaches near for what follows; says what cannot be made so, and leaves packed and shared untried."""
+    def _shrink(
+        self, stack: contextlib.ExitStack, sequences: Sequences, reach: Mapping[str, int]
+    ) -> str | None:
+        """Makes far reaches near for what follows; says what cannot be made so, and leaves packed
+        and shared untried.
+        """
         if self.again:
             return None
         if self.layers.strange:
@@ -157,7 +189,11 @@ class _Probe:
             found = self._forward(self._batch(sequences, layout), judged=sequences.judged)
         except Untried as reason:
             return str(reason)
-        what = {"padded": "what stands to its right or in other rows", "packed": "the others in its row", "shared": "other answers"}
+        what = {
+            "padded": "what stands to its right or in other rows",
+            "packed": "the others in its row",
+            "shared": "other answers",
+        }
         assert found.own is not None and alone.own is not None
         size = float(alone.own.norm())
         if not found.others <= LEAK * size:
@@ -165,14 +201,18 @@ class _Probe:
         return self._why_unlike(found, alone)
 
     def _training_fault(self, sequences: Sequences, alone: Seen) -> str | None:
-        """Two forwards in training mode and a backward, with checkpoints where they are on, against those of evaluation."""
+        """Two forwards in training mode and a backward, with checkpoints where they are on, against
+        those of evaluation.
+        """
         self.model.train()
         batch = self._batch(sequences, "padded")
         try:
             for _ in range(2):
                 with Draws() as draws:
                     found = self._forward(batch, judged=sequences.judged)
-                why = self._why_unlike(found, alone) or (f"it draws random numbers ({', '.join(sorted(draws.by))})" if draws.by else None)
+                why = self._why_unlike(found, alone) or (
+                    f"it draws random numbers ({', '.join(sorted(draws.by))})" if draws.by else None
+                )
                 if why:
                     return why
         except Untried as reason:
@@ -184,13 +224,19 @@ class _Probe:
     def _why_unlike(self, found: Seen, alone: Seen) -> str | None:
         states, gradient = self._difference(found, alone)
         if not states <= self.most[0]:
-            return f"hidden states differ from those of a sequence alone by {states:.1g} of their size"
+            return (
+                f"hidden states differ from those of a sequence alone by {states:.1g} of their size"
+            )
         if not gradient <= self.most[1]:
-            return f"gradients differ from those of a sequence alone by {gradient:.1g} of their size"
+            return (
+                f"gradients differ from those of a sequence alone by {gradient:.1g} of their size"
+            )
         return None
 
     def _difference(self, found: Seen, alone: Seen) -> tuple[float, float]:
-        """Of hidden states and of gradients, each token's relative to its own size: the largest, or in bf16 the median."""
+        """Of hidden states and of gradients, each token's relative to its own size: the largest, or
+        in bf16 the median.
+        """
 
         def relative(a: Tensor, b: Tensor) -> Tensor:
             size = torch.maximum(a.norm(dim=-1), b.norm(dim=-1))
@@ -205,67 +251,119 @@ class _Probe:
         # a position whose gradient is rounding alone says nothing
         floor = 1e-6 * alone.own.norm(dim=-1).max()
         kept = (alone.own.norm(dim=-1) > floor) | (found.own.norm(dim=-1) > floor)
-        return states, most(relative(found.own, alone.own)[kept]) if bool(kept.any()) else float("inf")
+        return states, most(relative(found.own, alone.own)[kept]) if bool(kept.any()) else float(
+            "inf"
+        )
 
-    # -------------------------------------------------------------------------------------------------------- running
+    # -------------------------------------------------------------------------------------- running
 
-    def _batch(self, sequences: Sequences, layout: str, which: Sequence[int] | None = None) -> PackedBatch:
+    def _batch(
+        self, sequences: Sequences, layout: str, which: Sequence[int] | None = None
+    ) -> PackedBatch:
         datums = sequences.datums if which is None else [sequences.datums[i] for i in which]
         return collate(datums, units(datums, layout, 10**9), layout, self.device)
 
     def _alone(self, sequences: Sequences) -> Seen:
         parts = [
-            self._forward(self._batch(sequences, "padded", [i]), judged=0 if i == sequences.judged else None)
+            self._forward(
+                self._batch(sequences, "padded", [i]), judged=0 if i == sequences.judged else None
+            )
             for i in range(len(sequences.datums))
         ]
         return Seen([part.hidden[0] for part in parts], parts[sequences.judged].own)
 
     def _forward(self, batch: PackedBatch, judged: int | None = None) -> Seen:
-        """Runs a batch as the learner does. `judged`: the sequence whose last two tokens' gradient is taken."""
+        """Runs a batch as the learner does. `judged`: the sequence whose last two tokens' gradient
+        is taken.
+        """
         inputs: dict[str, Any] = {"input_ids": batch.input_ids}
         if batch.position_ids is not None:
             inputs["position_ids"] = batch.position_ids
         if batch.attention_mask is not None:
             inputs["attention_mask"] = attention_mask_for(self.model, batch.attention_mask)
         try:
-            with torch.set_grad_enabled(judged is not None), self._tapped(batch.input_ids.shape, judged is not None) as (leaves, states):
+            with (
+                torch.set_grad_enabled(judged is not None),
+                self._tapped(batch.input_ids.shape, judged is not None) as (leaves, states),
+            ):
                 logits = self.model(**inputs, use_cache=False).logits
                 hidden = states[-1] if states else logits
                 if hidden.shape[:2] != batch.input_ids.shape:
-                    raise Untried(f"logits of shape {tuple(hidden.shape)} for tokens of shape {tuple(batch.input_ids.shape)}")
-                index = torch.arange(batch.input_ids.numel(), device=self.device) if batch.token_index is None else batch.token_index
+                    raise Untried(
+                        f"logits of shape {tuple(hidden.shape)} for tokens of shape {tuple(batch.input_ids.shape)}"
+                    )
+                index = (
+                    torch.arange(batch.input_ids.numel(), device=self.device)
+                    if batch.token_index is None
+                    else batch.token_index
+                )
                 parts = index.split(batch.cu_seqlens.diff().tolist())
                 flat = hidden.flatten(0, 1)
                 seen = [flat[part].detach().float() for part in parts]
                 if judged is None:
                     return Seen(seen)
                 last = flat[parts[judged][-2:]].float()
-                weights = torch.from_numpy(np.random.default_rng(1).standard_normal(last.shape)).to(last)
-                return Seen(seen, *self._pulled((last * weights).sum(), leaves, parts[judged], batch.input_ids.shape))
-        except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError, AssertionError) as error:
+                weights = torch.from_numpy(np.random.default_rng(1).standard_normal(last.shape)).to(
+                    last
+                )
+                return Seen(
+                    seen,
+                    *self._pulled(
+                        (last * weights).sum(), leaves, parts[judged], batch.input_ids.shape
+                    ),
+                )
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+            IndexError,
+            KeyError,
+            AttributeError,
+            NotImplementedError,
+            AssertionError,
+        ) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise Untried(f"it cannot be run so ({type(error).__name__}: {first[:200]})") from error
 
-    def _pulled(self, value: Tensor, leaves: list[Tensor], own: Tensor, shape: torch.Size) -> tuple[Tensor, float]:
-        """The gradient of `value` at the judged sequence's embeddings [T, D], and the norm of it everywhere else."""
+    def _pulled(
+        self, value: Tensor, leaves: list[Tensor], own: Tensor, shape: torch.Size
+    ) -> tuple[Tensor, float]:
+        """The gradient of `value` at the judged sequence's embeddings [T, D], and the norm of it
+        everywhere else.
+        """
         if not leaves:
             raise Untried("its input embeddings are not those that its forward uses")
         found = torch.autograd.grad(value, leaves, allow_unused=True)
-        total = torch.stack([torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]).sum(0).float()
+        total = (
+            torch.stack(
+                [
+                    torch.zeros_like(leaf) if g is None else g
+                    for g, leaf in zip(found, leaves, strict=True)
+                ]
+            )
+            .sum(0)
+            .float()
+        )
         if total.shape[:2] != shape:
-            raise Untried(f"embeddings of shape {tuple(total.shape)} for tokens of shape {tuple(shape)}")
+            raise Untried(
+                f"embeddings of shape {tuple(total.shape)} for tokens of shape {tuple(shape)}"
+            )
         flat = total.flatten(0, 1)
         inside = torch.zeros(len(flat), dtype=torch.bool, device=flat.device)
         inside[own] = True
         return flat[own], float(flat[~inside].norm())
 
     @contextlib.contextmanager
-    def _tapped(self, shape: torch.Size, leaves_wanted: bool) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """The embeddings as leaves of the graph, and what the output head is given, as a forward makes them.
+    def _tapped(
+        self, shape: torch.Size, leaves_wanted: bool
+    ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """The embeddings as leaves of the graph, and what the output head is given, as a forward
+        makes them.
 
-        A linear head itself runs on no token: it may be most of the work, and what it does to one has nothing to do with others.
+        A linear head itself runs on no token: it may be most of the work, and what it does to one
+        has nothing to do with others.
         """
         leaves: list[Tensor] = []
         states: list[Tensor] = []
@@ -282,7 +380,9 @@ class _Probe:
             return (args[0][:, : 0 if isinstance(module, nn.Linear) else 1],)
 
         head = self.inner.get_output_embeddings()
-        hooks = [self.inner.get_input_embeddings().register_forward_hook(cut)] if leaves_wanted else []
+        hooks = (
+            [self.inner.get_input_embeddings().register_forward_hook(cut)] if leaves_wanted else []
+        )
         hooks += [] if head is None else [head.register_forward_pre_hook(note)]
         try:
             yield leaves, states

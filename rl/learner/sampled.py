@@ -1,4 +1,6 @@
-"""What is remembered of sampling from a model that learns: at which temperatures, and whether the whole distribution was drawn from."""
+"""What is remembered of sampling from a model that learns: at which temperatures, and whether the
+whole distribution was drawn from.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ class Sampled:
     def note(self, version: int, params: Sequence[SamplingParams]) -> None:
         """Remembers how this version was sampled from: it stands until a newer one is.
 
-        (Several updates on the same samples are all scored as these were drawn.) Greedy samples are for looking at.
+        (Several updates on the same samples are all scored as these were drawn.) Greedy samples are
+        for looking at.
         """
         for one in params:
             if one.temperature > 0:
@@ -32,23 +35,35 @@ class Sampled:
                     self._version = version
                 if one.temperature not in self.temperatures:
                     self.temperatures.append(one.temperature)
-                self._truncated, self._untruncated = self._truncated or one.reshapes, self._untruncated or not one.reshapes
+                self._truncated, self._untruncated = (
+                    self._truncated or one.reshapes,
+                    self._untruncated or not one.reshapes,
+                )
 
     def state(self) -> dict[str, Any]:
-        """What is known of the samples, for a checkpoint: who goes on from it scores as if nothing had come between."""
+        """What is known of the samples, for a checkpoint: who goes on from it scores as if nothing
+        had come between.
+        """
         ways = {"truncated": self._truncated, "untruncated": self._untruncated}
         return {"temperatures": self.temperatures, "sampled_version": self._version, **ways}
 
     def restore(self, state: Mapping[str, Any], version: int) -> None:
-        """What `state` gave; of older checkpoints the temperatures alone are known, and taken to be of `version`."""
+        """What `state` gave; of older checkpoints the temperatures alone are known, and taken to be
+        of `version`.
+        """
         self.temperatures = list(state["temperatures"])
         self._version = state.get("sampled_version", version if self.temperatures else None)
-        self._truncated, self._untruncated = bool(state.get("truncated", False)), bool(state.get("untruncated", False))
+        self._truncated, self._untruncated = (
+            bool(state.get("truncated", False)),
+            bool(state.get("untruncated", False)),
+        )
 
     def temperature(self) -> float:
-        """The temperature to score datums at that do not say theirs: that of the samples, 1 if there are none.
+        """The temperature to score datums at that do not say theirs: that of the samples, 1 if
+        there are none.
 
-        Raises ValueError where these weights were sampled at several: which of them the data is of cannot be known.
+        Raises ValueError where these weights were sampled at several: which of them the data is of
+        cannot be known.
         """
         if len(self.temperatures) > 1:
             raise ValueError(
@@ -59,10 +74,11 @@ class Sampled:
         return self.temperatures[0] if self.temperatures else 1.0
 
     def refuse_truncated(self) -> None:
-        """Raises ValueError where every sample of this version was drawn with top-k, top-p, min-p, a logit bias or min_tokens.
+        """Raises ValueError where every sample of this version was drawn with top-k, top-p, min-p,
+        a logit bias or min_tokens.
 
-        Their logprobs are of the renormalised, truncated or biased distribution, the learner's of the whole one: ratios would be
-        wrong at every token, by a factor that no clip is meant for.
+        Their logprobs are of the renormalised, truncated or biased distribution, the learner's of
+        the whole one: ratios would be wrong at every token, by a factor that no clip is meant for.
         """
         if self._truncated and not self._untruncated:
             raise ValueError(

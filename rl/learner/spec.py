@@ -13,8 +13,9 @@ from rl.types import LoraConfig
 class ModelSpec:
     """What makes a model: enough to make it again.
 
-    elsewhere   whether `base_model` is a folder outside of what the same service writes (another run's): it is then where it was noted
-    base_dtype  of the frozen matrices under an adapter: auto, fp32, bf16 or 4bit (rl.learner.base)
+    elsewhere   whether `base_model` is a folder outside of what the same service writes (another
+    run's): it is then where it was noted base_dtype  of the frozen matrices under an adapter: auto,
+    fp32, bf16 or 4bit (rl.learner.base)
     """
 
     base_model: str

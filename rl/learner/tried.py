@@ -1,4 +1,6 @@
-"""What a model is tried out with (rl.learner.probe): sequences, what is seen of a forward, what draws random numbers."""
+"""What a model is tried out with (rl.learner.probe): sequences, what is seen of a forward, what
+draws random numbers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from rl.types import Datum, ModelInput
 
 @dataclass(frozen=True)
 class Sequences:
-    """Three answers to one prompt and a sequence by itself; the judged one has neighbours before and behind, and is short."""
+    """Three answers to one prompt and a sequence by itself; the judged one has neighbours before
+    and behind, and is short.
+    """
 
     datums: list[Datum]
     judged: int = 1
@@ -27,16 +31,31 @@ class Sequences:
         def draw(n: int) -> list[int]:
             return rng.integers(0, vocabulary, n).tolist()
 
-        prompt, answers, alone = draw(4 + reach), [draw(n + reach // 2) for n in (4, 3, 6)], draw(7 + 2 * reach)
-        masks = [[0.0] * (len(prompt) - 1) + [1.0] * (len(answer) + 1) for answer in answers] + [[1.0] * len(alone)]
+        prompt, answers, alone = (
+            draw(4 + reach),
+            [draw(n + reach // 2) for n in (4, 3, 6)],
+            draw(7 + 2 * reach),
+        )
+        masks = [[0.0] * (len(prompt) - 1) + [1.0] * (len(answer) + 1) for answer in answers] + [
+            [1.0] * len(alone)
+        ]
         texts = [*([*prompt, *answer] for answer in answers), alone]
-        fields = [{"target_tokens": text, "mask": mask} for text, mask in zip(texts, masks, strict=True)]
-        return cls([Datum(ModelInput.from_ints(text), field) for text, field in zip(texts, fields, strict=True)])
+        fields = [
+            {"target_tokens": text, "mask": mask} for text, mask in zip(texts, masks, strict=True)
+        ]
+        return cls(
+            [
+                Datum(ModelInput.from_ints(text), field)
+                for text, field in zip(texts, fields, strict=True)
+            ]
+        )
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Of one forward: hidden states of each sequence [T, D]; the judged one's gradient at its own tokens, and at all others."""
+    """Of one forward: hidden states of each sequence [T, D]; the judged one's gradient at its own
+    tokens, and at all others.
+    """
 
     hidden: list[Tensor]
     own: Tensor | None = None
@@ -44,9 +63,11 @@ class Seen:
 
 
 class Draws(TorchDispatchMode):
-    """Notes what draws random tensors: one that changes a token in a thousand would not show in a few.
+    """Notes what draws random tensors: one that changes a token in a thousand would not show in a
+    few.
 
-    A single number is let be (a layer's dropout draws it at a rate of 0 too), and attention, which is marked for its own dropout.
+    A single number is let be (a layer's dropout draws it at a rate of 0 too), and attention, which
+    is marked for its own dropout.
     """
 
     def __init__(self) -> None:
@@ -56,6 +77,9 @@ class Draws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func.name():
-            if any(isinstance(one, Tensor) and one.numel() > 1 for one in (out if isinstance(out, tuple) else (out,))):
+            if any(
+                isinstance(one, Tensor) and one.numel() > 1
+                for one in (out if isinstance(out, tuple) else (out,))
+            ):
                 self.by.add(func.name().removeprefix("aten::"))
         return out

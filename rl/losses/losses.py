@@ -1,20 +1,23 @@
 """Losses: pure functions `loss(logp_T, entropy_T, inputs, cu_seqlens, config) -> (sum, metrics)`.
 
-logp_T      the learner's logprob of each target, fp32 [T] ([T, K] for soft targets), attached to the graph
-entropy_T   the learner's entropy at each position, fp32 [T]
-inputs      the datums' fields, one value a token: {"advantages": [T], "logprobs": [T], ...}; of a learner with a value head
+logp_T      the learner's logprob of each target, fp32 [T] ([T, K] for soft targets), attached to
+the graph entropy_T   the learner's entropy at each position, fp32 [T]
+inputs      the datums' fields, one value a token: {"advantages": [T], "logprobs": [T], ...}; of a
+learner with a value head
             also "values" [T], attached to the graph
 cu_seqlens  int64 [D + 1], where each datum begins; T is the sum over datums
 config      from `loss_fn_config`
 
-Every loss is a SUM over tokens and datums (as Tinker's are); who wants a mean passes a divisor to `forward_backward`.
-Metrics are sums too (":sum"), so that they add over micro-batches and ranks. With lp = learner logprob,
-q = sampler logprob, r = exp(lp - q), A = advantage, w = weight. Thresholds are absolute ratios (0.8, 1.2).
-A datum's `mask` (or `sequence_ratio_mask`), where it has one, says which tokens a policy loss trains and counts: those where it
-is not 0, whatever their advantages. Without one they are those whose advantage is not 0; a datum of a loss that has to know its
-actions exactly (`dro`, `gspo`, entropy, KL, values) gets a mask before it comes here (rl.clients.action_masks).
-Masked positions are selected away, never multiplied by zero: a NaN there changes nothing.
-What is added to a policy-gradient loss (entropy, KL to a reference, value loss) stands in rl.losses.terms.
+Every loss is a SUM over tokens and datums (as Tinker's are); who wants a mean passes a divisor to
+`forward_backward`. Metrics are sums too (":sum"), so that they add over micro-batches and ranks.
+With lp = learner logprob, q = sampler logprob, r = exp(lp - q), A = advantage, w = weight.
+Thresholds are absolute ratios (0.8, 1.2). A datum's `mask` (or `sequence_ratio_mask`), where it has
+one, says which tokens a policy loss trains and counts: those where it is not 0, whatever their
+advantages. Without one they are those whose advantage is not 0; a datum of a loss that has to know
+its actions exactly (`dro`, `gspo`, entropy, KL, values) gets a mask before it comes here
+(rl.clients.action_masks). Masked positions are selected away, never multiplied by zero: a NaN there
+changes nothing. What is added to a policy-gradient loss (entropy, KL to a reference, value loss)
+stands in rl.losses.terms.
 """
 
 from __future__ import annotations
@@ -56,7 +59,9 @@ def _trained(inputs: Inputs) -> Tensor:
 
 
 def _log_ratio(logp_T: Tensor, inputs: Inputs, active_T: Tensor) -> Tensor:
-    """lp - q at active tokens, 0 elsewhere. Without sampler logprobs q = sg(lp), so r = 1: REINFORCE."""
+    """lp - q at active tokens, 0 elsewhere. Without sampler logprobs q = sg(lp), so r = 1:
+    REINFORCE.
+    """
     old_T = inputs.get("logprobs", logp_T.detach())
     return _where(active_T, logp_T) - _where(active_T, old_T)
 
@@ -73,7 +78,9 @@ def _clip(ratio_T: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
     return torch.minimum(torch.maximum(ratio_T, low_t), high_t)
 
 
-def _clip_metrics(ratio_T: Tensor, low: Tensor | float, high: Tensor | float, active_T: Tensor) -> Metrics:
+def _clip_metrics(
+    ratio_T: Tensor, low: Tensor | float, high: Tensor | float, active_T: Tensor
+) -> Metrics:
     ratio = ratio_T.detach()
     return {
         "clipped_low:sum": (active_T & (ratio < low)).sum(),
@@ -82,10 +89,13 @@ def _clip_metrics(ratio_T: Tensor, low: Tensor | float, high: Tensor | float, ac
     }
 
 
-def cross_entropy(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config) -> tuple[Tensor, Metrics]:
+def cross_entropy(
+    logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config
+) -> tuple[Tensor, Metrics]:
     """-sum w lp; soft targets: -sum_k w_tk lp(x_tk). Weights default to 1.
 
-    `token_accuracy` (in a forward alone) counts the tokens with a weight that are the likeliest; entropy_T then tells which are.
+    `token_accuracy` (in a forward alone) counts the tokens with a weight that are the likeliest;
+    entropy_T then tells which are.
     """
     weights = inputs["weights"] if "weights" in inputs else torch.ones_like(logp_T)
     loss = -(_where(weights != 0, logp_T) * weights).sum()
@@ -103,8 +113,12 @@ def importance_sampling(
     return -(ratio_T * advantages_T).sum(), {"active_tokens:sum": active_T.sum()}
 
 
-def ppo(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config) -> tuple[Tensor, Metrics]:
-    """-sum min(r A, clip(r, lo, hi) A) (PPO, arXiv 1707.06347, equation 7). Thresholds may come per token in the datum."""
+def ppo(
+    logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config
+) -> tuple[Tensor, Metrics]:
+    """-sum min(r A, clip(r, lo, hi) A) (PPO, arXiv 1707.06347, equation 7). Thresholds may come per
+    token in the datum.
+    """
     active_T = _trained(inputs)
     advantages_T = _where(active_T, inputs["advantages"])
     ratio_T = _log_ratio(logp_T, inputs, active_T).exp()
@@ -113,8 +127,12 @@ def ppo(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, c
     return -objective_T.sum(), _clip_metrics(ratio_T, low, high, active_T)
 
 
-def cispo(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config) -> tuple[Tensor, Metrics]:
-    """-sum sg(clip(r, lo, hi)) lp A (CISPO, arXiv 2506.13585, equation 4): clipped tokens keep a gradient."""
+def cispo(
+    logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config
+) -> tuple[Tensor, Metrics]:
+    """-sum sg(clip(r, lo, hi)) lp A (CISPO, arXiv 2506.13585, equation 4): clipped tokens keep a
+    gradient.
+    """
     active_T = _trained(inputs)
     advantages_T = _where(active_T, inputs["advantages"])
     ratio_T = _log_ratio(logp_T, inputs, active_T).exp().detach()
@@ -123,27 +141,38 @@ def cispo(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor,
     return loss, _clip_metrics(ratio_T, low, high, active_T)
 
 
-def dro(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config) -> tuple[Tensor, Metrics]:
-    """-sum [lp A - beta/2 (lp - q)^2] over actions (DRO, arXiv 2405.19107): no ratio, a quadratic pull to the behaviour.
+def dro(
+    logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config
+) -> tuple[Tensor, Metrics]:
+    """-sum [lp A - beta/2 (lp - q)^2] over actions (DRO, arXiv 2405.19107): no ratio, a quadratic
+    pull to the behaviour.
 
     The pull acts on every action, whatever its advantage; hence the mask.
     """
     active_T = _trained(inputs)
     gap_T = _log_ratio(logp_T, inputs, active_T)
     advantages_T = _where(active_T, inputs["advantages"])
-    loss = (0.5 * config.get("beta", 0.05) * gap_T * gap_T - _where(active_T, logp_T) * advantages_T).sum()
+    loss = (
+        0.5 * config.get("beta", 0.05) * gap_T * gap_T - _where(active_T, logp_T) * advantages_T
+    ).sum()
     return loss, {"active_tokens:sum": active_T.sum()}
 
 
-def gspo(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config) -> tuple[Tensor, Metrics]:
-    """`ppo` with one ratio a sequence, s = exp(mean over its actions of lp - q), as s_t = sg(s) p / sg(p).
+def gspo(
+    logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config
+) -> tuple[Tensor, Metrics]:
+    """`ppo` with one ratio a sequence, s = exp(mean over its actions of lp - q), as s_t = sg(s) p /
+    sg(p).
 
-    GSPO-token, arXiv 2507.18071, equations 7 and 14. The mean, not the sum: exp(sum) would clip long sequences by noise alone.
+    GSPO-token, arXiv 2507.18071, equations 7 and 14. The mean, not the sum: exp(sum) would clip
+    long sequences by noise alone.
     """
     active_T = _trained(inputs)
     advantages_T = _where(active_T, inputs["advantages"])
     gap_T = _log_ratio(logp_T, inputs, active_T).detach()
-    owner_T = torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1, device=gap_T.device), cu_seqlens.diff())
+    owner_T = torch.repeat_interleave(
+        torch.arange(len(cu_seqlens) - 1, device=gap_T.device), cu_seqlens.diff()
+    )
     zeros_D = gap_T.new_zeros(len(cu_seqlens) - 1)
     count_D = zeros_D.index_add(0, owner_T, active_T.to(gap_T.dtype)).clamp(min=1.0)
     mean_T = (zeros_D.index_add(0, owner_T, gap_T) / count_D)[owner_T]
@@ -154,13 +183,21 @@ def gspo(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, 
     return -objective_T.sum(), _clip_metrics(ratio_T, low, high, active_T)
 
 
-def value(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config) -> tuple[Tensor, Metrics]:
-    """sum (V - R)^2 / 2 over actions, for a critic of its own; `value_clip` holds V within that of `values_old`."""
+def value(
+    logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config
+) -> tuple[Tensor, Metrics]:
+    """sum (V - R)^2 / 2 over actions, for a critic of its own; `value_clip` holds V within that of
+    `values_old`.
+    """
     return add_value_loss(inputs, config)
 
 
-def custom(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config) -> tuple[Tensor, Metrics]:
-    """The loss whose gradient is -`weights` by logprobs and -`value_weights` by values: a user's loss, seen from the learner."""
+def custom(
+    logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config
+) -> tuple[Tensor, Metrics]:
+    """The loss whose gradient is -`weights` by logprobs and -`value_weights` by values: a user's
+    loss, seen from the learner.
+    """
     total = _where(torch.zeros((), dtype=torch.bool, device=logp_T.device), logp_T).sum()
     if "weights" in inputs:
         total = cross_entropy(logp_T, entropy_T, inputs, cu_seqlens, config)[0]
@@ -171,11 +208,20 @@ def custom(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor
 
 
 def one_pass(
-    kind: str, logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config, *, clips: bool
+    kind: str,
+    logp_T: Tensor,
+    entropy_T: Tensor,
+    inputs: Inputs,
+    cu_seqlens: Tensor,
+    config: Config,
+    *,
+    clips: bool,
 ) -> tuple[Tensor, Metrics]:
-    """The loss that the kernel calls `kind` in one pass over the tokens, gradient and metrics included (kernels.policy_loss).
+    """The loss that the kernel calls `kind` in one pass over the tokens, gradient and metrics
+    included (kernels.policy_loss).
 
-    The same numbers as the plain function, which is its definition and the path off a GPU. `clips`: with its metrics of clipping.
+    The same numbers as the plain function, which is its definition and the path off a GPU. `clips`:
+    with its metrics of clipping.
     """
     from kernels import policy_loss
 
@@ -193,7 +239,10 @@ def one_pass(
     )
     metrics = {"active_tokens:sum": sums["tokens"]}
     if clips:
-        metrics |= {"clipped_low:sum": sums["clipped_low"], "clipped_high:sum": sums["clipped_high"]}
+        metrics |= {
+            "clipped_low:sum": sums["clipped_low"],
+            "clipped_high:sum": sums["clipped_high"],
+        }
     return value, metrics
 
 
@@ -201,15 +250,17 @@ def one_pass(
 class LossSpec:
     """A loss with the datum fields it needs and may have, and the keys of its config.
 
-    fused_kind   its name in kernels.policy_loss, which is its form for a GPU; None: it has no kernel, and is the plain formula there too
-    needs_advantages   its gradient is that of its advantages: where all are 0, only a term added to it has one
-    as_sampled   scored at the temperature last sampled with, unless one is given
-    terms        may carry the terms of rl.losses.terms: their fields and config keys are known to it as well
-    masked       needs to know which tokens are actions
+    fused_kind   its name in kernels.policy_loss, which is its form for a GPU; None: it has no
+    kernel, and is the plain formula there too needs_advantages   its gradient is that of its
+    advantages: where all are 0, only a term added to it has one as_sampled   scored at the
+    temperature last sampled with, unless one is given terms        may carry the terms of
+    rl.losses.terms: their fields and config keys are known to it as well masked       needs to know
+    which tokens are actions
     values       reads the learner's values, so it needs a value head
     logprobs     False: it reads nothing of the vocabulary, so that is not computed
     group        so many consecutive datums belong together (2: pairs) and are never torn apart
-    unit         what it is a sum over: "token", "group" (of answers: single ones or pairs), or "own", which is not known
+    unit         what it is a sum over: "token", "group" (of answers: single ones or pairs), or
+    "own", which is not known
     """
 
     fn: LossFn
@@ -230,22 +281,40 @@ class LossSpec:
     @property
     def fused(self) -> LossFn | None:
         """Its form in one kernel; None where there is none."""
-        return None if self.fused_kind is None else partial(one_pass, self.fused_kind, clips="clip_low_threshold" in self.config)
+        return (
+            None
+            if self.fused_kind is None
+            else partial(one_pass, self.fused_kind, clips="clip_low_threshold" in self.config)
+        )
 
     def on(self, device: torch.device, *, fused: bool) -> LossFn:
-        """The function to call there: one kernel on a GPU where there is one, the plain formula elsewhere."""
+        """The function to call there: one kernel on a GPU where there is one, the plain formula
+        elsewhere.
+        """
         return self.fused if fused and self.fused is not None and device.type == "cuda" else self.fn
 
     def compute(
-        self, logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config, *, fused: bool = False
+        self,
+        logp_T: Tensor,
+        entropy_T: Tensor,
+        inputs: Inputs,
+        cu_seqlens: Tensor,
+        config: Config,
+        *,
+        fused: bool = False,
     ) -> tuple[Tensor, Metrics]:
         """The loss and the terms that `config` adds to it, summed; metrics of both."""
         if self.terms:
             inputs = against_proximal(logp_T, inputs)
-        total, metrics = self.on(logp_T.device, fused=fused)(logp_T, entropy_T, inputs, cu_seqlens, config)
+        total, metrics = self.on(logp_T.device, fused=fused)(
+            logp_T, entropy_T, inputs, cu_seqlens, config
+        )
         if self.terms and switched_on(config):
             added, watched = terms(logp_T, entropy_T, inputs, config)
-            total, metrics = total + added, {**metrics, "policy_loss:sum": total.detach(), **watched}
+            total, metrics = (
+                total + added,
+                {**metrics, "policy_loss:sum": total.detach(), **watched},
+            )
         return total, metrics
 
     @property
@@ -263,17 +332,27 @@ class LossSpec:
         return self.values or (self.terms and bool(config.get("value_coef", 0.0)))
 
     def check_terms(self, index: int, fields: Mapping[str, object], config: Config) -> None:
-        """Raises ValueError, naming datum `index`, where what `config` switches on lacks a field, and says how to give it."""
+        """Raises ValueError, naming datum `index`, where what `config` switches on lacks a field,
+        and says how to give it.
+        """
         asked = switched_on(config) if self.terms else []
         if (self.masked or asked) and not any(name in fields for name in MASKS):
             raise BadRequestError(
                 f"datum {index} lacks loss_fn_inputs['mask'], which {' and '.join(asked) or 'this loss'} needs to know the actions: "
                 "1.0 at each target the policy drew, 0.0 elsewhere, e.g. [0.0] * (prompt length - 1) + [1.0] * response length"
             )
-        needed = needed_fields(config) if self.terms else {"values_old": "value_clip"} if "value_clip" in config else {}
+        needed = (
+            needed_fields(config)
+            if self.terms
+            else {"values_old": "value_clip"}
+            if "value_clip" in config
+            else {}
+        )
         for name, setting in needed.items():
             if name not in fields:
-                raise BadRequestError(f"datum {index} lacks loss_fn_inputs[{name!r}], which {setting} needs (it has {sorted(fields)})")
+                raise BadRequestError(
+                    f"datum {index} lacks loss_fn_inputs[{name!r}], which {setting} needs (it has {sorted(fields)})"
+                )
 
 
 _CLIP = ("clip_low_threshold", "clip_high_threshold")
@@ -291,7 +370,9 @@ def _policy_gradient(
     config: tuple[str, ...] = (),
     masked: bool = False,
 ) -> LossSpec:
-    """Make the entry of a loss with advantages. `logprobs`: whether a datum must have the sampler's, or may."""
+    """Make the entry of a loss with advantages. `logprobs`: whether a datum must have the
+    sampler's, or may.
+    """
     required = (*_RL, "logprobs") if logprobs else _RL
     return LossSpec(
         fn, required, fields if logprobs else ("logprobs", *fields), config, fused_kind=fused_kind, needs_advantages=needs_advantages,
@@ -329,14 +410,25 @@ LOSSES: dict[str, LossSpec] = {
     ),
 }  # fmt: skip
 # what forward_backward_custom runs
-CUSTOM = LossSpec(custom, ("target_tokens",), ("weights", "value_weights"), soft_targets=True, as_sampled=True, unit="own")
+CUSTOM = LossSpec(
+    custom,
+    ("target_tokens",),
+    ("weights", "value_weights"),
+    soft_targets=True,
+    as_sampled=True,
+    unit="own",
+)
 VALUES = replace(CUSTOM, logprobs=False)  # the same of values alone
 
 
 def get_loss(name: str) -> LossSpec:
     """The loss of that name, or an error that lists what exists."""
     if name == "stable_reinforce":
-        raise BadRequestError("the formula of 'stable_reinforce' is not published; use loss_fn='importance_sampling' instead")
+        raise BadRequestError(
+            "the formula of 'stable_reinforce' is not published; use loss_fn='importance_sampling' instead"
+        )
     if name not in LOSSES:
-        raise BadRequestError(f"unknown loss {name!r}: one of {', '.join(LOSSES)}, or a function with forward_backward_custom")
+        raise BadRequestError(
+            f"unknown loss {name!r}: one of {', '.join(LOSSES)}, or a function with forward_backward_custom"
+        )
     return LOSSES[name]

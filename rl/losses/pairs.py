@@ -1,7 +1,9 @@
-"""Losses on pairs: two consecutive datums, the preferred response first, then the one it was preferred to.
+"""Losses on pairs: two consecutive datums, the preferred response first, then the one it was
+preferred to.
 
-The same form as rl.losses. lp = learner logprob, ref = reference logprob (field `ref_logprobs`; without it the loss is
-reference-free, ref = 0), both summed over the tokens of `mask`. For a pair (w, l), preferred and not:
+The same form as rl.losses. lp = learner logprob, ref = reference logprob (field `ref_logprobs`;
+without it the loss is reference-free, ref = 0), both summed over the tokens of `mask`. For a pair
+(w, l), preferred and not:
     delta = (lp_w - ref_w) - (lp_l - ref_l)
     implicit rewards: beta (lp - ref)
 """
@@ -25,14 +27,26 @@ def sequence_sums(value_T: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def _pair_terms(
-    logp_T: Tensor, inputs: Mapping[str, Tensor], cu_seqlens: Tensor, config: Config, *, per_token: bool
+    logp_T: Tensor,
+    inputs: Mapping[str, Tensor],
+    cu_seqlens: Tensor,
+    config: Config,
+    *,
+    per_token: bool,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(delta of each pair, attached to the graph; metric sums). `per_token`: lp - ref is averaged over tokens, not summed."""
+    """(delta of each pair, attached to the graph; metric sums). `per_token`: lp - ref is averaged
+    over tokens, not summed.
+    """
     mask_T = inputs["mask"] != 0
     zeros_T = torch.zeros_like(logp_T)
     own_T = torch.where(mask_T, logp_T, zeros_T)
-    ref_T = torch.where(mask_T, inputs["ref_logprobs"], zeros_T) if "ref_logprobs" in inputs else zeros_T
-    # Token by token before the sum: where policy and reference are the same model, the difference is exactly 0.
+    ref_T = (
+        torch.where(mask_T, inputs["ref_logprobs"], zeros_T)
+        if "ref_logprobs" in inputs
+        else zeros_T
+    )
+    # Token by token before the sum: where policy and reference are the same model, the difference
+    # is exactly 0.
     ratios_D = sequence_sums(own_T - ref_T, cu_seqlens)
     rewards_D = config.get("beta", 0.1) * ratios_D.detach()
     logps_D = sequence_sums(own_T.detach(), cu_seqlens)
@@ -51,40 +65,59 @@ def _pair_terms(
 
 
 def dpo(
-    logp_T: Tensor, entropy_T: Tensor, inputs: Mapping[str, Tensor], cu_seqlens: Tensor, config: Config
+    logp_T: Tensor,
+    entropy_T: Tensor,
+    inputs: Mapping[str, Tensor],
+    cu_seqlens: Tensor,
+    config: Config,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-sum over pairs of (1 - eps) log sigmoid(beta delta) + eps log sigmoid(-beta delta).
 
-    DPO (Rafailov et al., arXiv 2305.18290, equation 7); with `label_smoothing` eps > 0, the chance that a label is wrong,
-    conservative DPO (Mitchell, "A note on DPO with noisy preferences", 2023). `length_normalise` 1: delta is of
-    means over tokens.
+    DPO (Rafailov et al., arXiv 2305.18290, equation 7); with `label_smoothing` eps > 0, the chance
+    that a label is wrong, conservative DPO (Mitchell, "A note on DPO with noisy preferences",
+    2023). `length_normalise` 1: delta is of means over tokens.
     """
-    delta, metrics = _pair_terms(logp_T, inputs, cu_seqlens, config, per_token=bool(config.get("length_normalise", 0)))
+    delta, metrics = _pair_terms(
+        logp_T, inputs, cu_seqlens, config, per_token=bool(config.get("length_normalise", 0))
+    )
     scaled, eps = config.get("beta", 0.1) * delta, config.get("label_smoothing", 0.0)
     loss = -((1 - eps) * F.logsigmoid(scaled) + eps * F.logsigmoid(-scaled)).sum()
     return loss, metrics
 
 
 def ipo(
-    logp_T: Tensor, entropy_T: Tensor, inputs: Mapping[str, Tensor], cu_seqlens: Tensor, config: Config
+    logp_T: Tensor,
+    entropy_T: Tensor,
+    inputs: Mapping[str, Tensor],
+    cu_seqlens: Tensor,
+    config: Config,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """sum over pairs of (delta - 1 / (2 beta))^2 (IPO, Azar et al., arXiv 2310.12036, equation 17, with tau = beta).
+    """sum over pairs of (delta - 1 / (2 beta))^2 (IPO, Azar et al., arXiv 2310.12036, equation 17,
+    with tau = beta).
 
-    `length_normalise` 0 sums over tokens as the equation does; by default (1) delta is of means over tokens, which keeps the
-    target within reach of short and long responses alike, and is what other trainers do.
+    `length_normalise` 0 sums over tokens as the equation does; by default (1) delta is of means
+    over tokens, which keeps the target within reach of short and long responses alike, and is what
+    other trainers do.
     """
-    delta, metrics = _pair_terms(logp_T, inputs, cu_seqlens, config, per_token=bool(config.get("length_normalise", 1)))
+    delta, metrics = _pair_terms(
+        logp_T, inputs, cu_seqlens, config, per_token=bool(config.get("length_normalise", 1))
+    )
     return (delta - 1 / (2 * config.get("beta", 0.1))).square().sum(), metrics
 
 
 def bradley_terry(
-    logp_T: Tensor, entropy_T: Tensor, inputs: Mapping[str, Tensor], cu_seqlens: Tensor, config: Config
+    logp_T: Tensor,
+    entropy_T: Tensor,
+    inputs: Mapping[str, Tensor],
+    cu_seqlens: Tensor,
+    config: Config,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-sum over pairs of log sigmoid(r_w - r_l), r: the value at a datum's last position, having read all of it.
+    """-sum over pairs of log sigmoid(r_w - r_l), r: the value at a datum's last position, having
+    read all of it.
 
-    P(w preferred to l) = sigmoid(r_w - r_l) (Bradley and Terry 1952; as a reward model: Ouyang et al., arXiv 2203.02155,
-    equation 1). `centre_coef` c adds c (r_w + r_l)^2, which fixes the constant that the model leaves open (Eisenstein et
-    al., arXiv 2312.09244, section 2.2).
+    P(w preferred to l) = sigmoid(r_w - r_l) (Bradley and Terry 1952; as a reward model: Ouyang et
+    al., arXiv 2203.02155, equation 1). `centre_coef` c adds c (r_w + r_l)^2, which fixes the
+    constant that the model leaves open (Eisenstein et al., arXiv 2312.09244, section 2.2).
     """
     scores_D = inputs["values"][cu_seqlens[1:] - 1]
     chosen, rejected = scores_D[0::2], scores_D[1::2]

@@ -1,7 +1,8 @@
-"""Losses on preferences without a reference (ORPO, SimPO), and on answers of which each is good or bad (KTO).
+"""Losses on preferences without a reference (ORPO, SimPO), and on answers of which each is good or
+bad (KTO).
 
-The same form as rl.losses. lp = learner logprob, ref = reference logprob, over the tokens of `mask`; |y|: how many these are.
-Pairs are two consecutive datums, the preferred answer first.
+The same form as rl.losses. lp = learner logprob, ref = reference logprob, over the tokens of
+`mask`; |y|: how many these are. Pairs are two consecutive datums, the preferred answer first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from rl.losses.pairs import sequence_sums
 Config = Mapping[str, float]
 
 
-def _answers(logp_T: Tensor, inputs: Mapping[str, Tensor], cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+def _answers(
+    logp_T: Tensor, inputs: Mapping[str, Tensor], cu_seqlens: Tensor
+) -> tuple[Tensor, Tensor]:
     """(the sum of lp, |y|) of each datum."""
     mask_T = inputs["mask"] != 0
     sums_D = sequence_sums(torch.where(mask_T, logp_T, torch.zeros_like(logp_T)), cu_seqlens)
@@ -37,11 +40,17 @@ def _metrics(rewards_D: Tensor, sums_D: Tensor) -> dict[str, Tensor]:
 
 
 def orpo(
-    logp_T: Tensor, entropy_T: Tensor, inputs: Mapping[str, Tensor], cu_seqlens: Tensor, config: Config
+    logp_T: Tensor,
+    entropy_T: Tensor,
+    inputs: Mapping[str, Tensor],
+    cu_seqlens: Tensor,
+    config: Config,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """sum over pairs of -m_w - beta log sigmoid(log odds_w - log odds_l), odds = P / (1 - P), P = e^m, m = mean of lp over y.
+    """sum over pairs of -m_w - beta log sigmoid(log odds_w - log odds_l), odds = P / (1 - P), P =
+    e^m, m = mean of lp over y.
 
-    ORPO (Hong et al., arXiv 2403.07691, equations 6 and 7; beta is their lambda). The answer is learnt, not the prompt.
+    ORPO (Hong et al., arXiv 2403.07691, equations 6 and 7; beta is their lambda). The answer is
+    learnt, not the prompt.
     """
     sums_D, counts_D = _answers(logp_T, inputs, cu_seqlens)
     means_D = sums_D / counts_D
@@ -54,7 +63,11 @@ def orpo(
 
 
 def simpo(
-    logp_T: Tensor, entropy_T: Tensor, inputs: Mapping[str, Tensor], cu_seqlens: Tensor, config: Config
+    logp_T: Tensor,
+    entropy_T: Tensor,
+    inputs: Mapping[str, Tensor],
+    cu_seqlens: Tensor,
+    config: Config,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-sum over pairs of log sigmoid(beta m_w - beta m_l - gamma), m = mean of lp over y.
 
@@ -67,22 +80,35 @@ def simpo(
 
 
 def kto(
-    logp_T: Tensor, entropy_T: Tensor, inputs: Mapping[str, Tensor], cu_seqlens: Tensor, config: Config
+    logp_T: Tensor,
+    entropy_T: Tensor,
+    inputs: Mapping[str, Tensor],
+    cu_seqlens: Tensor,
+    config: Config,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """sum over answers of w (1 - sigmoid(beta (r - z))) of good ones, w (1 - sigmoid(beta (z - r))) of bad ones, r = sum of lp - ref.
+    """sum over answers of w (1 - sigmoid(beta (r - z))) of good ones, w (1 - sigmoid(beta (z - r)))
+    of bad ones, r = sum of lp - ref.
 
-    KTO (Ethayarajh et al., arXiv 2402.01306, equations 7 and 8): z, `kl`, is the batch's estimate of the KL to the reference, without
-    a gradient; w is `desirable_weight` or `undesirable_weight`. `labels`: 1 throughout a good answer's datum, -1 throughout a bad one's.
+    KTO (Ethayarajh et al., arXiv 2402.01306, equations 7 and 8): z, `kl`, is the batch's estimate
+    of the KL to the reference, without a gradient; w is `desirable_weight` or `undesirable_weight`.
+    `labels`: 1 throughout a good answer's datum, -1 throughout a bad one's.
     """
     mask_T = inputs["mask"] != 0
     zeros_T = torch.zeros_like(logp_T)
-    own_T, ref_T = torch.where(mask_T, logp_T, zeros_T), torch.where(mask_T, inputs["ref_logprobs"], zeros_T)
+    own_T, ref_T = (
+        torch.where(mask_T, logp_T, zeros_T),
+        torch.where(mask_T, inputs["ref_logprobs"], zeros_T),
+    )
     ratios_D = sequence_sums(own_T - ref_T, cu_seqlens)
     signs_D = inputs["labels"][cu_seqlens[1:] - 1].to(ratios_D.dtype)
     good_D = signs_D > 0
     beta = config.get("beta", 0.1)
-    weights_D = torch.where(good_D, config.get("desirable_weight", 1.0), config.get("undesirable_weight", 1.0)).to(ratios_D.dtype)
-    loss = (weights_D * (1 - torch.sigmoid(beta * signs_D * (ratios_D - config.get("kl", 0.0))))).sum()
+    weights_D = torch.where(
+        good_D, config.get("desirable_weight", 1.0), config.get("undesirable_weight", 1.0)
+    ).to(ratios_D.dtype)
+    loss = (
+        weights_D * (1 - torch.sigmoid(beta * signs_D * (ratios_D - config.get("kl", 0.0))))
+    ).sum()
     rewards_D = beta * ratios_D.detach()
     return loss, {
         "answers:sum": torch.tensor(len(ratios_D), device=logp_T.device),

@@ -1,8 +1,9 @@
 """Terms that a policy-gradient loss can carry: entropy bonus, KL to a reference, value loss.
 
-Each is switched on by its coefficient in `loss_fn_config` and is, like the losses, a SUM over action tokens. Which tokens are
-actions is said by the datum's `mask` (or `sequence_ratio_mask`): an advantage of 0 does not tell an observation from an action.
-A mask of other values than 0 and 1 weighs entropy and KL at its tokens (a sequence's mean: 1 over its action tokens).
+Each is switched on by its coefficient in `loss_fn_config` and is, like the losses, a SUM over
+action tokens. Which tokens are actions is said by the datum's `mask` (or `sequence_ratio_mask`): an
+advantage of 0 does not tell an observation from an action. A mask of other values than 0 and 1
+weighs entropy and KL at its tokens (a sequence's mean: 1 over its action tokens).
 
     entropy_coef  c       - c sum H              H: the policy's entropy at each action, at the temperature of the samples
     kl_coef       c       + c sum KL estimate    needs `ref_logprobs`, reads `drawn_logprobs`, else `logprobs`; the estimator is `kl_kind`
@@ -26,11 +27,21 @@ Metrics = dict[str, Tensor]
 KL_KINDS = ("k1", "k2", "k3", "k3_pathwise")
 TERM_CONFIG = ("entropy_coef", "kl_coef", "kl_kind", "value_coef", "value_clip")
 MASKS = ("mask", "sequence_ratio_mask")
-TERM_FIELDS = (*MASKS, "ref_logprobs", "returns", "values_old", "drawn_logprobs", "versions", "proximal_share")
+TERM_FIELDS = (
+    *MASKS,
+    "ref_logprobs",
+    "returns",
+    "values_old",
+    "drawn_logprobs",
+    "versions",
+    "proximal_share",
+)
 
 
 def where(mask: Tensor, value: Tensor) -> Tensor:
-    """`value` where the mask holds, 0 elsewhere: selected, never multiplied, so that a NaN elsewhere changes nothing."""
+    """`value` where the mask holds, 0 elsewhere: selected, never multiplied, so that a NaN
+    elsewhere changes nothing.
+    """
     return torch.where(mask, value, torch.zeros((), dtype=value.dtype, device=value.device))
 
 
@@ -40,15 +51,18 @@ def actions(inputs: Inputs) -> Tensor:
 
 
 def kl_estimate(logp_T: Tensor, ref_T: Tensor, kind: str, drawn_T: Tensor | None = None) -> Tensor:
-    """An estimate of KL(policy || reference) at each token that was drawn, [T]. Schulman 2020, joschu.net/blog/kl-approx.html.
+    """An estimate of KL(policy || reference) at each token that was drawn, [T]. Schulman 2020,
+    joschu.net/blog/kl-approx.html.
 
-    With g = lp - ref: k1 = g, k2 = g^2 / 2, k3 = e^-g - 1 + g. On policy the gradient of the KL is E[g grad lp], which is that
-    of k2 as it stands; k1 as it stands has expected gradient 0, and k3 has that of KL(reference || policy)
-    (arXiv 2512.21852). So all three are given the gradient g grad lp, and differ in the value they report.
-    `drawn_T`: the logprobs q of what drew the tokens, where that is not the policy as it is (a later epoch, older samples): the
-    three are weighted by r = e^(lp - q), held constant, and r g grad lp is again the KL's gradient in expectation (that of
-    DeepSeek-V3.2's unbiased estimate r k3, arXiv 2512.02556, section 3.1, differentiated with its r). On policy r is 1.
-    `k3_pathwise` is k3 differentiated as it stands and not weighted, as GRPO does (arXiv 2402.03300, equation 4): for comparisons.
+    With g = lp - ref: k1 = g, k2 = g^2 / 2, k3 = e^-g - 1 + g. On policy the gradient of the KL is
+    E[g grad lp], which is that of k2 as it stands; k1 as it stands has expected gradient 0, and k3
+    has that of KL(reference || policy) (arXiv 2512.21852). So all three are given the gradient g
+    grad lp, and differ in the value they report. `drawn_T`: the logprobs q of what drew the tokens,
+    where that is not the policy as it is (a later epoch, older samples): the three are weighted by
+    r = e^(lp - q), held constant, and r g grad lp is again the KL's gradient in expectation (that
+    of DeepSeek-V3.2's unbiased estimate r k3, arXiv 2512.02556, section 3.1, differentiated with
+    its r). On policy r is 1. `k3_pathwise` is k3 differentiated as it stands and not weighted, as
+    GRPO does (arXiv 2402.03300, equation 4): for comparisons.
     """
     gap_T = logp_T - ref_T
     k2_T = 0.5 * gap_T * gap_T
@@ -67,10 +81,14 @@ def kl_estimate(logp_T: Tensor, ref_T: Tensor, kind: str, drawn_T: Tensor | None
     return estimate_T if drawn_T is None else (logp_T - drawn_T).detach().exp() * estimate_T
 
 
-def value_loss(values_T: Tensor, returns_T: Tensor, old_T: Tensor | None, clip: float | None) -> Tensor:
-    """(V - R)^2 / 2 at each token; with `clip` the larger of that and the same of V held within `clip` of the old value.
+def value_loss(
+    values_T: Tensor, returns_T: Tensor, old_T: Tensor | None, clip: float | None
+) -> Tensor:
+    """(V - R)^2 / 2 at each token; with `clip` the larger of that and the same of V held within
+    `clip` of the old value.
 
-    PPO, arXiv 1707.06347, equation 9 (L^VF); the clipped form is that of OpenAI's baselines, arXiv 2005.12729, section 2.
+    PPO, arXiv 1707.06347, equation 9 (L^VF); the clipped form is that of OpenAI's baselines, arXiv
+    2005.12729, section 2.
     """
     plain_T = 0.5 * (values_T - returns_T) ** 2
     if clip is None:
@@ -81,7 +99,9 @@ def value_loss(values_T: Tensor, returns_T: Tensor, old_T: Tensor | None, clip: 
 
 
 def needed_fields(config: Config) -> dict[str, str]:
-    """Datum fields that the terms switched on in `config` need, each with the setting that asks for it (the mask apart)."""
+    """Datum fields that the terms switched on in `config` need, each with the setting that asks for
+    it (the mask apart).
+    """
     needed: dict[str, str] = {}
     if config.get("kl_coef", 0.0):
         needed["ref_logprobs"] = "kl_coef"
@@ -95,9 +115,13 @@ def needed_fields(config: Config) -> dict[str, str]:
 def check_config(config: Config) -> None:
     """Raises ValueError for a setting of the terms that means nothing."""
     if config.get("kl_kind", "k3") not in KL_KINDS:
-        raise BadRequestError(f"loss_fn_config has kl_kind {config['kl_kind']!r}: one of {', '.join(KL_KINDS)}")
+        raise BadRequestError(
+            f"loss_fn_config has kl_kind {config['kl_kind']!r}: one of {', '.join(KL_KINDS)}"
+        )
     if config.get("value_clip") is not None and not config["value_clip"] > 0:
-        raise BadRequestError(f"value_clip is positive (how far a value may move from values_old), or left out; got {config['value_clip']}")
+        raise BadRequestError(
+            f"value_clip is positive (how far a value may move from values_old), or left out; got {config['value_clip']}"
+        )
 
 
 def switched_on(config: Config) -> list[str]:
@@ -118,22 +142,38 @@ def add_value_loss(inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
 
 
 def against_proximal(logp_T: Tensor, inputs: Inputs) -> Inputs:
-    """The fields with `logprobs` of a proximal policy, where a datum's `proximal_share` says how far it lies from what drew a token.
+    """The fields with `logprobs` of a proximal policy, where a datum's `proximal_share` says how
+    far it lies from what drew a token.
 
-    Between that, q, and the learner as it is, lp, in logprobs: q + share (lp - q), held constant (AReaL's log-linear approximation of
-    decoupled PPO's proximal policy). Ratios are then e^((1 - share) (lp - q)). What drew the tokens stays known, for a KL.
+    Between that, q, and the learner as it is, lp, in logprobs: q + share (lp - q), held constant
+    (AReaL's log-linear approximation of decoupled PPO's proximal policy). Ratios are then e^((1 -
+    share) (lp - q)). What drew the tokens stays known, for a KL.
     """
     if "proximal_share" not in inputs:
         return inputs
-    active_T = actions(inputs) if any(name in inputs for name in MASKS) else inputs["advantages"] != 0
+    active_T = (
+        actions(inputs) if any(name in inputs for name in MASKS) else inputs["advantages"] != 0
+    )
     q_T = inputs["logprobs"]
-    moved_T = where(active_T, inputs["proximal_share"] * (where(active_T, logp_T.detach()) - where(active_T, q_T)))
-    return {**inputs, "logprobs": q_T + moved_T, "drawn_logprobs": inputs.get("drawn_logprobs", q_T)}
+    moved_T = where(
+        active_T,
+        inputs["proximal_share"] * (where(active_T, logp_T.detach()) - where(active_T, q_T)),
+    )
+    return {
+        **inputs,
+        "logprobs": q_T + moved_T,
+        "drawn_logprobs": inputs.get("drawn_logprobs", q_T),
+    }
 
 
-def terms(logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
+def terms(
+    logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, config: Config
+) -> tuple[Tensor, Metrics]:
     """The sum of the terms that are switched on (at least one is), and their metrics."""
-    active_T, weight_T = actions(inputs), inputs["mask" if "mask" in inputs else "sequence_ratio_mask"]
+    active_T, weight_T = (
+        actions(inputs),
+        inputs["mask" if "mask" in inputs else "sequence_ratio_mask"],
+    )
     total, metrics = logp_T.new_zeros(()), {"action_tokens:sum": active_T.sum()}
     if coefficient := config.get("entropy_coef", 0.0):
         active_entropy_T = where(active_T, entropy_T)

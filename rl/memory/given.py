@@ -1,4 +1,6 @@
-"""What a plan is made from: a model in numbers, the micro-batch and what it holds, the launch, the work of a step."""
+"""What a plan is made from: a model in numbers, the micro-batch and what it holds, the launch, the
+work of a step.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,18 @@ FP32, BF16 = 4, 2
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model in numbers. `small`: numbers in parameters that ZeRO-3 does not shard; `largest`: of one parameter.
+    """A model in numbers. `small`: numbers in parameters that ZeRO-3 does not shard; `largest`: of
+    one parameter.
 
-    `adapters`: numbers in LoRA's matrices; `fast`: whether the sampler's own decoder serves it; `layer`: numbers in a layer, which
-    FSDP2 puts together as one; `matrices`, `linears`: numbers in frozen matrices, which a base in bf16 has in bf16, and in those that a
-    base in 4 bit has in 4 bit; `windowed`: some layers do not look at everything, or positions cannot be given, so that rows are padded;
-    `caching`: layers that keep keys and values (None: all), the others of a hybrid keep a state of one size; `idle`: numbers in the experts
-    that a token does not go to; `seeing`: in the vision tower and what joins it to the text, of which `seeing_trained` are trained;
-    `unsplit`, `unsplit_adapters`: numbers, of the model and of its adapters, that each rank of a team holds all of (rl.sampler.split).
+    `adapters`: numbers in LoRA's matrices; `fast`: whether the sampler's own decoder serves it;
+    `layer`: numbers in a layer, which FSDP2 puts together as one; `matrices`, `linears`: numbers in
+    frozen matrices, which a base in bf16 has in bf16, and in those that a base in 4 bit has in 4
+    bit; `windowed`: some layers do not look at everything, or positions cannot be given, so that
+    rows are padded; `caching`: layers that keep keys and values (None: all), the others of a hybrid
+    keep a state of one size; `idle`: numbers in the experts that a token does not go to; `seeing`:
+    in the vision tower and what joins it to the text, of which `seeing_trained` are trained;
+    `unsplit`, `unsplit_adapters`: numbers, of the model and of its adapters, that each rank of a
+    team holds all of (rl.sampler.split).
     """
 
     name: str
@@ -55,7 +61,9 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The largest micro-batch of a rank: `rows` of `length` positions, of which `tokens` are real; `masked`: see packing."""
+    """The largest micro-batch of a rank: `rows` of `length` positions, of which `tokens` are real;
+    `masked`: see packing.
+    """
 
     rows: int
     length: int
@@ -88,7 +96,8 @@ class Launch(Sharing):
     """Where a run runs. `memory`: bytes of each GPU; 0 where it is not known.
 
     `base`: what frozen matrices are held in, as the settings call it;
-    `in_parts`: a sharded model is read so (rl.models.may_stay_unread); `team`: so many ranks hold a sampler together (`sampler_tp`).
+    `in_parts`: a sharded model is read so (rl.models.may_stay_unread); `team`: so many ranks hold a
+    sampler together (`sampler_tp`).
     """
 
     cuda: bool
@@ -105,13 +114,16 @@ class Launch(Sharing):
 
     @property
     def weight_bytes(self) -> int:
-        """Of one weight as the learner keeps it: fp32 but under DeepSpeed in bf16, where the optimizer has the fp32 copy."""
+        """Of one weight as the learner keeps it: fp32 but under DeepSpeed in bf16, where the
+        optimizer has the fp32 copy.
+        """
         return BF16 if self.zero is not None and self.bf16 else FP32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a rank does in a step. `rows` answers of `answer` tokens to `prompts` prompts of `prompt` tokens are sampled at once.
+    """What a rank does in a step. `rows` answers of `answer` tokens to `prompts` prompts of
+    `prompt` tokens are sampled at once.
 
     `pages`: of the pool that the sampler takes from the beginning; 0: its cache is not in pages.
     """

@@ -1,11 +1,12 @@
-"""Bytes that one GPU (or process) holds, from a model's numbers, the launch and the work of a step: pure functions.
+"""Bytes that one GPU (or process) holds, from a model's numbers, the launch and the work of a step:
+pure functions.
 
 Three moments are told apart, since what they hold does not lie there at once:
     sample  KV cache and the sampler's working memory
     train   a micro-batch: gradients, activations, logits
     update  gradients summed over ranks, the optimizer's step
-The largest sum is the peak. Every constant below is a dtype's size or a default of DeepSpeed 0.19 or torch; none is fitted.
-N: numbers in the model, of which Nt are trained; W: ranks.
+The largest sum is the peak. Every constant below is a dtype's size or a default of DeepSpeed 0.19
+or torch; none is fitted. N: numbers in the model, of which Nt are trained; W: ranks.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from rl.memory.given import BF16, FP32, Held, Launch, MicroBatch, ModelShape, Wo
 from rl.sampler import PAGE
 
 GIB = float(1 << 30)
-NF4 = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # 4 bit, an 8-bit scale for 64 numbers, and one of fp32 for 256 scales (arXiv 2305.14314)
+# 4 bit, an 8-bit scale for 64 numbers, and one of fp32 for 256 scales (arXiv 2305.14314)
+NF4 = (4 + 8 / 64 + 32 / (64 * 256)) / 8
 BUCKET = 500_000_000  # numbers that DeepSpeed sends at once (reduce_bucket_size)
-REUSE = 500_000_000  # ZeRO-3 keeps what is used again within 1e9 numbers (stage3_max_reuse_distance): there and back
+# ZeRO-3 keeps what is used again within 1e9 numbers (stage3_max_reuse_distance): there and back
+REUSE = 500_000_000
 PREFETCH = 50_000_000  # stage3_prefetch_bucket_size
-SMALL = 100_000  # ZeRO-3 leaves parameters of fewer numbers whole on every rank (stage3_param_persistence_threshold)
+# ZeRO-3 leaves parameters of fewer numbers whole on every rank (stage3_param_persistence_threshold)
+SMALL = 100_000
 SUB_GROUP = 1_000_000_000  # ZeRO-3 steps on so many numbers at once
 PREFILL_TOKENS = 8192  # see rl.sampler
 PACKED_LEAST, PACKED_MOST = 1 << 18, 512 << 20  # see rl.sampler.packed
@@ -50,7 +54,10 @@ class Plan:
 
     @property
     def sums(self) -> dict[str, float]:
-        return {moment.name: sum(getattr(item, moment.name) for item in self.items) for moment in fields(Item)[1:]}
+        return {
+            moment.name: sum(getattr(item, moment.name) for item in self.items)
+            for moment in fields(Item)[1:]
+        }
 
     @property
     def peak(self) -> float:
@@ -70,10 +77,12 @@ def plan(
     critics: Sequence[ModelShape] = (),
     kept: float = 0.0,
 ) -> Plan:
-    """Everything. `held`: of a micro-batch (`rl.memory.trace`). `others`: models that only score (a reference, teachers).
+    """Everything. `held`: of a micro-batch (`rl.memory.trace`). `others`: models that only score (a
+    reference, teachers).
 
     `kept`: see `kept_logits`.
-    `critics`: models that learn beside this one; their micro-batches, which come in turn, are taken to need no more than its own.
+    `critics`: models that learn beside this one; their micro-batches, which come in turn, are taken
+    to need no more than its own.
     """
     sampler = sampler_copy(shape, launch) + packed_copy(shape, launch) if work.samples else 0.0
     items = [
@@ -84,7 +93,9 @@ def plan(
         *(learner(critic, launch) for critic in critics),
         always("models that only score", sum(sampler_copy(other, launch) for other in others)),
         Item("activations", train=held.activations),
-        Item("logits and output head", train=held.logits, sample=sampler_working(shape, launch, work)),
+        Item(
+            "logits and output head", train=held.logits, sample=sampler_working(shape, launch, work)
+        ),
         Item("logits kept for the backward", train=kept),
         Item("KV cache", sample=kv_cache(shape, launch, work)),
         temporary(shape, held, launch),
@@ -93,17 +104,20 @@ def plan(
     return Plan(tuple(items), tuple(host(shape, launch)))
 
 
-# ------------------------------------------------------------------------------------------------------------- what stays
+# --------------------------------------------------------------------------------------- what stays
 
 
 def weights(shape: ModelShape, launch: Launch) -> float:
-    """4 N; under DeepSpeed in bf16 2 N; at stage 3 sharded, but for parameters that are small; FSDP2 shards all.
+    """4 N; under DeepSpeed in bf16 2 N; at stage 3 sharded, but for parameters that are small;
+    FSDP2 shards all.
 
     Less what a frozen base in bf16 or in 4 bit saves, where not everything is in bf16 anyway.
     """
     whole = float(FP32 * shape.parameters)
     if launch.zero is None and launch.base != "fp32":
-        whole -= (FP32 - BF16) * shape.matrices + (BF16 - NF4) * (shape.linears if launch.base == "4bit" else 0)
+        whole -= (FP32 - BF16) * shape.matrices + (BF16 - NF4) * (
+            shape.linears if launch.base == "4bit" else 0
+        )
     if launch.fsdp:
         return whole / launch.world
     if launch.zero is None:
@@ -114,19 +128,35 @@ def weights(shape: ModelShape, launch: Launch) -> float:
 
 
 def gradients(shape: ModelShape, launch: Launch) -> Item:
-    """4 Nt while a step is under way; sharded at stage 2; at stage 3 in a buffer that is always there."""
+    """4 Nt while a step is under way; sharded at stage 2; at stage 3 in a buffer that is always
+    there.
+    """
     size = gradient_bytes(shape.trainable, launch)
-    return always("gradients", size) if launch.zero == 3 else Item("gradients", train=size, update=size)
+    return (
+        always("gradients", size)
+        if launch.zero == 3
+        else Item("gradients", train=size, update=size)
+    )
 
 
 def learner(shape: ModelShape, launch: Launch) -> Item:
     """A second model that learns, beside what a micro-batch needs."""
-    stays, grads = weights(shape, launch) + optimizer_bytes(shape.trainable, launch), gradients(shape, launch)
-    return Item("critic: weights, optimizer, gradients", stays + grads.sample, stays + grads.train, stays + grads.update)
+    stays, grads = (
+        weights(shape, launch) + optimizer_bytes(shape.trainable, launch),
+        gradients(shape, launch),
+    )
+    return Item(
+        "critic: weights, optimizer, gradients",
+        stays + grads.sample,
+        stays + grads.train,
+        stays + grads.update,
+    )
 
 
 def sampler_copy(shape: ModelShape, launch: Launch) -> float:
-    """On every GPU, in bf16 where that is what is computed in; adapters unmerged, in fp32. Whole, or a rank's part of a team's."""
+    """On every GPU, in bf16 where that is what is computed in; adapters unmerged, in fp32. Whole,
+    or a rank's part of a team's.
+    """
     own, adapters = float(shape.parameters - shape.adapters), float(shape.adapters)
     if launch.team > 1:
         own = (own - shape.unsplit) / launch.team + shape.unsplit
@@ -138,15 +168,22 @@ def packed_copy(shape: ModelShape, launch: Launch) -> float:
     """On a CPU in fp32 the fast decoder's large matrices once more, in another layout."""
     width, across = shape.head_width * shape.hidden, shape.mlp * shape.hidden
     layer = [(shape.heads + 2 * shape.key_heads) * width, shape.heads * width, 2 * across, across]
-    size = FP32 * sum(n for n in [*layer * shape.layers, shape.vocab * shape.hidden] if n >= PACKED_LEAST)
-    return float(size) if shape.fast and not (launch.cuda or launch.bf16) and size <= PACKED_MOST else 0.0
+    size = FP32 * sum(
+        n for n in [*layer * shape.layers, shape.vocab * shape.hidden] if n >= PACKED_LEAST
+    )
+    return (
+        float(size)
+        if shape.fast and not (launch.cuda or launch.bf16) and size <= PACKED_MOST
+        else 0.0
+    )
 
 
-# ------------------------------------------------------------------------------------------------------ what comes and goes
+# ------------------------------------------------------------------------------ what comes and goes
 
 
 def kv_cache(shape: ModelShape, launch: Launch, work: Work) -> float:
-    """Keys and values of every layer: prompts once for their group (the generic decoder: once for every row); of a team's rank its heads'.
+    """Keys and values of every layer: prompts once for their group (the generic decoder: once for
+    every row); of a team's rank its heads'.
 
     In pages: the whole pool, which is there from the beginning, and the page of nobody.
     """
@@ -159,23 +196,34 @@ def kv_cache(shape: ModelShape, launch: Launch, work: Work) -> float:
 
 
 def kept_logits(shape: ModelShape, launch: Launch, batch: MicroBatch, asked: int | None) -> float:
-    """What the output head keeps of a micro-batch on a GPU so that its backward need not compute the scores again.
+    """What the output head keeps of a micro-batch on a GPU so that its backward need not compute
+    the scores again.
 
-    `asked`: how many bytes it may; None: the learner's default there. Off CUDA it is part of `Held`.
+    `asked`: how many bytes it may; None: the learner's default there. Off CUDA it is part of
+    `Held`.
     """
     if not launch.cuda:
         return 0.0
-    stays = weights(shape, launch) + gradient_bytes(shape.trainable, launch) + optimizer_bytes(shape.trainable, launch)
-    most = default_kept(launch.memory, stays + launch.compute_bytes * shape.parameters) if asked is None else asked
+    stays = (
+        weights(shape, launch)
+        + gradient_bytes(shape.trainable, launch)
+        + optimizer_bytes(shape.trainable, launch)
+    )
+    most = (
+        default_kept(launch.memory, stays + launch.compute_bytes * shape.parameters)
+        if asked is None
+        else asked
+    )
     return float(kept_bytes(batch.tokens, shape.vocab, launch.compute_bytes, most))
 
 
 def sampler_working(shape: ModelShape, launch: Launch, work: Work) -> float:
-    """The larger of: reading prompts, a batch of them through one layer; drawing a token for every row.
+    """The larger of: reading prompts, a batch of them through one layer; drawing a token for every
+    row.
 
-    Drawing holds fp32 [rows, V] four times (logits, over temperature, exp, padded to blocks) and [prompts, V] of last logits;
-    attention over shared prompts holds its scores in parts, whole, and as probabilities. A team's rank has its heads and columns of a
-    layer, and all logits.
+    Drawing holds fp32 [rows, V] four times (logits, over temperature, exp, padded to blocks) and
+    [prompts, V] of last logits; attention over shared prompts holds its scores in parts, whole, and
+    as probabilities. A team's rank has its heads and columns of a layer, and all logits.
     """
     size = launch.compute_bytes
     tokens = min(PREFILL_TOKENS, work.prompts * work.prompt)
@@ -187,25 +235,31 @@ def sampler_working(shape: ModelShape, launch: Launch, work: Work) -> float:
 
 
 def temporary(shape: ModelShape, held: Held, launch: Launch) -> Item:
-    """Casts of the weights, weight-sized tensors of the backward, and what the launch needs to talk."""
+    """Casts of the weights, weight-sized tensors of the backward, and what the launch needs to
+    talk.
+    """
     busy = held.casts + held.weight_sized
     in_bucket = min(shape.trainable, BUCKET)
-    reserved = BUCKET if launch.cuda else in_bucket  # on a CPU memory is there once it is written to
-    early = BUCKET if launch.cuda else 0  # stages 1 and 2 make the bucket anew for each backward and fill it as activations go
+    # on a CPU memory is there once it is written to
+    reserved = BUCKET if launch.cuda else in_bucket
+    # stages 1 and 2 make the bucket anew for each backward and fill it as activations go
+    early = BUCKET if launch.cuda else 0
     name = "temporary buffers"
     if launch.fsdp:
         return Item(name, train=busy + fsdp_units(shape, launch))
     if launch.zero in (None, 0):
         if launch.world == 1:
             return Item(name, train=busy)
-        buckets = FP32 * shape.trainable if launch.cuda else 0.0  # DDP's, which stay unused; and all gradients end to end
+        # DDP's, which stay unused; and all gradients end to end
+        buckets = FP32 * shape.trainable if launch.cuda else 0.0
         return Item(name, buckets, buckets + busy, buckets + FP32 * shape.trainable)
     mine = FP32 * shape.trainable / launch.world
     if launch.zero == 1:
         return Item(name, train=busy + FP32 * early, update=FP32 * reserved + mine)
     if launch.zero == 2:
         sent = FP32 * in_bucket if launch.bf16 else 0.0  # the bucket in fp32, as it is sent
-        during = sent if shape.trainable > BUCKET else 0.0  # else all are sent after the last layer's backward
+        # else all are sent after the last layer's backward
+        during = sent if shape.trainable > BUCKET else 0.0
         size = launch.weight_bytes
         return Item(name, train=busy + size * early + during, update=size * reserved + sent + mine)
     bucket = FP32 * reserved
@@ -213,17 +267,23 @@ def temporary(shape: ModelShape, held: Held, launch: Launch) -> Item:
     sending = FP32 * in_bucket  # a bucket's gradients once more, cut up by rank
     during = sending if shape.trainable > BUCKET else 0.0
     step = 0.0 if launch.offload else FP32 * min(shape.trainable / launch.world, SUB_GROUP)
-    return Item(name, bucket, bucket + busy + gathered + during, bucket + max(gathered + sending, step))
+    return Item(
+        name, bucket, bucket + busy + gathered + during, bucket + max(gathered + sending, step)
+    )
 
 
 def live_weights(shape: ModelShape, launch: Launch) -> float:
-    """What ZeRO-3 has gathered at its fullest: all that is used again soon, what comes next, and the layer at work."""
+    """What ZeRO-3 has gathered at its fullest: all that is used again soon, what comes next, and
+    the layer at work.
+    """
     large = shape.parameters - shape.small
     return launch.weight_bytes * min(large, REUSE + PREFETCH + shape.largest)
 
 
 def fsdp_units(shape: ModelShape, launch: Launch) -> float:
-    """What FSDP2 has put together at its fullest: embeddings and head, the layer at work and the next; and a unit's gradients to sum."""
+    """What FSDP2 has put together at its fullest: embeddings and head, the layer at work and the
+    next; and a unit's gradients to sum.
+    """
     outside = shape.parameters - shape.layers * shape.layer
     summed = max(outside, shape.layer) * shape.trainable / shape.parameters
     return launch.compute_bytes * (outside + 2 * shape.layer) + FP32 * summed
@@ -234,14 +294,37 @@ def host(shape: ModelShape, launch: Launch) -> list[tuple[str, float]]:
     if not launch.cuda:
         return []
     if launch.in_parts and (launch.zero == 3 or launch.fsdp):
-        needs = [("loading: every process reads its share, one tensor at a time", float(FP32 * shape.largest * launch.per_node))]
+        needs = [
+            (
+                "loading: every process reads its share, one tensor at a time",
+                float(FP32 * shape.largest * launch.per_node),
+            )
+        ]
     else:
-        needs = [("loading: every process reads the whole model in fp32", float(FP32 * shape.parameters * launch.per_node))]
+        needs = [
+            (
+                "loading: every process reads the whole model in fp32",
+                float(FP32 * shape.parameters * launch.per_node),
+            )
+        ]
     if launch.optimizer.startswith("paged"):
-        needs.append(("pages of the optimizer that the GPU has no room for, at most", float(ADAM_8BIT * shape.trainable * launch.per_node)))
+        needs.append(
+            (
+                "pages of the optimizer that the GPU has no room for, at most",
+                float(ADAM_8BIT * shape.trainable * launch.per_node),
+            )
+        )
     if launch.zero is not None or launch.fsdp:
-        saving = FP32 * (shape.parameters if shape.trainable == shape.parameters else shape.trainable) + ADAM * shape.trainable
+        saving = (
+            FP32 * (shape.parameters if shape.trainable == shape.parameters else shape.trainable)
+            + ADAM * shape.trainable
+        )
         needs.append(("saving: rank 0 puts weights and optimizer together", float(saving)))
     if launch.offload:
-        needs.append(("optimizer and gradients kept there", (ADAM + 2 * FP32) * shape.trainable * launch.per_node / launch.world))
+        needs.append(
+            (
+                "optimizer and gradients kept there",
+                (ADAM + 2 * FP32) * shape.trainable * launch.per_node / launch.world,
+            )
+        )
     return needs

@@ -1,4 +1,6 @@
-"""Storages that come and go while a model runs on tensors without memory, by kind, and what a deeper model would hold."""
+"""Storages that come and go while a model runs on tensors without memory, by kind, and what a
+deeper model would hold.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ KINDS = tuple(field.name for field in dataclasses.fields(Held))
 
 @dataclass(frozen=True)
 class Moment:
-    """A storage of `size` bytes and `kind` came to those that are held: bytes of each of KINDS since."""
+    """A storage of `size` bytes and `kind` came to those that are held: bytes of each of KINDS
+    since.
+    """
 
     size: int
     kind: str
@@ -30,9 +34,11 @@ class Moment:
 
 @dataclass(frozen=True)
 class Block:
-    """Layers in the middle of a model: their moments in the forward and in the backward, as first and last-but-one.
+    """Layers in the middle of a model: their moments in the forward and in the backward, as first
+    and last-but-one.
 
-    `kept`: bytes of each of KINDS that are more once they have run forwards; `left`: that are more once they have run backwards, too.
+    `kept`: bytes of each of KINDS that are more once they have run forwards; `left`: that are more
+    once they have run backwards, too.
     """
 
     forward: tuple[int, int]
@@ -43,7 +49,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Course:
-    """What is held in a forward and in the backward after it. `block`: layers that were marked (`Storages.mark`)."""
+    """What is held in a forward and in the backward after it. `block`: layers that were marked
+    (`Storages.mark`).
+    """
 
     forward: list[Moment]
     backward: list[Moment]
@@ -54,13 +62,18 @@ class Course:
         return _largest(moment.held for moment in (*self.forward, *self.backward))
 
     def stretched(self, more: int) -> Held:
-        """The peak of a model with `more` blocks further, each like the one that was marked and right behind it.
+        """The peak of a model with `more` blocks further, each like the one that was marked and
+        right behind it.
 
-        Once they have run forwards all that comes holds what they keep, and once they have run backwards what they leave. While they
-        run themselves it goes evenly from the first to the last of them, so the peak is at one of these.
+        Once they have run forwards all that comes holds what they keep, and once they have run
+        backwards what they leave. While they run themselves it goes evenly from the first to the
+        last of them, so the peak is at one of these.
         """
         assert self.block is not None
-        none, kept, left = ((0.0,) * len(KINDS), *(tuple(more * size for size in sizes) for sizes in (self.block.kept, self.block.left)))
+        none, kept, left = (
+            (0.0,) * len(KINDS),
+            *(tuple(more * size for size in sizes) for sizes in (self.block.kept, self.block.left)),
+        )
         moments: list[tuple[Moment, tuple[float, ...]]] = []
         for phase, (first, last), before, after in (
             (self.forward, self.block.forward, none, kept),
@@ -68,33 +81,52 @@ class Course:
         ):
             moments += [(moment, before) for moment in phase[:last]]
             moments += [(moment, after) for moment in phase[first:]]
-        return _largest(tuple(a + b for a, b in zip(moment.held, further, strict=True)) for moment, further in moments)
+        return _largest(
+            tuple(a + b for a, b in zip(moment.held, further, strict=True))
+            for moment, further in moments
+        )
 
     def deeper(self, longer: Course, times: int) -> Held:
-        """The peak of a model that is deeper by `times` what `longer` is deeper by, the layers that repeat.
+        """The peak of a model that is deeper by `times` what `longer` is deeper by, the layers that
+        repeat.
 
-        At a moment of the last layers, counted from where the backward begins, a deeper model holds more by as much as `longer` does,
-        as often; at one of the first layers, counted from the backward's end, likewise. Between them it goes evenly, so the peak is there.
+        At a moment of the last layers, counted from where the backward begins, a deeper model holds
+        more by as much as `longer` does, as often; at one of the first layers, counted from the
+        backward's end, likewise. Between them it goes evenly, so the peak is there.
         """
         alike = [
             *_alike(reversed(self.forward), reversed(longer.forward)),
             *_alike(self.backward, longer.backward),
             *_alike(reversed(self.backward), reversed(longer.backward)),
         ]
-        return _largest(tuple(a + times * (b - a) for a, b in zip(mine.held, more.held, strict=True)) for mine, more in alike)
+        return _largest(
+            tuple(a + times * (b - a) for a, b in zip(mine.held, more.held, strict=True))
+            for mine, more in alike
+        )
 
 
 def _alike(mine: Iterable[Moment], longer: Iterable[Moment]) -> Iterator[tuple[Moment, Moment]]:
     """Both side by side for as long as they are of the same operations."""
-    return takewhile(lambda pair: (pair[0].size, pair[0].kind) == (pair[1].size, pair[1].kind), zip(mine, longer, strict=False))
+    return takewhile(
+        lambda pair: (pair[0].size, pair[0].kind) == (pair[1].size, pair[1].kind),
+        zip(mine, longer, strict=False),
+    )
 
 
 def _largest(held: Iterable[tuple[float, ...]]) -> Held:
     return Held(*max(held, key=sum, default=(0.0,) * len(KINDS)))
 
 
-def _grouped_product(a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """What torch's grouped_mm gives, in any dtype: for tensors without memory torch has bfloat16 alone, though its kernels take float32."""
+def _grouped_product(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """What torch's grouped_mm gives, in any dtype: for tensors without memory torch has bfloat16
+    alone, though its kernels take float32.
+    """
     if a.ndim == 3:
         size = [a.shape[1], b.shape[1]] if b.ndim == 2 else [a.shape[0], a.shape[1], b.shape[2]]
     else:
@@ -129,11 +161,17 @@ class Storages(TorchDispatchMode):
             layer.register_forward_pre_hook(self._begins, with_kwargs=True)
 
     def _begins(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        """A layer begins, and its backward will have ended when what goes into it has a gradient. Not where a backward runs it again."""
+        """A layer begins, and its backward will have ended when what goes into it has a gradient.
+        Not where a backward runs it again.
+        """
         if self._turn:
             return
         self._note()
-        given = (one for one in tree_iter((args, kwargs)) if isinstance(one, Tensor) and one.requires_grad)
+        given = (
+            one
+            for one in tree_iter((args, kwargs))
+            if isinstance(one, Tensor) and one.requires_grad
+        )
         if (hidden := next(given, None)) is not None:
             hidden.register_hook(lambda _: self._note())
 
@@ -163,7 +201,10 @@ class Storages(TorchDispatchMode):
             return getattr(args[0], "fake_device", None) or func(*args)
         product = _grouped_product if func is torch.ops.aten._grouped_mm.default else func
         out = product(*args, **(kwargs or {}))
-        is_cast = func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self._weights
+        is_cast = (
+            func is torch.ops.aten._to_copy.default
+            and args[0].untyped_storage()._cdata in self._weights
+        )
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
                 self._add(tensor, is_cast)

@@ -1,4 +1,6 @@
-"""Whether so many ranks can hold a sampler of a model together (`sampler_tp`), from its numbers alone."""
+"""Whether so many ranks can hold a sampler of a model together (`sampler_tp`), from its numbers
+alone.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from rl.sampler import check_counts
 
 
 def check_team_holds(shape: ModelShape, sampler_tp: int) -> None:
-    """UserError where they cannot: a model that the fast decoder does not sample, or whose heads and columns do not come out even."""
+    """UserError where they cannot: a model that the fast decoder does not sample, or whose heads
+    and columns do not come out even.
+    """
     if sampler_tp == 1:
         return
     if not shape.fast:

@@ -1,8 +1,10 @@
-"""What a micro-batch holds, found by running it on tensors without memory: no weights are read, nothing is computed.
+"""What a micro-batch holds, found by running it on tensors without memory: no weights are read,
+nothing is computed.
 
-The model's own modules, the product's own output head and torch's own autograd run under torch's FakeTensorMode, so sizes
-are those of the real run for any architecture, with LoRA, gradient checkpointing, autocast and every kind of head; a
-dispatch mode follows the storages that come and go. It cannot see inside a custom op (see `HEAD_BLOCKS`).
+The model's own modules, the product's own output head and torch's own autograd run under torch's
+FakeTensorMode, so sizes are those of the real run for any architecture, with LoRA, gradient
+checkpointing, autocast and every kind of head; a dispatch mode follows the storages that come and
+go. It cannot see inside a custom op (see `HEAD_BLOCKS`).
 """
 
 from __future__ import annotations
@@ -21,25 +23,44 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import head_bytes
 from rl.errors import UserError
-from rl.layers import Layers, config_number, describe, first_layers_, layer_list, rhythm, share_weights, width
+from rl.layers import (
+    Layers,
+    config_number,
+    describe,
+    first_layers_,
+    layer_list,
+    rhythm,
+    share_weights,
+    width,
+)
 from rl.learner import HeadRequest, LogprobHead
 from rl.memory.given import Held, MicroBatch, ModelShape
 from rl.memory.plan import SMALL
 from rl.memory.storages import Course, Storages
-from rl.models import LoadedModel, add_lora, attention_mask_for, belongs_to_eyes, inner_model, load_skeleton, unadapted_share
+from rl.models import (
+    LoadedModel,
+    add_lora,
+    attention_mask_for,
+    belongs_to_eyes,
+    inner_model,
+    load_skeleton,
+    unadapted_share,
+)
 from rl.sampler import Unsupported, check_supported, frozen_matrices, held_whole, lower_frozen_
 from rl.types import LoraConfig
 
-HEAD_BLOCKS = 32 << 20  # bytes: the blocks of scores that kernels.linear_logprob goes through the vocabulary with, off CUDA
+# bytes: the blocks of scores that kernels.linear_logprob goes through the vocabulary with, off CUDA
+HEAD_BLOCKS = 32 << 20
 
 
 @dataclass(frozen=True)
 class Arithmetic:
     """How a backend runs a micro-batch.
 
-    dtype: of the weights; autocast: bf16 on fp32 weights; keeps_gradients: they add up in `.grad` (else they leave at once).
-    cuda: the output head runs in kernels, whose slabs of scores are larger; what it keeps is not counted here (`kept_logits` does).
-    kept: bytes that it may keep elsewhere, as `LearnerSettings.kept_bytes`. low_base: the frozen matrices are bf16.
+    dtype: of the weights; autocast: bf16 on fp32 weights; keeps_gradients: they add up in `.grad`
+    (else they leave at once). cuda: the output head runs in kernels, whose slabs of scores are
+    larger; what it keeps is not counted here (`kept_logits` does). kept: bytes that it may keep
+    elsewhere, as `LearnerSettings.kept_bytes`. low_base: the frozen matrices are bf16.
     """
 
     dtype: torch.dtype = torch.float32
@@ -53,24 +74,46 @@ class Arithmetic:
 
 
 class Skeleton:
-    """A model without weights, as the learner would train it. Raises UserError where it cannot be had.
+    """A model without weights, as the learner would train it. Raises UserError where it cannot be
+    had.
 
-    Layers of one make hold the same, so of a model of many only the first are given adapters and run (see `held`), and what the others
-    hold is worked out from them. `whole`: all of them are, which takes longer and gives the same; for tests.
+    Layers of one make hold the same, so of a model of many only the first are given adapters and
+    run (see `held`), and what the others hold is worked out from them. `whole`: all of them are,
+    which takes longer and gives the same; for tests.
     """
 
-    def __init__(self, base_model: str, tokenizer: str | None, lora: LoraConfig | None, *, whole: bool = False):
+    def __init__(
+        self,
+        base_model: str,
+        tokenizer: str | None,
+        lora: LoraConfig | None,
+        *,
+        whole: bool = False,
+    ):
         with torch.device("meta"):
             loaded = load_skeleton(base_model, tokenizer=tokenizer)
-            described, fast, self._layers = describe(loaded.model), _is_fast(loaded.model), layer_list(loaded.model)
+            described, fast, self._layers = (
+                describe(loaded.model),
+                _is_fast(loaded.model),
+                layer_list(loaded.model),
+            )
             self._depth, period, before = rhythm(loaded.model) or (0, 1, 0)
             short = before + max(period, 2) + (self._depth - before) % period
-            self._two = (short, short + period) if short + period < self._depth and not whole else None
-            self._times = (self._depth - short) // period  # as often as the longer of the two is deeper than the shorter
-            self._block = (before + 1, before + 1 + period)  # not the first of all layers, whose input may need no gradient, nor the last
+            self._two = (
+                (short, short + period) if short + period < self._depth and not whole else None
+            )
+            # as often as the longer of the two is deeper than the shorter
+            self._times = (self._depth - short) // period
+            # not the first of all layers, whose input may need no gradient, nor the last
+            self._block = (before + 1, before + 1 + period)
             share = None if lora is None else unadapted_share(loaded.model, lora)
-            # a tensor of several layers is held once, however many there are: then all stay, to be counted one by one
-            cut = self._layers is not None and self._two is not None and not share_weights(self._layers[1])
+            # a tensor of several layers is held once, however many there are: then all stay, to be
+            # counted one by one
+            cut = (
+                self._layers is not None
+                and self._two is not None
+                and not share_weights(self._layers[1])
+            )
             if self._layers is not None and self._two is not None and cut:
                 self._depth = self._two[1]
                 first_layers_(loaded.model, self._layers, self._depth)
@@ -79,15 +122,18 @@ class Skeleton:
         if self._two is not None and cut:
             with self._first(self._two[0]):
                 shorter = _numbers(self._loaded.model, fast)
-            numbers = {name: n + (self._times - 1) * (n - shorter[name]) for name, n in numbers.items()}
+            numbers = {
+                name: n + (self._times - 1) * (n - shorter[name]) for name, n in numbers.items()
+            }
         self.shape = _shape(self._loaded, numbers, described, fast)
 
     def held(self, batch: MicroBatch, how: Arithmetic) -> Held:
         """What one micro-batch of forward and backward holds at its peak.
 
-        Of a model of many layers a short one is run and the layers that repeat are marked in it: see `Course.stretched`. Where they do
-        not run one by one, two short ones are, the second longer by these layers: see `Course.deeper`.
-        Raises UserError for a model whose forward asks what its numbers are.
+        Of a model of many layers a short one is run and the layers that repeat are marked in it:
+        see `Course.stretched`. Where they do not run one by one, two short ones are, the second
+        longer by these layers: see `Course.deeper`. Raises UserError for a model whose forward asks
+        what its numbers are.
         """
         try:
             if self._two is None:
@@ -122,15 +168,21 @@ class Skeleton:
 
     def _run(self, batch: MicroBatch, how: Arithmetic) -> tuple[Course, int]:
         """(what is held all along, bytes that an op holds inside)."""
-        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what fails is said by `held`
-        with FakeTensorMode(allow_non_fake_inputs=True):  # checkpointing puts the generator's state, a real tensor, aside
+        # what fails is said by `held`
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+        # checkpointing puts the generator's state, a real tensor, aside
+        with FakeTensorMode(allow_non_fake_inputs=True):
             model = _on_cpu(self._loaded.model, how.dtype)
             if how.low_base:
                 lower_frozen_(model, torch.bfloat16, hollow=True)
             if how.checkpointing:
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+                model.gradient_checkpointing_enable(
+                    gradient_checkpointing_kwargs={"use_reentrant": False}
+                )
                 model.train()
-            head = LogprobHead.untried(model, fused=how.fused, kept_bytes=0 if how.cuda else how.kept)
+            head = LogprobHead.untried(
+                model, fused=how.fused, kept_bytes=0 if how.cuda else how.kept
+            )
             storages = Storages(model)
             if self._layers is not None and self._two is not None:
                 blocks: Any = inner_model(model).get_submodule(self._layers[0])
@@ -151,19 +203,27 @@ class Skeleton:
         return storages.course(), inside_op
 
     def _inside_op(self, model: Any, batch: MicroBatch, how: Arithmetic) -> int:
-        """What linear_logprob holds where nobody sees it: hidden states in fp32 and blocks of scores, or a slab of their gradient."""
+        """What linear_logprob holds where nobody sees it: hidden states in fp32 and blocks of
+        scores, or a slab of their gradient.
+        """
         if not how.cuda:
             return batch.tokens * self.shape.hidden * 4 + HEAD_BLOCKS
         size = 2 if how.autocast else how.dtype.itemsize
-        frozen = not any(p.requires_grad for p in inner_model(model).get_output_embeddings().parameters())
+        frozen = not any(
+            p.requires_grad for p in inner_model(model).get_output_embeddings().parameters()
+        )
         return head_bytes(batch.tokens, self.shape.hidden, self.shape.vocab, size, frozen=frozen)
 
 
 def _on_cpu(model: Any, dtype: torch.dtype) -> Any:
-    """A copy of a model on the meta device whose tensors are (fake) CPU tensors, floating ones of `dtype`."""
+    """A copy of a model on the meta device whose tensors are (fake) CPU tensors, floating ones of
+    `dtype`.
+    """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype), requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(
+            torch.empty(parameter.shape, dtype=dtype), requires_grad=parameter.requires_grad
+        )
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
     return copy.deepcopy(model, memo)
@@ -182,7 +242,10 @@ def _numbers(model: Any, fast: bool) -> dict[str, int]:
     """What a model with more layers has more of: see `ModelShape`."""
     unsplit, unsplit_adapters = held_whole(model) if fast else (0, 0)
     parameters = dict(model.named_parameters())
-    frozen, head = dict(frozen_matrices(model)), {id(p) for p in model.get_output_embeddings().parameters()}
+    frozen, head = (
+        dict(frozen_matrices(model)),
+        {id(p) for p in model.get_output_embeddings().parameters()},
+    )
     linear = {id(module.weight) for module in model.modules() if type(module) is nn.Linear}
     return {
         "parameters": sum(p.numel() for p in parameters.values()),
@@ -190,7 +253,9 @@ def _numbers(model: Any, fast: bool) -> dict[str, int]:
         "adapters": sum(p.numel() for n, p in parameters.items() if "lora_" in n),
         "small": sum(p.numel() for p in parameters.values() if p.numel() < SMALL),
         "seeing": sum(p.numel() for n, p in parameters.items() if belongs_to_eyes(n)),
-        "seeing_trained": sum(p.numel() for n, p in parameters.items() if belongs_to_eyes(n) and p.requires_grad),
+        "seeing_trained": sum(
+            p.numel() for n, p in parameters.items() if belongs_to_eyes(n) and p.requires_grad
+        ),
         "matrices": sum(p.numel() for p in frozen.values()),
         "linears": sum(p.numel() for p in frozen.values() if id(p) in linear and id(p) not in head),
         "unsplit": unsplit,
@@ -198,7 +263,9 @@ def _numbers(model: Any, fast: bool) -> dict[str, int]:
     }
 
 
-def _shape(loaded: LoadedModel, numbers: Mapping[str, int], described: Layers, fast: bool) -> ModelShape:
+def _shape(
+    loaded: LoadedModel, numbers: Mapping[str, int], described: Layers, fast: bool
+) -> ModelShape:
     model, hidden = loaded.model, width(loaded.model)
     heads = config_number(model, "num_attention_heads", "n_head") or 1
     kinds, experts = set(inner_model(model)._no_split_modules or ()), described.experts
@@ -214,17 +281,28 @@ def _shape(loaded: LoadedModel, numbers: Mapping[str, int], described: Layers, f
         vocab=loaded.vocab_size,
         max_context=config_number(model, "max_position_embeddings", "n_positions"),
         fast=fast,
-        layer=max((sum(p.numel() for p in m.parameters()) for m in model.modules() if type(m).__name__ in kinds), default=0),
+        layer=max(
+            (
+                sum(p.numel() for p in m.parameters())
+                for m in model.modules()
+                if type(m).__name__ in kinds
+            ),
+            default=0,
+        ),
         caching=described.keeping_keys if described.kinds else None,
         windowed=described.others is not None or not described.takes_positions,
-        idle=experts.parameters * (experts.count - experts.per_token) // experts.count if experts is not None else 0,
+        idle=experts.parameters * (experts.count - experts.per_token) // experts.count
+        if experts is not None
+        else 0,
         **numbers,
     )
 
 
 @contextlib.contextmanager
 def _gradients(model: nn.Module, storages: Storages, keep: bool) -> Iterator[None]:
-    """Gradients are there already, as from the second micro-batch of a step on, or leave as they come."""
+    """Gradients are there already, as from the second micro-batch of a step on, or leave as they
+    come.
+    """
     hooks = []
     for parameter in model.parameters():
         if not parameter.requires_grad:

@@ -1,8 +1,10 @@
-"""Shapes and micro-batches of models, each worked out once: here, or by two processes that began to import before this one could ask.
+"""Shapes and micro-batches of models, each worked out once: here, or by two processes that began to
+import before this one could ask.
 
-A command that plans has a model's code to import and then several micro-batches to follow, which do not depend on one another; so
-`rl.quick.beside` starts a process at the command's very beginning, which goes on to `follow` what it is asked, and makes a second one like
-itself as soon as it has imported everything. What they cannot do is done here, as without them.
+A command that plans has a model's code to import and then several micro-batches to follow, which do
+not depend on one another; so `rl.quick.beside` starts a process at the command's very beginning,
+which goes on to `follow` what it is asked, and makes a second one like itself as soon as it has
+imported everything. What they cannot do is done here, as without them.
 """
 
 from __future__ import annotations
@@ -61,9 +63,15 @@ class Traces:
         return bool(self._free or self._busy)
 
     def want(self, runs: Iterable[Run]) -> None:
-        """These will be asked for, in this order, and those that were wanted before and are not begun will not."""
+        """These will be asked for, in this order, and those that were wanted before and are not
+        begun will not.
+        """
         known = {*self._held, *self._failed, *self._busy.values()}
-        self._queue = deque(run for run in dict.fromkeys(runs) if run not in known) if self.are_helped else deque()
+        self._queue = (
+            deque(run for run in dict.fromkeys(runs) if run not in known)
+            if self.are_helped
+            else deque()
+        )
         with self._or_alone():
             self._hand_out()
 
@@ -92,7 +100,9 @@ class Traces:
         return self._skeletons[model]
 
     def _ask(self, model: Model) -> ModelShape | None:
-        """By a process that has nothing else to do; the first one makes the others after the first question. None where none can tell."""
+        """By a process that has nothing else to do; the first one makes the others after the first
+        question. None where none can tell.
+        """
         with self._or_alone():
             while not self._free and self._busy:
                 self._hear()
@@ -115,14 +125,19 @@ class Traces:
     def _hand_out(self) -> None:
         while self._queue and self._free:
             run = self._queue.popleft()
-            process = next((one for one in self._free if (one, run[0]) in self._made), self._free[0])  # a model is not made twice
+            # a model is not made twice
+            process = next(
+                (one for one in self._free if (one, run[0]) in self._made), self._free[0]
+            )
             self._free.remove(process)
             self._busy[process] = run
             self._made.add((process, run[0]))
             process.send((_HELD, run))
 
     def _hear(self) -> None:
-        """Waits for an answer. EOFError where a process fails for another reason than that the model's forward does not run so."""
+        """Waits for an answer. EOFError where a process fails for another reason than that the
+        model's forward does not run so.
+        """
         for process in wait(list(self._busy)):
             assert isinstance(process, Connection)
             error, told = process.recv()
@@ -151,7 +166,9 @@ class Traces:
 
 
 def follow(mine: Connection, *others: Connection) -> None:
-    """Answers a `Traces` until it is gone, each question by (the text of a UserError, the answer). `others`: of further processes."""
+    """Answers a `Traces` until it is gone, each question by (the text of a UserError, the answer).
+    `others`: of further processes.
+    """
     gc.disable()  # of a process that lives for seconds
     traces, unborn = Traces(), list(others)
     _warm_up(mine, traces)
@@ -169,7 +186,8 @@ def follow(mine: Connection, *others: Connection) -> None:
 
 
 def _warm_up(mine: Connection, traces: Traces) -> None:
-    """Imports what the first question will need, and makes a tiny model; as long as nothing is asked.
+    """Imports what the first question will need, and makes a tiny model; as long as nothing is
+    asked.
 
     No backward: torch may start threads for one, and a process that is forked then has none.
     """

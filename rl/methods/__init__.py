@@ -1,4 +1,6 @@
-"""The methods: three hooks and their settings, a file or two a method (`ppo.py`, `ppo_settings.py`); what they share is in `steps.py`."""
+"""The methods: three hooks and their settings, a file or two a method (`ppo.py`,
+`ppo_settings.py`); what they share is in `steps.py`.
+"""
 
 from rl.methods.base import EvaluatesRows, Models, Progress
 from rl.methods.grpo import PolicyGradient

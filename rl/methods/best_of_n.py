@@ -1,8 +1,10 @@
-"""Best of n: several answers to each problem, and supervised fine-tuning on the best (rejection sampling fine-tuning).
+"""Best of n: several answers to each problem, and supervised fine-tuning on the best (rejection
+sampling fine-tuning).
 
-RAFT (Dong et al., arXiv 2304.06767, algorithm 1); Llama 2's rejection sampling (arXiv 2307.09288, section 3.2); with
-`min_reward` RFT (Yuan et al., arXiv 2308.01825) and STaR's filter (arXiv 2203.14465). The loss is the mean over the kept answers'
-tokens of -log p, at the temperature that they were drawn at, so that it is the sampler's own distribution that is fitted to them.
+RAFT (Dong et al., arXiv 2304.06767, algorithm 1); Llama 2's rejection sampling (arXiv 2307.09288,
+section 3.2); with `min_reward` RFT (Yuan et al., arXiv 2308.01825) and STaR's filter (arXiv
+2203.14465). The loss is the mean over the kept answers' tokens of -log p, at the temperature that
+they were drawn at, so that it is the sampler's own distribution that is fitted to them.
 """
 
 from __future__ import annotations
@@ -99,10 +101,19 @@ class BestOfN:
         self._metrics: dict[str, float] = {}
 
     def credit(self, groups: Sequence[TrajectoryGroup], models: Models) -> list[Datum]:
-        """The kept answers. Where there are none: one of the first group with weights of 0, which nothing is learnt from."""
+        """The kept answers. Where there are none: one of the first group with weights of 0, which
+        nothing is learnt from.
+        """
         rewards_P_G = self.shaper.totals(groups)
-        kept = [(p, i) for p, rewards_G in enumerate(rewards_P_G) for i in chosen(rewards_G, self.settings.selection)]
-        self._metrics = {"optim/answers_kept": len(kept), "optim/groups_kept": len({p for p, _ in kept}) / max(1, len(groups))}
+        kept = [
+            (p, i)
+            for p, rewards_G in enumerate(rewards_P_G)
+            for i in chosen(rewards_G, self.settings.selection)
+        ]
+        self._metrics = {
+            "optim/answers_kept": len(kept),
+            "optim/groups_kept": len({p for p, _ in kept}) / max(1, len(groups)),
+        }
         if kept:
             self._metrics["reward/kept"] = mean([rewards_P_G[p][i] for p, i in kept])
         drawn: list[Datum] = []
@@ -113,9 +124,14 @@ class BestOfN:
         self._drawn = drawn if kept else []
         weights = [datum.loss_fn_inputs["mask" if kept else "advantages"] for datum in drawn]
         targets = [datum.loss_fn_inputs["target_tokens"] for datum in drawn]
-        return [d.with_inputs({"target_tokens": t, "weights": w}) for d, t, w in zip(drawn, targets, weights, strict=True)]
+        return [
+            d.with_inputs({"target_tokens": t, "weights": w})
+            for d, t, w in zip(drawn, targets, weights, strict=True)
+        ]
 
-    def learn(self, models: Models, datums: Sequence[Datum], progress: Progress) -> dict[str, float]:
+    def learn(
+        self, models: Models, datums: Sequence[Datum], progress: Progress
+    ) -> dict[str, float]:
         settings = self.settings
         config = {"temperature": settings.sampling.temperature}
         metrics = one_pass(

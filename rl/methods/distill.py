@@ -1,10 +1,12 @@
 """Distillation: a student learns to answer as its teacher does.
 
-On-policy (learn_from student): the student's own samples, each token credited with -(log student - log teacher), so that the
-expected gradient is that of the reverse KL(student || teacher) (Agarwal et al., arXiv 2306.13649; Gu et al., arXiv 2306.08543).
-Off-policy (learn_from teacher or data): answers that the teacher sampled, or that the data holds, with
+On-policy (learn_from student): the student's own samples, each token credited with -(log student -
+log teacher), so that the expected gradient is that of the reverse KL(student || teacher) (Agarwal
+et al., arXiv 2306.13649; Gu et al., arXiv 2306.08543). Off-policy (learn_from teacher or data):
+answers that the teacher sampled, or that the data holds, with
     alpha T^2 KL(teacher_T || student_T) + (1 - alpha) cross-entropy             (Hinton et al., arXiv 1503.02531, section 2)
-a token, where _T is softmax(logits / T) and the teacher's distribution is that of its `teacher_top_k` likeliest tokens.
+a token, where _T is softmax(logits / T) and the teacher's distribution is that of its
+`teacher_top_k` likeliest tokens.
 """
 
 from __future__ import annotations
@@ -30,19 +32,32 @@ if TYPE_CHECKING:
 
 
 class Distill:
-    """Method class of `distill`: its training hooks and the models that a run loads for them. Subclasses inherit both."""
+    """Method class of `distill`: its training hooks and the models that a run loads for them.
+    Subclasses inherit both.
+    """
 
     reads = staticmethod(reads)
     needs_reward = False
 
     @staticmethod
     def clients(settings: DistillSettings, hosts: Hosts) -> dict[str, Any]:
-        """Load the teachers by data set, each of the student's vocabulary; a teacher named twice is loaded once."""
+        """Load the teachers by data set, each of the student's vocabulary; a teacher named twice is
+        loaded once.
+        """
         named = named_teachers(settings)
-        missing, unknown = [tag for tag in hosts.tags if tag not in named and "" not in named], sorted(set(named) - {"", *hosts.tags})
+        missing, unknown = (
+            [tag for tag in hosts.tags if tag not in named and "" not in named],
+            sorted(set(named) - {"", *hosts.tags}),
+        )
         if missing or unknown:
-            what = f"no teacher for the data set {missing[0]}" if missing else f"no data set is called {unknown[0]}"
-            raise UserError(f"{what}: --teacher names one for {', '.join(named)}, and the data sets are {', '.join(hosts.tags)}")
+            what = (
+                f"no teacher for the data set {missing[0]}"
+                if missing
+                else f"no data set is called {unknown[0]}"
+            )
+            raise UserError(
+                f"{what}: --teacher names one for {', '.join(named)}, and the data sets are {', '.join(hosts.tags)}"
+            )
         loaded = {where: hosts.load(where) for where in dict.fromkeys(named.values())}
         for where, teacher in loaded.items():
             check_vocabulary(hosts.policy, teacher, f"teacher {where}")
@@ -59,10 +74,12 @@ class Distill:
         self.group_size = self.how.group_size
         self._metrics: dict[str, float] = {}
 
-    # ------------------------------------------------------------------------------------------------------- on-policy
+    # ------------------------------------------------------------------------------------ on-policy
 
     def credit(self, groups: Sequence[TrajectoryGroup], models: Models) -> list[Datum]:
-        """Each token's advantage: -(log student - log teacher), both as sampled; with kl_discount, later tokens' as well."""
+        """Each token's advantage: -(log student - log teacher), both as sampled; with kl_discount,
+        later tokens' as well.
+        """
         found: list[Datum] = []
         by_teacher: dict[str, list[TrajectoryGroup]] = {}
         for group in groups:
@@ -74,27 +91,49 @@ class Distill:
                 trajectory.advantage = 0.0  # the tokens' own replace it below
             datums_N = [trajectory_to_datums(trajectory) for trajectory in trajectories]
             flat = [datum for datums in datums_N for datum in datums]
-            teacher = iter(FrozenScorer(models.others["teachers"][name]).logprobs(flat, self.settings.sampling.temperature))
+            teacher = iter(
+                FrozenScorer(models.others["teachers"][name]).logprobs(
+                    flat, self.settings.sampling.temperature
+                )
+            )
             for trajectory, datums in zip(trajectories, datums_N, strict=True):
                 masks = [datum.loss_fn_inputs["mask"].array != 0 for datum in datums]
-                gap_T = np.concatenate([d.loss_fn_inputs["logprobs"].array[m] - next(teacher)[m] for d, m in zip(datums, masks, strict=True)])
+                gap_T = np.concatenate(
+                    [
+                        d.loss_fn_inputs["logprobs"].array[m] - next(teacher)[m]
+                        for d, m in zip(datums, masks, strict=True)
+                    ]
+                )
                 credit_T = -_with_later(gap_T, self.how.kl_discount)
                 trajectory.advantage = float(credit_T.mean())
                 gaps.append(gap_T)
-                for datum, mask, part in zip(datums, masks, np.split(credit_T, np.cumsum([m.sum() for m in masks])[:-1]), strict=True):
+                for datum, mask, part in zip(
+                    datums,
+                    masks,
+                    np.split(credit_T, np.cumsum([m.sum() for m in masks])[:-1]),
+                    strict=True,
+                ):
                     advantages = np.zeros(len(mask), dtype=np.float32)
                     advantages[mask] = part
                     datum.loss_fn_inputs["advantages"] = TensorData(advantages)
             found += flat
         every = np.concatenate(gaps).astype(np.float64)
-        # of one sequence: the sum of its tokens' gaps is an unbiased estimate of KL(student || teacher) over whole answers
-        self._metrics = {"teacher/kl_per_token": float(every.mean()), "teacher/kl_per_answer": float(every.sum() / len(gaps))}
+        # of one sequence: the sum of its tokens' gaps is an unbiased estimate of KL(student ||
+        # teacher) over whole answers
+        self._metrics = {
+            "teacher/kl_per_token": float(every.mean()),
+            "teacher/kl_per_answer": float(every.sum() / len(gaps)),
+        }
         return found
 
-    # ------------------------------------------------------------------------------------------------------ off-policy
+    # ----------------------------------------------------------------------------------- off-policy
 
-    def datums(self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int) -> list[Datum]:
-        """Sequences with soft targets [T, K + 1]: the teacher's likeliest tokens, and in the last column the answer's own."""
+    def datums(
+        self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
+    ) -> list[Datum]:
+        """Sequences with soft targets [T, K + 1]: the teacher's likeliest tokens, and in the last
+        column the answer's own.
+        """
         by_teacher: dict[str, list[Problem]] = {}
         for row in rows:
             by_teacher.setdefault(teacher_of(models, row.tag), []).append(row)
@@ -102,42 +141,71 @@ class Distill:
         for name, members in by_teacher.items():
             client = models.others["teachers"][name]
             if self.how.learn_from == "data":
-                plain = [cut_to(self.settings.data, response_datum(row, renderer), row) for row in members]
+                plain = [
+                    cut_to(self.settings.data, response_datum(row, renderer), row)
+                    for row in members
+                ]
             else:
                 plain = self._sampled(members, renderer, client, seed)
             how = self.how
-            found += soft_targets(client, plain, top_k=how.teacher_top_k, alpha=how.alpha, temperature=how.distill_temperature)
+            found += soft_targets(
+                client,
+                plain,
+                top_k=how.teacher_top_k,
+                alpha=how.alpha,
+                temperature=how.distill_temperature,
+            )
         return found
 
-    def _sampled(self, rows: Sequence[Problem], renderer: Any, teacher: SamplingClient, seed: int) -> list[Datum]:
+    def _sampled(
+        self, rows: Sequence[Problem], renderer: Any, teacher: SamplingClient, seed: int
+    ) -> list[Datum]:
         """The teacher's answers to the rows, as supervised datums.
 
-        A sample's random stream is a function of (seed, problem, index in its group): not of the rows beside it.
+        A sample's random stream is a function of (seed, problem, index in its group): not of the
+        rows beside it.
         """
         from rl.episodes import group_streams
         from rl.sampler import Request
 
         sampling = self.settings.sampling
-        params = SamplingParams(max_tokens=sampling.max_tokens, temperature=sampling.temperature, stop=renderer.get_stop_sequences())
+        params = SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            stop=renderer.get_stop_sequences(),
+        )
         prompts = [renderer.build_generation_prompt(row.messages) for row in rows]
-        streams = group_streams([derive_seed(row.tag, row.index) for row in rows])  # two data sets may count alike
+        # two data sets may count alike
+        streams = group_streams([derive_seed(row.tag, row.index) for row in rows])
         requests = [
-            Request(prompt=prompt.flat(), images=prompt.placed(), num_samples=self.group_size, params=params, seed=seed, problem=stream)
+            Request(
+                prompt=prompt.flat(),
+                images=prompt.placed(),
+                num_samples=self.group_size,
+                params=params,
+                seed=seed,
+                problem=stream,
+            )
             for stream, prompt in zip(streams, prompts, strict=True)
         ]
         responses, _ = teacher.sample_many(requests).result()
         return [
             supervised_datum(
-                ModelInput.of([*prompt.flat(), *sequence.tokens], prompt.placed()), [0.0] * prompt.length + [1.0] * len(sequence.tokens)
+                ModelInput.of([*prompt.flat(), *sequence.tokens], prompt.placed()),
+                [0.0] * prompt.length + [1.0] * len(sequence.tokens),
             )
             for prompt, response in zip(prompts, responses, strict=True)
             for sequence in response.sequences
         ]
 
-    # ---------------------------------------------------------------------------------------------------------- both
+    # ----------------------------------------------------------------------------------------- both
 
-    def learn(self, models: Models, datums: Sequence[Datum], progress: Progress) -> dict[str, float]:
-        """On-policy: importance sampling, the mean over tokens. Off-policy: the mixture, as `optim/loss`, `optim/kl`, `optim/ce`."""
+    def learn(
+        self, models: Models, datums: Sequence[Datum], progress: Progress
+    ) -> dict[str, float]:
+        """On-policy: importance sampling, the mean over tokens. Off-policy: the mixture, as
+        `optim/loss`, `optim/kl`, `optim/ce`.
+        """
         settings = self.settings
         if self.online:
             metrics = one_pass(
@@ -162,7 +230,11 @@ class Distill:
             norms.append(update["grad_norm"])
             sums["skipped"] = sums.get("skipped", 0.0) + update.get("skipped_nonfinite", 0.0)
         tokens = sums["tokens"]
-        metrics = {"optim/lr": params.learning_rate, "optim/loss": sums["loss"] / tokens, "optim/tokens": tokens}
+        metrics = {
+            "optim/lr": params.learning_rate,
+            "optim/loss": sums["loss"] / tokens,
+            "optim/tokens": tokens,
+        }
         metrics |= {f"optim/{name}": sums[name] / tokens for name in ("kl", "ce") if name in sums}
         metrics["optim/grad_norm"] = largest(norms)
         return metrics | ({"optim/skipped_nonfinite": sums["skipped"]} if sums["skipped"] else {})
@@ -178,14 +250,20 @@ class Distill:
         pending = {}
         if alpha > 0:
             soft = [_columns(d, slice(None, -1)) for d in datums]
-            pending["kl"] = models.policy.forward_backward(soft, "cross_entropy", {"temperature": t}, divisor=tokens)
+            pending["kl"] = models.policy.forward_backward(
+                soft, "cross_entropy", {"temperature": t}, divisor=tokens
+            )
         if alpha < 1:
             hard = [_columns(d, slice(-1, None)) for d in datums]
-            pending["ce"] = models.policy.forward_backward(hard, "cross_entropy", {"temperature": 1.0}, divisor=tokens)
+            pending["ce"] = models.policy.forward_backward(
+                hard, "cross_entropy", {"temperature": 1.0}, divisor=tokens
+            )
         for name, future in pending.items():
             value = future.result().metrics["loss:sum"]
             if name == "kl":  # cross-entropy to the teacher, less the teacher's entropy
-                weights = np.concatenate([d.loss_fn_inputs["weights"].array[:, :-1] for d in datums]).astype(np.float64)
+                weights = np.concatenate(
+                    [d.loss_fn_inputs["weights"].array[:, :-1] for d in datums]
+                ).astype(np.float64)
                 p = weights / (alpha * t**2)
                 value += alpha * t**2 * float((p * np.log(np.where(p > 0, p, 1.0))).sum())
             sums[name] = value / (alpha * t**2 if name == "kl" else 1 - alpha)
@@ -212,14 +290,25 @@ def _with_later(gap_T: np.ndarray, discount: float) -> np.ndarray:
 
 def _columns(datum: Datum, which: slice) -> Datum:
     """A datum with some columns of its soft targets."""
-    return Datum(datum.model_input, {name: data.array[:, which] for name, data in datum.loss_fn_inputs.items()})
+    return Datum(
+        datum.model_input,
+        {name: data.array[:, which] for name, data in datum.loss_fn_inputs.items()},
+    )
 
 
-def soft_targets(teacher: SamplingClient, datums: Sequence[Datum], *, top_k: int, alpha: float, temperature: float) -> list[Datum]:
+def soft_targets(
+    teacher: SamplingClient,
+    datums: Sequence[Datum],
+    *,
+    top_k: int,
+    alpha: float,
+    temperature: float,
+) -> list[Datum]:
     """Supervised datums with targets and weights [T, K + 1].
 
-    Columns 0 to K - 1: the teacher's K likeliest tokens x_k with weight alpha T^2 p_k, p = softmax over them of log p / T.
-    Column K: the token itself with weight 1 - alpha. Positions of weight 0 keep weight 0. alpha 0 asks no teacher (K = 1).
+    Columns 0 to K - 1: the teacher's K likeliest tokens x_k with weight alpha T^2 p_k, p = softmax
+    over them of log p / T. Column K: the token itself with weight 1 - alpha. Positions of weight 0
+    keep weight 0. alpha 0 asks no teacher (K = 1).
     """
     from rl.sampler import Request
 
@@ -228,23 +317,35 @@ def soft_targets(teacher: SamplingClient, datums: Sequence[Datum], *, top_k: int
     else:
         params = SamplingParams(max_tokens=1, temperature=0.0)
         whole = [full_input(d) for d in datums]
-        requests = [Request(prompt=w.flat(), images=w.placed(), params=params, topk_prompt_logprobs=top_k) for w in whole]
+        requests = [
+            Request(prompt=w.flat(), images=w.placed(), params=params, topk_prompt_logprobs=top_k)
+            for w in whole
+        ]
         responses, _ = teacher.sample_many(requests).result()
         pairs_D = [(response.topk_prompt_logprobs or [])[1:] for response in responses]
     found = []
     for datum, pairs_T in zip(datums, pairs_D, strict=True):
         mask = datum.loss_fn_inputs["weights"].array != 0
         tokens_TK = np.asarray([[token for token, _ in pairs] for pairs in pairs_T], dtype=np.int64)
-        scaled_TK = np.asarray([[logp for _, logp in pairs] for pairs in pairs_T], dtype=np.float64) / temperature
+        scaled_TK = (
+            np.asarray([[logp for _, logp in pairs] for pairs in pairs_T], dtype=np.float64)
+            / temperature
+        )
         p_TK = np.exp(scaled_TK - scaled_TK.max(1, keepdims=True))
         p_TK *= (alpha * temperature**2) * mask[:, None] / p_TK.sum(1, keepdims=True)
-        targets = np.concatenate([tokens_TK, datum.loss_fn_inputs["target_tokens"].array[:, None]], axis=1)
+        targets = np.concatenate(
+            [tokens_TK, datum.loss_fn_inputs["target_tokens"].array[:, None]], axis=1
+        )
         weights = np.concatenate([p_TK, ((1 - alpha) * mask)[:, None]], axis=1)
-        found.append(Datum(datum.model_input, {"target_tokens": targets, "weights": weights.astype(np.float32)}))
+        found.append(
+            Datum(
+                datum.model_input, {"target_tokens": targets, "weights": weights.astype(np.float32)}
+            )
+        )
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------- teachers
+# ----------------------------------------------------------------------------------------- teachers
 
 
 def teacher_of(models: Models, tag: str) -> str:

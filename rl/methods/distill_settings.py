@@ -45,8 +45,20 @@ class DistillationSettings:
         check_ranges(self)
         on_policy, why = self.learn_from == "student", f"learn_from is {self.learn_from}"
         only_with(self, ("kl_discount",), on_policy, why, "set learn_from to student")
-        only_with(self, ("alpha", "distill_temperature", "teacher_top_k"), not on_policy, why, "set learn_from to teacher or data")
-        only_with(self, ("group_size",), self.learn_from != "data", why, "set learn_from to student or teacher")
+        only_with(
+            self,
+            ("alpha", "distill_temperature", "teacher_top_k"),
+            not on_policy,
+            why,
+            "set learn_from to teacher or data",
+        )
+        only_with(
+            self,
+            ("group_size",),
+            self.learn_from != "data",
+            why,
+            "set learn_from to student or teacher",
+        )
 
 
 def _data() -> DataSettings:
@@ -76,7 +88,9 @@ class DistillSettings:
         if self.distillation.learn_from != "student":
             why = f"learn_from is {self.distillation.learn_from}, and the student plays no episodes"
             only_with(self.flow, ("episodes",), False, why, "set learn_from to student")
-            without_samples(self, f"with learn_from {self.distillation.learn_from} the student answers nothing")
+            without_samples(
+                self, f"with learn_from {self.distillation.learn_from} the student answers nothing"
+            )
         elif self.data.reward is None and not self.data.rewards:
             without_samples(self, "without a reward nothing scores them")
 
@@ -87,16 +101,22 @@ class DistillSettings:
 
 
 def named_teachers(settings: DistillSettings) -> dict[str, str]:
-    """Data set ("" : all others) to teacher. Raises UserError where none is named, or one data set has two."""
+    """Data set ("" : all others) to teacher. Raises UserError where none is named, or one data set
+    has two.
+    """
     found: dict[str, str] = {}
     for word in settings.distillation.teacher:
         tag, equals, where = word.partition("=")
         tag, where = (tag, where) if equals else ("", word)
         if tag in found:
-            raise UserError(f"two teachers for {tag or 'all data sets'}: {found[tag]} and {where}; with several data sets write DATASET=TEACHER")
+            raise UserError(
+                f"two teachers for {tag or 'all data sets'}: {found[tag]} and {where}; with several data sets write DATASET=TEACHER"
+            )
         found[tag] = where
     if not found:
-        raise UserError("distill needs a teacher: --teacher with a run's folder, a folder of weights or a hub name")
+        raise UserError(
+            "distill needs a teacher: --teacher with a run's folder, a folder of weights or a hub name"
+        )
     return found
 
 

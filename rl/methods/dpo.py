@@ -1,4 +1,5 @@
-"""DPO: learn from pairs of answers which of two is preferred, without a reward model (Rafailov et al., arXiv 2305.18290).
+"""DPO: learn from pairs of answers which of two is preferred, without a reward model (Rafailov et
+al., arXiv 2305.18290).
 
 The losses, DPO with its conservative form and IPO, stand in rl.losses.pairs.
 """
@@ -42,7 +43,9 @@ class PreferenceSettings:
     """How strongly the policy is held to the reference; implicit rewards are beta (log policy - log reference). For ipo the regularisation tau."""
     loss: Literal["dpo", "ipo"] = "dpo"
     """dpo: -log sigmoid of the reward margin (arXiv 2305.18290). ipo: squared distance of the margin to 1 / (2 beta), which does not overfit certain preferences (arXiv 2310.12036)."""
-    label_smoothing: Annotated[float, Range(0, 0.5, below=True, why="the chance of a wrong label")] = 0.0
+    label_smoothing: Annotated[
+        float, Range(0, 0.5, below=True, why="the chance of a wrong label")
+    ] = 0.0
     """Chance that a label is wrong, below 0.5 (conservative DPO); with loss dpo."""
     length_normalise: bool | None = None
     """Margins of means over an answer's tokens instead of sums; by default with ipo alone, as its authors do."""
@@ -55,10 +58,18 @@ class PreferenceSettings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        only_with(self, ("label_smoothing",), self.loss == "dpo", f"the loss is {self.loss}", "set loss to dpo")
+        only_with(
+            self,
+            ("label_smoothing",),
+            self.loss == "dpo",
+            f"the loss is {self.loss}",
+            "set loss to dpo",
+        )
         if self.reference_free and (self.precompute_reference or self.reference_model):
             other = "reference_model" if self.reference_model else "precompute_reference"
-            raise ValueError(f"reference_free means no reference, and {other} asks for one: give one of them")
+            raise ValueError(
+                f"reference_free means no reference, and {other} asks for one: give one of them"
+            )
 
 
 def _loop() -> RowLoopSettings:
@@ -87,7 +98,9 @@ class DpoSettings:
 
 
 class Dpo(EvaluatesRows):
-    """Method class of `dpo`: its training hooks and the models that a run loads for them. Subclasses inherit both."""
+    """Method class of `dpo`: its training hooks and the models that a run loads for them.
+    Subclasses inherit both.
+    """
 
     online = False
     headline = ACCURACY
@@ -109,7 +122,9 @@ class Dpo(EvaluatesRows):
 
     @staticmethod
     def keeps_beginning(settings: Any) -> bool:
-        return not settings.preference.reference_free and settings.preference.reference_model is None
+        return (
+            not settings.preference.reference_free and settings.preference.reference_model is None
+        )
 
     @staticmethod
     def weights(settings: Any) -> list[str]:
@@ -121,18 +136,29 @@ class Dpo(EvaluatesRows):
         self._reference: dict[Any, np.ndarray] = {}  # precomputed, by prompt and answer
 
     def begin(self, rows: Iterable[Problem], renderer: Any, models: Models) -> None:
-        """With precompute_reference: scores all rows in an order that a resume does not change, and lets the reference go."""
+        """With precompute_reference: scores all rows in an order that a resume does not change, and
+        lets the reference go.
+        """
         if not self.settings.preference.precompute_reference:
             return
-        pairs = {key: datum for row in rows for datum in pair_datums(row, renderer, self.settings.data) if (key := _key(datum))}
+        pairs = {
+            key: datum
+            for row in rows
+            for datum in pair_datums(row, renderer, self.settings.data)
+            if (key := _key(datum))
+        }
         keys, datums = list(pairs), list(pairs.values())
         for i in range(0, len(keys), _AT_ONCE):
             found = models.reference.logprobs(datums[i : i + _AT_ONCE])
             self._reference.update(zip(keys[i : i + _AT_ONCE], found, strict=True))
         models.others.pop("reference").release()
 
-    def datums(self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int) -> list[Datum]:
-        """Two datums a row, the preferred answer's first, with the reference's logprobs of their tokens."""
+    def datums(
+        self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
+    ) -> list[Datum]:
+        """Two datums a row, the preferred answer's first, with the reference's logprobs of their
+        tokens.
+        """
         pairs = [datum for row in rows for datum in pair_datums(row, renderer, self.settings.data)]
         settings = self.settings.preference
         if settings.reference_free:
@@ -148,27 +174,42 @@ class Dpo(EvaluatesRows):
     def _precomputed(self, datum: Datum) -> np.ndarray:
         found = self._reference.get(_key(datum))
         if found is None:
-            raise ValueError("a row is trained on that was not to be foreseen: leave out precompute_reference")
+            raise ValueError(
+                "a row is trained on that was not to be foreseen: leave out precompute_reference"
+            )
         return found
 
-    def learn(self, models: Models, datums: Sequence[Datum], progress: Progress) -> dict[str, float]:
-        """One pass over the pairs; `optim/loss` and `rewards/...` are means over them, taken before each update."""
+    def learn(
+        self, models: Models, datums: Sequence[Datum], progress: Progress
+    ) -> dict[str, float]:
+        """One pass over the pairs; `optim/loss` and `rewards/...` are means over them, taken before
+        each update.
+        """
         settings, params = self.settings, self._params(progress)
         pairs = [datums[i : i + 2] for i in range(0, len(datums), 2)]
         sums: dict[str, float] = {}
         norms, watched = [], {}
         for i, part in enumerate(substeps(pairs, settings.optim.num_substeps)):
             flat = [datum for pair in part for datum in pair]
-            forward = models.policy.forward_backward(flat, self._loss(), self._config(), divisor=len(part))
+            forward = models.policy.forward_backward(
+                flat, self._loss(), self._config(), divisor=len(part)
+            )
             update = models.policy.optim_step(params).result().metrics or {}
             if i == 0:
-                watched = self._watched(flat, [one["logprobs"].array for one in forward.result().loss_fn_outputs])
+                watched = self._watched(
+                    flat, [one["logprobs"].array for one in forward.result().loss_fn_outputs]
+                )
             for name, value in forward.result().metrics.items():
                 sums[name] = sums.get(name, 0.0) + value
             norms.append(update["grad_norm"])
             sums["skipped"] = sums.get("skipped", 0.0) + update.get("skipped_nonfinite", 0.0)
         found = pair_metrics(sums)
-        metrics = {"optim/lr": params.learning_rate, "optim/loss": found.pop("loss"), **found, "optim/grad_norm": largest(norms)}
+        metrics = {
+            "optim/lr": params.learning_rate,
+            "optim/loss": found.pop("loss"),
+            **found,
+            "optim/grad_norm": largest(norms),
+        }
         metrics |= {"optim/tokens": action_tokens(datums), **expert_metrics(sums), **watched}
         if sums["skipped"]:
             metrics["optim/skipped_nonfinite"] = sums["skipped"]
@@ -184,9 +225,12 @@ class Dpo(EvaluatesRows):
 
     def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
         """The same means on held-out pairs, as `test/loss` and `test/rewards/...`."""
+
         def measured(members: Sequence[Problem]) -> dict[str, float]:
             pairs = self.datums(members, renderer, models, 0)
-            return pair_metrics(models.policy.forward(pairs, self._loss(), self._config()).result().metrics)
+            return pair_metrics(
+                models.policy.forward(pairs, self._loss(), self._config()).result().metrics
+            )
 
         return by_tag(rows, measured)
 
@@ -215,12 +259,18 @@ def _key(datum: Datum) -> Any:
 
 
 def pair_datums(row: Problem, renderer: Any, data: Any = None) -> list[Datum]:
-    """The preferred answer and the other as two datums, whose `mask` is 1 on the tokens of the answer and its end."""
+    """The preferred answer and the other as two datums, whose `mask` is 1 on the tokens of the
+    answer and its end.
+    """
     datums = []
     for answer in (row.response, row.rejected):
         if answer is None:
-            raise ValueError(f"row {row.index} of {row.tag} is no pair: it has {'no rejected' if row.response else 'no preferred'} answer")
-        model_input, weights = renderer.build_supervised_example([*row.messages, {"role": "assistant", "content": answer}])
+            raise ValueError(
+                f"row {row.index} of {row.tag} is no pair: it has {'no rejected' if row.response else 'no preferred'} answer"
+            )
+        model_input, weights = renderer.build_supervised_example(
+            [*row.messages, {"role": "assistant", "content": answer}]
+        )
         datum = supervised_datum(model_input, weights)
         datum.loss_fn_inputs["mask"] = datum.loss_fn_inputs.pop("weights")
         datums.append(datum if data is None else cut_to(data, datum, row))
@@ -228,9 +278,14 @@ def pair_datums(row: Problem, renderer: Any, data: Any = None) -> list[Datum]:
 
 
 def pair_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """A pair loss's sums as means over pairs: loss, `rewards/chosen`, `rejected`, `margins`, `accuracies`, `logps/...`."""
+    """A pair loss's sums as means over pairs: loss, `rewards/chosen`, `rejected`, `margins`,
+    `accuracies`, `logps/...`.
+    """
     pairs = max(1.0, sums.get("pairs:sum", 0.0))
-    mean = {name: sums.get(f"{name}:sum", 0.0) / pairs for name in ("loss", "chosen_rewards", "rejected_rewards", "ranked_right")}
+    mean = {
+        name: sums.get(f"{name}:sum", 0.0) / pairs
+        for name in ("loss", "chosen_rewards", "rejected_rewards", "ranked_right")
+    }
     return {
         "loss": mean["loss"],
         "rewards/chosen": mean["chosen_rewards"],

@@ -1,7 +1,8 @@
 """GRPO: several answers to each problem, each credited with how much better it is than its group.
 
-Shao et al., arXiv 2402.03300, by default with Dr. GRPO's advantage (centred, not divided by the standard deviation;
-arXiv 2503.20783) and no KL term; its variants and REINFORCE are settings of the same three hooks.
+Shao et al., arXiv 2402.03300, by default with Dr. GRPO's advantage (centred, not divided by the
+standard deviation; arXiv 2503.20783) and no KL term; its variants and REINFORCE are settings of the
+same three hooks.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def adaptive_kl(settings: GrpoSettings) -> AdaptiveKL:
 
 
 class PolicyGradient:
-    """Method class of `grpo` and `reinforce`: its training hooks and the models that a run loads for them. Subclasses inherit both."""
+    """Method class of `grpo` and `reinforce`: its training hooks and the models that a run loads
+    for them. Subclasses inherit both.
+    """
 
     online = True
     variants = VARIANTS
@@ -64,49 +67,89 @@ class PolicyGradient:
         self.settings = settings
         self.group_size: int = settings.policy_gradient.group_size
         self.estimator = ADVANTAGES[settings.policy_gradient.advantage]
-        self._memories = {one.state_key: one.fn() for one in ADVANTAGES.values() if one.state_key is not None}
+        self._memories = {
+            one.state_key: one.fn() for one in ADVANTAGES.values() if one.state_key is not None
+        }
         self.shaper = RewardShaper(settings.shaping, settings.sampling.max_tokens)
         self.kl = adaptive_kl(settings)
         self._kl_metrics: dict[str, float] = {}  # of the last batch
 
-    def credit(self, groups: Sequence[TrajectoryGroup], models: Models, *, at_least_one: bool = True) -> list[Datum]:
-        """Advantages over each answer's tokens. Groups without signal are left out; if all are, one is kept (`at_least_one`)."""
+    def credit(
+        self, groups: Sequence[TrajectoryGroup], models: Models, *, at_least_one: bool = True
+    ) -> list[Datum]:
+        """Advantages over each answer's tokens. Groups without signal are left out; if all are, one
+        is kept (`at_least_one`).
+        """
         how = self.settings.policy_gradient
         if how.step_rewards == "sum":
-            rewards_P_G_N = [[[total] for total in totals_G] for totals_G in self.shaper.totals(groups)]
+            rewards_P_G_N = [
+                [[total] for total in totals_G] for totals_G in self.shaper.totals(groups)
+            ]
         else:
             rewards_P_G_N = self.shaper.steps(groups)
         if how.step_rewards == "to_go":
-            rewards_P_G_N = [[returns_to_go(steps, how.reward_discount) for steps in rewards_G_N] for rewards_G_N in rewards_P_G_N]
+            rewards_P_G_N = [
+                [returns_to_go(steps, how.reward_discount) for steps in rewards_G_N]
+                for rewards_G_N in rewards_P_G_N
+            ]
         cells = compared(rewards_P_G_N, by_turn=how.step_rewards == "to_go")
         rewards_C_K = [[rewards_P_G_N[p][g][n] for g, n in members] for p, _, members in cells]
-        keys_C = [f"{groups[p].tag}/{groups[p].problem_index}" + (f"/turn {turn}" if turn else "") for p, turn, _ in cells]
-        for (p, _, members), advantages_K in zip(cells, self._advantages(rewards_C_K, keys_C), strict=True):
+        keys_C = [
+            f"{groups[p].tag}/{groups[p].problem_index}" + (f"/turn {turn}" if turn else "")
+            for p, turn, _ in cells
+        ]
+        for (p, _, members), advantages_K in zip(
+            cells, self._advantages(rewards_C_K, keys_C), strict=True
+        ):
             for (g, n), advantage in zip(members, advantages_K, strict=True):
                 rewards_P_G_N[p][g][n] = float(advantage)
         for group, advantages_G_N in zip(groups, rewards_P_G_N, strict=True):
             for trajectory, advantages_N in zip(group.trajectories_G, advantages_G_N, strict=True):
                 self._credit(trajectory, advantages_N)
-        learnt = {p for (p, _, _), rewards_K in zip(cells, rewards_C_K, strict=True) if self._keeps(rewards_K)}
+        learnt = {
+            p
+            for (p, _, _), rewards_K in zip(cells, rewards_C_K, strict=True)
+            if self._keeps(rewards_K)
+        }
         kept = sorted(learnt) or [0][: int(at_least_one)]
-        datums = [datum for i in kept for trajectory in groups[i].trajectories_G for datum in trajectory_to_datums(trajectory)]
+        datums = [
+            datum
+            for i in kept
+            for trajectory in groups[i].trajectories_G
+            for datum in trajectory_to_datums(trajectory)
+        ]
         return self._held_near_reference(datums, models) if self.kl.active else datums
 
     def _held_near_reference(self, datums: list[Datum], models: Models) -> list[Datum]:
-        """The KL to the reference charged to the advantages, or the reference's logprobs for the term in the loss."""
+        """The KL to the reference charged to the advantages, or the reference's logprobs for the
+        term in the loss.
+        """
         ref_D = models.reference.logprobs(datums, self.settings.sampling.temperature)
-        charged, self._kl_metrics = penalised(datums, ref_D, self.kl.coefficient, self.settings.policy_gradient.kl_discount)
+        charged, self._kl_metrics = penalised(
+            datums, ref_D, self.kl.coefficient, self.settings.policy_gradient.kl_discount
+        )
         self._kl_metrics["optim/kl_coef"] = self.kl.coefficient
         if self.settings.kl.kl_in == "reward":
             return charged
-        return [with_fields(datum, ref_logprobs=ref_T) for datum, ref_T in zip(datums, ref_D, strict=True)]
+        return [
+            with_fields(datum, ref_logprobs=ref_T)
+            for datum, ref_T in zip(datums, ref_D, strict=True)
+        ]
 
-    def _advantages(self, rewards_C_K: Sequence[Sequence[float]], keys_C: Sequence[str]) -> Sequence[Any]:
-        """Return an advantage for each reward; C cells of K rewards that are compared with each other."""
+    def _advantages(
+        self, rewards_C_K: Sequence[Sequence[float]], keys_C: Sequence[str]
+    ) -> Sequence[Any]:
+        """Return an advantage for each reward; C cells of K rewards that are compared with each
+        other.
+        """
         estimator = self.estimator
         if estimator.state_key is not None:
             return self._memories[estimator.state_key](rewards_C_K, keys_C)
-        return estimator.fn(rewards_C_K) if estimator.scope == "batch" else [estimator.fn(rewards_K) for rewards_K in rewards_C_K]
+        return (
+            estimator.fn(rewards_C_K)
+            if estimator.scope == "batch"
+            else [estimator.fn(rewards_K) for rewards_K in rewards_C_K]
+        )
 
     def _credit(self, trajectory: Trajectory, advantages_N: Sequence[float]) -> None:
         pg = self.settings.policy_gradient
@@ -114,15 +157,26 @@ class PolicyGradient:
             (trajectory.advantage,) = advantages_N
             return
         process = pg.step_rewards == "process_supervision"
-        trajectory.advantages_N = returns_to_go(advantages_N, pg.reward_discount) if process else list(advantages_N)
+        trajectory.advantages_N = (
+            returns_to_go(advantages_N, pg.reward_discount) if process else list(advantages_N)
+        )
         trajectory.advantage = trajectory.advantages_N[0]
 
     def _keeps(self, rewards_K: Sequence[float]) -> bool:
-        """Whether a group is trained on: all are, unless nothing but its members against each other makes a gradient."""
+        """Whether a group is trained on: all are, unless nothing but its members against each other
+        makes a gradient.
+        """
         pg = self.settings.policy_gradient
-        return not self.estimator.compares_members or self.kl.active or pg.entropy_coef > 0 or has_signal(rewards_K)
+        return (
+            not self.estimator.compares_members
+            or self.kl.active
+            or pg.entropy_coef > 0
+            or has_signal(rewards_K)
+        )
 
-    def learn(self, models: Models, datums: Sequence[Datum], progress: Progress) -> dict[str, float]:
+    def learn(
+        self, models: Models, datums: Sequence[Datum], progress: Progress
+    ) -> dict[str, float]:
         settings, pg = self.settings, self.settings.policy_gradient
         datums, before = self.prepared(datums, models)
         metrics = one_pass(
@@ -145,15 +199,25 @@ class PolicyGradient:
     def loss(self) -> str:
         return self.settings.policy_gradient.loss
 
-    def prepared(self, datums: Sequence[Datum], models: Models) -> tuple[Sequence[Datum], dict[str, float]]:
-        """Credited datums as the loss takes them: corrected, weighed by their sequence; and what was measured on the way."""
+    def prepared(
+        self, datums: Sequence[Datum], models: Models
+    ) -> tuple[Sequence[Datum], dict[str, float]]:
+        """Credited datums as the loss takes them: corrected, weighed by their sequence; and what
+        was measured on the way.
+        """
         settings, pg = self.settings, self.settings.policy_gradient
         before: dict[str, float] = {}
         if pg.truncated_is is not None:
-            datums, before = truncated_importance_sampling(models, datums, pg.truncated_is, settings.sampling.temperature)
+            datums, before = truncated_importance_sampling(
+                models, datums, pg.truncated_is, settings.sampling.temperature
+            )
         elif (how := settings.correction).active:
             datums, before = corrected_datums(
-                models, datums, correction(how), against_learner=how.against_learner, temperature=settings.sampling.temperature
+                models,
+                datums,
+                correction(how),
+                against_learner=how.against_learner,
+                temperature=settings.sampling.temperature,
             )
         if settings.interpolates:
             datums = with_proximal_share(datums, models.policy.version)
@@ -189,14 +253,20 @@ class PolicyGradient:
         self.kl.coefficient = state["kl_coef"]
 
 
-def compared(rewards_P_G_N: Sequence[Sequence[Sequence[float]]], *, by_turn: bool) -> list[tuple[int, int, list[tuple[int, int]]]]:
-    """Return which rewards an estimator compares with each other, as cells (group p, turn, members (g, n)).
+def compared(
+    rewards_P_G_N: Sequence[Sequence[Sequence[float]]], *, by_turn: bool
+) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    """Return which rewards an estimator compares with each other, as cells (group p, turn, members
+    (g, n)).
 
-    `by_turn`: those of a group at the same turn, of the members that have one; else all rewards of a group are one cell.
+    `by_turn`: those of a group at the same turn, of the members that have one; else all rewards of
+    a group are one cell.
     """
     cells = []
     for p, rewards_G_N in enumerate(rewards_P_G_N):
         every = [(g, n) for g, steps in enumerate(rewards_G_N) for n in range(len(steps))]
         turns = range(max((n for _, n in every), default=0) + 1) if by_turn else range(1)
-        cells += [(p, turn, [(g, n) for g, n in every if n == turn or not by_turn]) for turn in turns]
+        cells += [
+            (p, turn, [(g, n) for g, n in every if n == turn or not by_turn]) for turn in turns
+        ]
     return cells

@@ -1,4 +1,6 @@
-"""What `grpo` may be told: how rewards become gradients, and the published variants as sets of settings. No torch here."""
+"""What `grpo` may be told: how rewards become gradients, and the published variants as sets of
+settings. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,27 @@ from rl.settings import (
 VARIANTS: dict[str, dict[str, Any]] = {
     "grpo": {"advantage": "mean_std", "normalise": "sequence_means"},
     "dr_grpo": {"advantage": "mean", "normalise": "constant"},
-    "dapo": {"advantage": "mean_std", "clip_high": 1.28, "normalise": "tokens", "overlong_share": 0.2, "dynamic_sampling": 10},
-    "gspo": {"advantage": "mean_std", "loss": "gspo", "clip_low": 1 - 3e-4, "clip_high": 1 + 4e-4, "normalise": "sequence_means"},
-    "cispo": {"advantage": "mean_std", "loss": "cispo", "clip_low": 0.0, "clip_high": 5.0, "normalise": "tokens"},
+    "dapo": {
+        "advantage": "mean_std",
+        "clip_high": 1.28,
+        "normalise": "tokens",
+        "overlong_share": 0.2,
+        "dynamic_sampling": 10,
+    },
+    "gspo": {
+        "advantage": "mean_std",
+        "loss": "gspo",
+        "clip_low": 1 - 3e-4,
+        "clip_high": 1 + 4e-4,
+        "normalise": "sequence_means",
+    },
+    "cispo": {
+        "advantage": "mean_std",
+        "loss": "cispo",
+        "clip_low": 0.0,
+        "clip_high": 5.0,
+        "normalise": "tokens",
+    },
     "rloo": {"advantage": "leave_one_out", "loss": "importance_sampling", "normalise": "sequences"},
     "reinforce_plus_plus": {"advantage": "batch", "group_size": 1, "normalise": "tokens"},
     "reinforce_plus_plus_baseline": {"advantage": "mean_batch_std", "normalise": "tokens"},
@@ -44,14 +64,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
 if TYPE_CHECKING:
     Advantage = str
 else:
-    Advantage = Literal[tuple(ADVANTAGES)]  # every estimator of the registry, read by the command line
+    # every estimator of the registry, read by the command line
+    Advantage = Literal[tuple(ADVANTAGES)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradientSettings:
     """How rewards become gradients."""
 
-    variant: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] | None = None
+    variant: (
+        Literal[
+            "grpo",
+            "dr_grpo",
+            "dapo",
+            "gspo",
+            "cispo",
+            "rloo",
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
+        ]
+        | None
+    ) = None
     """A published set of settings; any that you give wins over it. grpo: arXiv 2402.03300, token means within each answer. dr_grpo: 2503.20783, no std, constant length. dapo: 2503.14476, higher upper clip, token mean, overlong penalty, dynamic sampling. gspo: 2507.18071, one ratio a sequence. cispo: 2506.13585, clipped weights (bounds of 2510.13786). rloo: 2402.14740, leave one out. reinforce_plus_plus: 2501.03262, one answer, normalised over the batch; _baseline: the group's mean first."""
     group_size: Annotated[int, Range(1, 10**6)] = 8
     """Answers sampled for each problem."""
@@ -78,9 +111,15 @@ class PolicyGradientSettings:
     """kl_in reward: a token is charged for the KL of those k later times this to the power of k; 1: all of the answer's rest, 0: its own alone."""
 
     def __new__(cls, **given: Any) -> Self:
-        """Raises ValueError for a variant without its settings: some belong to other sections, so naming it here would not be enough."""
+        """Raises ValueError for a variant without its settings: some belong to other sections, so
+        naming it here would not be enough.
+        """
         if (variant := given.get("variant")) is not None:
-            missing = [key for key in _variant(variant) if key in cls.__dataclass_fields__ and key not in given]
+            missing = [
+                key
+                for key in _variant(variant)
+                if key in cls.__dataclass_fields__ and key not in given
+            ]
             if missing:
                 raise ValueError(
                     f"variant {variant!r} names settings that are not given here: {', '.join(missing)}. All of its settings, those "
@@ -98,13 +137,27 @@ class PolicyGradientSettings:
                 "Set group_size to 2 or more, or advantage to running_mean"
             )
         clips = self.loss != "importance_sampling"
-        only_with(self, ("clip_low", "clip_high"), clips, f"loss {self.loss} does not clip", "set loss to ppo, cispo or gspo")
-        only_with(self, ("reward_discount",), self.step_rewards != "sum", "step_rewards is sum", "set step_rewards to to_go")
+        only_with(
+            self,
+            ("clip_low", "clip_high"),
+            clips,
+            f"loss {self.loss} does not clip",
+            "set loss to ppo, cispo or gspo",
+        )
+        only_with(
+            self,
+            ("reward_discount",),
+            self.step_rewards != "sum",
+            "step_rewards is sum",
+            "set step_rewards to to_go",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoSettings:
-    """Group-relative policy optimization: sample a group for each problem, credit each answer against its group."""
+    """Group-relative policy optimization: sample a group for each problem, credit each answer
+    against its group.
+    """
 
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
@@ -124,12 +177,26 @@ class GrpoSettings:
         check_substeps(self)
         check_compared(self, self.policy_gradient.group_size)
         if self.sampling.dynamic_sampling and self.policy_gradient.group_size == 1:
-            raise ValueError("dynamic_sampling looks for groups whose answers differ in reward: set group_size to 2 or more, or leave it out")
-        if self.policy_gradient.truncated_is is not None and (self.correction.active or self.correction.proximal == "interpolated"):
-            raise ValueError("truncated_is is correction truncate with that correction_high: give one of the two, and no proximal beside it")
+            raise ValueError(
+                "dynamic_sampling looks for groups whose answers differ in reward: set group_size to 2 or more, or leave it out"
+            )
+        if self.policy_gradient.truncated_is is not None and (
+            self.correction.active or self.correction.proximal == "interpolated"
+        ):
+            raise ValueError(
+                "truncated_is is correction truncate with that correction_high: give one of the two, and no proximal beside it"
+            )
         if self.correction.proximal == "interpolated" and not self.flow.max_steps_off_policy:
-            raise ValueError("proximal interpolated goes by the age of tokens, which is 0 in every run but one with max_steps_off_policy")
-        only_with(self.policy_gradient, ("kl_discount",), self.kl.kl_in == "reward", "kl_in is loss", "set kl_in to reward")
+            raise ValueError(
+                "proximal interpolated goes by the age of tokens, which is 0 in every run but one with max_steps_off_policy"
+            )
+        only_with(
+            self.policy_gradient,
+            ("kl_discount",),
+            self.kl.kl_in == "reward",
+            "kl_in is loss",
+            "set kl_in to reward",
+        )
 
     @property
     def learning_rate(self) -> float:
@@ -138,8 +205,13 @@ class GrpoSettings:
 
     @property
     def interpolates(self) -> bool:
-        """Whether ratios are taken against the proximal policy by tokens' age; the default for PPO's loss where they are old (measured)."""
-        how, plain = self.correction, self.policy_gradient.truncated_is is None and self.correction.correction == "none"
+        """Whether ratios are taken against the proximal policy by tokens' age; the default for
+        PPO's loss where they are old (measured).
+        """
+        how, plain = (
+            self.correction,
+            self.policy_gradient.truncated_is is None and self.correction.correction == "none",
+        )
         late = self.flow.max_steps_off_policy > 0 and self.policy_gradient.loss == "ppo"
         return how.proximal == "interpolated" or (how.proximal is None and plain and late)
 
@@ -161,25 +233,38 @@ def check_flow(settings: GrpoSettings) -> None:
             ("kl_coef", settings.kl.kl_coef or settings.kl.kl_target or settings.kl.reference_model),
         ):  # fmt: skip
             if on:
-                raise ValueError(f"{name} needs the whole batch before its update, stream_minibatches {parts} begins before: leave out one of them")
+                raise ValueError(
+                    f"{name} needs the whole batch before its update, stream_minibatches {parts} begins before: leave out one of them"
+                )
         if parts > settings.loop.batch_size:
-            raise ValueError(f"stream_minibatches {parts} are more parts than batch_size {settings.loop.batch_size} has groups")
+            raise ValueError(
+                f"stream_minibatches {parts} are more parts than batch_size {settings.loop.batch_size} has groups"
+            )
     if late:
         for name, on in (
             ("num_substeps", settings.optim.num_substeps > 1), ("dynamic_sampling", settings.sampling.dynamic_sampling > 0),
             ("curriculum", settings.data.curriculum != "off"),
         ):  # fmt: skip
             if on:
-                raise ValueError(f"{name} goes by batches that are sampled one after the other: leave it out, or max_steps_off_policy")
+                raise ValueError(
+                    f"{name} goes by batches that are sampled one after the other: leave it out, or max_steps_off_policy"
+                )
 
 
 def variant_settings(variant: str, **given: Any) -> GrpoSettings:
-    """What `train.py grpo --variant ...` stands for: a published variant's settings, and over them any setting by its flat name.
+    """What `train.py grpo --variant ...` stands for: a published variant's settings, and over them
+    any setting by its flat name.
 
-    `variant_settings("dapo", max_tokens=512)`. Raises UserError for a variant or a setting that does not exist or fit.
+    `variant_settings("dapo", max_tokens=512)`. Raises UserError for a variant or a setting that
+    does not exist or fit.
     """
     problems: list[str] = []
-    settings = unflatten(GrpoSettings, {"variant": variant, **_variant(variant), **given}, problems, "variant_settings")
+    settings = unflatten(
+        GrpoSettings,
+        {"variant": variant, **_variant(variant), **given},
+        problems,
+        "variant_settings",
+    )
     if problems:
         raise SettingsError(problems)
     return settings

@@ -1,7 +1,9 @@
-"""KTO: learn from answers of which each is good or bad, without pairs (Ethayarajh et al., arXiv 2402.01306).
+"""KTO: learn from answers of which each is good or bad, without pairs (Ethayarajh et al., arXiv
+2402.01306).
 
-The loss stands in rl.losses.preferences. Its z, how far the policy is from the reference, is estimated in each optimizer step on
-the batch's prompts with the answers of one another (the paper's section 4.1), by a forward without a gradient.
+The loss stands in rl.losses.preferences. Its z, how far the policy is from the reference, is
+estimated in each optimizer step on the batch's prompts with the answers of one another (the paper's
+section 4.1), by a forward without a gradient.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ class KtoSettings:
     def __post_init__(self) -> None:
         check_substeps(self)
         if self.loop.batch_size < 2 * self.optim.num_substeps:
-            raise ValueError("kto needs two rows or more in an optimizer step: it sets prompts beside the answers of others")
+            raise ValueError(
+                "kto needs two rows or more in an optimizer step: it sets prompts beside the answers of others"
+            )
         without_samples(self, "kto learns from the data's answers")
 
     @property
@@ -79,7 +83,9 @@ class KtoSettings:
 
 
 class Kto(EvaluatesRows):
-    """Method class of `kto`: its training hooks and the models that a run loads for them. Subclasses inherit both."""
+    """Method class of `kto`: its training hooks and the models that a run loads for them.
+    Subclasses inherit both.
+    """
 
     online = False
     headline = "test/loss"
@@ -98,11 +104,20 @@ class Kto(EvaluatesRows):
         self._beside: list[Datum] = []  # each prompt of the batch with an answer of the next row
         self._rows: list[int] = []  # the row of each answer of the batch
 
-    def datums(self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int) -> list[Datum]:
-        """A datum for each answer, with its label and the reference's logprobs; those for z are kept beside."""
+    def datums(
+        self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
+    ) -> list[Datum]:
+        """A datum for each answer, with its label and the reference's logprobs; those for z are
+        kept beside.
+        """
         answers = [labelled(row) for row in rows]
-        others = [*answers[1:], *answers[:1]]  # of the next row each: those of a row's own prompt are no answers of others
-        own = [self._datum(row, text, good, renderer) for row, of_row in zip(rows, answers, strict=True) for text, good in of_row]
+        # of the next row each: those of a row's own prompt are no answers of others
+        others = [*answers[1:], *answers[:1]]
+        own = [
+            self._datum(row, text, good, renderer)
+            for row, of_row in zip(rows, answers, strict=True)
+            for text, good in of_row
+        ]
         beside = [
             self._datum(row, of_next[i % len(of_next)][0], True, renderer)
             for row, of_row, of_next in zip(rows, answers, others, strict=True)
@@ -110,34 +125,56 @@ class Kto(EvaluatesRows):
         ]
         self._rows = [i for i, of_row in enumerate(answers) for _ in of_row]
         scored = models.reference.logprobs([*own, *beside])
-        found = [with_fields(datum, ref_logprobs=lp) for datum, lp in zip([*own, *beside], scored, strict=True)]
+        found = [
+            with_fields(datum, ref_logprobs=lp)
+            for datum, lp in zip([*own, *beside], scored, strict=True)
+        ]
         self._beside = found[len(own) :]
         return found[: len(own)]
 
     def _datum(self, row: Problem, answer: str, good: bool, renderer: Any) -> Datum:
-        model_input, weights = renderer.build_supervised_example([*row.messages, {"role": "assistant", "content": answer}])
+        model_input, weights = renderer.build_supervised_example(
+            [*row.messages, {"role": "assistant", "content": answer}]
+        )
         datum = cut_to(self.settings.data, supervised_datum(model_input, weights), row)
         mask = datum.loss_fn_inputs.pop("weights").array
         return with_fields(datum, mask=mask, labels=np.full(len(mask), 1.0 if good else -1.0))
 
-    def learn(self, models: Models, datums: Sequence[Datum], progress: Progress) -> dict[str, float]:
-        """One pass; `optim/loss`, `rewards/...` and `optim/kl_ref_k1` (z) are taken before each update."""
+    def learn(
+        self, models: Models, datums: Sequence[Datum], progress: Progress
+    ) -> dict[str, float]:
+        """One pass; `optim/loss`, `rewards/...` and `optim/kl_ref_k1` (z) are taken before each
+        update.
+        """
         settings = self.settings
         params = adam_params(settings.optim, settings.loop, progress.batch, settings.learning_rate)
         sums: dict[str, float] = {}
         norms, distances = [], []
-        for part in substeps(list(zip(datums, self._beside, strict=True)), settings.optim.num_substeps, self._rows):
+        for part in substeps(
+            list(zip(datums, self._beside, strict=True)), settings.optim.num_substeps, self._rows
+        ):
             own, beside = [list(side) for side in zip(*part, strict=True)]
             distances.append(self._distance(models, beside))
-            forward = models.policy.forward_backward(own, "kto", self._config(distances[-1]), divisor=len(own))
+            forward = models.policy.forward_backward(
+                own, "kto", self._config(distances[-1]), divisor=len(own)
+            )
             update = models.policy.optim_step(params).result().metrics or {}
             for name, value in forward.result().metrics.items():
                 sums[name] = sums.get(name, 0.0) + value
             norms.append(update["grad_norm"])
             sums["skipped"] = sums.get("skipped", 0.0) + update.get("skipped_nonfinite", 0.0)
         found = label_metrics(sums)
-        metrics = {"optim/lr": params.learning_rate, "optim/loss": found.pop("loss"), **found, "optim/grad_norm": largest(norms)}
-        metrics |= {"optim/tokens": action_tokens(datums), "optim/kl_ref_k1": float(np.mean(distances)), **expert_metrics(sums)}
+        metrics = {
+            "optim/lr": params.learning_rate,
+            "optim/loss": found.pop("loss"),
+            **found,
+            "optim/grad_norm": largest(norms),
+        }
+        metrics |= {
+            "optim/tokens": action_tokens(datums),
+            "optim/kl_ref_k1": float(np.mean(distances)),
+            **expert_metrics(sums),
+        }
         return metrics | ({"optim/skipped_nonfinite": sums["skipped"]} if sums["skipped"] else {})
 
     def _distance(self, models: Models, beside: Sequence[Datum]) -> float:
@@ -146,7 +183,14 @@ class Kto(EvaluatesRows):
         gaps = []
         for datum, output in zip(beside, outputs, strict=True):
             mask = datum.loss_fn_inputs["mask"].array != 0
-            gaps.append(float((output["logprobs"].array.astype(np.float64) - datum.loss_fn_inputs["ref_logprobs"].array)[mask].sum()))
+            gaps.append(
+                float(
+                    (
+                        output["logprobs"].array.astype(np.float64)
+                        - datum.loss_fn_inputs["ref_logprobs"].array
+                    )[mask].sum()
+                )
+            )
         return max(0.0, float(np.mean(gaps)))
 
     def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
@@ -161,7 +205,12 @@ class Kto(EvaluatesRows):
 
     def _config(self, distance: float) -> dict[str, float]:
         how = self.settings.kto
-        return {"beta": how.beta, "kl": distance, "desirable_weight": how.desirable_weight, "undesirable_weight": how.undesirable_weight}
+        return {
+            "beta": how.beta,
+            "kl": distance,
+            "desirable_weight": how.desirable_weight,
+            "undesirable_weight": how.undesirable_weight,
+        }
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -180,8 +229,17 @@ def labelled(row: Problem) -> list[tuple[str, bool]]:
 
 
 def label_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """The loss's sums as means: of good answers (`rewards/chosen`) and of bad ones (`rejected`), and what lies between."""
+    """The loss's sums as means: of good answers (`rewards/chosen`) and of bad ones (`rejected`),
+    and what lies between.
+    """
     answers, good = max(1.0, sums["answers:sum"]), sums["good:sum"]
-    chosen, rejected = sums["good_rewards:sum"] / max(1.0, good), sums["bad_rewards:sum"] / max(1.0, sums["answers:sum"] - good)
-    found = {"loss": sums["loss:sum"] / answers, "rewards/chosen": chosen, "rewards/rejected": rejected}
+    chosen, rejected = (
+        sums["good_rewards:sum"] / max(1.0, good),
+        sums["bad_rewards:sum"] / max(1.0, sums["answers:sum"] - good),
+    )
+    found = {
+        "loss": sums["loss:sum"] / answers,
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+    }
     return {**found, "rewards/margins": chosen - rejected}

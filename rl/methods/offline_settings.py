@@ -43,8 +43,16 @@ class RolloutDataSettings(DataSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.on_too_long == "cut":
-            raise ValueError("stored answers are learnt as they were given: set on_too_long to skip")
-        only_with(self, ("stream", "prompt_template", "prompt_suffix"), False, "stored answers are read as they were given", "give dataset")
+            raise ValueError(
+                "stored answers are learnt as they were given: set on_too_long to skip"
+            )
+        only_with(
+            self,
+            ("stream", "prompt_template", "prompt_suffix"),
+            False,
+            "stored answers are read as they were given",
+            "give dataset",
+        )
         for name in ("more_datasets", "curriculum"):
             why = "stored answers are read from one dataset, without a curriculum"
             only_with(self, (name,), False, why, "give dataset")
@@ -77,7 +85,9 @@ class OfflineOptions:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        filters = [name for name in ("top_fraction", "reward_threshold") if getattr(self, name) is not None]
+        filters = [
+            name for name in ("top_fraction", "reward_threshold") if getattr(self, name) is not None
+        ]
         if (self.loss == "bc") != (len(filters) == 1):
             raise ValueError(
                 f"loss bc needs one of top_fraction (such as 0.25) and reward_threshold (such as 1), other losses neither; got loss {self.loss} "
@@ -88,10 +98,28 @@ class OfflineOptions:
     def _check_used(self) -> None:
         learns_value = self.loss == "ilql" or (self.baseline == "learned" and self.loss != "bc")
         why = f"the loss is {self.loss}"
-        only_with(self, ("baseline",), self.loss in ("dro", "importance_sampling"), why, "set loss to dro or importance_sampling")
+        only_with(
+            self,
+            ("baseline",),
+            self.loss in ("dro", "importance_sampling"),
+            why,
+            "set loss to dro or importance_sampling",
+        )
         only_with(self, ("beta",), self.loss == "dro", why, "set loss to dro")
-        only_with(self, ("gamma", "tau", "cql_coef", "expectile"), self.loss == "ilql", why, "set loss to ilql")
-        only_with(self, ("value_coef",), learns_value, f"no value is learnt ({why})", "set loss to ilql, or baseline to learned")
+        only_with(
+            self,
+            ("gamma", "tau", "cql_coef", "expectile"),
+            self.loss == "ilql",
+            why,
+            "set loss to ilql",
+        )
+        only_with(
+            self,
+            ("value_coef",),
+            learns_value,
+            f"no value is learnt ({why})",
+            "set loss to ilql, or baseline to learned",
+        )
 
     @property
     def needs_behaviour(self) -> bool:

@@ -1,7 +1,9 @@
-"""Online DPO: several answers to each problem by the policy as it is, the better against the worse, and DPO's loss on them.
+"""Online DPO: several answers to each problem by the policy as it is, the better against the worse,
+and DPO's loss on them.
 
-Guo et al., "Direct Language Model Alignment from Online AI Feedback" (arXiv 2402.04792, algorithm 1), where a language model
-says which of two answers is the better (here: --comparison-model); any reward that tells answers apart does as well.
+Guo et al., "Direct Language Model Alignment from Online AI Feedback" (arXiv 2402.04792, algorithm
+1), where a language model says which of two answers is the better (here: --comparison-model); any
+reward that tells answers apart does as well.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class OnlinePreferenceSettings(dpo.PreferenceSettings):
         super().__post_init__()
         check_ranges(self)
         if self.precompute_reference:
-            raise ValueError("precompute_reference scores answers before the first step, and online_dpo samples them: leave it out")
+            raise ValueError(
+                "precompute_reference scores answers before the first step, and online_dpo samples them: leave it out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +79,9 @@ class OnlineDpoSettings:
 
 
 def pairs_of(rewards_G: Sequence[float], kind: str) -> list[tuple[int, int]]:
-    """Members of a group as (better, worse); none where all rewards are the same. Of equals the first counts."""
+    """Members of a group as (better, worse); none where all rewards are the same. Of equals the
+    first counts.
+    """
     members = range(len(rewards_G))
     if kind == "all":
         return [(i, j) for i in members for j in members if rewards_G[i] > rewards_G[j]]
@@ -95,43 +101,67 @@ class OnlineDpo(dpo.Dpo):
         super().__init__(settings)
         self.group_size = settings.preference.group_size
         self.shaper = RewardShaper(settings.shaping, settings.sampling.max_tokens)
-        self._drawn: dict[int, Datum] = {}  # this batch's answers with the sampler's logprobs, by the pair's own datum
+        # this batch's answers with the sampler's logprobs, by the pair's own datum
+        self._drawn: dict[int, Datum] = {}
         self._ranked = True  # whether the batch has a pair
 
     def begin(self, rows: Iterable[Any], renderer: Any, models: Models) -> None:
         """There are no rows to score."""
 
     def credit(self, groups: Sequence[TrajectoryGroup], models: Models) -> list[Datum]:
-        """Two datums a pair, the better first. Where no group has a pair: two answers of the first, which nothing is learnt from."""
-        found = [pairs_of(rewards_G, self.settings.preference.pairs) for rewards_G in self.shaper.totals(groups)]
+        """Two datums a pair, the better first. Where no group has a pair: two answers of the first,
+        which nothing is learnt from.
+        """
+        found = [
+            pairs_of(rewards_G, self.settings.preference.pairs)
+            for rewards_G in self.shaper.totals(groups)
+        ]
         self._ranked = any(found)
         if not self._ranked:
             found[0] = [(0, min(1, len(groups[0].trajectories_G) - 1))]
         wanted = sorted({(p, i) for p, pairs in enumerate(found) for pair in pairs for i in pair})
         drawn = [_one_datum(groups[p], i) for p, i in wanted]
-        fields = [{name: datum.loss_fn_inputs[name] for name in ("target_tokens", "mask")} for datum in drawn]
+        fields = [
+            {name: datum.loss_fn_inputs[name] for name in ("target_tokens", "mask")}
+            for datum in drawn
+        ]
         own = [datum.with_inputs(inputs) for datum, inputs in zip(drawn, fields, strict=True)]
         if not self.settings.preference.reference_free:
             scored = models.reference.logprobs(own, self.settings.sampling.temperature)
-            own = [with_fields(datum, ref_logprobs=logprobs) for datum, logprobs in zip(own, scored, strict=True)]
+            own = [
+                with_fields(datum, ref_logprobs=logprobs)
+                for datum, logprobs in zip(own, scored, strict=True)
+            ]
         at = dict(zip(wanted, own, strict=True))
         self._drawn = {id(mine): full for mine, full in zip(own, drawn, strict=True)}
         return [at[p, i] for p, pairs in enumerate(found) for pair in pairs for i in pair]
 
-    def learn(self, models: Models, datums: Sequence[Datum], progress: Progress) -> dict[str, float]:
+    def learn(
+        self, models: Models, datums: Sequence[Datum], progress: Progress
+    ) -> dict[str, float]:
         """DPO's pass; where no answer was better than another, at learning rate 0, and counted."""
         metrics = super().learn(models, datums, progress)
         self._drawn = {}
         own = {"optim/pairs": len(datums) // 2 if self._ranked else 0}
-        return {**metrics, **own, **({} if self._ranked else {"optim/skipped_no_signal": 1.0}), **self.shaper.metrics}
+        return {
+            **metrics,
+            **own,
+            **({} if self._ranked else {"optim/skipped_no_signal": 1.0}),
+            **self.shaper.metrics,
+        }
 
     def _params(self, progress: Progress) -> AdamParams:
         params = super()._params(progress)
         return params if self._ranked else replace(params, learning_rate=0.0)
 
     def _watched(self, datums: Sequence[Datum], logprobs: Sequence[Any]) -> dict[str, float]:
-        seen = {id(datum): (self._drawn[id(datum)], logp) for datum, logp in zip(datums, logprobs, strict=True)}
-        return sampler_against_learner([full for full, _ in seen.values()], [logp for _, logp in seen.values()])
+        seen = {
+            id(datum): (self._drawn[id(datum)], logp)
+            for datum, logp in zip(datums, logprobs, strict=True)
+        }
+        return sampler_against_learner(
+            [full for full, _ in seen.values()], [logp for _, logp in seen.values()]
+        )
 
     def _config(self) -> dict[str, float]:
         return {**super()._config(), "temperature": self.settings.sampling.temperature}

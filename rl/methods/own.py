@@ -1,4 +1,6 @@
-"""A method of one's own: `train.py mine.py:Method`, a class with settings and hooks in a file, beside those that are here by name."""
+"""A method of one's own: `train.py mine.py:Method`, a class with settings and hooks in a file,
+beside those that are here by name.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _HOOKS = ("learn", "state", "load_state")
 
 
 class Methods(dict[str, MethodSpec]):
-    """The methods by name; `file.py:Class` and `module:Class` are names as well, and are imported when they are first asked for."""
+    """The methods by name; `file.py:Class` and `module:Class` are names as well, and are imported
+    when they are first asked for.
+    """
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or (is_address(name) and self[str(name)] is not None)
@@ -35,7 +39,12 @@ class Methods(dict[str, MethodSpec]):
 def is_address(name: object) -> bool:
     """Whether a word names a method by where it lies."""
     place, colon, attribute = str(name).rpartition(":")
-    return isinstance(name, str) and bool(colon and place) and attribute.isidentifier() and not name.startswith("tiny:")
+    return (
+        isinstance(name, str)
+        and bool(colon and place)
+        and attribute.isidentifier()
+        and not name.startswith("tiny:")
+    )
 
 
 def _spec(address: str) -> MethodSpec:
@@ -46,15 +55,27 @@ def _spec(address: str) -> MethodSpec:
     if isinstance(found, MethodSpec):
         return found
     if not isinstance(found, type):
-        there = ", ".join(name for name, value in vars(module).items() if isinstance(value, type) and value.__module__ == module.__name__)
-        raise SettingsError([f"method {address}: {place} has no class {attribute}; it has {there or 'none'}"])
+        there = ", ".join(
+            name
+            for name, value in vars(module).items()
+            if isinstance(value, type) and value.__module__ == module.__name__
+        )
+        raise SettingsError(
+            [f"method {address}: {place} has no class {attribute}; it has {there or 'none'}"]
+        )
     settings = getattr(found, "Settings", None)
     hooks = [*_HOOKS, "credit" if getattr(found, "online", False) else "datums"]
     if missing := [name for name in hooks if not callable(getattr(found, name, None))]:
-        raise SettingsError([f"method {address} has no {' and no '.join(missing)}: see rl/methods/base.py for what a method is"])
+        raise SettingsError(
+            [
+                f"method {address} has no {' and no '.join(missing)}: see rl/methods/base.py for what a method is"
+            ]
+        )
     if not dataclasses.is_dataclass(settings):
         raise SettingsError(
-            [f"method {address} has no Settings, a dataclass of sections such as rl.methods.GrpoSettings (which it may be, or inherit from)"]
+            [
+                f"method {address} has no Settings, a dataclass of sections such as rl.methods.GrpoSettings (which it may be, or inherit from)"
+            ]
         )
     summary = (found.__doc__ or address).strip().splitlines()[0]
     return method_spec(found, settings, summary)  # type: ignore[arg-type]
@@ -75,7 +96,9 @@ def _file(place: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:  # boundary: the user's module
         del sys.modules[name]
-        raise SettingsError([f"method file {place} failed to load: {type(error).__name__}: {error}"]) from error
+        raise SettingsError(
+            [f"method file {place} failed to load: {type(error).__name__}: {error}"]
+        ) from error
     return module
 
 
@@ -83,4 +106,6 @@ def _module(place: str, address: str) -> ModuleType:
     try:
         return importlib.import_module(place)
     except ImportError as error:
-        raise SettingsError([f"method {address}: importing {place} failed ({error}); name a file as file.py:Class"]) from error
+        raise SettingsError(
+            [f"method {address}: importing {place} failed ({error}); name a file as file.py:Class"]
+        ) from error

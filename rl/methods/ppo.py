@@ -1,8 +1,10 @@
-"""PPO: several clipped epochs on each batch, credited token by token against a learned value (Schulman et al., arXiv 1707.06347).
+"""PPO: several clipped epochs on each batch, credited token by token against a learned value
+(Schulman et al., arXiv 1707.06347).
 
-An episode's rewards stand on the last token of each turn, the price of KL to the reference on every token (Ziegler et al.,
-arXiv 1909.08593); generalised advantage estimation (arXiv 1506.02438) runs over the action tokens alone, across observations
-and the datums of one episode. The value is a head on the policy, or a critic of its own.
+An episode's rewards stand on the last token of each turn, the price of KL to the reference on every
+token (Ziegler et al., arXiv 1909.08593); generalised advantage estimation (arXiv 1506.02438) runs
+over the action tokens alone, across observations and the datums of one episode. The value is a head
+on the policy, or a critic of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from rl.judges import FrozenScorer, check_vocabulary, full_input
 from rl.methods.base import Hosts, Models, Progress
 from rl.methods.episode import EpisodeTokens
 from rl.methods.ppo_settings import PpoSettings
-from rl.methods.steps import adam_params, corrected_datums, correction, divisor, sampler_against_learner, with_fields
+from rl.methods.steps import (
+    adam_params,
+    corrected_datums,
+    correction,
+    divisor,
+    sampler_against_learner,
+    with_fields,
+)
 from rl.methods.tally import Tally
 from rl.seeds import derive_seed
 from rl.types import AdamParams, Datum, ForwardBackwardOutput
@@ -30,7 +39,9 @@ def _kl(settings: PpoSettings) -> AdaptiveKL:
 
 
 class Ppo:
-    """Method class of `ppo`: its training hooks and the models that a run loads for them. Subclasses inherit both."""
+    """Method class of `ppo`: its training hooks and the models that a run loads for them.
+    Subclasses inherit both.
+    """
 
     online = True
 
@@ -76,10 +87,12 @@ class Ppo:
         self.kl = _kl(settings)
         self._credited: dict[str, float] = {}  # metrics of credit, for the learn that follows
 
-    # ------------------------------------------------------------------------------------------------------------ credit
+    # --------------------------------------------------------------------------------------- credit
 
     def credit(self, groups: Sequence[TrajectoryGroup], models: Models) -> list[Datum]:
-        """Datums with `advantages`, `returns` and `values_old` at each action (and `ref_logprobs` for a KL in the loss)."""
+        """Datums with `advantages`, `returns` and `values_old` at each action (and `ref_logprobs`
+        for a KL in the loss).
+        """
         how = self.settings.ppo
         trajectories = [trajectory for group in groups for trajectory in group.trajectories_G]
         rewards_I_N = [steps for rewards_G_N in self.shaper.steps(groups) for steps in rewards_G_N]
@@ -90,22 +103,34 @@ class Ppo:
         fields, charges = self._reference(flat, models)
         charges_D = iter(charges)
         credited: list[Datum] = []
-        for trajectory, (parts, turns_D), rewards_N in zip(trajectories, parts_I, rewards_I_N, strict=True):
-            episode = EpisodeTokens(parts, turns_D, [len(turn.ac.tokens) for turn in trajectory.transitions])
+        for trajectory, (parts, turns_D), rewards_N in zip(
+            trajectories, parts_I, rewards_I_N, strict=True
+        ):
+            episode = EpisodeTokens(
+                parts, turns_D, [len(turn.ac.tokens) for turn in trajectory.transitions]
+            )
             own_values = [next(values_D) for _ in parts]
             rewards = episode.rewards(rewards_N) - episode.actions([next(charges_D) for _ in parts])
             values = episode.actions(own_values)
             goes_on = how.truncated == "bootstrap" and _is_cut_off(trajectory)
             bootstrap = float(own_values[episode.last_part][-1]) if goes_on else 0.0
-            advantages = token_advantages(rewards, values, gamma=how.gamma, lam=how.gae_lambda, bootstrap=bootstrap)
+            advantages = token_advantages(
+                rewards, values, gamma=how.gamma, lam=how.gae_lambda, bootstrap=bootstrap
+            )
             trajectory.advantage = float(advantages.mean())
-            credited += episode.datums(advantages=advantages, returns=advantages + values, values_old=values)
+            credited += episode.datums(
+                advantages=advantages, returns=advantages + values, values_old=values
+            )
         credited = [with_fields(d, **extra) for d, extra in zip(credited, fields, strict=True)]
         self._credited |= _value_metrics(credited)
         return _normalised(credited) if how.normalise_advantages else credited
 
-    def _reference(self, datums: Sequence[Datum], models: Models) -> tuple[list[dict[str, np.ndarray]], list[np.ndarray]]:
-        """(fields to add to each datum, what each token is charged for its divergence from the reference)."""
+    def _reference(
+        self, datums: Sequence[Datum], models: Models
+    ) -> tuple[list[dict[str, np.ndarray]], list[np.ndarray]]:
+        """(fields to add to each datum, what each token is charged for its divergence from the
+        reference).
+        """
         self._credited = {}
         if not self.kl.active:
             return [{} for _ in datums], [np.zeros(d.model_input.length) for d in datums]
@@ -114,14 +139,21 @@ class Ppo:
         self._credited = {**kl_metrics(datums, gaps_D), "optim/kl_coef": self.kl.coefficient}
         if self.settings.kl.kl_in == "loss":
             masks = [d.loss_fn_inputs["mask"].array != 0 for d in datums]
-            fields = [{"ref_logprobs": np.where(mask, ref, 0.0)} for mask, ref in zip(masks, ref_D, strict=True)]
+            fields = [
+                {"ref_logprobs": np.where(mask, ref, 0.0)}
+                for mask, ref in zip(masks, ref_D, strict=True)
+            ]
             return fields, [np.zeros(d.model_input.length) for d in datums]
         return [{} for _ in datums], [self.kl.coefficient * gap_T for gap_T in gaps_D]
 
-    # ------------------------------------------------------------------------------------------------------------- learn
+    # ---------------------------------------------------------------------------------------- learn
 
-    def learn(self, models: Models, datums: Sequence[Datum], progress: Progress) -> dict[str, float]:
-        """Epochs of minibatches, until the policy is target_kl away from the one that sampled. Then kl_coef is adapted."""
+    def learn(
+        self, models: Models, datums: Sequence[Datum], progress: Progress
+    ) -> dict[str, float]:
+        """Epochs of minibatches, until the policy is target_kl away from the one that sampled. Then
+        kl_coef is adapted.
+        """
         settings, how = self.settings, self.settings.ppo
         params = adam_params(settings.optim, settings.loop, progress.batch, settings.learning_rate)
         temperature = {"temperature": settings.sampling.temperature}
@@ -130,30 +162,55 @@ class Ppo:
         before: dict[str, float] = {}
         if (how_far := settings.correction).active:
             datums, before = corrected_datums(
-                models, datums, correction(how_far), against_learner=how_far.against_learner, temperature=settings.sampling.temperature
+                models,
+                datums,
+                correction(how_far),
+                against_learner=how_far.against_learner,
+                temperature=settings.sampling.temperature,
             )
         for epoch in range(how.epochs):
-            for i, part in enumerate(_minibatches(datums, settings.optim.num_substeps, progress, epoch)):
+            for i, part in enumerate(
+                _minibatches(datums, settings.optim.num_substeps, progress, epoch)
+            ):
                 output = self._update(models, part, params, tally)
                 if epoch == 0 and i == 0 and not before:
-                    tally.metrics |= sampler_against_learner(part, [o["logprobs"].array for o in output.loss_fn_outputs])
+                    tally.metrics |= sampler_against_learner(
+                        part, [o["logprobs"].array for o in output.loss_fn_outputs]
+                    )
             after = models.policy.forward(datums, "importance_sampling", temperature).result()
             now_D = [o["logprobs"].array for o in after.loss_fn_outputs]
             moved = kl_metrics(datums, gaps(datums, now_D), "optim/approx_kl")
-            if not moved or (how.target_kl is not None and moved["optim/approx_kl_k3"] > how.target_kl):
-                break  # without an action, which a correction may leave out all of, there is nothing to learn from
-        metrics = {"optim/lr": params.learning_rate, **tally.summary(), **before, **moved, **self._credited, **self.shaper.metrics}
+            if not moved or (
+                how.target_kl is not None and moved["optim/approx_kl_k3"] > how.target_kl
+            ):
+                # without an action, which a correction may leave out all of, there is nothing to
+                # learn from
+                break
+        metrics = {
+            "optim/lr": params.learning_rate,
+            **tally.summary(),
+            **before,
+            **moved,
+            **self._credited,
+            **self.shaper.metrics,
+        }
         metrics |= {"optim/epochs": epoch + 1, "optim/tokens": action_tokens(datums)}
         if "optim/kl_ref_k3" in metrics:
             self.kl.update(metrics["optim/kl_ref_k3"])
         return metrics
 
-    def _update(self, models: Models, part: Sequence[Datum], params: AdamParams, tally: Tally) -> ForwardBackwardOutput:
-        """One minibatch: an optimizer step of the policy, and one of the critic; at learning rate 0 where no action is left."""
+    def _update(
+        self, models: Models, part: Sequence[Datum], params: AdamParams, tally: Tally
+    ) -> ForwardBackwardOutput:
+        """One minibatch: an optimizer step of the policy, and one of the critic; at learning rate 0
+        where no action is left.
+        """
         how, size, tokens = self.settings.ppo, divisor(part, "tokens"), action_tokens(part)
         if not tokens:
             params = replace(params, learning_rate=0.0)
-            tally.metrics["optim/skipped_no_signal"] = tally.metrics.get("optim/skipped_no_signal", 0.0) + 1
+            tally.metrics["optim/skipped_no_signal"] = (
+                tally.metrics.get("optim/skipped_no_signal", 0.0) + 1
+            )
         forward = models.policy.forward_backward(part, "ppo", self._config(models), divisor=size)
         update = models.policy.optim_step(params)
         if models.critic is not None:
@@ -161,7 +218,9 @@ class Ppo:
             rate = how.critic_learning_rate
             ratio = 1.0 if rate is None else rate / self.settings.learning_rate
             value = models.critic.forward_backward(part, "value", config, divisor=size)
-            step = models.critic.optim_step(replace(params, learning_rate=params.learning_rate * ratio))
+            step = models.critic.optim_step(
+                replace(params, learning_rate=params.learning_rate * ratio)
+            )
             tally.add("critic_", value.result().metrics, step.result().metrics or {}, tokens)
         output = forward.result()
         tally.add("", output.metrics, update.result().metrics or {}, tokens)
@@ -169,7 +228,10 @@ class Ppo:
 
     def _config(self, models: Models) -> dict[str, Any]:
         how, kl = self.settings.ppo, self.settings.kl
-        config: dict[str, Any] = {"temperature": self.settings.sampling.temperature, "entropy_coef": how.entropy_coef}
+        config: dict[str, Any] = {
+            "temperature": self.settings.sampling.temperature,
+            "entropy_coef": how.entropy_coef,
+        }
         config |= {"clip_low_threshold": 1 - how.clip, "clip_high_threshold": 1 + how.clip}
         if models.critic is None:
             config["value_coef"] = how.value_coef
@@ -179,7 +241,7 @@ class Ppo:
             config |= {"kl_coef": self.kl.coefficient, "kl_kind": kl.kl_kind}
         return config
 
-    # ------------------------------------------------------------------------------------------------------------- state
+    # ---------------------------------------------------------------------------------------- state
 
     def state(self) -> dict[str, Any]:
         return {"kl_coef": self.kl.coefficient, "reward_statistics": self.shaper.state()}
@@ -206,11 +268,17 @@ def _at_actions(datums: Sequence[Datum], name: str) -> np.ndarray:
 
 
 def _value_metrics(datums: Sequence[Datum]) -> dict[str, float]:
-    """How well the old values foretold the returns: 1 - var(R - V) / var(R), 1 is perfectly and 0 no better than their mean."""
+    """How well the old values foretold the returns: 1 - var(R - V) / var(R), 1 is perfectly and 0
+    no better than their mean.
+    """
     returns, values = _at_actions(datums, "returns"), _at_actions(datums, "values_old")
     spread = float(returns.var())
     explained = 1 - float((returns - values).var()) / spread if spread > 0 else 0.0
-    return {"optim/value": float(values.mean()), "optim/return": float(returns.mean()), "optim/explained_variance": explained}
+    return {
+        "optim/value": float(values.mean()),
+        "optim/return": float(returns.mean()),
+        "optim/explained_variance": explained,
+    }
 
 
 def _normalised(datums: Sequence[Datum]) -> list[Datum]:
@@ -220,12 +288,20 @@ def _normalised(datums: Sequence[Datum]) -> list[Datum]:
     for datum in datums:
         inputs = datum.loss_fn_inputs
         scaled = (inputs["advantages"].array - every.mean()) / (every.std() + 1e-8)
-        found.append(with_fields(datum, advantages=np.where(inputs["mask"].array != 0, scaled, 0.0)))
+        found.append(
+            with_fields(datum, advantages=np.where(inputs["mask"].array != 0, scaled, 0.0))
+        )
     return found
 
 
-def _minibatches(datums: Sequence[Datum], n: int, progress: Progress, epoch: int) -> list[list[Datum]]:
-    """The datums dealt out at random over n minibatches, anew in each epoch; neighbours stay in order, to share prompts."""
-    order = np.random.default_rng(derive_seed("minibatches", progress.seed, progress.batch, epoch)).permutation(len(datums))
+def _minibatches(
+    datums: Sequence[Datum], n: int, progress: Progress, epoch: int
+) -> list[list[Datum]]:
+    """The datums dealt out at random over n minibatches, anew in each epoch; neighbours stay in
+    order, to share prompts.
+    """
+    order = np.random.default_rng(
+        derive_seed("minibatches", progress.seed, progress.batch, epoch)
+    ).permutation(len(datums))
     parts = [[datums[i] for i in sorted(order[k::n])] for k in range(n)]
     return [part for part in parts if part]

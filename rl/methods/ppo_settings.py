@@ -64,13 +64,27 @@ class PpoOptions:
     def __post_init__(self) -> None:
         check_ranges(self)
         own = self.critic_model is not None
-        only_with(self, ("critic_learning_rate",), own, "the value is a head on the policy, which has one rate", "give critic_model")
-        only_with(self, ("value_coef",), not own, "the critic_model is no part of the policy's loss", "leave critic_model out")
+        only_with(
+            self,
+            ("critic_learning_rate",),
+            own,
+            "the value is a head on the policy, which has one rate",
+            "give critic_model",
+        )
+        only_with(
+            self,
+            ("value_coef",),
+            not own,
+            "the critic_model is no part of the policy's loss",
+            "leave critic_model out",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PpoSettings:
-    """Proximal policy optimization: sample, credit every token against a learned value, and take several clipped steps."""
+    """Proximal policy optimization: sample, credit every token against a learned value, and take
+    several clipped steps.
+    """
 
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
@@ -91,7 +105,9 @@ class PpoSettings:
         why = "it looks for groups whose answers differ in reward, and ppo compares none"
         only_with(self.sampling, ("dynamic_sampling",), False, why, "use grpo")
         if self.correction.proximal == "interpolated":
-            raise ValueError("proximal interpolated goes by the age of tokens, and ppo trains none that are old: set proximal to learner")
+            raise ValueError(
+                "proximal interpolated goes by the age of tokens, and ppo trains none that are old: set proximal to learner"
+            )
 
     @property
     def learning_rate(self) -> float:

@@ -1,4 +1,6 @@
-"""The methods by name: settings, a line of summary, and the class of the hooks, which declares what a run prepares for it."""
+"""The methods by name: settings, a line of summary, and the class of the hooks, which declares what
+a run prepares for it.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +24,76 @@ from rl.methods.sft import Sft, SftSettings
 from rl.methods.spec import MethodSpec, method_spec
 from rl.methods.without_reference import OrpoSettings, SimpoSettings, WithoutReference
 
-METHODS: dict[str, MethodSpec] = Methods({
-    "grpo": method_spec(PolicyGradient, GrpoSettings, "RL: a group of answers to each problem, each credited against its group"),
-    "reinforce": method_spec(
-        PolicyGradient, ReinforceSettings, "RL: one answer to each problem, credited against a running mean", variants={}
-    ),
-    "ppo": method_spec(Ppo, PpoSettings, "RL: several clipped epochs a batch, each token credited against a learned value"),
-    "online_dpo": method_spec(OnlineDpo, OnlineDpoSettings, "RL: the better of one's own answers against the worse, by DPO's loss"),
-    "best_of_n": method_spec(BestOfN, BestOfNSettings, "RL: fine-tune on the best of several answers to each problem (rejection sampling)"),
-    "sft": method_spec(Sft, SftSettings, "supervised fine-tuning on worked responses, conversations or plain texts"),
-    "dpo": method_spec(Dpo, DpoSettings, "preferences: learn which of two answers is preferred, without a reward"),
-    "orpo": method_spec(
-        WithoutReference, OrpoSettings, "preferences: the preferred answer's likelihood and the odds against the other, without a reference"
-    ),
-    "simpo": method_spec(WithoutReference, SimpoSettings, "preferences: by mean logprobs and a margin, without a reference"),
-    "kto": method_spec(Kto, KtoSettings, "answers that are good or bad, without pairs"),
-    "reward_model": method_spec(
-        BradleyTerry, RewardModelSettings, "preferences: train a model that tells which of two answers is preferred"
-    ),
-    "rlhf": method_spec(Ppo, RlhfSettings, "RL: ppo on the scores of a reward model", needs_reward=False, weights=weights),
-    "offline": method_spec(Offline, OfflineSettings, "learn from stored answers and their rewards, without sampling"),
-    "distill": method_spec(Distill, DistillSettings, "learn to answer as a teacher does, from one's own answers or the teacher's"),
-})
+METHODS: dict[str, MethodSpec] = Methods(
+    {
+        "grpo": method_spec(
+            PolicyGradient,
+            GrpoSettings,
+            "RL: a group of answers to each problem, each credited against its group",
+        ),
+        "reinforce": method_spec(
+            PolicyGradient,
+            ReinforceSettings,
+            "RL: one answer to each problem, credited against a running mean",
+            variants={},
+        ),
+        "ppo": method_spec(
+            Ppo,
+            PpoSettings,
+            "RL: several clipped epochs a batch, each token credited against a learned value",
+        ),
+        "online_dpo": method_spec(
+            OnlineDpo,
+            OnlineDpoSettings,
+            "RL: the better of one's own answers against the worse, by DPO's loss",
+        ),
+        "best_of_n": method_spec(
+            BestOfN,
+            BestOfNSettings,
+            "RL: fine-tune on the best of several answers to each problem (rejection sampling)",
+        ),
+        "sft": method_spec(
+            Sft,
+            SftSettings,
+            "supervised fine-tuning on worked responses, conversations or plain texts",
+        ),
+        "dpo": method_spec(
+            Dpo,
+            DpoSettings,
+            "preferences: learn which of two answers is preferred, without a reward",
+        ),
+        "orpo": method_spec(
+            WithoutReference,
+            OrpoSettings,
+            "preferences: the preferred answer's likelihood and the odds against the other, without a reference",
+        ),
+        "simpo": method_spec(
+            WithoutReference,
+            SimpoSettings,
+            "preferences: by mean logprobs and a margin, without a reference",
+        ),
+        "kto": method_spec(Kto, KtoSettings, "answers that are good or bad, without pairs"),
+        "reward_model": method_spec(
+            BradleyTerry,
+            RewardModelSettings,
+            "preferences: train a model that tells which of two answers is preferred",
+        ),
+        "rlhf": method_spec(
+            Ppo,
+            RlhfSettings,
+            "RL: ppo on the scores of a reward model",
+            needs_reward=False,
+            weights=weights,
+        ),
+        "offline": method_spec(
+            Offline,
+            OfflineSettings,
+            "learn from stored answers and their rewards, without sampling",
+        ),
+        "distill": method_spec(
+            Distill,
+            DistillSettings,
+            "learn to answer as a teacher does, from one's own answers or the teacher's",
+        ),
+    }
+)

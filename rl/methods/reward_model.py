@@ -1,8 +1,9 @@
 """A reward model from pairs of answers of which one is preferred, in one of two forms.
 
-scalar: a head that gives every answer a number r, with P(first preferred) = sigmoid(r_1 - r_2) (Bradley and Terry 1952).
-comparison: the language model itself, shown both answers, learns to say which is better, A or B (rl.judges.comparison).
-Either is put into the loop by `rlhf`, `grpo` or `ppo`: --reward-model, or --comparison-model.
+scalar: a head that gives every answer a number r, with P(first preferred) = sigmoid(r_1 - r_2)
+(Bradley and Terry 1952). comparison: the language model itself, shown both answers, learns to say
+which is better, A or B (rl.judges.comparison). Either is put into the loop by `rlhf`, `grpo` or
+`ppo`: --reward-model, or --comparison-model.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ import numpy as np
 
 from rl.episodes import action_tokens, calibration_error, largest, supervised_datum
 from rl.errors import UnusedSetting
-from rl.judges import Comparison, ComparisonModel, comparison_messages, scores_of, swapped, verdict_examples
+from rl.judges import (
+    Comparison,
+    ComparisonModel,
+    comparison_messages,
+    scores_of,
+    swapped,
+    verdict_examples,
+)
 from rl.methods.base import EvaluatesRows, Models, Progress
 from rl.methods.steps import adam_params, expert_metrics, one_pass, substeps
 from rl.settings import (
@@ -46,7 +54,13 @@ class RewardModelling:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        only_with(self, ("centre_coef",), self.form == "scalar", f"the form is {self.form}", "set form to scalar")
+        only_with(
+            self,
+            ("centre_coef",),
+            self.form == "scalar",
+            f"the form is {self.form}",
+            "set form to scalar",
+        )
 
 
 def _loop() -> RowLoopSettings:
@@ -68,10 +82,15 @@ class RewardModelSettings:
         check_substeps(self)
         without_samples(self, "reward_model learns from the data's answers")
         if self.data.on_too_long == "cut" and self.data.max_row_tokens is not None:
-            raise ValueError("a reward model reads its score at an answer's end, which cutting takes away: set on_too_long to skip")
+            raise ValueError(
+                "a reward model reads its score at an answer's end, which cutting takes away: set on_too_long to skip"
+            )
         for name in ("reward", "rewards"):
             if getattr(self.data, name):
-                raise UnusedSetting(name, f"a reward model samples no answers that a reward could score: leave {name} out")
+                raise UnusedSetting(
+                    name,
+                    f"a reward model samples no answers that a reward could score: leave {name} out",
+                )
 
     @property
     def learning_rate(self) -> float:
@@ -84,7 +103,9 @@ def has_value_head(settings: RewardModelSettings) -> bool:
 
 
 class BradleyTerry(EvaluatesRows):
-    """Method class of `reward_model`: its training hooks and the models that a run loads for them. Subclasses inherit both."""
+    """Method class of `reward_model`: its training hooks and the models that a run loads for them.
+    Subclasses inherit both.
+    """
 
     online = False
     headline = ACCURACY
@@ -97,17 +118,29 @@ class BradleyTerry(EvaluatesRows):
         self.settings = settings
         self.scalar = self.keeps_value_head = has_value_head(settings)
 
-    def datums(self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int) -> list[Datum]:
-        """scalar: two a row, the preferred answer's first. comparison: two a row, the pair in both orders."""
+    def datums(
+        self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
+    ) -> list[Datum]:
+        """scalar: two a row, the preferred answer's first. comparison: two a row, the pair in both
+        orders.
+        """
         make = scored_pair if self.scalar else compared_pair
         return [datum for row in rows for datum in make(row, renderer)]
 
     def longest(self, row: Problem, renderer: Any) -> int:
         """comparison: of the prompt that shows both answers, with the longest verdict."""
-        return 0 if self.scalar else max(example.length for example, _ in verdict_examples(_comparison(row), renderer))
+        return (
+            0
+            if self.scalar
+            else max(example.length for example, _ in verdict_examples(_comparison(row), renderer))
+        )
 
-    def learn(self, models: Models, datums: Sequence[Datum], progress: Progress) -> dict[str, float]:
-        """One pass; `optim/loss` is a mean over pairs (scalar) or over the tokens of the verdict (comparison)."""
+    def learn(
+        self, models: Models, datums: Sequence[Datum], progress: Progress
+    ) -> dict[str, float]:
+        """One pass; `optim/loss` is a mean over pairs (scalar) or over the tokens of the verdict
+        (comparison).
+        """
         settings = self.settings
         if not self.scalar:
             return one_pass(
@@ -120,13 +153,19 @@ class BradleyTerry(EvaluatesRows):
         norms = []
         for part in substeps(pairs, settings.optim.num_substeps):
             flat = [datum for pair in part for datum in pair]
-            forward = models.policy.forward_backward(flat, "bradley_terry", self._config(), divisor=len(part))
+            forward = models.policy.forward_backward(
+                flat, "bradley_terry", self._config(), divisor=len(part)
+            )
             update = models.policy.optim_step(params).result().metrics or {}
             for name, value in forward.result().metrics.items():
                 sums[name] = sums.get(name, 0.0) + value
             norms.append(update["grad_norm"])
             sums["skipped"] = sums.get("skipped", 0.0) + update.get("skipped_nonfinite", 0.0)
-        metrics = {"optim/lr": params.learning_rate, **_training_metrics(sums), "optim/grad_norm": largest(norms)}
+        metrics = {
+            "optim/lr": params.learning_rate,
+            **_training_metrics(sums),
+            "optim/grad_norm": largest(norms),
+        }
         metrics |= {"optim/tokens": action_tokens(datums), **expert_metrics(sums)}
         return metrics | ({"optim/skipped_nonfinite": sums["skipped"]} if sums["skipped"] else {})
 
@@ -134,18 +173,28 @@ class BradleyTerry(EvaluatesRows):
         return {"centre_coef": self.settings.reward_modelling.centre_coef}
 
     def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
-        """On held-out pairs: `test/loss` (-log P of the preference), accuracy, margin, and how far P is from the truth."""
+        """On held-out pairs: `test/loss` (-log P of the preference), accuracy, margin, and how far
+        P is from the truth.
+        """
         if self.scalar:
             whole = [datum.model_input for row in rows for datum in scored_pair(row, renderer)]
             scores = np.array(scores_of(models.policy, whole))
-            return {**_scores(scores[0::2], scores[1::2]), **preference_metrics(scores[0::2] - scores[1::2])}
+            return {
+                **_scores(scores[0::2], scores[1::2]),
+                **preference_metrics(scores[0::2] - scores[1::2]),
+            }
         sampler = models.policy.save_weights_and_get_sampling_client()
         verdicts = ComparisonModel(sampler, renderer).verdicts([_comparison(row) for row in rows])
         sampler.release()
-        wins, losses = (np.array([getattr(verdict, side) for verdict in verdicts]) for side in ("first", "second"))
+        wins, losses = (
+            np.array([getattr(verdict, side) for verdict in verdicts])
+            for side in ("first", "second")
+        )
         metrics = preference_metrics(np.log(wins) - np.log(losses))
         metrics["test/comparison/tie"] = float(np.mean([verdict.tie for verdict in verdicts]))
-        metrics["test/comparison/consistent"] = float(np.mean([verdict.consistent for verdict in verdicts]))
+        metrics["test/comparison/consistent"] = float(
+            np.mean([verdict.consistent for verdict in verdicts])
+        )
         return metrics
 
     def state(self) -> dict[str, Any]:
@@ -156,21 +205,34 @@ class BradleyTerry(EvaluatesRows):
 
 
 def scored_pair(row: Problem, renderer: Any) -> list[Datum]:
-    """The preferred answer and the other, as `Renderer.judged` has them: the value is read at the last position, the end mark.
+    """The preferred answer and the other, as `Renderer.judged` has them: the value is read at the
+    last position, the end mark.
 
-    What a template writes after that mark is left out, since no sampled answer has it. The mask tells where the prompt ends, so
-    that it can be shared; what the last position would predict is of no concern.
+    What a template writes after that mark is left out, since no sampled answer has it. The mask
+    tells where the prompt ends, so that it can be shared; what the last position would predict is
+    of no concern.
     """
     datums = []
     for answer in _pair(row):
-        example, weights = renderer.build_supervised_example([*row.messages, {"role": "assistant", "content": answer}])
+        example, weights = renderer.build_supervised_example(
+            [*row.messages, {"role": "assistant", "content": answer}]
+        )
         learnt = np.flatnonzero(weights)
         begin, whole = int(learnt[0]), example.flat()
         judged = renderer.judged(whole[:begin], whole[begin : int(learnt[-1]) + 1])
-        model_input = ModelInput.of(judged.flat(), example.placed())  # images stand before the answer
+        # images stand before the answer
+        model_input = ModelInput.of(judged.flat(), example.placed())
         tokens = model_input.flat()
         mask = np.arange(1, len(tokens) + 1) >= begin
-        datums.append(Datum(model_input, {"target_tokens": TensorData([*tokens[1:], 0]), "mask": TensorData(mask, "float32")}))
+        datums.append(
+            Datum(
+                model_input,
+                {
+                    "target_tokens": TensorData([*tokens[1:], 0]),
+                    "mask": TensorData(mask, "float32"),
+                },
+            )
+        )
     return datums
 
 
@@ -178,7 +240,9 @@ def compared_pair(row: Problem, renderer: Any) -> list[Datum]:
     """Supervised datums of the verdict, with the preferred answer shown first and shown second."""
     one = _comparison(row)
     examples = [
-        renderer.build_supervised_example([*comparison_messages(shown), {"role": "assistant", "content": label}])
+        renderer.build_supervised_example(
+            [*comparison_messages(shown), {"role": "assistant", "content": label}]
+        )
         for shown, label in ((one, "A"), (swapped(one), "B"))
     ]
     return [supervised_datum(model_input.to_ints(), weights) for model_input, weights in examples]
@@ -186,7 +250,9 @@ def compared_pair(row: Problem, renderer: Any) -> list[Datum]:
 
 def _pair(row: Problem) -> tuple[str, str]:
     if row.response is None or row.rejected is None:
-        raise ValueError(f"row {row.index} of {row.tag} is no pair: it has {'no rejected' if row.response else 'no preferred'} answer")
+        raise ValueError(
+            f"row {row.index} of {row.tag} is no pair: it has {'no rejected' if row.response else 'no preferred'} answer"
+        )
     return row.response, row.rejected
 
 
@@ -207,11 +273,16 @@ def _training_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def _scores(chosen: np.ndarray, rejected: np.ndarray) -> dict[str, float]:
-    return {"test/rewards/chosen": float(chosen.mean()), "test/rewards/rejected": float(rejected.mean())}
+    return {
+        "test/rewards/chosen": float(chosen.mean()),
+        "test/rewards/rejected": float(rejected.mean()),
+    }
 
 
 def preference_metrics(margins: np.ndarray) -> dict[str, float]:
-    """Of log odds [P] that the model gives to the preferred answers: loss, margin, accuracy (a tie is half), calibration."""
+    """Of log odds [P] that the model gives to the preferred answers: loss, margin, accuracy (a tie
+    is half), calibration.
+    """
     right = (np.sign(margins) + 1) / 2
     sure = 1 / (1 + np.exp(-np.abs(margins)))
     return {

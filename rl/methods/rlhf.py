@@ -1,4 +1,5 @@
-"""RLHF: reinforcement learning from a reward model (Ouyang et al., arXiv 2203.02155), which is PPO with another source of rewards.
+"""RLHF: reinforcement learning from a reward model (Ouyang et al., arXiv 2203.02155), which is PPO
+with another source of rewards.
 
 The same model in GRPO's loop: train.py grpo --reward-model ...
 """
@@ -19,13 +20,16 @@ def _data() -> DataSettings:
 
 
 def _shaping() -> ShapingSettings:
-    # A reward model's scores have the scale that its training left them: as they are, their value loss may drown the policy's.
+    # A reward model's scores have the scale that its training left them: as they are, their value
+    # loss may drown the policy's.
     return ShapingSettings(normalise_rewards=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RlhfSettings(PpoSettings):
-    """PPO on the scores of a reward model, held near the policy that it began from. Scores are divided by their running std."""
+    """PPO on the scores of a reward model, held near the policy that it began from. Scores are
+    divided by their running std.
+    """
 
     data: DataSettings = field(default_factory=_data)
     shaping: ShapingSettings = field(default_factory=_shaping)

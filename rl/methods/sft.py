@@ -1,4 +1,6 @@
-"""Supervised fine-tuning: cross-entropy on worked responses, on all that the assistant says in a conversation, or on whole texts."""
+"""Supervised fine-tuning: cross-entropy on worked responses, on all that the assistant says in a
+conversation, or on whole texts.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class SftSettings:
 
 
 class Sft(EvaluatesRows):
-    """Method class of `sft`: its training hooks and the models that a run loads for them. Subclasses inherit both."""
+    """Method class of `sft`: its training hooks and the models that a run loads for them.
+    Subclasses inherit both.
+    """
 
     online = False
     headline = LOSS
@@ -72,20 +76,30 @@ class Sft(EvaluatesRows):
     def __init__(self, settings: SftSettings):
         self.settings = settings
 
-    def datums(self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int) -> list[Datum]:
+    def datums(
+        self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
+    ) -> list[Datum]:
         """Prompt and response as one sequence; what is learnt (with its end mark) carries weight 1."""
         return [self._datum(row, renderer) for row in rows]
 
     def _datum(self, row: Problem, renderer: Any) -> Datum:
-        return cut_to(self.settings.data, response_datum(row, renderer, self.settings.sft.train_on), row)
+        return cut_to(
+            self.settings.data, response_datum(row, renderer, self.settings.sft.train_on), row
+        )
 
     def longest(self, row: Problem, renderer: Any) -> int:
-        """Renders the row as it is learnt, so that one that cannot be is found before the first step; no longer than with its answer."""
-        if self.settings.sft.train_on == "all_assistant" and any(message["role"] == "assistant" for message in row.messages):
+        """Renders the row as it is learnt, so that one that cannot be is found before the first
+        step; no longer than with its answer.
+        """
+        if self.settings.sft.train_on == "all_assistant" and any(
+            message["role"] == "assistant" for message in row.messages
+        ):
             response_datum(row, renderer, "all_assistant")
         return 0
 
-    def learn(self, models: Models, datums: Sequence[Datum], progress: Progress) -> dict[str, float]:
+    def learn(
+        self, models: Models, datums: Sequence[Datum], progress: Progress
+    ) -> dict[str, float]:
         """One pass; the loss is the mean negative logprob of a learnt token, `optim/loss`."""
         settings = self.settings
         return one_pass(
@@ -101,16 +115,28 @@ class Sft(EvaluatesRows):
         )
 
     def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
-        """`test/loss` (nats a token), `test/token_accuracy` (share of tokens that are the likeliest where they stand); of each set as well."""
+        """`test/loss` (nats a token), `test/token_accuracy` (share of tokens that are the likeliest
+        where they stand); of each set as well.
+        """
         return by_tag(rows, lambda members: self._evaluate(members, renderer, models))
 
     def _evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
         rows = [row for row in rows if row.response is not None]
         if not rows:  # held-out problems may have none where they are there to be asked
             return {}
-        sums = models.policy.forward(self.datums(rows, renderer, models, 0), "cross_entropy", {"token_accuracy": 1.0}).result().metrics
+        sums = (
+            models.policy.forward(
+                self.datums(rows, renderer, models, 0), "cross_entropy", {"token_accuracy": 1.0}
+            )
+            .result()
+            .metrics
+        )
         tokens = max(1.0, sums["weights:sum"])
-        return {"loss": sums["loss:sum"] / tokens, "token_accuracy": sums["likeliest:sum"] / tokens, "tokens": tokens}
+        return {
+            "loss": sums["loss:sum"] / tokens,
+            "token_accuracy": sums["likeliest:sum"] / tokens,
+            "tokens": tokens,
+        }
 
     def remark(self, rows: Sequence[Problem], renderer: Any) -> str:
         """Which tokens are trained, and their share, of the first rows."""
@@ -134,9 +160,13 @@ class Sft(EvaluatesRows):
 
 
 def response_datum(row: Problem, renderer: Any, train_on: str = "last_assistant") -> Datum:
-    """A row's prompt and response as one sequence; the response's tokens (and its end) carry weight 1, of a text without a prompt all."""
+    """A row's prompt and response as one sequence; the response's tokens (and its end) carry weight
+    1, of a text without a prompt all.
+    """
     if row.response is None:
-        raise ValueError(f"row {row.index} of {row.tag} has no response to learn: its cell is empty, or its column is to be named with --response-column")
+        raise ValueError(
+            f"row {row.index} of {row.tag} has no response to learn: its cell is empty, or its column is to be named with --response-column"
+        )
     if not row.messages:
         tokens = renderer.build_text(row.response).to_ints()
         return supervised_datum(tokens, [1.0] * len(tokens))

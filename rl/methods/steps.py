@@ -1,4 +1,6 @@
-"""What methods' `learn` is made of: an optimizer step's settings, parts and divisor, the default pass, and what is measured on the way. No torch here."""
+"""What methods' `learn` is made of: an optimizer step's settings, parts and divisor, the default
+pass, and what is measured on the way. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,13 @@ def adam_params(optim: OptimSettings, loop: LoopSettings, batch: int, peak: floa
 
 
 def substeps(datums: Sequence[Item], n: int, rows: Sequence[int] = ()) -> list[list[Item]]:
-    """Deal `datums` (or pairs of them) out over n optimizer steps, in turn, so that each step sees every problem's group.
+    """Deal `datums` (or pairs of them) out over n optimizer steps, in turn, so that each step sees
+    every problem's group.
 
-    `rows`: the row that each datum is of, neighbours together. Whole rows are then dealt out, in turn: the answers of a row differ in
-    what they stand for (good and bad, shown first and second), and a step that sees one place of each row alone sees one kind.
-    Fewer datums (or rows) than steps make fewer steps: an optimizer step on nothing is not taken.
+    `rows`: the row that each datum is of, neighbours together. Whole rows are then dealt out, in
+    turn: the answers of a row differ in what they stand for (good and bad, shown first and second),
+    and a step that sees one place of each row alone sees one kind. Fewer datums (or rows) than
+    steps make fewer steps: an optimizer step on nothing is not taken.
     """
     order = {row: i for i, row in enumerate(dict.fromkeys(rows))}
     turns = [order[row] for row in rows] if rows else range(len(datums))
@@ -49,9 +53,10 @@ def substeps(datums: Sequence[Item], n: int, rows: Sequence[int] = ()) -> list[l
 def divisor(datums: Sequence[Datum], kind: str, max_tokens: int = 1) -> float:
     """What an optimizer step's summed loss is divided by.
 
-    "tokens": its action tokens. "sequences", "sequence_means" (of losses already weighted by `weighted_by_sequence`): its
-    sequences. "constant": its sequences times max_tokens (Dr. GRPO, arXiv 2503.20783, appendix). "sum": 1.
-    An episode of several datums is one sequence, each of them its share of one.
+    "tokens": its action tokens. "sequences", "sequence_means" (of losses already weighted by
+    `weighted_by_sequence`): its sequences. "constant": its sequences times max_tokens (Dr. GRPO,
+    arXiv 2503.20783, appendix). "sum": 1. An episode of several datums is one sequence, each of
+    them its share of one.
     """
     match kind:
         case "tokens":
@@ -62,7 +67,9 @@ def divisor(datums: Sequence[Datum], kind: str, max_tokens: int = 1) -> float:
             return sequences(datums) * max_tokens
         case "sum":
             return 1.0
-    raise ValueError(f"unknown normalisation {kind!r}: tokens, sequences, sequence_means, constant or sum")
+    raise ValueError(
+        f"unknown normalisation {kind!r}: tokens, sequences, sequence_means, constant or sum"
+    )
 
 
 def sequences(datums: Sequence[Datum]) -> float:
@@ -71,7 +78,9 @@ def sequences(datums: Sequence[Datum]) -> float:
 
 
 def weighted_by_sequence(datums: Sequence[Datum]) -> list[Datum]:
-    """The datums with advantages and mask divided by their episode's number of action tokens: summed, losses become its mean."""
+    """The datums with advantages and mask divided by their episode's number of action tokens:
+    summed, losses become its mean.
+    """
     weighted = []
     for datum in datums:
         advantages, mask = (datum.loss_fn_inputs[name].array for name in ("advantages", "mask"))
@@ -83,27 +92,51 @@ def weighted_by_sequence(datums: Sequence[Datum]) -> list[Datum]:
 def truncated_importance_sampling(
     models: Models, datums: Sequence[Datum], cap: float, temperature: float
 ) -> tuple[list[Datum], dict[str, float]]:
-    """`corrected_datums` at the level of tokens with a cap alone, ratios taken against the learner (TIS, Yao et al. 2025).
+    """`corrected_datums` at the level of tokens with a cap alone, ratios taken against the learner
+    (TIS, Yao et al. 2025).
 
     Metrics: the weights' mean and the share that was cut off, beside sampler against learner.
     """
-    weighted, metrics = corrected_datums(models, datums, Correction("truncate", high=cap), against_learner=True, temperature=temperature)
-    names = {"optim/correction_weight": "optim/tis_weight", "optim/correction_high": "optim/tis_frac_capped"}
-    return weighted, {names.get(name, name): value for name, value in metrics.items() if name in names or "correction" not in name}
+    weighted, metrics = corrected_datums(
+        models,
+        datums,
+        Correction("truncate", high=cap),
+        against_learner=True,
+        temperature=temperature,
+    )
+    names = {
+        "optim/correction_weight": "optim/tis_weight",
+        "optim/correction_high": "optim/tis_frac_capped",
+    }
+    return weighted, {
+        names.get(name, name): value
+        for name, value in metrics.items()
+        if name in names or "correction" not in name
+    }
 
 
 def corrected_datums(
-    models: Models, datums: Sequence[Datum], how: Correction, *, against_learner: bool, temperature: float
+    models: Models,
+    datums: Sequence[Datum],
+    how: Correction,
+    *,
+    against_learner: bool,
+    temperature: float,
 ) -> tuple[list[Datum], dict[str, float]]:
-    """Datums that count as much as `how` says by the learner's logprobs before the step, for any policy loss; one forward.
+    """Datums that count as much as `how` says by the learner's logprobs before the step, for any
+    policy loss; one forward.
 
-    All policy losses are homogeneous in the advantage, which carries the weight. What is left out loses its mask and its advantage,
-    and its place in the episode's length (`remaining_shares`).
-    `against_learner`: the loss' ratios are taken against the learner before the step (decoupled PPO, arXiv 2110.00641, section 3;
-    AReaL, arXiv 2505.24298, equation 5), so that clipping acts on the update alone; a KL in the loss is weighted by the ratio to the
-    sampler's own logprobs (`drawn_logprobs`), which is not cut off. Metrics compare sampler and learner, and those of `corrected`.
+    All policy losses are homogeneous in the advantage, which carries the weight. What is left out
+    loses its mask and its advantage, and its place in the episode's length (`remaining_shares`).
+    `against_learner`: the loss' ratios are taken against the learner before the step (decoupled
+    PPO, arXiv 2110.00641, section 3; AReaL, arXiv 2505.24298, equation 5), so that clipping acts on
+    the update alone; a KL in the loss is weighted by the ratio to the sampler's own logprobs
+    (`drawn_logprobs`), which is not cut off. Metrics compare sampler and learner, and those of
+    `corrected`.
     """
-    output = models.policy.forward(datums, "importance_sampling", {"temperature": temperature}).result()
+    output = models.policy.forward(
+        datums, "importance_sampling", {"temperature": temperature}
+    ).result()
     learner_D = [o["logprobs"].array for o in output.loss_fn_outputs]
     sampler_D = [datum.loss_fn_inputs["logprobs"].array for datum in datums]
     masks_D = [datum.loss_fn_inputs["mask"].array != 0 for datum in datums]
@@ -112,9 +145,14 @@ def corrected_datums(
     weights_D, kept_D, metrics = corrected(gaps_D, masks_D, episode_D, how)
     shares_D = remaining_shares(datums, episode_D, masks_D, kept_D)
     result = []
-    for datum, lp, q, mask, weight, kept, share in zip(datums, learner_D, sampler_D, masks_D, weights_D, kept_D, shares_D, strict=True):
+    for datum, lp, q, mask, weight, kept, share in zip(
+        datums, learner_D, sampler_D, masks_D, weights_D, kept_D, shares_D, strict=True
+    ):
         inputs = datum.loss_fn_inputs
-        fields = {"advantages": inputs["advantages"].array * np.where(mask, weight * kept, 1.0), "mask": inputs["mask"].array * kept}
+        fields = {
+            "advantages": inputs["advantages"].array * np.where(mask, weight * kept, 1.0),
+            "mask": inputs["mask"].array * kept,
+        }
         if against_learner:
             fields |= {"logprobs": np.where(mask, lp, 0.0), "drawn_logprobs": q}
         result.append(with_fields(datum, **fields))
@@ -123,13 +161,19 @@ def corrected_datums(
 
 
 def remaining_shares(
-    datums: Sequence[Datum], episode_D: Sequence[int], masks_D: Sequence[np.ndarray], kept_D: Sequence[np.ndarray]
+    datums: Sequence[Datum],
+    episode_D: Sequence[int],
+    masks_D: Sequence[np.ndarray],
+    kept_D: Sequence[np.ndarray],
 ) -> list[float]:
     """Return each datum's share of its episode's action tokens among those that remain actions.
 
-    An episode that loses none keeps its shares; one that loses all has shares of 0, so that no count of sequences holds it.
+    An episode that loses none keeps its shares; one that loses all has shares of 0, so that no
+    count of sequences holds it.
     """
-    drawn, remaining = ([int(np.count_nonzero(mask)) for mask in side] for side in (masks_D, kept_D))
+    drawn, remaining = (
+        [int(np.count_nonzero(mask)) for mask in side] for side in (masks_D, kept_D)
+    )
     totals = np.zeros((2, max(episode_D, default=-1) + 1))
     for episode, before, after in zip(episode_D, drawn, remaining, strict=True):
         totals[:, episode] += before, after
@@ -141,20 +185,31 @@ def remaining_shares(
 
 
 def correction(settings: CorrectionSettings) -> Correction:
-    return Correction(settings.correction, settings.correction_level, settings.correction_low, settings.correction_high)
+    return Correction(
+        settings.correction,
+        settings.correction_level,
+        settings.correction_low,
+        settings.correction_high,
+    )
 
 
 def with_proximal_share(datums: Sequence[Datum], version: int) -> list[Datum]:
-    """Datums whose loss takes ratios against the learner at `version`, before the step, approximated: no forward.
+    """Datums whose loss takes ratios against the learner at `version`, before the step,
+    approximated: no forward.
 
-    A token that the weights of d updates ago drew lies d of d + 1 updates before the learner that the step makes, so the proximal policy's
-    logprob is put d / (d + 1) of the way from the sampler's to the learner's as it is (AReaL's log-linear approximation, with
-    v_theta = v_proximal + 1; rl.losses.terms.against_proximal).
+    A token that the weights of d updates ago drew lies d of d + 1 updates before the learner that
+    the step makes, so the proximal policy's logprob is put d / (d + 1) of the way from the
+    sampler's to the learner's as it is (AReaL's log-linear approximation, with v_theta = v_proximal
+    + 1; rl.losses.terms.against_proximal).
     """
     found = []
     for datum in datums:
         fields = datum.loss_fn_inputs
-        drew = fields["versions"].array if "versions" in fields else np.full(datum.model_input.length, float(datum.version or 0))
+        drew = (
+            fields["versions"].array
+            if "versions" in fields
+            else np.full(datum.model_input.length, float(datum.version or 0))
+        )
         age = np.where(fields["mask"].array != 0, np.maximum(version - drew, 0), 0)
         found.append(with_fields(datum, proximal_share=age / (age + 1)))
     return found
@@ -180,20 +235,24 @@ def one_pass(
     drawn: Sequence[Datum] = (),
     rows: Sequence[int] = (),
 ) -> dict[str, float]:
-    """The default `learn`: one pass over the data in `num_substeps` optimizer steps. Returns `optim/...` metrics.
+    """The default `learn`: one pass over the data in `num_substeps` optimizer steps. Returns
+    `optim/...` metrics.
 
-    Sampler and learner are compared on the first substep, whose weights are those that sampled. `drawn`: the same datums with the
-    sampler's logprobs, where the loss does not read them. `rows`: see `substeps`.
-    Where nothing has a gradient (every advantage is 0 and no other term is on) the step is taken at learning rate 0:
-    AdamW's memory of earlier batches and its weight decay would move the weights for no reason. It counts as a step all the
-    same, so versions, random streams and schedules stand as they would; `optim/skipped_no_signal` says how many there were.
+    Sampler and learner are compared on the first substep, whose weights are those that sampled.
+    `drawn`: the same datums with the sampler's logprobs, where the loss does not read them. `rows`:
+    see `substeps`. Where nothing has a gradient (every advantage is 0 and no other term is on) the
+    step is taken at learning rate 0: AdamW's memory of earlier batches and its weight decay would
+    move the weights for no reason. It counts as a step all the same, so versions, random streams
+    and schedules stand as they would; `optim/skipped_no_signal` says how many there were.
     """
     params = adam_params(optim, loop, progress.batch, peak)
     metrics: dict[str, float] = {"optim/lr": params.learning_rate}
     sums: dict[str, float] = {}
     norms: list[float] = []
     for i, part in enumerate(substeps(datums, optim.num_substeps, rows)):
-        forward = models.policy.forward_backward(part, loss, config, divisor=divisor(part, normalise, max_tokens))
+        forward = models.policy.forward_backward(
+            part, loss, config, divisor=divisor(part, normalise, max_tokens)
+        )
         signal = has_signal(part, loss, config)
         update = models.policy.optim_step(params if signal else replace(params, learning_rate=0.0))
         if not signal:
@@ -208,7 +267,11 @@ def one_pass(
             metrics["optim/skipped_nonfinite"] = metrics.get("optim/skipped_nonfinite", 0.0) + 1
         sampled = list(drawn[:: optim.num_substeps]) or part
         if i == 0 and "logprobs" in sampled[0].loss_fn_inputs:
-            metrics.update(sampler_against_learner(sampled, [o["logprobs"].array for o in output.loss_fn_outputs]))
+            metrics.update(
+                sampler_against_learner(
+                    sampled, [o["logprobs"].array for o in output.loss_fn_outputs]
+                )
+            )
     metrics |= expert_metrics(sums)
     metrics["optim/grad_norm"] = largest(norms)
     metrics["optim/substeps"] = len(norms)
@@ -217,7 +280,9 @@ def one_pass(
 
 
 def expert_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """What a model with experts tells of its routing: the share of tokens that was rerouted, the mean load-balancing loss."""
+    """What a model with experts tells of its routing: the share of tokens that was rerouted, the
+    mean load-balancing loss.
+    """
     found = {}
     if told := sums.get("routed:sum", 0.0):
         found["optim/rerouted"] = sums["rerouted:sum"] / told
@@ -227,11 +292,16 @@ def expert_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def has_signal(datums: Sequence[Datum], loss: str, config: Mapping[str, float]) -> bool:
-    """Return whether the loss or a term that is added to it can have a gradient; it has none without an action."""
+    """Return whether the loss or a term that is added to it can have a gradient; it has none
+    without an action.
+    """
     from rl.losses import get_loss, switched_on  # with torch, which settings and --help do without
 
     if loss == "cross_entropy":
-        return any("weights" not in datum.loss_fn_inputs or datum.loss_fn_inputs["weights"].array.any() for datum in datums)
+        return any(
+            "weights" not in datum.loss_fn_inputs or datum.loss_fn_inputs["weights"].array.any()
+            for datum in datums
+        )
     if all("mask" in datum.loss_fn_inputs for datum in datums) and not action_tokens(datums):
         return False
     spec = get_loss(loss)
@@ -240,30 +310,43 @@ def has_signal(datums: Sequence[Datum], loss: str, config: Mapping[str, float]) 
     return any(datum.loss_fn_inputs["advantages"].array.any() for datum in datums)
 
 
-def loss_metrics(sums: Mapping[str, float], datums: Sequence[Datum], normalise: str) -> dict[str, float]:
-    """Means over action tokens; the loss under "sequence_means", which is a mean over each sequence's tokens already, over sequences."""
+def loss_metrics(
+    sums: Mapping[str, float], datums: Sequence[Datum], normalise: str
+) -> dict[str, float]:
+    """Means over action tokens; the loss under "sequence_means", which is a mean over each
+    sequence's tokens already, over sequences.
+    """
     tokens = action_tokens(datums) if datums else 0
     name = "optim/loss" if "weights:sum" in sums else "optim/policy_loss"
-    loss = sums.get("policy_loss:sum", sums.get("loss:sum", 0.0))  # without the terms that were added to it
+    # without the terms that were added to it
+    loss = sums.get("policy_loss:sum", sums.get("loss:sum", 0.0))
     count = sequences(datums) if normalise == "sequence_means" else max(1, tokens)
     metrics = {name: loss / count, "optim/tokens": tokens}
     if "entropy:sum" in sums:
         metrics["optim/policy_entropy"] = sums["entropy:sum"] / max(1, tokens)
-    metrics |= {f"optim/{part}": sums[f"{part}:sum"] / max(1, tokens) for part in ("td_loss", "cql", "value_loss") if f"{part}:sum" in sums}
+    metrics |= {
+        f"optim/{part}": sums[f"{part}:sum"] / max(1, tokens)
+        for part in ("td_loss", "cql", "value_loss")
+        if f"{part}:sum" in sums
+    }
     active = sums.get("active_tokens:sum", 0.0)
     if "clipped_low:sum" in sums:
-        metrics["optim/clip_frac"] = (sums["clipped_low:sum"] + sums["clipped_high:sum"]) / max(1.0, active)
+        metrics["optim/clip_frac"] = (sums["clipped_low:sum"] + sums["clipped_high:sum"]) / max(
+            1.0, active
+        )
     return metrics
 
 
 def sampler_against_learner(datums: Sequence[Datum], logprobs: Sequence[Any]) -> dict[str, float]:
     """How far the sampler's logprobs q are from the learner's p over action tokens, with d = q - p.
 
-    `kl_sample_train_v1` = mean d, `_v2` = mean d^2 / 2 (two estimators of KL(sampler || learner)), their largest
-    difference, and `entropy` = -mean q.
+    `kl_sample_train_v1` = mean d, `_v2` = mean d^2 / 2 (two estimators of KL(sampler || learner)),
+    their largest difference, and `entropy` = -mean q.
     """
     masks = np.concatenate([d.loss_fn_inputs["mask"].array for d in datums]) != 0
-    q = np.concatenate([d.loss_fn_inputs["logprobs"].array for d in datums])[masks].astype(np.float64)
+    q = np.concatenate([d.loss_fn_inputs["logprobs"].array for d in datums])[masks].astype(
+        np.float64
+    )
     p = np.concatenate(list(logprobs))[masks].astype(np.float64)
     if not len(q):
         return {}

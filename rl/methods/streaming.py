@@ -1,4 +1,6 @@
-"""One optimizer step whose groups come a part at a time: its gradient is added up while the rest is still being sampled."""
+"""One optimizer step whose groups come a part at a time: its gradient is added up while the rest is
+still being sampled.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,30 @@ from rl.episodes import TrajectoryGroup, action_tokens, largest
 from rl.errors import UserError
 from rl.methods.base import Models, Progress
 from rl.methods.grpo import PolicyGradient
-from rl.methods.steps import adam_params, divisor, expert_metrics, has_signal, loss_metrics, sampler_against_learner
+from rl.methods.steps import (
+    adam_params,
+    divisor,
+    expert_metrics,
+    has_signal,
+    loss_metrics,
+    sampler_against_learner,
+)
 from rl.types import Datum
 
 
 class StreamedStep:
-    """`add` each part's groups, in an order that does not depend on who was fast; then `finish`: the update of the whole batch.
+    """`add` each part's groups, in an order that does not depend on who was fast; then `finish`:
+    the update of the whole batch.
 
-    What the summed loss is divided by is known when all has come, so gradients are added up undivided and scaled before the update.
+    What the summed loss is divided by is known when all has come, so gradients are added up
+    undivided and scaled before the update.
     """
 
     def __init__(self, method: PolicyGradient, models: Models, progress: Progress):
         if models.policy.info["distributed_type"] == "DEEPSPEED":
-            raise UserError("stream_minibatches scales gradients once they are added up, which DeepSpeed keeps to itself: launch with FSDP or DDP")
+            raise UserError(
+                "stream_minibatches scales gradients once they are added up, which DeepSpeed keeps to itself: launch with FSDP or DDP"
+            )
         self.method, self.models, self.progress = method, models, progress
         self.datums: list[Datum] = []  # as they were trained
         self.credited: list[Datum] = []
@@ -41,20 +54,27 @@ class StreamedStep:
     def _train(self, datums: list[Datum]) -> None:
         self.credited += datums
         ready, before = self.method.prepared(datums, self.models)
-        self._before.append((action_tokens(datums), before))  # measured before a correction removed any
+        # measured before a correction removed any
+        self._before.append((action_tokens(datums), before))
         self.datums += ready
-        self._futures.append(self.models.policy.forward_backward(ready, self.method.loss, self.method.loss_config()))
+        self._futures.append(
+            self.models.policy.forward_backward(ready, self.method.loss, self.method.loss_config())
+        )
 
     def finish(self) -> dict[str, float]:
         """The update; `optim/...` metrics as those of the whole batch at once."""
         method, settings = self.method, self.method.settings
         if not self.datums:
             self._train(method.credit(self._silent, self.models))
-        params = adam_params(settings.optim, settings.loop, self.progress.batch, settings.learning_rate)
+        params = adam_params(
+            settings.optim, settings.loop, self.progress.batch, settings.learning_rate
+        )
         metrics: dict[str, float] = {"optim/lr": params.learning_rate}
         config, kind = method.loss_config(), settings.policy_gradient.normalise
         outputs = [future.result() for future in self._futures]
-        self.models.policy.scale_gradients(1.0 / divisor(self.datums, kind, settings.sampling.max_tokens))
+        self.models.policy.scale_gradients(
+            1.0 / divisor(self.datums, kind, settings.sampling.max_tokens)
+        )
         if not has_signal(self.datums, method.loss, config):
             params = replace(params, learning_rate=0.0)
             metrics["optim/skipped_no_signal"] = 1.0
@@ -66,17 +86,35 @@ class StreamedStep:
             for name, value in output.metrics.items():
                 if name.endswith(":sum"):
                     sums[name] = sums.get(name, 0.0) + value
-        metrics |= sampler_against_learner(self.datums, [one["logprobs"].array for o in outputs for one in o.loss_fn_outputs])
-        metrics |= {"optim/grad_norm": largest([step["grad_norm"]]), "optim/substeps": 1, "optim/minibatches": len(outputs)}
-        return {**metrics, **expert_metrics(sums), **loss_metrics(sums, self.datums, kind), **self._over_parts(), **method.shaper.metrics}
+        metrics |= sampler_against_learner(
+            self.datums, [one["logprobs"].array for o in outputs for one in o.loss_fn_outputs]
+        )
+        metrics |= {
+            "optim/grad_norm": largest([step["grad_norm"]]),
+            "optim/substeps": 1,
+            "optim/minibatches": len(outputs),
+        }
+        return {
+            **metrics,
+            **expert_metrics(sums),
+            **loss_metrics(sums, self.datums, kind),
+            **self._over_parts(),
+            **method.shaper.metrics,
+        }
 
     def _over_parts(self) -> dict[str, float]:
-        """Merge what was measured before each part's gradient: means by drawn tokens, the largest of what is a largest."""
+        """Merge what was measured before each part's gradient: means by drawn tokens, the largest
+        of what is a largest.
+        """
         found: dict[str, float] = {}
         for name in dict.fromkeys(name for _, part in self._before for name in part):
             parts = [(tokens, part[name]) for tokens, part in self._before if name in part]
             total = sum(tokens for tokens, _ in parts) or 1
-            found[name] = largest([value for _, value in parts]) if "max" in name else sum(t * v for t, v in parts) / total
+            found[name] = (
+                largest([value for _, value in parts])
+                if "max" in name
+                else sum(t * v for t, v in parts) / total
+            )
         if "optim/correction_ess" in found:
             found["optim/correction_ess"] = merged_sample_size(self._before)
         return found

@@ -1,4 +1,6 @@
-"""ORPO and SimPO: learn from preference pairs without a reference model. The losses stand in rl.losses.preferences."""
+"""ORPO and SimPO: learn from preference pairs without a reference model. The losses stand in
+rl.losses.preferences.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class OrpoOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OrpoSettings(_PairSettings):
-    """ORPO: learn the preferred answer, and that it is likelier than the other, in one step after pre-training."""
+    """ORPO: learn the preferred answer, and that it is likelier than the other, in one step after
+    pre-training.
+    """
 
     preference: OrpoOptions = field(default_factory=OrpoOptions)
 
@@ -79,7 +83,9 @@ class SimpoOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SimpoSettings(_PairSettings):
-    """SimPO: learn which of two answers is preferred, by the mean logprobs of their tokens, without a reference."""
+    """SimPO: learn which of two answers is preferred, by the mean logprobs of their tokens, without
+    a reference.
+    """
 
     preference: SimpoOptions = field(default_factory=SimpoOptions)
 
@@ -92,12 +98,18 @@ class SimpoSettings(_PairSettings):
 class WithoutReference(Dpo):
     """The hooks of `orpo` and `simpo`."""
 
-    clients, weights, keeps_beginning = staticmethod(no_clients), staticmethod(no_weights), staticmethod(never)
+    clients, weights, keeps_beginning = (
+        staticmethod(no_clients),
+        staticmethod(no_weights),
+        staticmethod(never),
+    )
 
     def begin(self, rows: Iterable[Problem], renderer: Any, models: Models) -> None:
         """There is no reference to score rows by."""
 
-    def datums(self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int) -> list[Datum]:
+    def datums(
+        self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
+    ) -> list[Datum]:
         """Two datums a row, the preferred answer's first."""
         return [datum for row in rows for datum in pair_datums(row, renderer, self.settings.data)]
 
@@ -106,4 +118,8 @@ class WithoutReference(Dpo):
 
     def _config(self) -> dict[str, float]:
         how = self.settings.preference
-        return {"beta": how.beta} if isinstance(how, OrpoOptions) else {"beta": how.beta, "gamma": how.gamma}
+        return (
+            {"beta": how.beta}
+            if isinstance(how, OrpoOptions)
+            else {"beta": how.beta, "gamma": how.gamma}
+        )

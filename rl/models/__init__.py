@@ -1,8 +1,23 @@
 """Load or build a model and its tokenizer, put adapters on it, advise on it."""
 
 from rl.models import info
-from rl.models.adapters import adapter_base, found_base, is_adapter, made_from, merge, read_adapter, root_of
-from rl.models.classifiers import Classifier, classifier_config, classifier_size, classifier_tokenizer, classify, load_classifier
+from rl.models.adapters import (
+    adapter_base,
+    found_base,
+    is_adapter,
+    made_from,
+    merge,
+    read_adapter,
+    root_of,
+)
+from rl.models.classifiers import (
+    Classifier,
+    classifier_config,
+    classifier_size,
+    classifier_tokenizer,
+    classify,
+    load_classifier,
+)
 from rl.models.load import (
     LoadedModel,
     add_value_head,
@@ -26,7 +41,13 @@ from rl.models.presets import PRESETS
 from rl.models.stored import Lazy, Unread, in_folder, shape_of
 from rl.models.tokenizers import load_tokenizer
 from rl.models.unread import load_unread, may_stay_unread
-from rl.models.whole_weights import check_tensors, check_whole_folder, load_whole_adapter, readable, weights_to_write
+from rl.models.whole_weights import (
+    check_tensors,
+    check_whole_folder,
+    load_whole_adapter,
+    readable,
+    weights_to_write,
+)
 
 __all__ = [
     "Classifier",

@@ -1,4 +1,6 @@
-"""Published reward models: sequence classifiers with one output (`...ForSequenceClassification`), with their own tokenizer."""
+"""Published reward models: sequence classifiers with one output (`...ForSequenceClassification`),
+with their own tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ KIND = "ForSequenceClassification"
 
 @dataclass(frozen=True)
 class Classifier:
-    """A classifier with one output and what goes with it. `max_context`: tokens it reads at most; None: no limit is known."""
+    """A classifier with one output and what goes with it. `max_context`: tokens it reads at most;
+    None: no limit is known.
+    """
 
     model: Any
     tokenizer: Any
@@ -28,7 +32,8 @@ class Classifier:
 
 
 def classifier_config(name: str) -> Any | None:
-    """Return the config of a sequence classifier (a folder or a hub name); None if `name` is a model of another kind.
+    """Return the config of a sequence classifier (a folder or a hub name); None if `name` is a
+    model of another kind.
 
     Raises UserError if the config cannot be read, or if the classifier has more outputs than one.
     """
@@ -41,7 +46,10 @@ def classifier_config(name: str) -> Any | None:
         return None
     try:
         config = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:  # ValueError: a model type that transformers does not know
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # ValueError: a model type that transformers does not know
         raise UserError(f"cannot read the config of the reward model {name!r}: {error}") from error
     if not any(str(architecture).endswith(KIND) for architecture in config.architectures or ()):
         return None
@@ -54,7 +62,9 @@ def classifier_config(name: str) -> Any | None:
 
 
 def classifier_tokenizer(name: str) -> Any:
-    """Return the classifier's own tokenizer. Raises UserError if there is none, or if it has no chat template."""
+    """Return the classifier's own tokenizer. Raises UserError if there is none, or if it has no
+    chat template.
+    """
     tokenizer = load_tokenizer(_source(name))
     if tokenizer is None or tokenizer.chat_template is None:
         raise UserError(
@@ -67,7 +77,8 @@ def classifier_tokenizer(name: str) -> Any:
 def load_classifier(name: str, dtype: torch.dtype) -> Classifier:
     """Load a classifier with one output (a folder or a hub name), ready to score.
 
-    Raises UserError if it is no such classifier, if its weights are not whole, or if it has no tokenizer with a chat template.
+    Raises UserError if it is no such classifier, if its weights are not whole, or if it has no
+    tokenizer with a chat template.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -89,7 +100,9 @@ def load_classifier(name: str, dtype: torch.dtype) -> Classifier:
 
 
 def classifier_size(name: str) -> int | None:
-    """Return how many parameters a published reward model has; None if `name` is none. No weights are read."""
+    """Return how many parameters a published reward model has; None if `name` is none. No weights
+    are read.
+    """
     from transformers import AutoModelForSequenceClassification
 
     config = classifier_config(name)
@@ -101,11 +114,15 @@ def classifier_size(name: str) -> int | None:
 
 
 @torch.no_grad()
-def classify(classifier: Classifier, inputs: Sequence[Sequence[int]], token_budget: int) -> list[float]:
-    """Return the score (the one logit) of each input, as transformers' forward of that input alone gives it.
+def classify(
+    classifier: Classifier, inputs: Sequence[Sequence[int]], token_budget: int
+) -> list[float]:
+    """Return the score (the one logit) of each input, as transformers' forward of that input alone
+    gives it.
 
-    Inputs of equal length share a forward of at most `token_budget` positions, so that nothing is ever padded: padding moves the place
-    that some classes read, and the attention of others. A model without a padding token reads one input at a time, as transformers asks.
+    Inputs of equal length share a forward of at most `token_budget` positions, so that nothing is
+    ever padded: padding moves the place that some classes read, and the attention of others. A
+    model without a padding token reads one input at a time, as transformers asks.
     """
     model = classifier.model
     pads = getattr(model.config.get_text_config(), "pad_token_id", None) is not None

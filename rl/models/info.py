@@ -19,7 +19,8 @@ _BASE_FAMILIES = frozenset(
     "llama gemma codegemma mistral mixtral smollm smollm2 olmo gpt gpt2 distilgpt2 pythia opt falcon bloom mpt starcoder starcoder2".split()
 )
 _BASE_NAMES = frozenset(("phi-1", "phi-1_5", "phi-2"))
-# Parts of such a name that tell size, version, format or layout: 8b, v0.1, 17b, 16e, e4b, hf, scout, neo, deduped ...
+# Parts of such a name that tell size, version, format or layout: 8b, v0.1, 17b, 16e, e4b, hf,
+# scout, neo, deduped ...
 _NEUTRAL = re.compile(r"[vea]?\d[\w.]*|hf|scout|maverick|nemo|neo|neox|j|medium|large|xl|deduped")
 
 
@@ -28,7 +29,8 @@ def get_recommended_renderer_name(model_name: str) -> str:
 
     tiny:...    "plain" ("chat_template" for one that sees)
     a folder    "chat_template" if it has a template, else "plain"
-    a hub name  "role_colon" for a base model by its name (Llama-3.1-8B, Qwen3-8B-Base), as on Tinker, even if it has a template, which
+    a hub name  "role_colon" for a base model by its name (Llama-3.1-8B, Qwen3-8B-Base), as on
+    Tinker, even if it has a template, which
                 it was not trained with. For other names the hub's cache tells whether there is a template ("role_colon" if not);
                 "chat_template" if the tokenizer is not in the cache.
     """
@@ -44,16 +46,22 @@ def get_recommended_renderer_name(model_name: str) -> str:
 
 
 def is_base_name(model_name: str) -> bool:
-    """Return whether a hub name is that of a model that was not tuned to chat, by the habits of those who publish models."""
+    """Return whether a hub name is that of a model that was not tuned to chat, by the habits of
+    those who publish models.
+    """
     name = model_name.rsplit("/", 1)[-1].lower().removeprefix("meta-")
     parts = re.split(r"[-_]", name)
     if {"base", "pt"} & set(parts):
         return not {"instruct", "chat", "it"} & set(parts)
-    return name in _BASE_NAMES or (parts[0] in _BASE_FAMILIES and all(_NEUTRAL.fullmatch(part) for part in parts[1:]))
+    return name in _BASE_NAMES or (
+        parts[0] in _BASE_FAMILIES and all(_NEUTRAL.fullmatch(part) for part in parts[1:])
+    )
 
 
 def _cached_folder(model_name: str) -> Path | None:
-    """Return the folder in the hub's cache that holds the settings of the tokenizer of a hub name; None if it is not there."""
+    """Return the folder in the hub's cache that holds the settings of the tokenizer of a hub name;
+    None if it is not there.
+    """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -65,15 +73,19 @@ def _cached_folder(model_name: str) -> Path | None:
 
 
 def get_recommended_lora_lr(hidden_size: int, family: Family) -> float:
-    """Learning rate of a LoRA: 5e-5 * 10 * (2000 / hidden_size) ** p, p = 0.0775 (Qwen) or 0.781 (Llama).
+    """Learning rate of a LoRA: 5e-5 * 10 * (2000 / hidden_size) ** p, p = 0.0775 (Qwen) or 0.781
+    (Llama).
 
-    Source: Tinker's published rule; the 10 is the ratio of a LoRA's best rate to that of training all weights.
+    Source: Tinker's published rule; the 10 is the ratio of a LoRA's best rate to that of training
+    all weights.
     """
     if hidden_size < 1:
         raise UserError(f"hidden_size is at least 1, got {hidden_size}")
     if family.lower() not in _EXPONENTS:
         known = ", ".join(_EXPONENTS)
-        raise UserError(f"the rule is known for the families {known}; got {family!r}: give a learning rate yourself")
+        raise UserError(
+            f"the rule is known for the families {known}; got {family!r}: give a learning rate yourself"
+        )
     return 5e-5 * 10.0 * (2000.0 / hidden_size) ** _EXPONENTS[family.lower()]
 
 

@@ -15,8 +15,11 @@ def unadapted_share(model: Any, lora: LoraConfig) -> float:
     return sum(left_out(model, lora).values()) / sum(p.numel() for p in model.parameters())
 
 
-def add_lora(loaded: LoadedModel, lora: LoraConfig, *, unadapted: float | None = None) -> LoadedModel:
-    """The same model with fresh LoRA adapters (PEFT): A random from lora.seed, B zero, the base frozen.
+def add_lora(
+    loaded: LoadedModel, lora: LoraConfig, *, unadapted: float | None = None
+) -> LoadedModel:
+    """The same model with fresh LoRA adapters (PEFT): A random from lora.seed, B zero, the base
+    frozen.
 
     `unadapted`: the share of the whole model, where some of its layers were taken away since.
     """
@@ -24,9 +27,13 @@ def add_lora(loaded: LoadedModel, lora: LoraConfig, *, unadapted: float | None =
     from peft import get_peft_model
 
     if lora.rank < 1:
-        raise UserError(f"the LoRA rank is at least 1, got {lora.rank} (full weights: create_full_training_client)")
+        raise UserError(
+            f"the LoRA rank is at least 1, got {lora.rank} (full weights: create_full_training_client)"
+        )
     if lora.alpha is not None and not lora.alpha > 0:
-        raise UserError(f"LoRA's alpha is positive (the adapter is scaled by alpha / rank), got {lora.alpha}")
+        raise UserError(
+            f"LoRA's alpha is positive (the adapter is scaled by alpha / rank), got {lora.alpha}"
+        )
     config = PeftConfig(
         r=lora.rank,
         lora_alpha=lora.effective_alpha,  # type: ignore[arg-type]  # a float works
@@ -38,15 +45,27 @@ def add_lora(loaded: LoadedModel, lora: LoraConfig, *, unadapted: float | None =
     )
     unadapted = unadapted_share(loaded.model, lora) if unadapted is None else unadapted
     if unadapted >= 0.01:
-        remedy = "" if lora.train_experts or not any(stacked_experts(loaded.model)) else "; --train-experts gives them one"
-        remark(f"LoRA: {unadapted:.0%} of the weights of {loaded.name} (experts) get no adapter and stay as they are{remedy}")
+        remedy = (
+            ""
+            if lora.train_experts or not any(stacked_experts(loaded.model))
+            else "; --train-experts gives them one"
+        )
+        remark(
+            f"LoRA: {unadapted:.0%} of the weights of {loaded.name} (experts) get no adapter and stay as they are{remedy}"
+        )
     loaded.model.name_or_path = loaded.name  # PEFT writes it into adapter_config.json
     with seeded(lora.seed if lora.seed is not None else 0), quiet_about_tied_heads():
         try:
             model = get_peft_model(loaded.model, config)
-        except ValueError as error:  # of architectures that PEFT does not adapt, state-space models among them
-            raise UserError(f"{loaded.name} takes no LoRA adapter: {error} Train all weights (lora_rank 0)") from error
-    return LoadedModel(model, loaded.tokenizer, loaded.name, loaded.eos_token_ids, unadapted, loaded.stored)
+        except (
+            ValueError
+        ) as error:  # of architectures that PEFT does not adapt, state-space models among them
+            raise UserError(
+                f"{loaded.name} takes no LoRA adapter: {error} Train all weights (lora_rank 0)"
+            ) from error
+    return LoadedModel(
+        model, loaded.tokenizer, loaded.name, loaded.eos_token_ids, unadapted, loaded.stored
+    )
 
 
 def set_alpha(model: Any, lora: LoraConfig) -> None:

@@ -1,4 +1,6 @@
-"""The tiny models that are built on the spot: `tiny:<preset>`. No torch here, so that help and checks stay fast."""
+"""The tiny models that are built on the spot: `tiny:<preset>`. No torch here, so that help and
+checks stay fast.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from rl.errors import UserError
 
 @dataclass(frozen=True)
 class Eyes:
-    """A Qwen3-VL vision tower: square patches, `merge` x `merge` of them one token, images of at most `pixels` x `pixels`."""
+    """A Qwen3-VL vision tower: square patches, `merge` x `merge` of them one token, images of at
+    most `pixels` x `pixels`.
+    """
 
     hidden: int
     layers: int
@@ -21,7 +25,8 @@ class Eyes:
 
 @dataclass(frozen=True)
 class Preset:
-    """A Qwen3-architecture shape. `alphabet`: the characters of a tokenizer made on the spot; None: bring a tokenizer.
+    """A Qwen3-architecture shape. `alphabet`: the characters of a tokenizer made on the spot; None:
+    bring a tokenizer.
 
     `eyes`: it is a Qwen3-VL, and sees.
     """
@@ -45,8 +50,11 @@ PRESETS: dict[str, Preset] = {
     "ascii": Preset(128, 2, 4, 4, 384, "\n" + "".join(chr(c) for c in range(32, 127)), 1024),
     # The same, four times smaller, for games that are learnt on a CPU.
     "ascii-small": Preset(64, 2, 2, 2, 192, "\n" + "".join(chr(c) for c in range(32, 127)), 512),
-    # 0.3M: the same body with eyes, for tasks about small pictures. Its template is its own, its characters are printable ASCII.
-    "vision": Preset(96, 2, 4, 4, 288, "\n" + "".join(chr(c) for c in range(32, 127)), 1024, Eyes(64, 2, 4, 4)),
+    # 0.3M: the same body with eyes, for tasks about small pictures. Its template is its own, its
+    # characters are printable ASCII.
+    "vision": Preset(
+        96, 2, 4, 4, 288, "\n" + "".join(chr(c) for c in range(32, 127)), 1024, Eyes(64, 2, 4, 4)
+    ),
     # A small body for a real tokenizer (--tokenizer): to try a recipe of a real data set on a CPU.
     "chat": Preset(64, 2, 4, 2, 192, None, 2048),
 }
@@ -56,5 +64,7 @@ def get_preset(base_model: str) -> Preset:
     name = base_model.removeprefix("tiny:")
     if name not in PRESETS:
         known = ", ".join(f"tiny:{p}" for p in PRESETS)
-        raise UserError(f"unknown preset {base_model!r}: one of {known}, a model folder, or a hub name")
+        raise UserError(
+            f"unknown preset {base_model!r}: one of {known}, a model folder, or a hub name"
+        )
     return PRESETS[name]

@@ -1,8 +1,10 @@
-"""A model's weights where they lie: modules without values, and each tensor read from its file when it is asked for.
+"""A model's weights where they lie: modules without values, and each tensor read from its file when
+it is asked for.
 
-What shards a model over ranks fills it from here one tensor at a time, so that no process ever holds the whole. Only safetensors
-files can be read so. Names in a file that are not the model's own (experts by themselves, older names) are put together as
-transformers does it, by its own rules for the architecture.
+What shards a model over ranks fills it from here one tensor at a time, so that no process ever
+holds the whole. Only safetensors files can be read so. Names in a file that are not the model's own
+(experts by themselves, older names) are put together as transformers does it, by its own rules for
+the architecture.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 @dataclass(frozen=True)
 class _Parts:
-    """What one tensor is put together from: a rule of transformers, and keys by the pattern that they match."""
+    """What one tensor is put together from: a rule of transformers, and keys by the pattern that
+    they match.
+    """
 
     rule: Any
     keys: tuple[tuple[str, str], ...]  # (pattern, key)
@@ -34,7 +38,9 @@ class Unfit(Exception):
 
 
 class StoredWeights:
-    """The tensors of a folder by the names that a model's parameters and buffers have. Raises Unfit where they are not just those."""
+    """The tensors of a folder by the names that a model's parameters and buffers have. Raises Unfit
+    where they are not just those.
+    """
 
     def __init__(self, folder: Path, model: Any):
         self._model = model
@@ -48,11 +54,15 @@ class StoredWeights:
         without = [name for name, parameter in own.items() if id(parameter) not in self._name_of]
         beside = self._sources.keys() - own.keys() - dict(model.named_buffers()).keys()
         if without or beside:
-            raise Unfit(f"its files lack {sorted(without)[:3]} or have {sorted(beside)[:3]} beside the model's own")
+            raise Unfit(
+                f"its files lack {sorted(without)[:3]} or have {sorted(beside)[:3]} beside the model's own"
+            )
         for name in self._name_of.values():
             source = self._sources[name]
             if isinstance(source, str) and self._shape(source) != tuple(own[name].shape):
-                raise Unfit(f"{source} has the shape {self._shape(source)}, the model's is {tuple(own[name].shape)}")
+                raise Unfit(
+                    f"{source} has the shape {self._shape(source)}, the model's is {tuple(own[name].shape)}"
+                )
 
     def fill_buffers(self) -> None:
         """Buffers that the files hold; others are computed, and are there."""
@@ -61,8 +71,17 @@ class StoredWeights:
                 buffer.copy_(self.read(name))
 
     def under(self, model: nn.Module) -> Unread:
-        """The same by the names that parameters have in a model around the one that this was made for (under adapters)."""
-        return Unread(self, {name: self._name_of[id(p)] for name, p in model.named_parameters() if id(p) in self._name_of})
+        """The same by the names that parameters have in a model around the one that this was made
+        for (under adapters).
+        """
+        return Unread(
+            self,
+            {
+                name: self._name_of[id(p)]
+                for name, p in model.named_parameters()
+                if id(p) in self._name_of
+            },
+        )
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, in the dtype of its file."""
@@ -81,7 +100,9 @@ class StoredWeights:
             return file.get_tensor(key)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows of the first dimension, of which no others are read (but of a tensor that is put together)."""
+        """Rows of the first dimension, of which no others are read (but of a tensor that is put
+        together).
+        """
         source = self._sources[name]
         if not isinstance(source, str):
             return self.read(name)[start:stop]
@@ -102,7 +123,9 @@ class StoredWeights:
 
 @dataclass(frozen=True)
 class Unread:
-    """Weights that are still in their files, by the parameters' names in a model that is to be filled."""
+    """Weights that are still in their files, by the parameters' names in a model that is to be
+    filled.
+    """
 
     stored: StoredWeights
     names: Mapping[str, str]
@@ -118,9 +141,13 @@ class Unread:
 
 
 class Lazy(Mapping[str, Tensor]):
-    """Tensors by name, each read from its file whenever it is asked for; `here`: those that are in memory."""
+    """Tensors by name, each read from its file whenever it is asked for; `here`: those that are in
+    memory.
+    """
 
-    def __init__(self, places: Mapping[str, tuple[Path, str]], here: Mapping[str, Tensor] | None = None):
+    def __init__(
+        self, places: Mapping[str, tuple[Path, str]], here: Mapping[str, Tensor] | None = None
+    ):
         self._places, self._here = dict(places), dict(here or {})
 
     @classmethod
@@ -166,23 +193,33 @@ def shape_of(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
 
 
 def in_folder(folder: Path, names: Collection[str]) -> Lazy | None:
-    """The named tensors of a model's folder; None where its files are no safetensors or have other names."""
+    """The named tensors of a model's folder; None where its files are no safetensors or have other
+    names.
+    """
     try:
         files = _keys(folder)
     except Unfit:
         return None
-    return Lazy({name: (files[name], name) for name in names}) if all(name in files for name in names) else None
+    return (
+        Lazy({name: (files[name], name) for name in names})
+        if all(name in files for name in names)
+        else None
+    )
 
 
 def hollow_(model: nn.Module) -> None:
-    """Parameters without memory become CPU memory that nobody has touched, which the system does not give out yet."""
+    """Parameters without memory become CPU memory that nobody has touched, which the system does
+    not give out yet.
+    """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is None or not parameter.is_meta:
                 continue
             if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), parameter.requires_grad)
+                made[id(parameter)] = nn.Parameter(
+                    torch.empty(parameter.shape, dtype=parameter.dtype), parameter.requires_grad
+                )
             module._parameters[name] = made[id(parameter)]
 
 
@@ -191,7 +228,9 @@ def _keys(folder: Path) -> dict[str, Path]:
     from safetensors import safe_open
 
     if (folder / INDEX).is_file():
-        names: Collection[str] = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+        names: Collection[str] = set(
+            json.loads((folder / INDEX).read_text())["weight_map"].values()
+        )
     else:
         names = [SINGLE]
     found: dict[str, Path] = {}
@@ -204,9 +243,16 @@ def _keys(folder: Path) -> dict[str, Path]:
 
 
 def _sources(model: Any, keys: Collection[str]) -> dict[str, str | _Parts]:
-    """What each of the model's tensors is read from: its key in the files, or the parts that it is put together from."""
+    """What each of the model's tensors is read from: its key in the files, or the parts that it is
+    put together from.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
 
     own = model.state_dict()
     rules = get_model_conversion_mapping(model) or []

@@ -14,9 +14,11 @@ EOS, PAD = "<eos>", "<pad>"
 
 
 def load_tokenizer(name: str, *, required: bool = True) -> Any | None:
-    """The tokenizer of a folder or hub name (or of a `tiny:` preset); None where a folder has none and none is required.
+    """The tokenizer of a folder or hub name (or of a `tiny:` preset); None where a folder has none
+    and none is required.
 
-    Of a model that sees, it knows what reads its images (`rl.images.reader_of`), if the image processor lies beside it.
+    Of a model that sees, it knows what reads its images (`rl.images.reader_of`), if the image
+    processor lies beside it.
     """
     if name.startswith("tiny:"):
         return tiny_tokenizer(name)
@@ -32,15 +34,23 @@ def _loaded(name: str, required: bool) -> Any | None:
     from transformers.models.gpt2.tokenization_gpt2 import GPT2Tokenizer
 
     folder = Path(name).expanduser()
-    has_files = folder.is_dir() and any((folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json", "vocab.json"))
+    has_files = folder.is_dir() and any(
+        (folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+    )
     if folder.is_dir() and not has_files:
         if required:
-            raise UserError(f"{folder} holds no tokenizer (tokenizer.json, tokenizer_config.json or vocab.json)")
+            raise UserError(
+                f"{folder} holds no tokenizer (tokenizer.json, tokenizer_config.json or vocab.json)"
+            )
         return None
     try:
         if folder.is_dir() and _says_plain_fast(folder):
             return PreTrainedTokenizerFast.from_pretrained(str(folder))
-        if folder.is_dir() and not (folder / "tokenizer_config.json").is_file() and (folder / "merges.txt").is_file():
+        if (
+            folder.is_dir()
+            and not (folder / "tokenizer_config.json").is_file()
+            and (folder / "merges.txt").is_file()
+        ):
             return GPT2Tokenizer.from_pretrained(str(folder))  # GPT-2's own files name no class
         return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name)
     except (OSError, ValueError) as error:
@@ -50,15 +60,22 @@ def _loaded(name: str, required: bool) -> Any | None:
 
 
 def _says_plain_fast(folder: Path) -> bool:
-    """Whether the folder names the generic class: AutoTokenizer would look for a class of the model's type first."""
+    """Whether the folder names the generic class: AutoTokenizer would look for a class of the
+    model's type first.
+    """
     config = folder / "tokenizer_config.json"
     if not config.is_file():
         return False
-    return json.loads(config.read_text()).get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    return json.loads(config.read_text()).get("tokenizer_class") in (
+        "PreTrainedTokenizerFast",
+        "TokenizersBackend",
+    )
 
 
 def tiny_tokenizer(name: str) -> Any | None:
-    """That of a `tiny:` preset; None for one that has to be brought. Of one that sees, it knows what reads its images."""
+    """That of a `tiny:` preset; None for one that has to be brought. Of one that sees, it knows
+    what reads its images.
+    """
     preset = get_preset(name)
     if preset.eyes is None:
         return character_tokenizer(preset.alphabet)
@@ -72,8 +89,12 @@ def tiny_tokenizer(name: str) -> Any | None:
     return tokenizer
 
 
-def character_tokenizer(alphabet: str | None, marks: Sequence[str] = (), end: str = EOS) -> Any | None:
-    """A tokenizer of single characters, made on the spot; None without an alphabet. `marks`: special tokens beside them."""
+def character_tokenizer(
+    alphabet: str | None, marks: Sequence[str] = (), end: str = EOS
+) -> Any | None:
+    """A tokenizer of single characters, made on the spot; None without an alphabet. `marks`:
+    special tokens beside them.
+    """
     if alphabet is None:
         return None
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -85,5 +106,9 @@ def character_tokenizer(alphabet: str | None, marks: Sequence[str] = (), end: st
     core.decoder = decoders.Fuse()
     core.add_special_tokens(list(marks))
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token=end, pad_token=PAD, clean_up_tokenization_spaces=False, model_max_length=10**6
+        tokenizer_object=core,
+        eos_token=end,
+        pad_token=PAD,
+        clean_up_tokenization_spaces=False,
+        model_max_length=10**6,
     )

@@ -1,4 +1,6 @@
-"""Vision-language models: which class loads them, what reads their images, and the tiny one that is built on the spot."""
+"""Vision-language models: which class loads them, what reads their images, and the tiny one that is
+built on the spot.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,15 @@ from rl.errors import UserError
 from rl.images import FAMILIES, ImageReader, note_reader, reader_of
 from rl.models.presets import Preset
 
-# What a tiny vision tokenizer has beside its characters. Those of images are spelt as Qwen's models spell them.
+# What a tiny vision tokenizer has beside its characters. Those of images are spelt as Qwen's models
+# spell them.
 USER, ASSISTANT, SYSTEM, END = "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
-IMAGE_BEGIN, IMAGE, IMAGE_END, VIDEO = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
+IMAGE_BEGIN, IMAGE, IMAGE_END, VIDEO = (
+    "<|vision_start|>",
+    "<|image_pad|>",
+    "<|vision_end|>",
+    "<|video_pad|>",
+)
 MARKS = (USER, ASSISTANT, SYSTEM, END, IMAGE_BEGIN, IMAGE, IMAGE_END, VIDEO)
 TEMPLATE = (
     "{%- for message in messages -%}<|{{ message.role }}|>"
@@ -24,18 +32,28 @@ TEMPLATE = (
 
 
 def model_class(config: Any) -> Any:
-    """The auto class that loads a model of this config: with its images where they are known here, else as a causal language model.
+    """The auto class that loads a model of this config: with its images where they are known here,
+    else as a causal language model.
 
-    UserError, by name, for an architecture that sees, whose images are not known and whose text has no class of its own.
+    UserError, by name, for an architecture that sees, whose images are not known and whose text has
+    no class of its own.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
     kind = config.model_type
     if kind in FAMILIES and getattr(config, "vision_config", None) is not None:
         return AutoModelForImageTextToText
-    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UserError(f"images are not known for the architecture {kind!r}; known are {', '.join(FAMILIES)}")
+    if (
+        kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    ):
+        raise UserError(
+            f"images are not known for the architecture {kind!r}; known are {', '.join(FAMILIES)}"
+        )
     return AutoModelForCausalLM
 
 
@@ -47,7 +65,9 @@ def class_of(name: str) -> Any:
 
 
 def give_eyes(model: Any, tokenizer: Any | None, source: str) -> None:
-    """Notes the reader of images with a model and its tokenizer, where the model sees and its image processor is in `source`."""
+    """Notes the reader of images with a model and its tokenizer, where the model sees and its image
+    processor is in `source`.
+    """
     if tokenizer is not None and model.config.model_type in FAMILIES:
         reader = reader_of(tokenizer) or _reader(model.config, tokenizer, source)
         note_reader(model, reader)
@@ -75,11 +95,15 @@ def _reader(config: Any, tokenizer: Any, source: str) -> ImageReader | None:
 
 
 def _has_processor(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
+    return any(
+        (folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
+    )
 
 
 def _image_processor(source: str) -> Any | None:
-    """None where the folder has none: the model is then trained on text alone, and says so when it is given an image."""
+    """None where the folder has none: the model is then trained on text alone, and says so when it
+    is given an image.
+    """
     from transformers import AutoImageProcessor
 
     folder = Path(source).expanduser()
@@ -106,7 +130,12 @@ def tiny_config(preset: Preset, tokenizer: Any) -> Any:
         head_dim=width,
         intermediate_size=preset.mlp,
         max_position_embeddings=preset.max_position,
-        rope_parameters={"rope_type": "default", "mrope_section": _thirds(width // 2), "mrope_interleaved": True, "rope_theta": 1e4},
+        rope_parameters={
+            "rope_type": "default",
+            "mrope_section": _thirds(width // 2),
+            "mrope_interleaved": True,
+            "rope_theta": 1e4,
+        },
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -124,16 +153,26 @@ def tiny_config(preset: Preset, tokenizer: Any) -> Any:
         deepstack_visual_indexes=[0],
         num_position_embeddings=(eyes.pixels // eyes.patch) ** 2,
     )
-    ids = dict(zip(("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id"), MARKS[4:], strict=True))
+    ids = dict(
+        zip(
+            ("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id"),
+            MARKS[4:],
+            strict=True,
+        )
+    )
     special = {name: tokenizer.convert_tokens_to_ids(word) for name, word in ids.items()}
-    return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **special)
+    return Qwen3VLConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=True, **special
+    )
 
 
 def open_eyes(model: Any) -> None:
-    """Draws the tower's matrices anew, each with the spread 1 / sqrt(inputs), from torch's generator.
+    """Draws the tower's matrices anew, each with the spread 1 / sqrt(inputs), from torch's
+    generator.
 
-    transformers draws all with a spread of 0.02, made for widths of a thousand: at 64 a tower then writes nearly nothing of what it sees
-    into the text, and learning begins with hundreds of steps that make it louder.
+    transformers draws all with a spread of 0.02, made for widths of a thousand: at 64 a tower then
+    writes nearly nothing of what it sees into the text, and learning begins with hundreds of steps
+    that make it louder.
     """
     import torch
 
@@ -150,7 +189,9 @@ def _thirds(half: int) -> list[int]:
 
 
 def tiny_image_processor(preset: Preset) -> Any:
-    """Qwen's, with patches of the preset's size: images keep their shape, and are made smaller above `pixels` x `pixels`."""
+    """Qwen's, with patches of the preset's size: images keep their shape, and are made smaller
+    above `pixels` x `pixels`.
+    """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     eyes = preset.eyes

@@ -1,4 +1,6 @@
-"""What must be the same on every rank is compared when they start: settings, versions of libraries, this project's own code."""
+"""What must be the same on every rank is compared when they start: settings, versions of libraries,
+this project's own code.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +15,42 @@ from typing import Any
 from rl.errors import RankLost, UserError
 from rl.ranks.distributed import ObjectGroup
 
-_LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "safetensors", "tokenizers", "numpy", "triton")
+_LIBRARIES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "deepspeed",
+    "peft",
+    "safetensors",
+    "tokenizers",
+    "numpy",
+    "triton",
+)
 _ROOT = Path(__file__).resolve().parents[2]
 _MOST = 8  # differences that an error lists
 
 
 def require_same(objects: ObjectGroup, settings: Any) -> None:
-    """Raises UserError on rank 0, which names what differs on which rank, and RankLost elsewhere. `settings`: a dataclass."""
+    """Raises UserError on rank 0, which names what differs on which rank, and RankLost elsewhere.
+    `settings`: a dataclass.
+    """
     if objects.world == 1:
         return
     everybody = objects.gather(described(settings))
-    differ = None if everybody is None else differences(everybody, [objects.name(r) for r in range(objects.world)])
+    differ = (
+        None
+        if everybody is None
+        else differences(everybody, [objects.name(r) for r in range(objects.world)])
+    )
     differ = objects.broadcast_verb(differ)
     if not differ:
         return
     if objects.rank > 0:
         raise RankLost("the ranks were not started alike, rank 0 says how")
     more = f" and {len(differ) - _MOST} more" if len(differ) > _MOST else ""
-    raise UserError(f"the ranks do not agree: {'; '.join(differ[:_MOST])}{more}. Start all of them alike, from the same installation")
+    raise UserError(
+        f"the ranks do not agree: {'; '.join(differ[:_MOST])}{more}. Start all of them alike, from the same installation"
+    )
 
 
 def described(settings: Any) -> dict[str, str]:
@@ -60,7 +80,11 @@ def differences(everybody: list[Mapping[str, str]], names: list[str]) -> list[st
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     found = []
     for name, value in tree.items():
-        found += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, repr(value))]
+        found += (
+            _flat(value, f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else [(prefix + name, repr(value))]
+        )
     return found
 
 
@@ -68,5 +92,7 @@ def _checksum() -> int:
     """Of the sources that every rank runs (the script is rank 0's own affair)."""
     total = 0
     for path in sorted(p for package in ("rl", "kernels") for p in (_ROOT / package).rglob("*.py")):
-        total = zlib.crc32(path.read_bytes(), zlib.crc32(str(path.relative_to(_ROOT)).encode(), total))
+        total = zlib.crc32(
+            path.read_bytes(), zlib.crc32(str(path.relative_to(_ROOT)).encode(), total)
+        )
     return total

@@ -34,7 +34,9 @@ def world() -> int:
 
 @dataclass(frozen=True)
 class Members:
-    """Processes that talk to each other beside the world that each computes in. `store`: where they meet; `called`: this one, in errors."""
+    """Processes that talk to each other beside the world that each computes in. `store`: where they
+    meet; `called`: this one, in errors.
+    """
 
     rank: int
     world: int
@@ -42,7 +44,9 @@ class Members:
     called: str
 
     def group(self, name: str, timeout: datetime.timedelta) -> Any:
-        return dist.ProcessGroupGloo(dist.PrefixStore(name, self.store), self.rank, self.world, timeout=timeout)
+        return dist.ProcessGroupGloo(
+            dist.PrefixStore(name, self.store), self.rank, self.world, timeout=timeout
+        )
 
 
 class _Everybody(Members):
@@ -56,14 +60,16 @@ class _Everybody(Members):
 
 
 class ObjectGroup:
-    """Moves Python objects between ranks over gloo (tensors of the learner go over the accelerator's own backend).
+    """Moves Python objects between ranks over gloo (tensors of the learner go over the
+    accelerator's own backend).
 
     `among`: these processes rather than the ranks of this world.
 
-    Every wait has a bound of `timeout_seconds` on rank 0, which can say whom it waited for; the others wait a little more
-    than twice as long for rank 0, so that it is the first to give up. A wait that fails raises RankLost. A rank 0 whose process is
-    stopped, or leaves one that is ready waiting without waiting for another itself, ends the others after `timeout_seconds` and a
-    beat (rl.ranks.beats).
+    Every wait has a bound of `timeout_seconds` on rank 0, which can say whom it waited for; the
+    others wait a little more than twice as long for rank 0, so that it is the first to give up. A
+    wait that fails raises RankLost. A rank 0 whose process is stopped, or leaves one that is ready
+    waiting without waiting for another itself, ends the others after `timeout_seconds` and a beat
+    (rl.ranks.beats).
     """
 
     def __init__(self, timeout_seconds: float, among: Members | None = None):
@@ -75,13 +81,17 @@ class ObjectGroup:
         if self.world > 1:
             bound = datetime.timedelta(seconds=2 * timeout_seconds + 60)
             self._results = among.group("results", bound)
-            self._verbs = among.group("verbs", datetime.timedelta(seconds=max(timeout_seconds, 3 * self.beat_seconds)))
+            self._verbs = among.group(
+                "verbs", datetime.timedelta(seconds=max(timeout_seconds, 3 * self.beat_seconds))
+            )
             drum = Drum(self.beat_seconds) if self.rank == 0 else None
             me = f"{among.called} (process {os.getpid()} on {socket.gethostname()})"
             try:
                 known = self._all_gather((me, drum and (drum.port, drum.word)))
             except RuntimeError as error:
-                raise RankLost("another rank ended while the ranks were getting to know each other: its own output says why") from error
+                raise RankLost(
+                    "another rank ended while the ranks were getting to know each other: its own output says why"
+                ) from error
             self._names = [name for name, _ in known]
             self._beats = drum or self._watch(*known[0][1])
 
@@ -99,7 +109,14 @@ class ObjectGroup:
         hosts = [os.environ.get("MASTER_ADDR", "localhost")]
         lost = f"{self.name(self.rank).partition(' (')[0]} ends: {self.name(0)}, the driver, "
         timeout = self.timeout_seconds
-        return Watch(hosts, port, word, every=self.beat_seconds, timeout=timeout, lost=lambda seconds: lost + _how(seconds, timeout))
+        return Watch(
+            hosts,
+            port,
+            word,
+            every=self.beat_seconds,
+            timeout=timeout,
+            lost=lambda seconds: lost + _how(seconds, timeout),
+        )
 
     def close(self) -> None:
         """No more beats are sent, or expected: the ranks are about to part."""
@@ -125,11 +142,17 @@ class ObjectGroup:
         except RuntimeError as error:
             seconds = time.monotonic() - begin
             if self.rank > 0:
-                raise RankLost(f"{self.name(0)}, the driver, {_how(seconds, self.timeout_seconds)}") from error
+                raise RankLost(
+                    f"{self.name(0)}, the driver, {_how(seconds, self.timeout_seconds)}"
+                ) from error
             raise RankLost(self._lost(self._gone(), seconds)) from error
 
     def _broadcast(self, item: Any) -> Any:
-        payload = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8) if self.rank == 0 else None
+        payload = (
+            torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+            if self.rank == 0
+            else None
+        )
         size = torch.tensor([0 if payload is None else len(payload)])
         self._verbs.broadcast(size, 0).wait()
         if payload is None:
@@ -149,16 +172,22 @@ class ObjectGroup:
                     self._results.send([torch.tensor([len(payload)])], 0, 0).wait()
                     self._results.send([payload], 0, 0).wait()
             except RuntimeError as error:
-                raise RankLost(f"{self.name(0)}, the driver, {_how(time.monotonic() - begin, self.timeout_seconds)}") from error
+                raise RankLost(
+                    f"{self.name(0)}, the driver, {_how(time.monotonic() - begin, self.timeout_seconds)}"
+                ) from error
             return None
         with self._said():
-            sizes = self._receive([torch.zeros(1, dtype=torch.int64) for _ in range(self.world - 1)])
+            sizes = self._receive(
+                [torch.zeros(1, dtype=torch.int64) for _ in range(self.world - 1)]
+            )
             payloads = self._receive([torch.empty(int(size), dtype=torch.uint8) for size in sizes])
         return [item, *(pickle.loads(payload.numpy().tobytes()) for payload in payloads)]
 
     @contextlib.contextmanager
     def _said(self, since: float | None = None) -> Iterator[None]:
-        """Around a wait: on rank 0 its beats tell of it, elsewhere the watch knows since when it lasts."""
+        """Around a wait: on rank 0 its beats tell of it, elsewhere the watch knows since when it
+        lasts.
+        """
         if isinstance(self._beats, Drum):
             self._beats.collecting = True
         elif self._beats is not None:
@@ -172,7 +201,9 @@ class ObjectGroup:
                 self._beats.waiting_since = None
 
     def _receive(self, into: list[torch.Tensor]) -> list[torch.Tensor]:
-        """On rank 0: fills a tensor from each other rank. Raises RankLost naming those that sent nothing."""
+        """On rank 0: fills a tensor from each other rank. Raises RankLost naming those that sent
+        nothing.
+        """
         begin = time.monotonic()
         lost = self._silent(into, self.timeout_seconds)
         if lost:
@@ -197,7 +228,9 @@ class ObjectGroup:
             return None
 
     def _gone(self) -> list[int]:
-        """On rank 0 after a failed broadcast: the ranks whose connection is closed; all where that cannot be told."""
+        """On rank 0 after a failed broadcast: the ranks whose connection is closed; all where that
+        cannot be told.
+        """
         gone = []
         for other in range(1, self.world):
             begin, work = time.monotonic(), self._listen(torch.zeros(1, dtype=torch.int64), other)
@@ -206,7 +239,9 @@ class ObjectGroup:
         return gone or list(range(1, self.world))
 
     def _lost(self, ranks: list[int], seconds: float) -> str:
-        names = ", ".join(self.name(r) for r in ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+        names = ", ".join(self.name(r) for r in ranks[:8]) + (
+            f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+        )
         return f"{names} {_how(seconds, self.timeout_seconds)}"
 
 
@@ -229,10 +264,14 @@ def _how(seconds: float, bound: float) -> str:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether a collective failed, for want of another rank or of the network. gloo raises plain RuntimeErrors: told by their text."""
+    """Whether a collective failed, for want of another rank or of the network. gloo raises plain
+    RuntimeErrors: told by their text.
+    """
     if isinstance(error, dist.DistError):
         return True
-    return isinstance(error, RuntimeError) and any(name in str(error).lower() for name in ("gloo", "nccl", "connection closed by peer"))
+    return isinstance(error, RuntimeError) and any(
+        name in str(error).lower() for name in ("gloo", "nccl", "connection closed by peer")
+    )
 
 
 def all_sum_(tensors: list[torch.Tensor]) -> None:
@@ -249,7 +288,8 @@ def all_sum_(tensors: list[torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def all_or_none(device: torch.device) -> Iterator[None]:
-    """Around what each rank does by itself before they talk: if it fails on one, none goes on and waits for that one.
+    """Around what each rank does by itself before they talk: if it fails on one, none goes on and
+    waits for that one.
 
     Raises FailedElsewhere on the ranks where it went well.
     """
@@ -264,7 +304,9 @@ def all_or_none(device: torch.device) -> Iterator[None]:
 
 
 def meeting_place(timeout_seconds: float) -> tuple[Any, int, int]:
-    """(a store that all processes of the launch share, this one's rank in it, how many there are), before any world has begun."""
+    """(a store that all processes of the launch share, this one's rank in it, how many there are),
+    before any world has begun.
+    """
     found = dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_seconds))  # type: ignore[operator]
     try:
         return next(iter(found))
@@ -282,7 +324,10 @@ def corner(store: Any, name: str) -> Any:
 
 def begin_world(store: Any, rank: int, world: int, timeout_seconds: float) -> None:
     """These processes are a world of their own: what is collective in them is so among them alone."""
-    backend, bound = "nccl" if torch.cuda.is_available() else "gloo", datetime.timedelta(seconds=timeout_seconds)
+    backend, bound = (
+        "nccl" if torch.cuda.is_available() else "gloo",
+        datetime.timedelta(seconds=timeout_seconds),
+    )
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=bound)
 
 
@@ -292,13 +337,17 @@ def another_group(timeout_seconds: float) -> Any:
 
 
 def shard_fully(model: torch.nn.Module, layers: list[torch.nn.Module], *, bf16: bool) -> None:
-    """Shards a model over the ranks in place (FSDP2), each of `layers` a unit of its own and what is left another.
+    """Shards a model over the ranks in place (FSDP2), each of `layers` a unit of its own and what
+    is left another.
 
-    Gradients are SUMS over the ranks, in fp32; `bf16`: weights are put together, and computed with, in bf16.
+    Gradients are SUMS over the ranks, in fp32; `bf16`: weights are put together, and computed with,
+    in bf16.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32
+    )
     for module in (*layers, model):
         fully_shard(module, mp_policy=policy)
     for module in model.modules():
@@ -306,13 +355,15 @@ def shard_fully(model: torch.nn.Module, layers: list[torch.nn.Module], *, bf16: 
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no average
             module.set_gradient_divide_factor(1.0)
     root: Any = model
-    # Now, and not at the first forward: in that one adapters may be off, and FSDP would then sum their bf16 gradients in bf16, for ever.
+    # Now, and not at the first forward: in that one adapters may be off, and FSDP would then sum
+    # their bf16 gradients in bf16, for ever.
     root._get_fsdp_state()._lazy_init()
 
 
 @dataclass(frozen=True)
 class Team:
     """Some ranks of this world that compute one thing together. See `rl.sampler.split.Team`."""
+
     rank: int
     size: int
     group: Any
@@ -322,7 +373,9 @@ class Team:
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        found = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        found = [
+            torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
+        ]
         dist.all_gather(found, x.contiguous(), group=self.group)
         return found
 
@@ -335,7 +388,9 @@ _teams: dict[int, Team] = {}
 
 
 def team(size: int, timeout_seconds: float) -> Team | None:
-    """This rank's team of so many consecutive ranks, the same at each call; all ranks ask together. None of one rank alone."""
+    """This rank's team of so many consecutive ranks, the same at each call; all ranks ask together.
+    None of one rank alone.
+    """
     for first in range(0, world(), size) if size > 1 and size not in _teams else ():
         ranks = range(first, first + size)
         group = dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=timeout_seconds))

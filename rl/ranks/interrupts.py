@@ -1,4 +1,6 @@
-"""Being asked to stop: the step under way is finished if time allows, the run is saved, and the exit code says why."""
+"""Being asked to stop: the step under way is finished if time allows, the run is saved, and the
+exit code says why.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,15 @@ REQUEUE = 75  # EX_TEMPFAIL: run me again with --resume
 INTERRUPTED = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-# A launcher passes on what it was sent, and a scheduler sends to launcher and processes alike: one request comes several times.
+# A launcher passes on what it was sent, and a scheduler sends to launcher and processes alike: one
+# request comes several times.
 _SAME_REQUEST_SECONDS = 1.0
 
 
 class Stopped(Exception):
-    """The run was asked to stop and has saved what it had. `exit_code`: 75 means "requeue", 130 a person's Ctrl-C."""
+    """The run was asked to stop and has saved what it had. `exit_code`: 75 means "requeue", 130 a
+    person's Ctrl-C.
+    """
 
     def __init__(self, exit_code: int):
         self.exit_code = exit_code
@@ -29,9 +34,10 @@ class Stopped(Exception):
 class StopRequest:
     """Listens for SIGINT, SIGTERM and SIGUSR1 (a scheduler's warning) while it is entered.
 
-    The first asks for a stop: `exit_code` is set. A second one, or `grace_seconds` after the first, ends the process at
-    once with the same code: the newest checkpoint is whole, and a resumed run goes on from it. Until `working` is set there
-    is nothing to save, and the first ends it at once. `farewell` is called before an end at once (to give a lock back).
+    The first asks for a stop: `exit_code` is set. A second one, or `grace_seconds` after the first,
+    ends the process at once with the same code: the newest checkpoint is whole, and a resumed run
+    goes on from it. Until `working` is set there is nothing to save, and the first ends it at once.
+    `farewell` is called before an end at once (to give a lock back).
     """
 
     def __init__(self, grace_seconds: float = 90.0) -> None:
@@ -45,12 +51,18 @@ class StopRequest:
 
     def late(self, seconds: float) -> bool:
         """Whether a stop was asked for and what takes so long no longer fits into the grace time."""
-        return self.exit_code is not None and time.monotonic() + seconds > self._asked_at + self.grace_seconds
+        return (
+            self.exit_code is not None
+            and time.monotonic() + seconds > self._asked_at + self.grace_seconds
+        )
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.exit_code is None:
-            self.exit_code, self._asked_at = INTERRUPTED if number == signal.SIGINT else REQUEUE, now
+            self.exit_code, self._asked_at = (
+                INTERRUPTED if number == signal.SIGINT else REQUEUE,
+                now,
+            )
             if not self.working:
                 self._end(self.exit_code, f"{signal.Signals(number).name} before the first step")
             over = f"the {self.grace_seconds:g} s to stop in (the setting stop_grace) are over"
@@ -68,7 +80,8 @@ class StopRequest:
             _end_at_once(code, why)
 
     def __enter__(self) -> StopRequest:
-        # Other ranks than 0 serve in here, and until they do, nothing is lost if a signal ends them as it ends any process.
+        # Other ranks than 0 serve in here, and until they do, nothing is lost if a signal ends them
+        # as it ends any process.
         if _is_main_thread() and os.environ.get("RANK", "0") == "0":
             for number in SIGNALS:
                 self._before[number] = signal.signal(number, self._heard)
@@ -85,18 +98,26 @@ class StopRequest:
 def _end_at_once(code: int, why: str) -> None:
     """From a signal handler or a timer: no lock is taken that somebody else may hold."""
     show_cursor = b"\x1b[?25h" if sys.stdout.isatty() else b""  # which a progress bar hides
-    os.write(2, show_cursor + f"ended at once: {why}; --resume goes on from the newest checkpoint, if there is one\n".encode())
+    os.write(
+        2,
+        show_cursor
+        + f"ended at once: {why}; --resume goes on from the newest checkpoint, if there is one\n".encode(),
+    )
     os._exit(code)
 
 
 def leave_to_the_driver(grace_seconds: float) -> None:
-    """On a rank that serves: signals to stop are the driver's to obey, which needs this rank to save.
+    """On a rank that serves: signals to stop are the driver's to obey, which needs this rank to
+    save.
 
-    It ends when the driver does. Should it hang, it ends by itself half a minute after the driver's grace time.
+    It ends when the driver does. Should it hang, it ends by itself half a minute after the driver's
+    grace time.
     """
 
     def heard(number: int, frame: FrameType | None) -> None:
-        timer = threading.Timer(grace_seconds + 30.0, _end_at_once, (REQUEUE, "the driver never released this rank"))
+        timer = threading.Timer(
+            grace_seconds + 30.0, _end_at_once, (REQUEUE, "the driver never released this rank")
+        )
         timer.daemon = True
         timer.start()
 
@@ -106,7 +127,8 @@ def leave_to_the_driver(grace_seconds: float) -> None:
 
 
 def end_with_the_launcher() -> None:
-    """Under a launcher (accelerate's, torchrun): if it dies, this process is asked to stop by SIGTERM, which else reaches it alone.
+    """Under a launcher (accelerate's, torchrun): if it dies, this process is asked to stop by
+    SIGTERM, which else reaches it alone.
 
     Linux only (prctl PR_SET_PDEATHSIG); elsewhere, signal the training process itself.
     """

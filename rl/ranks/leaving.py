@@ -1,8 +1,9 @@
-"""The end of a rank that has served: its script's own errands are run, and the process goes without taking the interpreter apart.
+"""The end of a rank that has served: its script's own errands are run, and the process goes without
+taking the interpreter apart.
 
-torch's threads of process groups are there to the last (DDP keeps a group's). One that asks for the interpreter while this goes is
-unwound by it, which C++ answers with "terminate called without an active exception" and an abort: in one launch of some hundred a
-failure after all work was done.
+torch's threads of process groups are there to the last (DDP keeps a group's). One that asks for the
+interpreter while this goes is unwound by it, which C++ answers with "terminate called without an
+active exception" and an abort: in one launch of some hundred a failure after all work was done.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import sys
 
 
 def leave_at_exit() -> None:
-    """Once the script has ended, and what others want done at exit is done, this process ends at once, unless in an error of its own."""
+    """Once the script has ended, and what others want done at exit is done, this process ends at
+    once, unless in an error of its own.
+    """
     atexit.register(_leave)
 
 

@@ -1,7 +1,9 @@
-"""Roles by rank: the last processes of a launch sample, the others learn, and each side is a world of its own.
+"""Roles by rank: the last processes of a launch sample, the others learn, and each side is a world
+of its own.
 
-A world of its own (its ranks, its collectives) is what lets DDP, FSDP2 and DeepSpeed go on as if nobody else had been started: no
-sub-group has to be named to any of them. Between the worlds stands a bridge, of rank 0, which runs the script, and the samplers.
+A world of its own (its ranks, its collectives) is what lets DDP, FSDP2 and DeepSpeed go on as if
+nobody else had been started: no sub-group has to be named to any of them. Between the worlds stands
+a bridge, of rank 0, which runs the script, and the samplers.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ _SHARDING = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
 
 @dataclass(frozen=True)
 class Role:
-    """What this process does. `bridge`: of the driver (rank 0 there) and the samplers; None on learners that do not drive.
+    """What this process does. `bridge`: of the driver (rank 0 there) and the samplers; None on
+    learners that do not drive.
 
     `samplers`: how many there are.
     """
@@ -40,12 +43,21 @@ def has_side() -> bool:
 
 def called() -> str:
     """This process, as an error names it."""
-    return _taken.bridge.called if _taken is not None and _taken.samples and _taken.bridge else f"rank {distributed.rank()}"
+    return (
+        _taken.bridge.called
+        if _taken is not None and _taken.samples and _taken.bridge
+        else f"rank {distributed.rank()}"
+    )
 
 
 def check_roles(sampler_ranks: int) -> None:
     """UserError where this launch cannot spare so many processes for sampling."""
-    whole("sampler_ranks", sampler_ranks, "a whole number of processes, 0 where all learn and sample", least=0)
+    whole(
+        "sampler_ranks",
+        sampler_ranks,
+        "a whole number of processes, 0 where all learn and sample",
+        least=0,
+    )
     if not sampler_ranks:
         return
     have = 0 if _taken is None else _taken.samplers
@@ -71,7 +83,8 @@ def check_roles(sampler_ranks: int) -> None:
 
 
 def take_role(sampler_ranks: int, timeout_seconds: float) -> Role | None:
-    """This process's side of the launch, whose world begins here; None where there are no sides. UserError as of `check_roles`.
+    """This process's side of the launch, whose world begins here; None where there are no sides.
+    UserError as of `check_roles`.
 
     What the environment says of ranks is that of this side from now on.
     """
@@ -85,23 +98,33 @@ def take_role(sampler_ranks: int, timeout_seconds: float) -> Role | None:
     bridge = None
     if samples or rank == 0:
         called = f"sampler rank {mine} (rank {rank} of the launch)" if samples else "rank 0"
-        bridge = distributed.Members(mine + 1 if samples else 0, sampler_ranks + 1, distributed.corner(store, "bridge"), called)
+        bridge = distributed.Members(
+            mine + 1 if samples else 0,
+            sampler_ranks + 1,
+            distributed.corner(store, "bridge"),
+            called,
+        )
     if samples:
         for name in _SHARDING:
             os.environ.pop(name, None)
     _settle(mine, sampler_ranks if samples else learners)
-    sharded = any(os.environ.get(name, "false").lower() in ("1", "true", "yes") for name in _SHARDING)
+    sharded = any(
+        os.environ.get(name, "false").lower() in ("1", "true", "yes") for name in _SHARDING
+    )
     if int(os.environ["WORLD_SIZE"]) > 1 or sharded:
         side = distributed.corner(store, "samplers" if samples else "learners")
         distributed.begin_world(side, mine, int(os.environ["WORLD_SIZE"]), timeout_seconds)
     else:
-        os.environ.pop("LOCAL_RANK", None)  # it is a process by itself, as if started without a launcher
+        # it is a process by itself, as if started without a launcher
+        os.environ.pop("LOCAL_RANK", None)
     _taken = Role(sampler_ranks, samples, bridge)
     return _taken
 
 
 def _settle(rank: int, world: int) -> None:
-    """Tells whoever reads the environment (accelerate, DeepSpeed) of this side alone; the GPU stays the launch's."""
+    """Tells whoever reads the environment (accelerate, DeepSpeed) of this side alone; the GPU stays
+    the launch's.
+    """
     if torch.cuda.is_available():
         local = int(os.environ.get("LOCAL_RANK", "0"))
         os.environ["ACCELERATE_TORCH_DEVICE"] = f"cuda:{local}"

@@ -1,4 +1,6 @@
-"""Teams by rank: so many consecutive processes of a machine that hold a sampler's weights together (`sampler_tp`), each its part."""
+"""Teams by rank: so many consecutive processes of a machine that hold a sampler's weights together
+(`sampler_tp`), each its part.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,15 @@ from rl.types.checked import whole
 
 
 def check_team(sampler_tp: int, sampler_ranks: int = 0) -> None:
-    """UserError where this launch cannot be cut up into teams of so many processes, none of which spans two machines."""
-    whole("sampler_tp", sampler_tp, "a whole number of processes that hold the sampler's weights together, 1 where each holds all", least=1)
+    """UserError where this launch cannot be cut up into teams of so many processes, none of which
+    spans two machines.
+    """
+    whole(
+        "sampler_tp",
+        sampler_tp,
+        "a whole number of processes that hold the sampler's weights together, 1 where each holds all",
+        least=1,
+    )
     if sampler_tp == 1:
         return
     check_apart_from_roles(sampler_tp, sampler_ranks)

@@ -39,7 +39,8 @@ __all__ = [
     "with_calls",
 ]
 
-# Families render with the template that comes with the tokenizer; their names are kept for scripts that pass them.
+# Families render with the template that comes with the tokenizer; their names are kept for scripts
+# that pass them.
 _TEMPLATE_NAMES: dict[str, dict[str, Any]] = {
     "chat_template": {},
     "llama3": {},
@@ -50,21 +51,32 @@ _TEMPLATE_NAMES: dict[str, dict[str, Any]] = {
 RENDERER_NAMES = (*_TEMPLATE_NAMES, "role_colon", "plain")
 
 
-def get_renderer(name: str, tokenizer: Any, *, eos_token_ids: Iterable[int] = (), **template_settings: Any) -> Renderer:
-    """The renderer called `name` (one of RENDERER_NAMES). `template_settings` reach the model's chat template.
+def get_renderer(
+    name: str, tokenizer: Any, *, eos_token_ids: Iterable[int] = (), **template_settings: Any
+) -> Renderer:
+    """The renderer called `name` (one of RENDERER_NAMES). `template_settings` reach the model's
+    chat template.
 
-    "llama3" needs no template: Llama 3's base models have its special tokens alone, and it is then written as Meta publishes it.
+    "llama3" needs no template: Llama 3's base models have its special tokens alone, and it is then
+    written as Meta publishes it.
 
-    `eos_token_ids`: tokens that end a sample, for a model of which the tokenizer does not know them. It does where it came with
-    the model (`client.get_tokenizer()`), or has the model's config beside it.
+    `eos_token_ids`: tokens that end a sample, for a model of which the tokenizer does not know
+    them. It does where it came with the model (`client.get_tokenizer()`), or has the model's config
+    beside it.
     """
     if name in _TEMPLATE_NAMES:
         tokenizer = with_family_template(tokenizer, name)
-        return ChatTemplateRenderer(tokenizer, eos_token_ids, **{**_TEMPLATE_NAMES[name], **template_settings})
+        return ChatTemplateRenderer(
+            tokenizer, eos_token_ids, **{**_TEMPLATE_NAMES[name], **template_settings}
+        )
     if name not in RENDERER_NAMES:
         near = difflib.get_close_matches(name, RENDERER_NAMES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"no renderer is named {name!r}: {hint}there are {', '.join(RENDERER_NAMES)}")
+        raise UserError(
+            f"no renderer is named {name!r}: {hint}there are {', '.join(RENDERER_NAMES)}"
+        )
     if template_settings:
-        raise UserError(f"the renderer {name!r} uses no template, so it takes no settings; got {sorted(template_settings)}")
+        raise UserError(
+            f"the renderer {name!r} uses no template, so it takes no settings; got {sorted(template_settings)}"
+        )
     return (PlainRenderer if name == "plain" else RoleColonRenderer)(tokenizer, eos_token_ids)

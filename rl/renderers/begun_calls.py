@@ -1,7 +1,9 @@
-"""Calls of tools as they are being written: whose name is known, and what of the arguments is certain.
+"""Calls of tools as they are being written: whose name is known, and what of the arguments is
+certain.
 
-A call counts as one from the moment that its name and the beginning of its arguments stand there; its arguments are then what the model
-writes, as text, whether or not it ends well. So what is shown while it is written is a beginning of what is shown in the end.
+A call counts as one from the moment that its name and the beginning of its arguments stand there;
+its arguments are then what the model writes, as text, whether or not it ends well. So what is shown
+while it is written is a beginning of what is shown in the end.
 """
 
 from __future__ import annotations
@@ -12,7 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl.renderers.parsing import CALL_BEGIN, CALL_END, CHANNEL_TEXT, NEXT_MESSAGE, call_of_json, parameter_value
+from rl.renderers.parsing import (
+    CALL_BEGIN,
+    CALL_END,
+    CHANNEL_TEXT,
+    NEXT_MESSAGE,
+    call_of_json,
+    parameter_value,
+)
 
 _HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')
 _OF_JSON = re.compile(r'"(?:[^"\\]|\\.)*"?|[{}\[\]]|' + re.escape(CALL_END), re.DOTALL)
@@ -32,19 +41,27 @@ class BegunCall:
 
 def overlap(text: str, mark: str) -> int:
     """How much of the end of `text` is a beginning of `mark`, and not all of it."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+    return next(
+        (n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0
+    )
 
 
 def certain_text(text: str, marks: Sequence[str]) -> str:
-    """A text that goes on, less what at its end may be the beginning of a mark, or a part of a character."""
+    """A text that goes on, less what at its end may be the beginning of a mark, or a part of a
+    character.
+    """
     held = max((overlap(text, mark) for mark in marks), default=0)
     return text[: len(text) - held].rstrip("\ufffd")
 
 
-def read_calls(text: str, tools: Sequence[Mapping[str, Any]], ended: bool) -> tuple[str, list[BegunCall]]:
-    """(the text without its calls, the calls) of an answer without its thoughts, as `split_calls` does where every call is whole.
+def read_calls(
+    text: str, tools: Sequence[Mapping[str, Any]], ended: bool
+) -> tuple[str, list[BegunCall]]:
+    """(the text without its calls, the calls) of an answer without its thoughts, as `split_calls`
+    does where every call is whole.
 
-    `ended`: nothing follows. Else a call whose name is not known yet, and what may follow it, is left out.
+    `ended`: nothing follows. Else a call whose name is not known yet, and what may follow it, is
+    left out.
     """
     content, calls = "", list[BegunCall]()
     said, opened, rest = text.partition(CALL_BEGIN)
@@ -71,14 +88,19 @@ def read_calls(text: str, tools: Sequence[Mapping[str, Any]], ended: bool) -> tu
 
 
 def _of_json(text: str, ended: bool) -> tuple[BegunCall | None, int]:
-    """The call that stands behind its opening mark (None: not known, or none), and how long it is (-1: it has not ended)."""
+    """The call that stands behind its opening mark (None: not known, or none), and how long it is
+    (-1: it has not ended).
+    """
     closed = text.find(CALL_END)
     header = _HEADER.match(text)
     if header is None:
         whole, length = call_of_json(text)
         if isinstance(whole, str):
             return None, -1 if closed < 0 else length
-        return BegunCall(whole["function"]["name"], json.dumps(whole["function"]["arguments"], ensure_ascii=False)), length
+        return BegunCall(
+            whole["function"]["name"],
+            json.dumps(whole["function"]["arguments"], ensure_ascii=False),
+        ), length
     try:
         name = json.loads(header[1])
     except ValueError:
@@ -91,12 +113,20 @@ def _of_json(text: str, ended: bool) -> tuple[BegunCall | None, int]:
             return BegunCall(name, text[begin : piece.start()].rstrip()), piece.end()
         if depth == 0:
             end = text.find(CALL_END, piece.end())
-            return BegunCall(name, text[begin : piece.end()]), -1 if end < 0 else end + len(CALL_END)
-    return BegunCall(name, text[begin:].rstrip() if ended else certain_text(text[begin:], (CALL_END,)).rstrip()), -1
+            return BegunCall(name, text[begin : piece.end()]), -1 if end < 0 else end + len(
+                CALL_END
+            )
+    return BegunCall(
+        name, text[begin:].rstrip() if ended else certain_text(text[begin:], (CALL_END,)).rstrip()
+    ), -1
 
 
-def _by_parts(text: str, tools: Sequence[Mapping[str, Any]], ended: bool) -> tuple[BegunCall | None, int]:
-    """As `_of_json`, of <function=NAME><parameter=NAME>..</parameter></function>: the arguments as the JSON that they come to."""
+def _by_parts(
+    text: str, tools: Sequence[Mapping[str, Any]], ended: bool
+) -> tuple[BegunCall | None, int]:
+    """As `_of_json`, of <function=NAME><parameter=NAME>..</parameter></function>: the arguments as
+    the JSON that they come to.
+    """
     closed = text.find(CALL_END)
     header = _BY_PARTS.match(text)
     if header is None:
@@ -107,11 +137,17 @@ def _by_parts(text: str, tools: Sequence[Mapping[str, Any]], ended: bool) -> tup
         key = ("" if found == "{" else ", ") + json.dumps(parameter[1], ensure_ascii=False) + ": "
         if end < 0:
             value = parameter_value(tools, name, parameter[1], None)
-            begun = text[parameter.end() :] if ended else certain_text(text[parameter.end() :], _PARAMETER_END)
+            begun = (
+                text[parameter.end() :]
+                if ended
+                else certain_text(text[parameter.end() :], _PARAMETER_END)
+            )
             if value is not None or (not begun and not ended):  # a number, say: when it is whole
                 return BegunCall(name, found), -1
             return BegunCall(name, found + key + json.dumps(begun, ensure_ascii=False)[:-1]), -1
-        value = parameter_value(tools, name, parameter[1], text[parameter.end() : end].removesuffix("\n"))
+        value = parameter_value(
+            tools, name, parameter[1], text[parameter.end() : end].removesuffix("\n")
+        )
         found += key + json.dumps(value, ensure_ascii=False)
         at = end + len("</parameter>")
     finish = re.compile(r"\s*</function>").match(text, at)
@@ -120,7 +156,9 @@ def _by_parts(text: str, tools: Sequence[Mapping[str, Any]], ended: bool) -> tup
 
 
 def read_channel_calls(text: str, marks: Sequence[str], ended: bool) -> tuple[str, list[BegunCall]]:
-    """gpt-oss: (the text without messages that are calls, the calls). Arguments begin with a brace; else it is none."""
+    """gpt-oss: (the text without messages that are calls, the calls). Arguments begin with a brace;
+    else it is none.
+    """
     parts, calls, last = [], [], 0
     bounds = [(found.start(), found.end()) for found in NEXT_MESSAGE.finditer(text)]
     for start, end in [*bounds, (len(text), len(text))]:
@@ -128,7 +166,9 @@ def read_channel_calls(text: str, marks: Sequence[str], ended: bool) -> tuple[st
         called = _TO_FUNCTION.search(header) if begun else None
         if called is not None and body.lstrip().startswith("{"):
             open_end = start == len(text) and not ended
-            calls.append(BegunCall(called[1], (certain_text(body, marks) if open_end else body).strip()))
+            calls.append(
+                BegunCall(called[1], (certain_text(body, marks) if open_end else body).strip())
+            )
         else:
             parts.append(text[last:end])
         last = end

@@ -1,4 +1,5 @@
-"""Calls of tools as other families write them, taken out of an answer: each form is known by what its chat template writes.
+"""Calls of tools as other families write them, taken out of an answer: each form is known by what
+its chat template writes.
 
     GLM 4.5  <tool_call>NAME <arg_key>KEY</arg_key> <arg_value>VALUE</arg_value> ... </tool_call>; what a value is, its tool's schema says
     Llama 3  {"name": NAME, "parameters": {...}} as the whole answer, or <|python_tag|> and that, or NAME.call(KEY="VALUE")
@@ -20,7 +21,8 @@ from rl.renderers.parsing import CALL_BEGIN, CALL_END, parameter_value
 
 Tools = Sequence[Mapping[str, Any]]
 Call = dict[str, Any]
-Taken = tuple[str, list[Call], list[dict[str, str]]]  # the text without calls, the calls, what was to be one and is none
+# the text without calls, the calls, what was to be one and is none
+Taken = tuple[str, list[Call], list[dict[str, str]]]
 
 PYTHON_TAG = "<|python_tag|>"
 _QUOTE = '<|"|>'
@@ -29,7 +31,9 @@ _ENDS_TRIED = 16  # an end mark may stand in an argument's text: so many are loo
 
 @dataclass(frozen=True)
 class CallForm:
-    """`begin`: its opening mark; `end`: the token that ends an answer which calls, where that is not the one that ends others."""
+    """`begin`: its opening mark; `end`: the token that ends an answer which calls, where that is
+    not the one that ends others.
+    """
 
     name: str
     begin: str
@@ -38,7 +42,9 @@ class CallForm:
 
 
 def form_of(template: str) -> CallForm | None:
-    """The form that a chat template writes; None where it is none of these (JSON within <tool_call>, say, or no calls at all)."""
+    """The form that a chat template writes; None where it is none of these (JSON within
+    <tool_call>, say, or no calls at all).
+    """
     return next((form for sign, form in _FORMS if sign in template), None)
 
 
@@ -46,8 +52,12 @@ def as_call(name: str, arguments: dict[str, Any]) -> Call:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _between(begin: str, end: str, read: Callable[[str, Tools], list[Call]]) -> Callable[[str, Tools], Taken]:
-    """Takes what stands between two marks and `read` reads (it raises ValueError for what is no call)."""
+def _between(
+    begin: str, end: str, read: Callable[[str, Tools], list[Call]]
+) -> Callable[[str, Tools], Taken]:
+    """Takes what stands between two marks and `read` reads (it raises ValueError for what is no
+    call).
+    """
 
     def take(text: str, tools: Tools) -> Taken:
         content, calls, unparsed = "", [], []
@@ -68,8 +78,12 @@ def _between(begin: str, end: str, read: Callable[[str, Tools], list[Call]]) -> 
     return take
 
 
-def _first_readable(text: str, end: str, read: Callable[[str], list[Call]]) -> tuple[int, list[Call] | str]:
-    """(how long it is with its end mark, the calls or why they are none): up to the first end mark before which it is readable."""
+def _first_readable(
+    text: str, end: str, read: Callable[[str], list[Call]]
+) -> tuple[int, list[Call] | str]:
+    """(how long it is with its end mark, the calls or why they are none): up to the first end mark
+    before which it is readable.
+    """
     at, length, why = -1, len(text), "was not finished"
     for _ in range(_ENDS_TRIED):
         at = text.find(end, at + 1)
@@ -83,7 +97,7 @@ def _first_readable(text: str, end: str, read: Callable[[str], list[Call]]) -> t
     return length, why
 
 
-# ------------------------------------------------------------------------------------------------------------------- GLM
+# ---------------------------------------------------------------------------------------------- GLM
 
 _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
@@ -95,14 +109,24 @@ def _glm(body: str, tools: Tools) -> list[Call]:
         raise ValueError("a call begins with its tool's name, on a line of its own")
     if _ARGUMENT.sub("", rest).strip():
         raise ValueError("something beside its <arg_key>...</arg_key><arg_value>...</arg_value>")
-    return [as_call(name, {key.strip(): parameter_value(tools, name, key.strip(), value) for key, value in _ARGUMENT.findall(rest)})]
+    return [
+        as_call(
+            name,
+            {
+                key.strip(): parameter_value(tools, name, key.strip(), value)
+                for key, value in _ARGUMENT.findall(rest)
+            },
+        )
+    ]
 
 
-# ---------------------------------------------------------------------------------------------------------------- Llama 3
+# ------------------------------------------------------------------------------------------ Llama 3
 
 
 def _llama(text: str, tools: Tools) -> Taken:
-    """A call is the whole answer. Without the tag it is one where there are tools and it is JSON with a name and parameters."""
+    """A call is the whole answer. Without the tag it is one where there are tools and it is JSON
+    with a name and parameters.
+    """
     body = text.strip()
     tagged = body.startswith(PYTHON_TAG)
     body = body.removeprefix(PYTHON_TAG).strip()
@@ -111,8 +135,13 @@ def _llama(text: str, tools: Tools) -> Taken:
     try:
         return "", [_llama_json(body) if body.startswith("{") else _called_method(body)], []
     except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
-        meant = tagged or re.match(r'\{\s*"(name|type)"\s*:', body)  # another JSON object is an answer like any other
-        return text, [], [{"raw_text": text, "error": str(error).partition("\n")[0]}] if meant else []
+        # another JSON object is an answer like any other
+        meant = tagged or re.match(r'\{\s*"(name|type)"\s*:', body)
+        return (
+            text,
+            [],
+            [{"raw_text": text, "error": str(error).partition("\n")[0]}] if meant else [],
+        )
 
 
 def _llama_json(body: str) -> Call:
@@ -120,7 +149,11 @@ def _llama_json(body: str) -> Call:
         value = json.loads(body)
     except ValueError as error:
         raise ValueError(f"no JSON ({error})") from None
-    if not isinstance(value, dict) or value.keys() - {"type"} != {"name", "parameters"} or not isinstance(value["name"], str):
+    if (
+        not isinstance(value, dict)
+        or value.keys() - {"type"} != {"name", "parameters"}
+        or not isinstance(value["name"], str)
+    ):
         raise ValueError('a call is {"name": text, "parameters": {...}}')
     if not isinstance(value["parameters"], dict):
         raise ValueError('"parameters" is an object, {"key": value, ...}')
@@ -135,7 +168,7 @@ def _called_method(body: str) -> Call:
     return as_call(name, call["function"]["arguments"])
 
 
-# ------------------------------------------------------------------------------------------------------------------- LFM2
+# --------------------------------------------------------------------------------------------- LFM2
 
 
 def _lfm(body: str, tools: Tools) -> list[Call]:
@@ -152,7 +185,11 @@ def _parsed(text: str) -> ast.expr:
 
 
 def _python_call(node: ast.expr) -> Call:
-    if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
+    if (
+        not isinstance(node, ast.Call)
+        or node.args
+        or any(keyword.arg is None for keyword in node.keywords)
+    ):
         raise ValueError("a call is NAME(KEY=VALUE, ...)")
     inner, parts = node.func, []
     while isinstance(inner, ast.Attribute):
@@ -161,7 +198,9 @@ def _python_call(node: ast.expr) -> Call:
     if not isinstance(inner, ast.Name):
         raise ValueError("a call begins with its tool's name")
     name = ".".join([inner.id, *reversed(parts)])
-    return as_call(name, {str(keyword.arg): _python_value(keyword.value) for keyword in node.keywords})
+    return as_call(
+        name, {str(keyword.arg): _python_value(keyword.value) for keyword in node.keywords}
+    )
 
 
 def _python_value(node: ast.expr) -> Any:
@@ -176,13 +215,15 @@ def _python_value(node: ast.expr) -> Any:
             return -number
     if isinstance(node, ast.List | ast.Tuple):
         return [_python_value(item) for item in node.elts]
-    if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) and isinstance(key.value, str) for key in node.keys):
+    if isinstance(node, ast.Dict) and all(
+        isinstance(key, ast.Constant) and isinstance(key.value, str) for key in node.keys
+    ):
         keys = [key.value for key in node.keys]  # type: ignore[union-attr]
         return dict(zip(keys, map(_python_value, node.values), strict=True))
     raise ValueError("an argument is a text, a number, true, false, null, a list or an object")
 
 
-# ----------------------------------------------------------------------------------------------------------------- Gemma 4
+# ------------------------------------------------------------------------------------------ Gemma 4
 
 
 def _gemma(body: str, tools: Tools) -> list[Call]:
@@ -234,8 +275,24 @@ def _gemma_many(text: str, at: int) -> tuple[Any, int]:
 
 # A sign in the template, and the form that it tells of.
 _FORMS: tuple[tuple[str, CallForm], ...] = (
-    ("<arg_key>", CallForm("glm", CALL_BEGIN, _between(CALL_BEGIN, CALL_END, _glm), "<|observation|>")),
-    ("<|tool_call>call:", CallForm("gemma", "<|tool_call>", _between("<|tool_call>", "<tool_call|>", _gemma), "<|tool_response>")),
-    ("<|tool_call_start|>[", CallForm("lfm", "<|tool_call_start|>", _between("<|tool_call_start|>", "<|tool_call_end|>", _lfm))),
+    (
+        "<arg_key>",
+        CallForm("glm", CALL_BEGIN, _between(CALL_BEGIN, CALL_END, _glm), "<|observation|>"),
+    ),
+    (
+        "<|tool_call>call:",
+        CallForm(
+            "gemma",
+            "<|tool_call>",
+            _between("<|tool_call>", "<tool_call|>", _gemma),
+            "<|tool_response>",
+        ),
+    ),
+    (
+        "<|tool_call_start|>[",
+        CallForm(
+            "lfm", "<|tool_call_start|>", _between("<|tool_call_start|>", "<|tool_call_end|>", _lfm)
+        ),
+    ),
     ("""'"parameters": '""", CallForm("llama", PYTHON_TAG, _llama, "<|eom_id|>")),
 )

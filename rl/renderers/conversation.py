@@ -1,4 +1,6 @@
-"""A whole conversation as a published reward model reads it: its own chat template, from the first message to the last."""
+"""A whole conversation as a published reward model reads it: its own chat template, from the first
+message to the last.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ from rl.types import Message
 
 
 class ConversationRenderer:
-    """Renders conversations with `tokenizer`'s chat template, token for token as `apply_chat_template` does.
+    """Renders conversations with `tokenizer`'s chat template, token for token as
+    `apply_chat_template` does.
 
-    Special tokens that stand in a message are text, so that no answer can write a turn of its own (`rl.renderers.shield`).
-    `name`: the model, for errors.
+    Special tokens that stand in a message are text, so that no answer can write a turn of its own
+    (`rl.renderers.shield`). `name`: the model, for errors.
     """
 
     def __init__(self, tokenizer: Any, name: str):
@@ -23,14 +26,28 @@ class ConversationRenderer:
         self.shield = Shield(tokenizer, str(tokenizer.chat_template))
 
     def build_conversation(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of the conversation. Raises UserError if the template cannot render it, or if it has images."""
+        """Return the tokens of the conversation. Raises UserError if the template cannot render it,
+        or if it has images.
+        """
         from jinja2 import TemplateError
 
         read = texts(messages)
-        covered = [self.shield.cover(message, may_write_markup=message["role"] == "assistant") for message in read]
+        covered = [
+            self.shield.cover(message, may_write_markup=message["role"] == "assistant")
+            for message in read
+        ]
         try:
-            text = self.tokenizer.apply_chat_template(covered, tokenize=False, add_generation_prompt=False)
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+            text = self.tokenizer.apply_chat_template(
+                covered, tokenize=False, add_generation_prompt=False
+            )
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             roles = [message["role"] for message in read]
             raise UserError(
                 f"the chat template of the reward model {self.name} cannot render this conversation (roles {roles}): "

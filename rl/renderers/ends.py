@@ -1,4 +1,6 @@
-"""Which tokens end a text: those of the model's generation config as well as the tokenizer's own EOS."""
+"""Which tokens end a text: those of the model's generation config as well as the tokenizer's own
+EOS.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,20 @@ def note_ends(tokenizer: Any | None, eos_token_ids: Iterable[int]) -> Any | None
 
 
 def ends_of(tokenizer: Any) -> set[int]:
-    """Every token that ends a sample: the tokenizer's EOS, and the model's, as noted or as the files beside the tokenizer say."""
+    """Every token that ends a sample: the tokenizer's EOS, and the model's, as noted or as the
+    files beside the tokenizer say.
+    """
     own = getattr(tokenizer, "eos_token_id", None)
     noted = vars(tokenizer).get(_NOTED)
-    return ({own} if own is not None else set()) | set(_beside(tokenizer) if noted is None else noted)
+    return ({own} if own is not None else set()) | set(
+        _beside(tokenizer) if noted is None else noted
+    )
 
 
 def _beside(tokenizer: Any) -> set[int]:
-    """The EOS ids in the model's config and generation config in the tokenizer's folder, or in the hub's cache."""
+    """The EOS ids in the model's config and generation config in the tokenizer's folder, or in the
+    hub's cache.
+    """
     name = str(getattr(tokenizer, "name_or_path", "") or "")
     found: set[int] = set()
     for file in ("config.json", "generation_config.json") if name else ():

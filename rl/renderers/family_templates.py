@@ -6,7 +6,8 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-# As Meta publishes the prompt format of Llama 3 (text conversations), contents as they stand. No date and no default system message.
+# As Meta publishes the prompt format of Llama 3 (text conversations), contents as they stand. No
+# date and no default system message.
 _LLAMA3 = (
     "{{ '<|begin_of_text|>' }}"
     "{% for message in messages %}"
@@ -27,16 +28,25 @@ class FamilyTemplate:
     tokens: tuple[str, ...]
 
 
-_FAMILIES = {"llama3": FamilyTemplate(_LLAMA3, ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"))}
+_FAMILIES = {
+    "llama3": FamilyTemplate(
+        _LLAMA3, ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+    )
+}
 
 
 def with_family_template(tokenizer: Any, name: str) -> Any:
-    """Return a copy of the tokenizer with the template of the family `name`, if it has the family's tokens and no template of its own.
+    """Return a copy of the tokenizer with the template of the family `name`, if it has the family's
+    tokens and no template of its own.
 
     Otherwise return the tokenizer itself.
     """
     family = _FAMILIES.get(name)
-    if family is None or tokenizer.chat_template is not None or not set(family.tokens) <= set(tokenizer.get_added_vocab()):
+    if (
+        family is None
+        or tokenizer.chat_template is not None
+        or not set(family.tokens) <= set(tokenizer.get_added_vocab())
+    ):
         return tokenizer
     templated = copy.copy(tokenizer)
     templated.chat_template = family.source

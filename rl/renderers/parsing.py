@@ -1,7 +1,9 @@
-"""What a model wrote, taken apart: thoughts between <think> and </think>, calls of tools between <tool_call> and </tool_call>.
+"""What a model wrote, taken apart: thoughts between <think> and </think>, calls of tools between
+<tool_call> and </tool_call>.
 
-A call is written as JSON, or (Qwen3.5 and those after it) as <function=NAME> with its <parameter=NAME> one by one. gpt-oss writes
-thoughts, calls and answer as messages of their own, each with its channel (`split_channels`).
+A call is written as JSON, or (Qwen3.5 and those after it) as <function=NAME> with its
+<parameter=NAME> one by one. gpt-oss writes thoughts, calls and answer as messages of their own,
+each with its channel (`split_channels`).
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ def thought_marks(template: str) -> tuple[str, str] | None:
 
 
 def split_thoughts(text: str, marks: tuple[str, str] = THOUGHTS[0]) -> tuple[str, str | None]:
-    """(the text without its thoughts, the thoughts, an empty line between them); None where no thought ended.
+    """(the text without its thoughts, the thoughts, an empty line between them); None where no
+    thought ended.
 
-    `marks`: what stands around them. The first may have been opened by the prompt. One that never ended stays in the text.
+    `marks`: what stands around them. The first may have been opened by the prompt. One that never
+    ended stays in the text.
     """
     begin, end = marks
     head, ended, rest = text.partition(end)
@@ -48,12 +52,15 @@ def split_thoughts(text: str, marks: tuple[str, str] = THOUGHTS[0]) -> tuple[str
         rest = after
 
 
-def split_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[dict[str, Any]], list[dict[str, str]]]:
+def split_calls(
+    text: str, tools: Sequence[Mapping[str, Any]] = ()
+) -> tuple[str, list[dict[str, Any]], list[dict[str, str]]]:
     """(the text without calls, the calls, what looks like a call and is none).
 
-    A call is {"type": "function", "function": {"name": ..., "arguments": {...}}}, the form that templates render back. What is
-    none (cut off, or no JSON of that form) stays in the text, and is named as {"raw_text": ..., "error": ...}. `tools`: those that
-    may be called; what a parameter that is written by itself holds is read by its type there, and a text where none is given.
+    A call is {"type": "function", "function": {"name": ..., "arguments": {...}}}, the form that
+    templates render back. What is none (cut off, or no JSON of that form) stays in the text, and is
+    named as {"raw_text": ..., "error": ...}. `tools`: those that may be called; what a parameter
+    that is written by itself holds is read by its type there, and a text where none is given.
     """
     content, calls, unparsed = "", [], []
     said, opened, rest = text.partition(CALL_BEGIN)
@@ -68,14 +75,17 @@ def split_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str
         else:
             calls.append(found)
             content = content.removesuffix("\n")  # templates put a call on a line of its own,
-            content = content.removesuffix("\n") if by_parts else content  # and one by parts after an empty line
+            # and one by parts after an empty line
+            content = content.removesuffix("\n") if by_parts else content
             said, opened, rest = rest[length:].partition(CALL_BEGIN)
             said = "" if not said.strip() else said
     return content + said, calls, unparsed
 
 
 def call_of_json(text: str) -> tuple[dict[str, Any] | str, int]:
-    """The call that `text` begins with (after its opening mark) or why it is none, and how long it is, closing mark included."""
+    """The call that `text` begins with (after its opening mark) or why it is none, and how long it
+    is, closing mark included.
+    """
     closed = text.find(CALL_END)
     until = len(text) if closed < 0 else closed + len(CALL_END)
     start = len(text) - len(text.lstrip())
@@ -85,36 +95,57 @@ def call_of_json(text: str) -> tuple[dict[str, Any] | str, int]:
         return ("was not finished" if closed < 0 else f"no JSON ({error})"), until
     after = text[end:].lstrip()
     if not after.startswith(CALL_END):
-        return ("was not finished" if closed < 0 else f"more than one JSON value before {CALL_END}"), until
+        return (
+            "was not finished" if closed < 0 else f"more than one JSON value before {CALL_END}"
+        ), until
     length = len(text) - len(after) + len(CALL_END)
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not isinstance(value.get("arguments"), dict):
+    if (
+        not isinstance(value, dict)
+        or not isinstance(value.get("name"), str)
+        or not isinstance(value.get("arguments"), dict)
+    ):
         return 'a call is {"name": text, "arguments": {...}}', length
-    return {"type": "function", "function": {"name": value["name"], "arguments": value["arguments"]}}, length
+    return {
+        "type": "function",
+        "function": {"name": value["name"], "arguments": value["arguments"]},
+    }, length
 
 
-def _call_by_parts(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any] | str, int]:
+def _call_by_parts(
+    text: str, tools: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any] | str, int]:
     """As `call_of_json`, of <function=NAME><parameter=NAME>..</parameter></function>."""
     closed = text.find(CALL_END)
     until = len(text) if closed < 0 else closed + len(CALL_END)
     found = _FUNCTION.match(text)
     if found is None:
-        return ("was not finished" if closed < 0 else "no <function=...> that ends before the call does"), until
+        return (
+            "was not finished" if closed < 0 else "no <function=...> that ends before the call does"
+        ), until
     name, body = found.groups()
     if _PARAMETER.sub("", body).strip():
         return "something beside its <parameter=...>", found.end()
-    arguments = {key: _typed(value, _schema(tools, name, key)) for key, value in _PARAMETER.findall(body)}
+    arguments = {
+        key: _typed(value, _schema(tools, name, key)) for key, value in _PARAMETER.findall(body)
+    }
     return {"type": "function", "function": {"name": name, "arguments": arguments}}, found.end()
 
 
 def _schema(tools: Sequence[Mapping[str, Any]], name: str, parameter: str) -> Mapping[str, Any]:
     """What the description of a tool says of one of its parameters."""
-    told: Mapping[str, Any] = next((tool["function"] for tool in tools if tool.get("function", {}).get("name") == name), {})
+    told: Mapping[str, Any] = next(
+        (tool["function"] for tool in tools if tool.get("function", {}).get("name") == name), {}
+    )
     found = (told.get("parameters") or {}).get("properties", {}).get(parameter)
     return found if isinstance(found, Mapping) else {"type": "string"}
 
 
-def parameter_value(tools: Sequence[Mapping[str, Any]], name: str, parameter: str, text: str | None) -> Any:
-    """What a parameter that is written as `text` is read as; of None: None where it is a text, and can be read before it has ended."""
+def parameter_value(
+    tools: Sequence[Mapping[str, Any]], name: str, parameter: str, text: str | None
+) -> Any:
+    """What a parameter that is written as `text` is read as; of None: None where it is a text, and
+    can be read before it has ended.
+    """
     schema = _schema(tools, name, parameter)
     if text is None:
         return None if schema.get("type") == "string" else schema
@@ -132,7 +163,8 @@ def _typed(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 def split_channels(text: str) -> tuple[str, str | None, list[dict[str, Any]], list[dict[str, str]]]:
-    """gpt-oss: (what is said to the user, the thoughts or None, the calls, what was to be a call and is none), in the forms above.
+    """gpt-oss: (what is said to the user, the thoughts or None, the calls, what was to be a call
+    and is none), in the forms above.
 
     A message whose text has not begun stays as it is, in what is said.
     """
@@ -145,7 +177,9 @@ def split_channels(text: str) -> tuple[str, str | None, list[dict[str, Any]], li
                 arguments = json.loads(body)
                 if not isinstance(arguments, dict):
                     raise ValueError("arguments are no JSON object")
-                calls.append({"type": "function", "function": {"name": called[1], "arguments": arguments}})
+                calls.append(
+                    {"type": "function", "function": {"name": called[1], "arguments": arguments}}
+                )
             except (ValueError, RecursionError) as error:
                 unparsed.append({"raw_text": part, "error": f"no JSON ({error})"})
                 said.append(part)
@@ -157,7 +191,9 @@ def split_channels(text: str) -> tuple[str, str | None, list[dict[str, Any]], li
 
 
 def begun_channels(text: str) -> str:
-    """Of an answer in such messages that is still being drawn: without the last one where its text has not begun, or is a call."""
+    """Of an answer in such messages that is still being drawn: without the last one where its text
+    has not begun, or is a call.
+    """
     starts = [0, *(found.end() for found in NEXT_MESSAGE.finditer(text))]
     header, begun, _ = text[starts[-1] :].partition(CHANNEL_TEXT)
     if begun and "to=" not in header:
@@ -174,7 +210,8 @@ def broken_call(function: Mapping[str, Any]) -> str:
 def with_calls(message: Mapping[str, Any]) -> str:
     """A parsed message as text again, calls included: what a reward reads."""
     calls = [
-        f"{CALL_BEGIN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{CALL_END}" for call in message.get("tool_calls") or ()
+        f"{CALL_BEGIN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{CALL_END}"
+        for call in message.get("tool_calls") or ()
     ]
     content = str(message["content"])
     return "\n".join([*([content] if content or not calls else []), *calls])

@@ -1,4 +1,6 @@
-"""Images in a conversation: taken out of its messages, and put where the model's template has their places."""
+"""Images in a conversation: taken out of its messages, and put where the model's template has their
+places.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,13 @@ from rl.types import ImageChunk, Message, ModelInput
 
 
 def parts_of(content: Sequence[Any], role: str, where: str) -> list[dict[str, Any]]:
-    """Content that holds images as parts of two kinds: {"type": "text", "text"}, {"type": "image", "image": ImageChunk}."""
+    """Content that holds images as parts of two kinds: {"type": "text", "text"}, {"type": "image",
+    "image": ImageChunk}.
+    """
     if role == "assistant":
-        raise UserError(f"{where} is the assistant's and has an image: models here write text alone")
+        raise UserError(
+            f"{where} is the assistant's and has an image: models here write text alone"
+        )
     found: list[dict[str, Any]] = []
     for part in content:
         if is_image_part(part):
@@ -25,31 +31,48 @@ def parts_of(content: Sequence[Any], role: str, where: str) -> list[dict[str, An
                 found.append({"type": "image", "image": as_chunk(given)})
             except UserError as error:
                 raise UserError(f"{where}: {error}") from error
-        elif isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        elif (
+            isinstance(part, Mapping)
+            and part.get("type") == "text"
+            and isinstance(part.get("text"), str)
+        ):
             found.append({"type": "text", "text": part["text"]})
         else:
-            raise UserError(f'{where} has a part of content that is neither {{"type": "text", "text": ...}} nor an image: {str(part)[:60]}')
+            raise UserError(
+                f'{where} has a part of content that is neither {{"type": "text", "text": ...}} nor an image: {str(part)[:60]}'
+            )
     return found
 
 
 def chunks_of(messages: Sequence[Message]) -> list[ImageChunk]:
     """The images of messages (as `parts_of` left them) in their order."""
-    return [part["image"] for message in messages for part in _parts(message) if part["type"] == "image"]
+    return [
+        part["image"] for message in messages for part in _parts(message) if part["type"] == "image"
+    ]
 
 
 def for_template(messages: Sequence[Message], *, all_in_parts: bool) -> list[Message]:
-    """The messages as a template takes them: images are places. `all_in_parts`: texts, too, are lists of parts."""
+    """The messages as a template takes them: images are places. `all_in_parts`: texts, too, are
+    lists of parts.
+    """
 
     def content(message: Message) -> Any:
         if isinstance(message["content"], list):
-            return [{"type": "image"} if part["type"] == "image" else part for part in message["content"]]
-        return [{"type": "text", "text": message["content"]}] if all_in_parts else message["content"]
+            return [
+                {"type": "image"} if part["type"] == "image" else part
+                for part in message["content"]
+            ]
+        return (
+            [{"type": "text", "text": message["content"]}] if all_in_parts else message["content"]
+        )
 
     return [{**message, "content": content(message)} for message in messages]
 
 
 def expanded(text: str, messages: Sequence[Message], reader: ImageReader) -> str:
-    """A rendered text in which each image's place has become what stands for it in the model's tokens."""
+    """A rendered text in which each image's place has become what stands for it in the model's
+    tokens.
+    """
     chunks = chunks_of(messages)
     pieces = text.split(reader.family.placeholder)
     if len(pieces) - 1 != len(chunks):
@@ -58,13 +81,21 @@ def expanded(text: str, messages: Sequence[Message], reader: ImageReader) -> str
             "out, or is not the template of a model that sees"
         )
     expansions = [reader.read(chunk).text for chunk in chunks]
-    return pieces[0] + "".join(expansion + piece for expansion, piece in zip(expansions, pieces[1:], strict=True))
+    return pieces[0] + "".join(
+        expansion + piece for expansion, piece in zip(expansions, pieces[1:], strict=True)
+    )
 
 
-def located(tokens: Sequence[int], messages: Sequence[Message], reader: ImageReader | None) -> ModelInput:
+def located(
+    tokens: Sequence[int], messages: Sequence[Message], reader: ImageReader | None
+) -> ModelInput:
     """The tokens of a rendered text with its images in their places."""
     chunks = chunks_of(messages)
-    return ModelInput.from_ints(tokens) if reader is None or not chunks else reader.located(tokens, chunks)
+    return (
+        ModelInput.from_ints(tokens)
+        if reader is None or not chunks
+        else reader.located(tokens, chunks)
+    )
 
 
 def written_texts(message: Message) -> Iterator[str]:

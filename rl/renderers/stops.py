@@ -13,7 +13,9 @@ from rl.types import Message, ModelInput
 
 
 class StopsAt(Renderer):
-    """Another renderer whose answers also end before any of `stops`, which are no part of what they say."""
+    """Another renderer whose answers also end before any of `stops`, which are no part of what they
+    say.
+    """
 
     def __init__(self, inner: Renderer, stops: Sequence[str]):
         self.inner, self.stops = inner, tuple(stops)
@@ -52,7 +54,11 @@ class StopsAt(Renderer):
         return (message, ended) if cut == content else ({**message, "content": cut}, True)
 
     def before_stop(self, text: str) -> str:
-        return text[: min((place for stop in self.stops if (place := text.find(stop)) >= 0), default=len(text))]
+        return text[
+            : min(
+                (place for stop in self.stops if (place := text.find(stop)) >= 0), default=len(text)
+            )
+        ]
 
     def finished(self, tokens: Sequence[int]) -> list[int]:
         return self.inner.finished(tokens)
@@ -60,7 +66,13 @@ class StopsAt(Renderer):
     def unfinished(self, tokens: Sequence[int]) -> list[int]:
         return self.inner.unfinished(tokens)
 
-    def bridge(self, messages: Sequence[Message], seen: Sequence[int], answer: Sequence[int], new: Sequence[Message]) -> ModelInput | None:
+    def bridge(
+        self,
+        messages: Sequence[Message],
+        seen: Sequence[int],
+        answer: Sequence[int],
+        new: Sequence[Message],
+    ) -> ModelInput | None:
         return self.inner.bridge(messages, seen, answer, new)
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Renderer:

@@ -1,4 +1,6 @@
-"""Renderers without special tokens: "plain" (the prompt as it is) and "role_colon" ("User: ...", "Assistant: ...")."""
+"""Renderers without special tokens: "plain" (the prompt as it is) and "role_colon" ("User: ...",
+"Assistant: ...").
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ from typing import Any
 import numpy as np
 
 from rl.errors import UserError
-from rl.renderers.base import Renderer, TrainOn, begin_tokens, said, texts, trained_indices, weighted_example
+from rl.renderers.base import (
+    Renderer,
+    TrainOn,
+    begin_tokens,
+    said,
+    texts,
+    trained_indices,
+    weighted_example,
+)
 from rl.renderers.parsing import CALL_BEGIN, CALL_END, split_calls, with_calls
 from rl.types import Message, ModelInput
 
@@ -18,9 +28,16 @@ _STOP = "\n\nUser:"
 
 
 class _TextRenderer(Renderer):
-    """What both share: tools, whose descriptions role_colon writes first, and whose calls are written as Qwen's templates write them."""
+    """What both share: tools, whose descriptions role_colon writes first, and whose calls are
+    written as Qwen's templates write them.
+    """
 
-    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = (), tools: Sequence[Mapping[str, Any]] = ()):
+    def __init__(
+        self,
+        tokenizer: Any,
+        eos_token_ids: Iterable[int] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+    ):
         super().__init__(tokenizer, eos_token_ids)
         self.tools = list(tools)
 
@@ -38,7 +55,9 @@ class _TextRenderer(Renderer):
         return (CALL_BEGIN,) if self.tools else ()
 
     def _said(self, message: Message) -> str:
-        return with_calls(message) if self.tools and message["role"] == "assistant" else said(message)
+        return (
+            with_calls(message) if self.tools and message["role"] == "assistant" else said(message)
+        )
 
     def _parsed(self, content: str) -> Message:
         if not self.tools:
@@ -52,25 +71,37 @@ class _TextRenderer(Renderer):
 class PlainRenderer(_TextRenderer):
     """The text of the messages, one after the other, without roles; the assistant's end with EOS.
 
-    For base and character models: "12+34=" is the prompt, "46" and EOS the response. Tools are not described: it has to be taught.
+    For base and character models: "12+34=" is the prompt, "46" and EOS the response. Tools are not
+    described: it has to be taught.
     """
 
-    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = (), tools: Sequence[Mapping[str, Any]] = ()):
+    def __init__(
+        self,
+        tokenizer: Any,
+        eos_token_ids: Iterable[int] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+    ):
         super().__init__(tokenizer, eos_token_ids, tools)
         if tokenizer.eos_token_id is None:
-            raise UserError("the renderer 'plain' ends a response with EOS, which the tokenizer lacks: set its eos_token")
+            raise UserError(
+                "the renderer 'plain' ends a response with EOS, which the tokenizer lacks: set its eos_token"
+            )
         self._eos: int = tokenizer.eos_token_id
         self._begin = begin_tokens(tokenizer)
 
     def build_generation_prompt(self, messages: Sequence[Message]) -> ModelInput:
-        return ModelInput.from_ints([*self._begin, *(token for piece in self._pieces(texts(messages)) for token in piece)])
+        return ModelInput.from_ints(
+            [*self._begin, *(token for piece in self._pieces(texts(messages)) for token in piece)]
+        )
 
     def build_supervised_example(
         self, messages: Sequence[Message], train_on: TrainOn = "last_assistant"
     ) -> tuple[ModelInput, np.ndarray]:
         messages = texts(messages)
         trained = set(trained_indices(messages, train_on))
-        pieces = [(piece, float(index in trained)) for index, piece in enumerate(self._pieces(messages))]
+        pieces = [
+            (piece, float(index in trained)) for index, piece in enumerate(self._pieces(messages))
+        ]
         return weighted_example([(self._begin, 0.0), *pieces])
 
     def get_stop_sequences(self) -> list[int]:
@@ -80,10 +111,23 @@ class PlainRenderer(_TextRenderer):
         before, stopped = self._until_end(tokens)
         return self._parsed(self._decode(before)), stopped
 
-    def bridge(self, messages: Sequence[Message], seen: Sequence[int], answer: Sequence[int], new: Sequence[Message]) -> ModelInput:
+    def bridge(
+        self,
+        messages: Sequence[Message],
+        seen: Sequence[int],
+        answer: Sequence[int],
+        new: Sequence[Message],
+    ) -> ModelInput:
         """See `Renderer`. Always: there are no roles and nothing is written otherwise."""
         mark = [] if answer and answer[-1] in self.ends else [self._eos]
-        return ModelInput.from_ints([*seen, *answer, *mark, *(t for piece in self._pieces(texts(new), continuing=True) for t in piece)])
+        return ModelInput.from_ints(
+            [
+                *seen,
+                *answer,
+                *mark,
+                *(t for piece in self._pieces(texts(new), continuing=True) for t in piece),
+            ]
+        )
 
     def finished(self, tokens: Sequence[int]) -> list[int]:
         before, stopped = self._until_end(tokens)
@@ -91,39 +135,72 @@ class PlainRenderer(_TextRenderer):
 
     def _pieces(self, messages: Sequence[Message], continuing: bool = False) -> Iterator[list[int]]:
         for index, message in enumerate(messages):
-            tokens = self._encode(self.shield.cover(self._said(message)), continuing=continuing or index > 0)
+            tokens = self._encode(
+                self.shield.cover(self._said(message)), continuing=continuing or index > 0
+            )
             yield [*tokens, self._eos] if message["role"] == "assistant" else tokens
 
 
 class RoleColonRenderer(_TextRenderer):
-    """ "User: Hi\\n\\nAssistant: Hello\\n\\nUser:", for base models without a template. The next "User:" ends a response.
+    """ "User: Hi\\n\\nAssistant: Hello\\n\\nUser:", for base models without a template. The next
+    "User:" ends a response.
 
-    That mark is learnt with each response, so that the model stops; EOS, where the model knows one, stops it as well.
+    That mark is learnt with each response, so that the model stops; EOS, where the model knows one,
+    stops it as well.
     """
 
-    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = (), tools: Sequence[Mapping[str, Any]] = ()):
+    def __init__(
+        self,
+        tokenizer: Any,
+        eos_token_ids: Iterable[int] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+    ):
         super().__init__(tokenizer, eos_token_ids, tools)
         self._begin = begin_tokens(tokenizer)
 
     def build_generation_prompt(self, messages: Sequence[Message]) -> ModelInput:
-        return ModelInput.from_ints([*self._begin, *self._encode(self._preface() + self._text(texts(messages)) + "Assistant:")])
+        return ModelInput.from_ints(
+            [
+                *self._begin,
+                *self._encode(self._preface() + self._text(texts(messages)) + "Assistant:"),
+            ]
+        )
 
-    def bridge(self, messages: Sequence[Message], seen: Sequence[int], answer: Sequence[int], new: Sequence[Message]) -> ModelInput | None:
-        """See `Renderer`. None where the model wrote "User:" itself and somebody else speaks next, or went on after it."""
+    def bridge(
+        self,
+        messages: Sequence[Message],
+        seen: Sequence[int],
+        answer: Sequence[int],
+        new: Sequence[Message],
+    ) -> ModelInput | None:
+        """See `Renderer`. None where the model wrote "User:" itself and somebody else speaks next,
+        or went on after it.
+        """
         before, stopped = self._until_end(answer)
         tail = self._text(texts(new)) + "Assistant:"
         head, mark, after = self._decode(before).partition(_STOP)
         if mark and not stopped:
             if after or not tail.startswith("User:"):
                 return None
-            return ModelInput.from_ints([*seen, *answer, *self._encode(tail.removeprefix("User:"), continuing=True)])
-        return None if mark else ModelInput.from_ints([*seen, *answer, *self._encode(_TURN + tail, continuing=True)])
+            return ModelInput.from_ints(
+                [*seen, *answer, *self._encode(tail.removeprefix("User:"), continuing=True)]
+            )
+        return (
+            None
+            if mark
+            else ModelInput.from_ints(
+                [*seen, *answer, *self._encode(_TURN + tail, continuing=True)]
+            )
+        )
 
     def _preface(self) -> str:
         """How tools are called, and which there are."""
         if not self.tools:
             return ""
-        described = "\n".join(self.shield.cover(json.dumps(tool["function"], ensure_ascii=False)) for tool in self.tools)
+        described = "\n".join(
+            self.shield.cover(json.dumps(tool["function"], ensure_ascii=False))
+            for tool in self.tools
+        )
         form = f'{CALL_BEGIN}\n{{"name": "the tool", "arguments": {{"its argument": "a value"}}}}\n{CALL_END}'
         return f"System: You may call tools. To call one, write\n{form}\nTools:\n{described}{_TURN}"
 
@@ -135,11 +212,15 @@ class RoleColonRenderer(_TextRenderer):
         cuts: list[int] = []
         for index in trained_indices(messages, train_on):
             begin = len(self._preface() + self._text(messages[:index])) + len("Assistant:")
-            end = begin + len(" ") + len(self.shield.cover(self._said(messages[index]))) + len(_TURN)
+            end = (
+                begin + len(" ") + len(self.shield.cover(self._said(messages[index]))) + len(_TURN)
+            )
             # where another role than the user's follows, the empty line alone is learnt
             cuts += [begin, end + len("User:") if text.startswith("User:", end) else end]
         pieces = self.encode_in_pieces(text, cuts)
-        return weighted_example([(self._begin, 0.0), *((piece, float(i % 2)) for i, piece in enumerate(pieces))])
+        return weighted_example(
+            [(self._begin, 0.0), *((piece, float(i % 2)) for i, piece in enumerate(pieces))]
+        )
 
     def get_stop_sequences(self) -> list[str]:
         return [_STOP, CALL_END] if self.tools else [_STOP]
@@ -157,7 +238,9 @@ class RoleColonRenderer(_TextRenderer):
         return self._parsed(content.strip()), stopped or bool(mark) or called
 
     def finished(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens of its text and the mark, whichever way they were drawn (".", then the mark; or ".\\n\\n" in one) or ended."""
+        """The tokens of its text and the mark, whichever way they were drawn (".", then the mark;
+        or ".\\n\\n" in one) or ended.
+        """
         before, stopped = self._until_end(tokens)
         drawn = self._after_the_role(before)
         text, mark, after = drawn.partition(_STOP)
@@ -165,19 +248,26 @@ class RoleColonRenderer(_TextRenderer):
             return before
         if mark and not after:
             anew = self._encode(self.shield.cover(drawn), continuing=True)
-            return anew if self._after_the_role(anew) == drawn else before  # half a character is lost in the text
+            # half a character is lost in the text
+            return anew if self._after_the_role(anew) == drawn else before
         return self._encode(self.shield.cover(f" {text.strip()}{_STOP}"), continuing=True)
 
     def _after_the_role(self, tokens: Sequence[int]) -> str:
-        """The text of an answer's tokens where they stand: some tokenizers drop a space that is first of all."""
+        """The text of an answer's tokens where they stand: some tokenizers drop a space that is
+        first of all.
+        """
         role = self._encode("Assistant:", continuing=True)
         return self._decode([*role, *tokens]).removeprefix(self._decode(role))
 
     def unfinished(self, tokens: Sequence[int]) -> list[int]:
         before = self._until_end(tokens)[0]
         text, mark, _ = self._decode(before).partition(_STOP)
-        return self._encode(self.shield.cover(f" {text.strip()}"), continuing=True) if mark else before
+        return (
+            self._encode(self.shield.cover(f" {text.strip()}"), continuing=True) if mark else before
+        )
 
     def _text(self, messages: Sequence[Message]) -> str:
-        return "".join(self.shield.cover(f"{message['role'].capitalize()}: {self._said(message)}") + _TURN for message in messages)
-
+        return "".join(
+            self.shield.cover(f"{message['role'].capitalize()}: {self._said(message)}") + _TURN
+            for message in messages
+        )

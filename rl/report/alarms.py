@@ -1,7 +1,9 @@
-"""Alarms: what goes wrong in a run, seen in its metrics and said with what to do. Pure functions of a stage's rows so far.
+"""Alarms: what goes wrong in a run, seen in its metrics and said with what to do. Pure functions of
+a stage's rows so far.
 
-Each alarm looks at a `History`, what is kept of the training rows of one stage (as metrics.jsonl has them), and says what it sees,
-or None. Alarms that speak of a trend compare the newest batches with the first ones; they are silent until there are enough.
+Each alarm looks at a `History`, what is kept of the training rows of one stage (as metrics.jsonl
+has them), and says what it sees, or None. Alarms that speak of a trend compare the newest batches
+with the first ones; they are silent until there are enough.
 """
 
 from __future__ import annotations
@@ -18,15 +20,26 @@ from rl.report.history import HIGH, LOW, MIXED, SOME, History, Row, column, numb
 Check = Callable[["History"], str | None]
 
 KL = ("optim/kl_sample_train_v1", "optim/kl_sample_train_v2")
-GRAD_NORM, CRITIC_NORM, SKIPPED = "optim/grad_norm", "optim/critic_grad_norm", "optim/skipped_nonfinite"
+GRAD_NORM, CRITIC_NORM, SKIPPED = (
+    "optim/grad_norm",
+    "optim/critic_grad_norm",
+    "optim/skipped_nonfinite",
+)
 ENTROPY = "optim/entropy"
-AGE = "async/age/mean"  # updates between a token's weights and those it trains, where sampling goes on while the learner updates
-CREDITED = "optim/frac_credited"  # share of the sampled tokens that were trained on with an advantage other than 0
+# updates between a token's weights and those it trains, where sampling goes on while the learner
+# updates
+AGE = "async/age/mean"
+# share of the sampled tokens that were trained on with an advantage other than 0
+CREDITED = "optim/frac_credited"
 TEACHER = "teacher/kl_per_token"  # where advantages are a teacher's, and rewards only looked at
 REWARD, STD = "env/all/reward/total", "env/all/reward/std"
 TEMPERATURE = "sampler/temperature"
 BEGINNINGS, GROUPS = "env/all/distinct_beginnings", "env/all/total_groups"
-EPISODES, LENGTH, TRUNCATED = "env/all/total_episodes", "env/all/ac_tokens_per_turn", "env/all/frac_truncated"
+EPISODES, LENGTH, TRUNCATED = (
+    "env/all/total_episodes",
+    "env/all/ac_tokens_per_turn",
+    "env/all/frac_truncated",
+)
 FAILED = "reward/failed"
 CORRECT, FORMAT = "env/all/correct", "env/all/format"
 
@@ -43,17 +56,21 @@ def rises(first: Sequence[float], last: Sequence[float]) -> bool:
 
 
 def solved(seen: History) -> bool:
-    """Whether every answer of the newest batch earned the highest reward there ever was, and others once earned less."""
+    """Whether every answer of the newest batch earned the highest reward there ever was, and others
+    once earned less.
+    """
     return number(seen.newest, LOW) >= seen.highest and seen.lowest < seen.highest
 
 
 def mastered(seen: History) -> bool:
-    """Whether the last five batches earned nine tenths of what there is between the lowest and the highest reward ever."""
+    """Whether the last five batches earned nine tenths of what there is between the lowest and the
+    highest reward ever.
+    """
     low, high = seen.lowest, seen.highest
     return high > low and fmean(column(seen.last, REWARD)) >= low + 0.9 * (high - low)
 
 
-# ---------------------------------------------------------------------------------------------------------- the checks
+# --------------------------------------------------------------------------------------- the checks
 
 
 def kl_above(level: float) -> Check:
@@ -61,35 +78,48 @@ def kl_above(level: float) -> Check:
         value = largest([abs(number(seen.newest, KL[0])), number(seen.newest, KL[1])])
         age = number(seen.newest, AGE)
         late = f" (tokens are {age:.1f} updates old on average)" if age > 0 else ""
-        return None if value <= level else f"KL between sampler and learner is {value:.3g}, above {level:g}{late}"  # nan is not below
+        # nan is not below
+        return (
+            None
+            if value <= level
+            else f"KL between sampler and learner is {value:.3g}, above {level:g}{late}"
+        )
 
     return check
 
 
 def large_gradient(seen: History) -> str | None:
-    """The policy's or the critic's norm above 10 for three batches; or a gradient that is not finite, whether it was skipped or not.
+    """The policy's or the critic's norm above 10 for three batches; or a gradient that is not
+    finite, whether it was skipped or not.
 
-    What is left of a task that is mastered are a few answers in hundreds, and the gradient is a mean over their tokens alone:
-    noise of a norm of 10 to 30 in a run that is well. There the policy's norm is taken as a mean over all sampled tokens.
+    What is left of a task that is mastered are a few answers in hundreds, and the gradient is a
+    mean over their tokens alone: noise of a norm of 10 to 30 in a run that is well. There the
+    policy's norm is taken as a mean over all sampled tokens.
     """
     if number(seen.newest, SKIPPED) > 0:
         return "the gradient is not finite: the optimizer step was left out"
     last, ones = seen.newest_few(FEW), [1.0] * FEW
     shares = [row.get(CREDITED, 1.0) for row in last] if mastered(seen) else ones
-    for what, name, weights in (("gradient norm", GRAD_NORM, shares), ("the critic's gradient norm", CRITIC_NORM, ones)):
+    for what, name, weights in (
+        ("gradient norm", GRAD_NORM, shares),
+        ("the critic's gradient norm", CRITIC_NORM, ones),
+    ):
         norms = column(last, name)
         if name in last[-1] and not math.isfinite(norms[-1]):
             return f"{what} is not finite"
-        if len(last) == FEW and all(norm * weight > LARGE_NORM for norm, weight in zip(norms, weights, strict=True)):
+        if len(last) == FEW and all(
+            norm * weight > LARGE_NORM for norm, weight in zip(norms, weights, strict=True)
+        ):
             return f"{what} {norms[-1]:.3g}, above {LARGE_NORM:g} for {FEW} batches"
     return None
 
 
 def zero_advantages(seen: History) -> str | None:
-    """Three batches in a row that tell no answer from another, though not all were as good as can be, nor nearly all.
+    """Three batches in a row that tell no answer from another, though not all were as good as can
+    be, nor nearly all.
 
-    No advantage other than 0; or, where a price on KL or a learned value gives every token one all the same, rewards that are
-    equal within each group (of single answers: in all three batches).
+    No advantage other than 0; or, where a price on KL or a learned value gives every token one all
+    the same, rewards that are equal within each group (of single answers: in all three batches).
     """
     last = seen.newest_few(FEW)
     if len(last) < FEW or solved(seen) or mastered(seen):
@@ -101,13 +131,17 @@ def zero_advantages(seen: History) -> str | None:
         return None
     if all(_in_groups(row) and number(row, MIXED) == 0 for row in last):
         return f"rewards are equal within every group for {FEW} batches: answers are not told apart ({value})"
-    if not any(_in_groups(row) or number(row, EPISODES) < 2 for row in last) and min(column(last, LOW)) == max(column(last, HIGH)):
+    if not any(_in_groups(row) or number(row, EPISODES) < 2 for row in last) and min(
+        column(last, LOW)
+    ) == max(column(last, HIGH)):
         return f"rewards are all equal for {FEW} batches: answers are not told apart ({value})"
     return None
 
 
 def reward_flat(seen: History) -> str | None:
-    """The last 20 batches earn no more than the first 20, noise considered, and there is more to earn."""
+    """The last 20 batches earn no more than the first 20, noise considered, and there is more to
+    earn.
+    """
     found = seen.ends(REWARD)
     if found is None or rises(*found) or mastered(seen):
         return None
@@ -117,9 +151,11 @@ def reward_flat(seen: History) -> str | None:
 
 
 def entropy_collapse(seen: History) -> str | None:
-    """Entropy below a tenth of what it was at first, or answers that are certain, with much still to learn.
+    """Entropy below a tenth of what it was at first, or answers that are certain, with much still
+    to learn.
 
-    A task mastered may leave no doubt. Certain: below 0.1 nats an answer, which a run may be from its beginning on.
+    A task mastered may leave no doubt. Certain: below 0.1 nats an answer, which a run may be from
+    its beginning on.
     """
     if mastered(seen):
         return None
@@ -130,19 +166,29 @@ def entropy_collapse(seen: History) -> str | None:
     if found is None:
         return None
     first, last = fmean(found[0]), max(found[1])
-    return f"entropy fell from {first:.2g} to {last:.2g} nats a token" if last < 0.1 * first else None
+    return (
+        f"entropy fell from {first:.2g} to {last:.2g} nats a token" if last < 0.1 * first else None
+    )
 
 
 def low_temperature(seen: History) -> str | None:
     """A temperature below 0.6, and most groups all alike from the beginning on."""
     temperature, mixed = number(seen.newest, TEMPERATURE), seen.first_mixed
-    if len(mixed) < SOME or not temperature < LOW_TEMPERATURE or not fmean(mixed) < 0.5 or mastered(seen) or not _in_groups(seen.newest):
+    if (
+        len(mixed) < SOME
+        or not temperature < LOW_TEMPERATURE
+        or not fmean(mixed) < 0.5
+        or mastered(seen)
+        or not _in_groups(seen.newest)
+    ):
         return None
     return f"temperature {temperature:g} explores little: in {1 - fmean(mixed):.0%} of the first groups all answers earned the same"
 
 
 def mode_collapse(seen: History) -> str | None:
-    """Answers begin alike: fewer beginnings than half the problems, and a quarter of those at first."""
+    """Answers begin alike: fewer beginnings than half the problems, and a quarter of those at
+    first.
+    """
     found = seen.ends(BEGINNINGS)
     if found is None:
         return None
@@ -158,7 +204,11 @@ def length_running_away(seen: History) -> str | None:
     found, cut = seen.ends(LENGTH), seen.ends(TRUNCATED)
     if found is None or cut is None:
         return None
-    growth, cut_first, cut_last = fmean(found[1]) / max(1e-9, fmean(found[0])), fmean(cut[0]), fmean(cut[1])
+    growth, cut_first, cut_last = (
+        fmean(found[1]) / max(1e-9, fmean(found[0])),
+        fmean(cut[0]),
+        fmean(cut[1]),
+    )
     if not (growth > 3 or (growth > 1.5 and cut_last > cut_first + 0.2)):
         return None
     return f"answers grew from {fmean(found[0]):.0f} to {fmean(found[1]):.0f} tokens; {cut_last:.0%} are cut off, {cut_first:.0%} at first"
@@ -167,7 +217,13 @@ def length_running_away(seen: History) -> str | None:
 def format_alone(seen: History) -> str | None:
     """Over 20 batches and more the format got better and correctness did not."""
     form, right = seen.ends(FORMAT), seen.ends(CORRECT)
-    if form is None or right is None or not rises(*form) or fmean(form[1]) - fmean(form[0]) < 0.05 or rises(*right):
+    if (
+        form is None
+        or right is None
+        or not rises(*form)
+        or fmean(form[1]) - fmean(form[0]) < 0.05
+        or rises(*right)
+    ):
         return None
     return (
         f"only the format improves: format {fmean(form[0]):.2f} to {fmean(form[1]):.2f}, "
@@ -176,9 +232,11 @@ def format_alone(seen: History) -> str | None:
 
 
 def rewards_failing(seen: History) -> str | None:
-    """Half of the newest batch's samples could not be scored, or more than a tenth over three batches.
+    """Half of the newest batch's samples could not be scored, or more than a tenth over three
+    batches.
 
-    At once for half of them: the reward that is shown is that of the others, which may be few and good.
+    At once for half of them: the reward that is shown is that of the others, which may be few and
+    good.
     """
     failed, scored = number(seen.newest, FAILED), number(seen.newest, EPISODES)
     if failed and failed >= scored:
@@ -195,12 +253,14 @@ def _in_groups(row: Row) -> bool:
     return number(row, EPISODES) > number(row, GROUPS)
 
 
-# ---------------------------------------------------------------------------------------------------------- all of them
+# -------------------------------------------------------------------------------------- all of them
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """`name` in metrics (alarm/<name>), the metrics it `needs` in a row to be judged, `check`, and what to do about it."""
+    """`name` in metrics (alarm/<name>), the metrics it `needs` in a row to be judged, `check`, and
+    what to do about it.
+    """
 
     name: str
     needs: tuple[str, ...]
@@ -262,31 +322,64 @@ ALARMS = (
 
 
 class Alarms:
-    """The alarms of a stage. `rows` so far: what a resumed run starts from, read back from its metrics.
+    """The alarms of a stage. `rows` so far: what a resumed run starts from, read back from its
+    metrics.
 
-    An alarm is said once for each onset: when it comes on after having been off (or not judged) for QUIET rows.
+    An alarm is said once for each onset: when it comes on after having been off (or not judged) for
+    QUIET rows.
     """
 
     QUIET = 20
 
     def __init__(self, rows: Iterable[Row] = ()):
         self._seen = History(_KEPT, _TRENDS)
-        self._quiet: deque[frozenset[str]] = deque(maxlen=self.QUIET)  # which alarms were on, row by row
+        # which alarms were on, row by row
+        self._quiet: deque[frozenset[str]] = deque(maxlen=self.QUIET)
         for row in rows:
             self._seen.add(row)
-            self._quiet.append(frozenset(alarm.name for alarm in ALARMS if row.get(f"alarm/{alarm.name}")))
+            self._quiet.append(
+                frozenset(alarm.name for alarm in ALARMS if row.get(f"alarm/{alarm.name}"))
+            )
 
     def __call__(self, row: Row) -> tuple[dict[str, float], list[str]]:
         """(alarm/<name> 0 or 1 for each that can be judged by this row, what is to be said now)."""
         self._seen.add(row)
-        found = {alarm: alarm.check(self._seen) for alarm in ALARMS if all(name in row for name in alarm.needs)}
+        found = {
+            alarm: alarm.check(self._seen)
+            for alarm in ALARMS
+            if all(name in row for name in alarm.needs)
+        }
         metrics = {f"alarm/{alarm.name}": float(text is not None) for alarm, text in found.items()}
         before = frozenset().union(*self._quiet)
-        said = [f"{text}. {alarm.remedy}" for alarm, text in found.items() if text is not None and alarm.name not in before]
-        self._quiet.append(frozenset(alarm.name for alarm, text in found.items() if text is not None))
+        said = [
+            f"{text}. {alarm.remedy}"
+            for alarm, text in found.items()
+            if text is not None and alarm.name not in before
+        ]
+        self._quiet.append(
+            frozenset(alarm.name for alarm, text in found.items() if text is not None)
+        )
         return metrics, said
 
 
-_KEPT = frozenset((*(name for alarm in ALARMS for name in alarm.needs), CREDITED, STD, CRITIC_NORM, SKIPPED, TEACHER, AGE))
+_KEPT = frozenset(
+    (
+        *(name for alarm in ALARMS for name in alarm.needs),
+        CREDITED,
+        STD,
+        CRITIC_NORM,
+        SKIPPED,
+        TEACHER,
+        AGE,
+    )
+)
 # Of which metrics the first and last values are compared, and how many.
-_TRENDS = {REWARD: MANY, ENTROPY: SOME, BEGINNINGS: SOME, LENGTH: SOME, TRUNCATED: SOME, FORMAT: MANY // 2, CORRECT: MANY // 2}
+_TRENDS = {
+    REWARD: MANY,
+    ENTROPY: SOME,
+    BEGINNINGS: SOME,
+    LENGTH: SOME,
+    TRUNCATED: SOME,
+    FORMAT: MANY // 2,
+    CORRECT: MANY // 2,
+}

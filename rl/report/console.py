@@ -1,7 +1,9 @@
-"""What a run says while it runs: a bar on a terminal, plain lines elsewhere (a log file, a scheduler's output).
+"""What a run says while it runs: a bar on a terminal, plain lines elsewhere (a log file, a
+scheduler's output).
 
-On a terminal: panels, and a bar with the step, the headline metrics, tokens a second, time spent and time left. Elsewhere: one
-line every few steps, without control characters. `quiet` leaves the warnings and the end.
+On a terminal: panels, and a bar with the step, the headline metrics, tokens a second, time spent
+and time left. Elsewhere: one line every few steps, without control characters. `quiet` leaves the
+warnings and the end.
 """
 
 from __future__ import annotations
@@ -21,7 +23,16 @@ from rich.table import Table
 from rich.text import Text
 
 from rl.plain import printable
-from rl.report.plots import HELD_OUT, HELD_OUT_LOSS, HELD_OUT_PAIRS, HELD_OUT_REWARD, LOSS, REWARD, TOKEN_ACCURACY, TOKENS_PER_SECOND
+from rl.report.plots import (
+    HELD_OUT,
+    HELD_OUT_LOSS,
+    HELD_OUT_PAIRS,
+    HELD_OUT_REWARD,
+    LOSS,
+    REWARD,
+    TOKEN_ACCURACY,
+    TOKENS_PER_SECOND,
+)
 
 # What the bar shows: label, names of the metric (the first that occurs), format.
 _HEADLINES: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -55,12 +66,18 @@ def compact(count: float) -> str:
     """950, 12.3k, 4.51M: three figures."""
     for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= size * 0.9995:
-            return f"{count / size:.3g}{suffix}" if count / size < 999.5 else f"{count / size:.0f}{suffix}"
+            return (
+                f"{count / size:.3g}{suffix}"
+                if count / size < 999.5
+                else f"{count / size:.0f}{suffix}"
+            )
     return f"{count:.3g}"
 
 
 def round_interval(total: int, lines: int = _LINES_PER_STAGE) -> int:
-    """The smallest of 1, 2, 5, 10, 20, 50, ... steps that makes at most `lines` lines of `total` steps."""
+    """The smallest of 1, 2, 5, 10, 20, 50, ... steps that makes at most `lines` lines of `total`
+    steps.
+    """
     scale = 1
     while True:
         for interval in (scale, 2 * scale, 5 * scale):
@@ -70,7 +87,9 @@ def round_interval(total: int, lines: int = _LINES_PER_STAGE) -> int:
 
 
 def headline(metrics: Mapping[str, Any]) -> str:
-    """The metrics in one line; what is absent is left out, and so is the loss where there is a reward (it measures nothing)."""
+    """The metrics in one line; what is absent is left out, and so is the loss where there is a
+    reward (it measures nothing).
+    """
     parts = []
     rewarded = any(name in metrics for name in REWARD)
     for label, names, form in _HEADLINES:
@@ -81,7 +100,9 @@ def headline(metrics: Mapping[str, Any]) -> str:
             parts.append(f"{label} {form.format(value)}")
     if failed := metrics.get(_FAILED):  # the reward is that of the others
         parts.insert(1, f"not scored {failed:.0f} of {failed + metrics.get(_SCORED, 0):.0f}")
-    speed = next((metrics[name] for name in TOKENS_PER_SECOND if metrics.get(name) is not None), None)
+    speed = next(
+        (metrics[name] for name in TOKENS_PER_SECOND if metrics.get(name) is not None), None
+    )
     return "  ".join(parts + ([f"{compact(speed)} tok/s"] if speed is not None else []))
 
 
@@ -89,13 +110,22 @@ def held_out(metrics: Mapping[str, Any]) -> str:
     """What was measured on held-out problems in this step, in a few words; "" where nothing was."""
     found = []
     for line in _HELD_OUT:
-        value = next((f"{label} {metrics[name]:.3f}" for label, name in line if metrics.get(name) is not None), None)
+        value = next(
+            (
+                f"{label} {metrics[name]:.3f}"
+                for label, name in line
+                if metrics.get(name) is not None
+            ),
+            None,
+        )
         found += [] if value is None else [value]
     return f"held-out {', '.join(found)}" if found else ""
 
 
 class Console:
-    """The one place that prints. `every`: plain lines come every so many steps. Close it (or use `with`) at the end."""
+    """The one place that prints. `every`: plain lines come every so many steps. Close it (or use
+    `with`) at the end.
+    """
 
     def __init__(
         self,
@@ -115,7 +145,11 @@ class Console:
         self._every = every
         self._clock = clock
         self._rich = RichConsole(
-            file=self._stream, force_terminal=self._fancy, force_interactive=self._fancy, width=width, highlight=False
+            file=self._stream,
+            force_terminal=self._fancy,
+            force_interactive=self._fancy,
+            width=width,
+            highlight=False,
         )
         self._bar: Progress | None = None
         self._task = TaskID(0)
@@ -126,7 +160,9 @@ class Console:
     # --- the run
 
     def start(self, title: str, facts: Mapping[str, Any]) -> None:
-        """Say what runs, where it writes, on what: `facts` in their order ("writes to": ..., "model": ..., "device": ...)."""
+        """Say what runs, where it writes, on what: `facts` in their order ("writes to": ...,
+        "model": ..., "device": ...).
+        """
         self._run_start = self._clock()
         if not self._quiet:
             self._panel(title, facts, (), "cyan")
@@ -140,18 +176,26 @@ class Console:
         remarks: Sequence[str] = (),
         commands: Sequence[str] = (),
     ) -> None:
-        """Say what came of it. `results`: name to (before, after), e.g. {"held-out accuracy": (0.35, 0.97)}; None is unknown.
+        """Say what came of it. `results`: name to (before, after), e.g. {"held-out accuracy":
+        (0.35, 0.97)}; None is unknown.
 
-        `remarks` are what an honest reader must know beside the figures; `commands` what to type next.
+        `remarks` are what an honest reader must know beside the figures; `commands` what to type
+        next.
         """
         self._end_bar()
         rows = {name: _change(before, after) for name, (before, after) in (results or {}).items()}
         rows |= {"time": duration(self._clock() - self._run_start), **(facts or {})}
-        lines = [*remarks, *(["Next:"] if commands else []), *(f"  {command}" for command in commands)]
+        lines = [
+            *remarks,
+            *(["Next:"] if commands else []),
+            *(f"  {command}" for command in commands),
+        ]
         self._panel(title, rows, lines, "green")
 
     def stage(self, name: str, total: int, *, first: int = 0, done: int = 0) -> None:
-        """Begin a stage of `total` optimizer steps that starts at step `first` of the run; `done` of them were done before."""
+        """Begin a stage of `total` optimizer steps that starts at step `first` of the run; `done`
+        of them were done before.
+        """
         self._end_bar()
         self._stage, self._first, self._total = name, first, total
         self._stage_start, self._start_done, self._last_done = self._clock(), done, done
@@ -185,19 +229,31 @@ class Console:
         elif self._due(done) or measured:
             tail = f"  {measured}" if measured else ""
             width = len(str(self._total))
-            parts = [f"{self._stage} {done:{width}}/{self._total}", headline(metrics), self._times(done)]
+            parts = [
+                f"{self._stage} {done:{width}}/{self._total}",
+                headline(metrics),
+                self._times(done),
+            ]
             self._line("  ".join(part for part in parts if part) + tail)
         self._last_done = done
 
     def _due(self, done: int) -> bool:
         every = self._every or round_interval(self._total)
-        return done >= self._total or done // every > self._last_done // every or self._last_done == self._start_done
+        return (
+            done >= self._total
+            or done // every > self._last_done // every
+            or self._last_done == self._start_done
+        )
 
     def _times(self, done: int) -> str:
         """Time spent in this stage, and left at its mean speed so far."""
         spent = self._clock() - self._stage_start
         here = done - self._start_done
-        left = f", {duration(spent / here * (self._total - done))} left" if here > 0 and done < self._total else ""
+        left = (
+            f", {duration(spent / here * (self._total - done))} left"
+            if here > 0 and done < self._total
+            else ""
+        )
         return duration(spent) + left
 
     # --- words between
@@ -217,7 +273,12 @@ class Console:
     def __enter__(self) -> Console:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     # --- how it is put on the page
@@ -237,11 +298,21 @@ class Console:
 
     def _box(self, kind: str, text: str, colour: str) -> None:
         if self._fancy:
-            self._rich.print(Panel(Text(self._clean(text)), title=kind, title_align="left", border_style=colour, expand=False))
+            self._rich.print(
+                Panel(
+                    Text(self._clean(text)),
+                    title=kind,
+                    title_align="left",
+                    border_style=colour,
+                    expand=False,
+                )
+            )
         else:
             self._line(f"{kind}: {text}")
 
-    def _panel(self, title: str, facts: Mapping[str, Any], lines: Sequence[str], colour: str) -> None:
+    def _panel(
+        self, title: str, facts: Mapping[str, Any], lines: Sequence[str], colour: str
+    ) -> None:
         if not self._fancy:
             width = max((len(name) for name in facts), default=0)
             rows = [f"{name:<{width}}  {value}" for name, value in facts.items()]
@@ -253,7 +324,14 @@ class Console:
         for name, value in facts.items():
             table.add_row(name, Text(self._clean(str(value))))
         body = Group(table, Text(self._clean("\n" + "\n".join(lines)))) if lines else table
-        self._rich.print(Panel(body, title=Text(self._clean(title), style="bold"), title_align="left", border_style=colour))
+        self._rich.print(
+            Panel(
+                body,
+                title=Text(self._clean(title), style="bold"),
+                title_align="left",
+                border_style=colour,
+            )
+        )
 
 
 def _change(before: float | None, after: float | None) -> str:

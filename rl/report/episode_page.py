@@ -1,4 +1,6 @@
-"""An episode on the page of rollouts: tokens coloured, turns, calls of tools folded, seats side by side."""
+"""An episode on the page of rollouts: tokens coloured, turns, calls of tools folded, seats side by
+side.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from html import escape
 from typing import Any
 
 # Upper ends of the probability bands of a token, and their colours from surprising to expected.
-BANDS = ((0.01, "#f4978e"), (0.05, "#f8b79b"), (0.2, "#fbd3a8"), (0.5, "#fdebc3"), (0.8, "#fbf6e4"), (math.inf, "transparent"))
+BANDS = (
+    (0.01, "#f4978e"),
+    (0.05, "#f8b79b"),
+    (0.2, "#fbd3a8"),
+    (0.5, "#fdebc3"),
+    (0.8, "#fbf6e4"),
+    (math.inf, "transparent"),
+)
 _LONG = 600  # characters of what others wrote from which it is folded
 _CUT = ("length", "error", "interrupted")  # stop reasons with which an answer did not end by itself
 
@@ -36,7 +45,8 @@ def sign(advantage: float | None) -> str:
 
 
 def tokens(row: Mapping[str, Any]) -> str:
-    """A response token by token, each with its probability band and the sign of its advantage; plain text without tokens.
+    """A response token by token, each with its probability band and the sign of its advantage;
+    plain text without tokens.
 
     Tokens without a logprob were not written by the model, and are grey.
     """
@@ -59,11 +69,17 @@ def tokens(row: Mapping[str, Any]) -> str:
 
 
 def figures(metrics: Mapping[str, Any] | None) -> list[str]:
-    return [f"{escape(str(name))} {number(value)}" for name, value in (metrics or {}).items() if isinstance(value, int | float)]
+    return [
+        f"{escape(str(name))} {number(value)}"
+        for name, value in (metrics or {}).items()
+        if isinstance(value, int | float)
+    ]
 
 
 def message(said: Mapping[str, Any]) -> str:
-    """What somebody else wrote: grey, with its role; folded where it is long, is a system message, or a tool's answer."""
+    """What somebody else wrote: grey, with its role; folded where it is long, is a system message,
+    or a tool's answer.
+    """
     role, text = str(said.get("role", "")), _text(said)
     name = f" {said['name']}" if said.get("name") else ""
     if role in ("system", "developer", "tool") or len(text) > _LONG:
@@ -78,7 +94,11 @@ def folded(summary: str, text: str, kind: str = "") -> str:
 def call(made: Mapping[str, Any]) -> str:
     """A call of a tool and what came of it, folded."""
     arguments = made.get("arguments")
-    shown = ", ".join(f"{k}={_json(v)}" for k, v in arguments.items()) if isinstance(arguments, Mapping) else _json(arguments)
+    shown = (
+        ", ".join(f"{k}={_json(v)}" for k, v in arguments.items())
+        if isinstance(arguments, Mapping)
+        else _json(arguments)
+    )
     failed = made.get("error")
     came = f"error: {failed}" if failed is not None else str(made.get("answer", ""))
     took = f" ({number(made['seconds'], 2)} s)" if made.get("seconds") is not None else ""
@@ -93,7 +113,9 @@ def _json(value: Any) -> str:
 def _text(said: Mapping[str, Any]) -> str:
     content = said.get("content")
     if isinstance(content, list):
-        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+        content = "".join(
+            str(part.get("text", "")) for part in content if isinstance(part, Mapping)
+        )
     text = "" if content is None else str(content)
     calls = said.get("tool_calls")
     return text + (f"\n{_json(calls)}" if calls else "")
@@ -107,7 +129,8 @@ def _beginning(text: str, most: int = 80) -> str:
 def turns_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """An episode's turns, each with the `messages` that were said before it.
 
-    Of rows that list one entry for each message ("sampled": False for what others said), and of those that have turns already.
+    Of rows that list one entry for each message ("sampled": False for what others said), and of
+    those that have turns already.
     """
     found: list[dict[str, Any]] = []
     said: list[dict[str, Any]] = []
@@ -117,7 +140,13 @@ def turns_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         if "text" in one and not one.get("sampled") and not one.get("tokens"):
             said.append({**one, "content": one["text"]})
             continue
-        found.append({"response": one.get("text", ""), **one, "messages": [*said, *(one.get("messages") or ())]})
+        found.append(
+            {
+                "response": one.get("text", ""),
+                **one,
+                "messages": [*said, *(one.get("messages") or ())],
+            }
+        )
         said = []
     if found and (found[-1].get("metrics") or {}).get("truncated") == 1:
         found[-1]["truncated"] = True
@@ -125,7 +154,9 @@ def turns_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def stop_of(row: Mapping[str, Any]) -> str:
-    """Why an episode ended, in a word: of the row, of its last turn, or "truncated" where a limit ended it."""
+    """Why an episode ended, in a word: of the row, of its last turn, or "truncated" where a limit
+    ended it.
+    """
     turns = turns_of(row)
     stop = row.get("stop_reason") or (turns[-1].get("stop_reason") if turns else "") or ""
     limited = row.get("truncated") or (turns and turns[-1].get("truncated"))
@@ -143,19 +174,30 @@ def turn(given: Mapping[str, Any], row: Mapping[str, Any], index: int, place: st
     if reward:
         facts.append(f'<b class="{"plus" if reward > 0 else "minus"}">{float(reward):+.3g}</b>')
     stop = "truncated" if given.get("truncated") else str(given.get("stop_reason") or "")
-    facts += [f'<span class="cut">{escape(stop)}</span>' if stop in (*_CUT, "truncated") else escape(stop)] if stop else []
+    facts += (
+        [
+            f'<span class="cut">{escape(stop)}</span>'
+            if stop in (*_CUT, "truncated")
+            else escape(stop)
+        ]
+        if stop
+        else []
+    )
     facts += [f"{len(given['tokens'])} tokens"] if given.get("tokens") else []
     facts += figures(given.get("metrics"))
     calls = "".join(call(one) for one in given.get("tool_calls") or () if isinstance(one, Mapping))
     logs = given.get("logs")
-    extra = folded("logs", json.dumps(logs, ensure_ascii=False, indent=1, default=str)) if logs else ""
+    extra = (
+        folded("logs", json.dumps(logs, ensure_ascii=False, indent=1, default=str)) if logs else ""
+    )
     mine = f"<pre>{tokens(written)}</pre>" if given.get("tokens") or given.get("response") else ""
     mine = f'<div class="said">{mine}</div>' if other and mine else mine
     return f'<div class="turn"{place}>{before}{mine}{calls}<p>{" &middot; ".join(facts)}</p>{extra}</div>'
 
 
 def turns(row: Mapping[str, Any], given: Sequence[Mapping[str, Any]], shared: int) -> str:
-    """The turns of an episode, one below the other; where several seats acted, each in a column of its own.
+    """The turns of an episode, one below the other; where several seats acted, each in a column of
+    its own.
 
     `shared`: how many of the first turn's messages stand above the group already.
     """
@@ -168,10 +210,14 @@ def turns(row: Mapping[str, Any], given: Sequence[Mapping[str, Any]], shared: in
     heads = "".join(f"<h3>{escape(_seat_name(names, seat))}</h3>" for seat in seats)
     cells = []
     for i, one in enumerate(found):
-        place = f' style="grid-column:{seats.index(int(one.get("seat") or 0)) + 1};grid-row:{i + 2}"'
+        place = (
+            f' style="grid-column:{seats.index(int(one.get("seat") or 0)) + 1};grid-row:{i + 2}"'
+        )
         cells.append(turn(one, row, i, place))
     columns = f"repeat({len(seats)}, minmax(0, 1fr))"
-    return f'<div class="seats" style="grid-template-columns:{columns}">{heads}{"".join(cells)}</div>'
+    return (
+        f'<div class="seats" style="grid-template-columns:{columns}">{heads}{"".join(cells)}</div>'
+    )
 
 
 def _seat_name(names: Any, seat: int) -> str:
@@ -188,5 +234,9 @@ def _untold(one: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, A
     """Without the answers of tools that stand with the calls of the turn before."""
     if not before.get("tool_calls"):
         return one
-    told = [said for said in one.get("messages") or () if not (isinstance(said, Mapping) and said.get("role") == "tool")]
+    told = [
+        said
+        for said in one.get("messages") or ()
+        if not (isinstance(said, Mapping) and said.get("role") == "tool")
+    ]
     return {**one, "messages": told}

@@ -1,4 +1,6 @@
-"""What is kept of a stage's training rows for its alarms, in a space and a time that do not grow with the number of rows."""
+"""What is kept of a stage's training rows for its alarms, in a space and a time that do not grow
+with the number of rows.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def column(rows: Iterable[Row], name: str) -> list[float]:
 
 
 class Ends:
-    """A metric's first and last `count` values, whatever lies between; rows without it (NaN) do not count."""
+    """A metric's first and last `count` values, whatever lies between; rows without it (NaN) do not
+    count.
+    """
 
     def __init__(self, count: int):
         self._first: list[float] = []
@@ -45,10 +49,14 @@ class Ends:
 
 
 class History:
-    """What is kept of a stage's rows: the last five, the first and last values of trends, the range of rewards."""
+    """What is kept of a stage's rows: the last five, the first and last values of trends, the range
+    of rewards.
+    """
 
     def __init__(self, kept: Iterable[str], trends: Mapping[str, int]) -> None:
-        """`kept`: the metrics whose last values are asked for; `trends`: of which the first and last are compared, and how many."""
+        """`kept`: the metrics whose last values are asked for; `trends`: of which the first and
+        last are compared, and how many.
+        """
         self._kept = frozenset(kept)
         self.last: deque[Row] = deque(maxlen=SOME)
         self.first_mixed: list[float] = []  # of the first five rows
@@ -61,7 +69,8 @@ class History:
         if len(self.first_mixed) < SOME:
             self.first_mixed.append(number(row, MIXED))
         low, high = number(row, LOW), number(row, HIGH)
-        # As min and max over a list do it: NaN stays where it came first, and is passed over elsewhere.
+        # As min and max over a list do it: NaN stays where it came first, and is passed over
+        # elsewhere.
         self.lowest = low if not self._began or low < self.lowest else self.lowest
         self.highest = high if not self._began or high > self.highest else self.highest
         self._began = True

@@ -1,4 +1,6 @@
-"""What was sampled, as one standalone page: the episodes of a group side by side, turn by turn, tokens coloured. No script, no assets."""
+"""What was sampled, as one standalone page: the episodes of a group side by side, turn by turn,
+tokens coloured. No script, no assets.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,18 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from rl.report.episode_page import BANDS, STYLE, figures, message, number, sign, stop_of, tokens, turns, turns_of
+from rl.report.episode_page import (
+    BANDS,
+    STYLE,
+    figures,
+    message,
+    number,
+    sign,
+    stop_of,
+    tokens,
+    turns,
+    turns_of,
+)
 
 _RAISED, _LOWERED = "#bfe3c0", "#f3c1bd"
 _MOST_VALUES = 12  # of a filter: more tags than that are not offered one by one
@@ -42,7 +55,9 @@ body > input { position: absolute; opacity: 0; } label { cursor: pointer; border
 
 
 class _Filters:
-    """What an episode can be hidden by: its data set, the sign of its reward, why it stopped. Pure style, no script."""
+    """What an episode can be hidden by: its data set, the sign of its reward, why it stopped. Pure
+    style, no script.
+    """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]):
         self.values: dict[str, dict[str, int]] = {}
@@ -61,7 +76,9 @@ class _Filters:
 
     def of(self, row: Mapping[str, Any]) -> str:
         """The classes of an episode."""
-        return " ".join(f"f{values[self._kinds[what](row)]}" for what, values in self.values.items())
+        return " ".join(
+            f"f{values[self._kinds[what](row)]}" for what, values in self.values.items()
+        )
 
     @property
     def numbers(self) -> list[int]:
@@ -73,27 +90,44 @@ class _Filters:
     def labels(self) -> str:
         lines = []
         for what, values in self.values.items():
-            labels = "".join(f'<label for="f{i}">{escape(value)}</label>' for value, i in values.items())
+            labels = "".join(
+                f'<label for="f{i}">{escape(value)}</label>' for value, i in values.items()
+            )
             lines.append(f"<span>{what}: {labels}</span>")
         return f'<p class="filters">{" ".join(lines)}</p>' if lines else ""
 
     def style(self) -> list[str]:
         rules = [f"#f{i}:not(:checked) ~ main .f{i} {{ display: none; }}" for i in self.numbers]
         shown = [f"#f{i}:checked ~ header [for=f{i}]" for i in self.numbers]
-        return [*rules, f"{', '.join(shown)} {{ color: #1f2430; text-decoration: none; border-color: #1f2430; }}"] if shown else rules
+        return (
+            [
+                *rules,
+                f"{', '.join(shown)} {{ color: #1f2430; text-decoration: none; border-color: #1f2430; }}",
+            ]
+            if shown
+            else rules
+        )
 
 
 def _reward_kind(reward: Any) -> str:
-    return "none" if reward is None else "above 0" if reward > 0 else "0" if reward == 0 else "below 0"
+    return (
+        "none" if reward is None else "above 0" if reward > 0 else "0" if reward == 0 else "below 0"
+    )
 
 
 def _style(filters: _Filters) -> str:
     rules = [_STYLE, STYLE]
     for band, (_, colour) in enumerate(BANDS):
-        rules.append(f"#by-logprob:checked ~ main .p{band}, .key .p{band} {{ background: {colour}; }}")
+        rules.append(
+            f"#by-logprob:checked ~ main .p{band}, .key .p{band} {{ background: {colour}; }}"
+        )
     for name, colour in (("up", _RAISED), ("down", _LOWERED)):
-        rules.append(f"#by-advantage:checked ~ main .a{name}, .key .a{name} {{ background: {colour}; }}")
-    rules.append("#by-advantage:not(:checked) ~ header .key.adv, #by-logprob:not(:checked) ~ header .key.lp { display: none; }")
+        rules.append(
+            f"#by-advantage:checked ~ main .a{name}, .key .a{name} {{ background: {colour}; }}"
+        )
+    rules.append(
+        "#by-advantage:not(:checked) ~ header .key.adv, #by-logprob:not(:checked) ~ header .key.lp { display: none; }"
+    )
     rules.append("#by-logprob:checked ~ header [for=by-logprob], #by-advantage:checked ~ header [for=by-advantage]"
                  " { font-weight: 600; border-color: #1f2430; }")  # fmt: skip
     return "\n".join([*rules, *filters.style()])
@@ -103,12 +137,22 @@ def _episode(row: Mapping[str, Any], filters: _Filters, shared: int) -> str:
     """One episode: what it earned and why it ended, then its answer, or its turns."""
     found = turns_of(row)
     stop = stop_of(row)
-    shown_stop = f'<span class="cut">{escape(stop)}</span>' if stop in ("length", "truncated") else escape(stop)
-    facts = [f"<b>reward {number(row.get('reward'))}</b>", f"advantage {number(row.get('advantage'))}"]
+    shown_stop = (
+        f'<span class="cut">{escape(stop)}</span>'
+        if stop in ("length", "truncated")
+        else escape(stop)
+    )
+    facts = [
+        f"<b>reward {number(row.get('reward'))}</b>",
+        f"advantage {number(row.get('advantage'))}",
+    ]
     facts += [f"seat {escape(str(row['seat']))}"] if row.get("seat") is not None else []
     facts += [shown_stop] if stop else []
     if len(found) > 1:
-        facts += [f"{len(found)} turns", f"{sum(len(one.get('tokens') or ()) for one in found)} tokens"]
+        facts += [
+            f"{len(found)} turns",
+            f"{sum(len(one.get('tokens') or ()) for one in found)} tokens",
+        ]
     else:
         facts += [f"{len(row['tokens'])} tokens"] if row.get("tokens") else []
     facts += figures(row.get("metrics"))
@@ -132,7 +176,11 @@ def _group(rows: Sequence[Mapping[str, Any]], filters: _Filters) -> str:
     mean = f", mean reward {number(sum(rewards) / len(rewards))}" if rewards else ""
     title = f"{first.get('tag', 'problem')} {first.get('problem', '')}".strip()
     expected = next((found for row in rows if (found := _expected(row)) is not None), None)
-    answer = f'<span class="expected">, expected answer {escape(str(expected))}</span>' if expected is not None else ""
+    answer = (
+        f'<span class="expected">, expected answer {escape(str(expected))}</span>'
+        if expected is not None
+        else ""
+    )
     asked = _first_messages(first)
     together = bool(asked) and all(_first_messages(row) == asked for row in rows)
     prompt = f'<pre class="prompt">{escape(str(first.get("prompt", "")))}</pre>'
@@ -149,8 +197,14 @@ def _group(rows: Sequence[Mapping[str, Any]], filters: _Filters) -> str:
 
 def _images(row: Mapping[str, Any]) -> str:
     """What the model saw; pictures that the row itself holds alone, nothing is fetched."""
-    found = [one for one in row.get("images") or () if isinstance(one, str) and one.startswith("data:image/")]
-    return "".join(f'<img alt="image {i}" src="{escape(one)}">' for i, one in enumerate(found, start=1))
+    found = [
+        one
+        for one in row.get("images") or ()
+        if isinstance(one, str) and one.startswith("data:image/")
+    ]
+    return "".join(
+        f'<img alt="image {i}" src="{escape(one)}">' for i, one in enumerate(found, start=1)
+    )
 
 
 def _expected(row: Mapping[str, Any]) -> Any:
@@ -169,35 +223,52 @@ def _width(row: Mapping[str, Any]) -> int:
 
 
 def _identity(row: Mapping[str, Any]) -> tuple[str, ...]:
-    last = () if row.get("turns") else ("prompt",)  # of episodes it is the last turn's, where they differ
+    # of episodes it is the last turn's, where they differ
+    last = () if row.get("turns") else ("prompt",)
     return tuple(str(row.get(key, "")) for key in ("group", "tag", "problem", *last))
 
 
 def _size(row: Mapping[str, Any]) -> int:
     found = turns_of(row)
-    return sum(len(one.get("tokens") or str(one.get("response", "")).split()) for one in (found if len(found) > 1 else [row]))
+    return sum(
+        len(one.get("tokens") or str(one.get("response", "")).split())
+        for one in (found if len(found) > 1 else [row])
+    )
 
 
-_NEXT = re.compile(r"<!--next-->.*?</nav>")  # where the link to a later step goes, once there is one
+# where the link to a later step goes, once there is one
+_NEXT = re.compile(r"<!--next-->.*?</nav>")
 
 
 def with_next(page: str, name: str, step: int) -> str:
-    """A page that links to the one of a later step, in the place of another such link. What is no page of these stays as it is."""
-    return _NEXT.sub(lambda _: f'<!--next--><a href="{escape(name)}">step {step} &rarr;</a></nav>', page, count=1)
+    """A page that links to the one of a later step, in the place of another such link. What is no
+    page of these stays as it is.
+    """
+    return _NEXT.sub(
+        lambda _: f'<!--next--><a href="{escape(name)}">step {step} &rarr;</a></nav>', page, count=1
+    )
 
 
 def page(
-    rows: Sequence[Mapping[str, Any]], *, title: str, step: int, max_tokens: int = 20_000, before: tuple[str, int] | None = None,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    title: str,
+    step: int,
+    max_tokens: int = 20_000,
+    before: tuple[str, int] | None = None,
     file: str | None = None,
 ) -> str:
-    """The page of one iteration. Neighbouring rows with the same `group`, `tag`, `problem` and `prompt` are one group.
+    """The page of one iteration. Neighbouring rows with the same `group`, `tag`, `problem` and
+    `prompt` are one group.
 
-    A row: `prompt`, `response`, `reward`, and, where known, `advantage` (one number) or `advantages` (one a token),
-    `stop_reason`, `tokens` (the response in decoded pieces), `logprobs` (one a token; None for a token the model did not
-    write, which is greyed), `group`, `tag`, `problem`, `answer` (the expected one), `system`, `metrics`, `error`; of an episode
-    `turns` (rl.episodes.rows), or turns with the `messages` said before each.
-    Groups are shown from the first on until `max_tokens` are; the page says how many were left out.
-    `file`: where all rows are. `before`: (file, step) of an earlier page, which is linked. A later one's link is put in by `with_next`.
+    A row: `prompt`, `response`, `reward`, and, where known, `advantage` (one number) or
+    `advantages` (one a token), `stop_reason`, `tokens` (the response in decoded pieces), `logprobs`
+    (one a token; None for a token the model did not write, which is greyed), `group`, `tag`,
+    `problem`, `answer` (the expected one), `system`, `metrics`, `error`; of an episode `turns`
+    (rl.episodes.rows), or turns with the `messages` said before each. Groups are shown from the
+    first on until `max_tokens` are; the page says how many were left out. `file`: where all rows
+    are. `before`: (file, step) of an earlier page, which is linked. A later one's link is put in by
+    `with_next`.
     """
     filters = _Filters(rows)
     groups = [list(rows_of_one) for _, rows_of_one in groupby(rows, key=_identity)]
@@ -216,7 +287,9 @@ def page(
         summary += f"; the first {len(shown)} problems are shown, all are in {file or f'step_{step:06d}.jsonl'}"
     bounds = ["p < 0.01", "0.05", "0.2", "0.5", "0.8", "1"]
     bands = "".join(f'<i class="p{i}">{escape(bound)}</i>' for i, bound in enumerate(bounds))
-    earlier = f'<a href="{escape(before[0])}">&larr; step {before[1]}</a>' if before is not None else ""
+    earlier = (
+        f'<a href="{escape(before[0])}">&larr; step {before[1]}</a>' if before is not None else ""
+    )
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>
 <style>{_style(filters)}</style></head><body>

@@ -1,4 +1,6 @@
-"""Curves of one run or several, from metrics.jsonl. matplotlib is imported only when something is drawn."""
+"""Curves of one run or several, from metrics.jsonl. matplotlib is imported only when something is
+drawn.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ PANELS = (
     Panel("held-out loss (nats a token or pair)", (HELD_OUT_LOSS,), smooth=False),
     Panel("held-out token accuracy", (TOKEN_ACCURACY,), share=True, smooth=False),
     Panel("reward", REWARD),
-    Panel("loss, supervised (nats a token or pair)", LOSS, unless=REWARD),  # a policy-gradient loss is no measure of anything
+    # a policy-gradient loss is no measure of anything
+    Panel("loss, supervised (nats a token or pair)", LOSS, unless=REWARD),
     Panel("loss on stored answers", ("optim/policy_loss",), unless=REWARD),
     Panel("reward margin, chosen to rejected", ("rewards/margins",)),
     Panel("KL, sampler to learner", ("optim/kl_sample_train_v1",)),
@@ -82,13 +85,17 @@ class Curve:
         """(steps, values) of the panel's metric; null values are left out."""
         for name in panel.names:
             rows = [row for row in self.rows if not any(other in row for other in panel.unless)]
-            points = [(row["step"], row[name]) for row in rows if isinstance(row.get(name), (int, float))]
+            points = [
+                (row["step"], row[name]) for row in rows if isinstance(row.get(name), (int, float))
+            ]
             if points:
                 return [step for step, _ in points], [value for _, value in points]
         return [], []
 
     def stages(self) -> list[tuple[str, float, float]]:
-        """(name, first step, last step) of each stage, in order; one row's stage is its "stage" value."""
+        """(name, first step, last step) of each stage, in order; one row's stage is its "stage"
+        value.
+        """
         spans: list[tuple[str, float, float]] = []
         for row in self.rows:
             name = str(row.get("stage", ""))
@@ -106,7 +113,9 @@ class Curve:
             stages = [("", stages[0][1], stages[-1][2])]
         cut = []
         for i, (_, first, last) in enumerate(stages):
-            part = [(step, value) for step, value in points if (first < step or i == 0) and step <= last]
+            part = [
+                (step, value) for step, value in points if (first < step or i == 0) and step <= last
+            ]
             if part:
                 cut.append(([step for step, _ in part], [value for _, value in part]))
         return cut
@@ -121,24 +130,42 @@ def read_curve(source: Path, label: str | None = None) -> Curve:
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Centred running mean over `window` points; at the ends over those that there are (nothing is padded)."""
+    """Centred running mean over `window` points; at the ends over those that there are (nothing is
+    padded).
+    """
     half = window // 2
     parts = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in parts]
 
 
 def reward_parts(curves: Sequence[Curve]) -> list[Panel]:
-    """A panel for each figure that a reward gives beside itself: the parts of several, what a function of one's own measures."""
-    names = dict.fromkeys(name for curve in curves for row in curve.rows for name in row if name.startswith("env/all/"))
-    own = [name for name in names if "/" not in name.removeprefix("env/all/") and name.removeprefix("env/all/") not in _NO_PARTS]
-    return [Panel(f"reward: {name.removeprefix('env/all/')}", (name,)) for name in own[:_MOST_PARTS]]
+    """A panel for each figure that a reward gives beside itself: the parts of several, what a
+    function of one's own measures.
+    """
+    names = dict.fromkeys(
+        name
+        for curve in curves
+        for row in curve.rows
+        for name in row
+        if name.startswith("env/all/")
+    )
+    own = [
+        name
+        for name in names
+        if "/" not in name.removeprefix("env/all/")
+        and name.removeprefix("env/all/") not in _NO_PARTS
+    ]
+    return [
+        Panel(f"reward: {name.removeprefix('env/all/')}", (name,)) for name in own[:_MOST_PARTS]
+    ]
 
 
 def draw(source: Path | Sequence[Path], out: Path, labels: Sequence[str] | None = None) -> Path:
-    """Draw the curves of a run (or compare several) into `out`, a picture of the kind that its name ends with, atomically; returns it.
+    """Draw the curves of a run (or compare several) into `out`, a picture of the kind that its name
+    ends with, atomically; returns it.
 
-    A metric that no run has gets no panel. Stages are shaded where one run is drawn. NothingToDraw where no panel is left; UserError
-    for a kind of picture that is not in PICTURES.
+    A metric that no run has gets no panel. Stages are shaded where one run is drawn. NothingToDraw
+    where no panel is left; UserError for a kind of picture that is not in PICTURES.
     """
     if out.suffix.lower() not in PICTURES:
         raise UserError(f"{out} is no name of a picture: let it end with {', '.join(PICTURES)}")
@@ -146,9 +173,15 @@ def draw(source: Path | Sequence[Path], out: Path, labels: Sequence[str] | None 
     if labels is not None and len(labels) != len(sources):
         raise UserError(f"{len(labels)} labels for {len(sources)} runs: give one label a run")
     curves = [read_curve(path, labels[i] if labels else None) for i, path in enumerate(sources)]
-    panels = [panel for panel in [*PANELS, *reward_parts(curves)] if any(curve.series(panel)[0] for curve in curves)]
+    panels = [
+        panel
+        for panel in [*PANELS, *reward_parts(curves)]
+        if any(curve.series(panel)[0] for curve in curves)
+    ]
     if not panels:
-        raise NothingToDraw(f"no curve in {', '.join(map(str, sources))}: no row has any of the metrics that are drawn")
+        raise NothingToDraw(
+            f"no curve in {', '.join(map(str, sources))}: no row has any of the metrics that are drawn"
+        )
     figure = _figure(curves, panels)
     out.parent.mkdir(parents=True, exist_ok=True)
     aside = out.with_name(out.name + ".tmp")
@@ -158,7 +191,9 @@ def draw(source: Path | Sequence[Path], out: Path, labels: Sequence[str] | None 
 
 
 def _import_matplotlib() -> None:
-    """Past MPLBACKEND, which matplotlib fails on as it is imported where the name means nothing, and nothing here draws with."""
+    """Past MPLBACKEND, which matplotlib fails on as it is imported where the name means nothing,
+    and nothing here draws with.
+    """
     asked = os.environ.pop("MPLBACKEND", None)
     try:
         import matplotlib  # noqa: F401
@@ -176,7 +211,10 @@ def _figure(curves: Sequence[Curve], panels: Sequence[Panel]) -> Figure:
 
     columns = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3}.get(len(panels), 4)
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(3.7 * columns, 2.7 * rows + 0.7), layout=ConstrainedLayoutEngine(w_pad=0.09, h_pad=0.07))
+    figure = Figure(
+        figsize=(3.7 * columns, 2.7 * rows + 0.7),
+        layout=ConstrainedLayoutEngine(w_pad=0.09, h_pad=0.07),
+    )
     FigureCanvasAgg(figure)
     several = len(curves) > 1
     grid = figure.subplots(rows, columns, squeeze=False)
@@ -188,14 +226,33 @@ def _figure(curves: Sequence[Curve], panels: Sequence[Panel]) -> Figure:
     for axis in axes[max(0, len(panels) - columns) : len(panels)]:
         axis.set_xlabel("optimizer step", fontsize=9)
     title = " / ".join(curve.label for curve in curves) if not several else "runs compared"
-    smooth = any(panel.smooth and len(curve.series(panel)[0]) >= SMOOTH_FROM for panel in panels for curve in curves)
+    smooth = any(
+        panel.smooth and len(curve.series(panel)[0]) >= SMOOTH_FROM
+        for panel in panels
+        for curve in curves
+    )
     # A name is no mathematics, whatever dollars it has.
     figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left", parse_math=False)
     if smooth:
-        figure.text(0.99, 0.985, "pale: each step; line: running mean", ha="right", va="top", fontsize=8, color="#666666")
+        figure.text(
+            0.99,
+            0.985,
+            "pale: each step; line: running mean",
+            ha="right",
+            va="top",
+            fontsize=8,
+            color="#666666",
+        )
     if several:
         handles, names = _legend(curves)
-        legend = figure.legend(handles, names, loc="outside lower center", ncols=min(len(curves), 4), frameon=False, fontsize=9)
+        legend = figure.legend(
+            handles,
+            names,
+            loc="outside lower center",
+            ncols=min(len(curves), 4),
+            frameon=False,
+            fontsize=9,
+        )
         for text in legend.get_texts():
             text.set_parse_math(False)
     return figure
@@ -204,7 +261,9 @@ def _figure(curves: Sequence[Curve], panels: Sequence[Panel]) -> Figure:
 def _legend(curves: Sequence[Curve]) -> tuple[list[Any], list[str]]:
     from matplotlib.lines import Line2D
 
-    return [Line2D([], [], color=COLOURS[i % len(COLOURS)], lw=2) for i in range(len(curves))], [c.label for c in curves]
+    return [Line2D([], [], color=COLOURS[i % len(COLOURS)], lw=2) for i in range(len(curves))], [
+        c.label for c in curves
+    ]
 
 
 def _draw_panel(axis: Axes, panel: Panel, curves: Sequence[Curve]) -> None:
@@ -239,7 +298,9 @@ def _style_numbers(axis: Axes, panel: Panel, values: Sequence[float]) -> None:
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1000:g}k"))
 
 
-def _draw_line(axis: Axes, panel: Panel, steps: list[float], values: list[float], colour: str) -> None:
+def _draw_line(
+    axis: Axes, panel: Panel, steps: list[float], values: list[float], colour: str
+) -> None:
     if panel.smooth and len(values) >= SMOOTH_FROM:
         axis.plot(steps, values, color=colour, lw=0.8, alpha=0.28)
         axis.plot(steps, smoothed(values, max(3, len(values) // 20)), color=colour, lw=1.8)
@@ -249,11 +310,15 @@ def _draw_line(axis: Axes, panel: Panel, steps: list[float], values: list[float]
 
 def _name_ends(axis: Axes, steps: list[float], values: list[float]) -> None:
     """The first and the last value in figures: what one wants to read off."""
-    ends = [(steps[0], values[0], "left")] + ([(steps[-1], values[-1], "right")] if len(steps) > 1 else [])
+    ends = [(steps[0], values[0], "left")] + (
+        [(steps[-1], values[-1], "right")] if len(steps) > 1 else []
+    )
     for step, value, side in ends:
         offset = (7 if side == "left" else 0, -14 if value > 0.8 else -4)
         look: dict[str, Any] = {"ha": side, "fontsize": 9, "fontweight": "bold"}
-        axis.annotate(f"{value:.2f}", (step, value), xytext=offset, textcoords="offset points", **look)
+        axis.annotate(
+            f"{value:.2f}", (step, value), xytext=offset, textcoords="offset points", **look
+        )
 
 
 def _shade_stages(axis: Axes, curve: Curve, steps: Sequence[float]) -> None:
@@ -267,4 +332,11 @@ def _shade_stages(axis: Axes, curve: Curve, steps: Sequence[float]) -> None:
             continue
         axis.axvspan(left, right, color=_SHADES[i % len(_SHADES)], lw=0, zorder=0)
         look: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8, "color": "#777777"}
-        axis.text((left + right) / 2, 0.02, name, transform=axis.get_xaxis_transform(), parse_math=False, **look)
+        axis.text(
+            (left + right) / 2,
+            0.02,
+            name,
+            transform=axis.get_xaxis_transform(),
+            parse_math=False,
+            **look,
+        )

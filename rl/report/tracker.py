@@ -1,4 +1,6 @@
-"""Metrics to weights & biases beside the run's own files. It never ends a run: the first thing that fails is said, and that is all."""
+"""Metrics to weights & biases beside the run's own files. It never ends a run: the first thing that
+fails is said, and that is all.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class Warner(Protocol):
 
 
 def check_tracker(project: str | None) -> None:
-    """RunFolderError where a project is named and the package is not installed: known before any work."""
+    """RunFolderError where a project is named and the package is not installed: known before any
+    work.
+    """
     if project is not None and importlib.util.find_spec("wandb") is None:
         raise _not_installed(project)
 
@@ -33,7 +37,15 @@ def _not_installed(project: str) -> RunFolderError:
 class Tracker:
     """A weights & biases run that keeps its files, and its id for a resume, in the run's folder."""
 
-    def __init__(self, project: str, folder: Path, config: Mapping[str, Any], *, resumed: bool, console: Warner | None):
+    def __init__(
+        self,
+        project: str,
+        folder: Path,
+        config: Mapping[str, Any],
+        *,
+        resumed: bool,
+        console: Warner | None,
+    ):
         self._console = console
         self._warned = False
         try:
@@ -43,7 +55,11 @@ class Tracker:
         id_file = folder / "wandb_id.txt"
 
         def start() -> Any:
-            run_id = id_file.read_text(encoding="utf-8").strip() if resumed and id_file.exists() else uuid.uuid4().hex[:8]
+            run_id = (
+                id_file.read_text(encoding="utf-8").strip()
+                if resumed and id_file.exists()
+                else uuid.uuid4().hex[:8]
+            )
             run = wandb.init(
                 project=project,
                 name=folder.name,
@@ -62,19 +78,25 @@ class Tracker:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         values = {key: value for key, value in metrics.items() if value is not None}
         if self._run is not None:
-            self._tried(f"did not take the metrics of step {step}", lambda: self._run.log(values, step=step))
+            self._tried(
+                f"did not take the metrics of step {step}", lambda: self._run.log(values, step=step)
+            )
 
     def finish(self) -> None:
         if self._run is not None:
             self._tried("did not finish", lambda: self._run.finish())
 
     def _tried(self, what: str, action: Callable[[], Any]) -> Any:
-        """The action's result; None where it failed, which is said once. Its errors are of any kind, its own and the network's."""
+        """The action's result; None where it failed, which is said once. Its errors are of any
+        kind, its own and the network's.
+        """
         try:
             return action()
         except Exception as error:
             if self._console is not None and not self._warned:
                 why = f"{type(error).__name__}: {error}"
-                self._console.warn(f"weights & biases {what}: {why}. The run goes on; metrics.jsonl has everything")
+                self._console.warn(
+                    f"weights & biases {what}: {why}. The run goes on; metrics.jsonl has everything"
+                )
             self._warned = True
             return None

@@ -1,4 +1,6 @@
-"""Rewards: text to score. Names and settings are in `registry`, built-ins in `text`, `maths`, `code`, ...; `scorer` runs them."""
+"""Rewards: text to score. Names and settings are in `registry`, built-ins in `text`, `maths`,
+`code`, ...; `scorer` runs them.
+"""
 
 from rl.rewards import code, countdown, maths, style, text
 from rl.rewards.calls import Episode, RewardResult, Turn

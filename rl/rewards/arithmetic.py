@@ -1,4 +1,6 @@
-"""Arithmetic on whole numbers as an answer writes it: its exact value, and the numbers that it uses."""
+"""Arithmetic on whole numbers as an answer writes it: its exact value, and the numbers that it
+uses.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,24 @@ import ast
 import re
 from fractions import Fraction
 
-_ALLOWED = re.compile(r"[\d\s+\-*/()]{1,200}")  # so short that neither parsing nor the numbers can grow
-_LATEX = ((r"\times", "*"), (r"\cdot", "*"), (r"\div", "/"), (r"\left", ""), (r"\right", ""), ("×", "*"), ("÷", "/"), ("−", "-"))
+# so short that neither parsing nor the numbers can grow
+_ALLOWED = re.compile(r"[\d\s+\-*/()]{1,200}")
+_LATEX = (
+    (r"\times", "*"),
+    (r"\cdot", "*"),
+    (r"\div", "/"),
+    (r"\left", ""),
+    (r"\right", ""),
+    ("×", "*"),
+    ("÷", "/"),
+    ("−", "-"),
+)
 
 
 def evaluated(text: str) -> tuple[Fraction, list[int]] | None:
-    """(exact value, the numbers used) of an expression, which may end in "= value"; None for what is none, or divides by 0."""
+    """(exact value, the numbers used) of an expression, which may end in "= value"; None for what
+    is none, or divides by 0.
+    """
     for latex, sign in _LATEX:
         text = text.replace(latex, sign)
     text = text.partition("=")[0].strip()

@@ -1,6 +1,8 @@
-"""Rewards for programs, which run in a sandbox (rl.sandbox): `code_tests` by tests, `code_output` by what a program prints.
+"""Rewards for programs, which run in a sandbox (rl.sandbox): `code_tests` by tests, `code_output`
+by what a program prints.
 
-The reward runs in a worker process as others do, and each worker has a sandbox of its own: what hangs costs its program, not the run.
+The reward runs in a worker process as others do, and each worker has a sandbox of its own: what
+hangs costs its program, not the run.
 """
 
 from __future__ import annotations
@@ -36,12 +38,14 @@ _KEYS = {
 
 
 class _Programs(Starts):
-    """What rewards of programs share: their settings, and the sandbox, which is made where it is first needed.
+    """What rewards of programs share: their settings, and the sandbox, which is made where it is
+    first needed.
 
-    score: "all" gives 1 where every test passes, "fraction" the share that do. block: "fenced" takes the last ``` block of a response
-    and charges 0.1 where there is none; "any" takes a response without one as it is. sandbox: its kind ("auto": the strongest that this
-    host has). seconds: of all tests of an answer together; one has three quarters of them. packages: that programs may import besides
-    the standard library (None: numpy where it is installed).
+    score: "all" gives 1 where every test passes, "fraction" the share that do. block: "fenced"
+    takes the last ``` block of a response and charges 0.1 where there is none; "any" takes a
+    response without one as it is. sandbox: its kind ("auto": the strongest that this host has).
+    seconds: of all tests of an answer together; one has three quarters of them. packages: that
+    programs may import besides the standard library (None: numpy where it is installed).
     """
 
     def __init__(
@@ -59,14 +63,22 @@ class _Programs(Starts):
             raise UserError(f"block is 'fenced' or 'any', got {block!r}")
         if not seconds > 0:
             raise UserError(f"seconds is a positive number, got {seconds}")
-        self.score, self.block, self.mode, self.seconds, self.packages = score, block, sandbox, seconds, packages
+        self.score, self.block, self.mode, self.seconds, self.packages = (
+            score,
+            block,
+            sandbox,
+            seconds,
+            packages,
+        )
         self._sandbox: Sandbox | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_sandbox": None}  # a worker makes its own
 
     def begin(self) -> None:
-        """Where it is to run, before its first item, whose time limit the sandbox's own start is no part of."""
+        """Where it is to run, before its first item, whose time limit the sandbox's own start is no
+        part of.
+        """
         self.sandbox()
 
     def sandbox(self) -> Sandbox:
@@ -82,11 +94,18 @@ class _Programs(Starts):
             found = self._grade(program, tests)
             correct, passed = float(found.all), found.fraction
         if self.score == "all":
-            return RewardResult(correct + 0.1 * (has_format - 1.0), {"correct": correct, "format": has_format})
-        return RewardResult(passed + 0.1 * (has_format - 1.0), {"correct": correct, "format": has_format, "tests_passed": passed})
+            return RewardResult(
+                correct + 0.1 * (has_format - 1.0), {"correct": correct, "format": has_format}
+            )
+        return RewardResult(
+            passed + 0.1 * (has_format - 1.0),
+            {"correct": correct, "format": has_format, "tests_passed": passed},
+        )
 
     def _grade(self, program: str, tests: Tests) -> Grade:
-        """Its verdicts; a second time where the sandbox itself was lost. A program that loses it twice fails."""
+        """Its verdicts; a second time where the sandbox itself was lost. A program that loses it
+        twice fails.
+        """
         found = self.sandbox().grade(program, tests, early_stop=self.score == "all")
         if any(reason.startswith("lost") for reason in found.reasons):
             found = self.sandbox().grade(program, tests, early_stop=self.score == "all")
@@ -95,16 +114,21 @@ class _Programs(Starts):
 
 @register_reward("code_tests", reports=("correct", "format"))
 class CodeTests(_Programs):
-    """What a program earns by meta["tests"]: asserts, dialogues over stdin and stdout, calls of a function, or files for pytest.
+    """What a program earns by meta["tests"]: asserts, dialogues over stdin and stdout, calls of a
+    function, or files for pytest.
 
-    A list of texts is a list of asserts (MBPP's test_list). Other forms are named: {"style": "asserts", "asserts": [...], "setup": "",
-    "entry_point": None}, {"style": "dialogues", "cases": [[stdin, stdout], ...]}, {"style": "calls", "function": "f", "cases":
-    [[arguments, result], ...]}, {"style": "pytest", "files": {name: text}}; as JSON text too. meta["head"]: what stands before the body
-    of a function (HumanEval); its other functions are the tests' setup, unless the tests have one. Metrics: correct (every test), format
-    (a program was found), and for "fraction" tests_passed, the share.
+    A list of texts is a list of asserts (MBPP's test_list). Other forms are named: {"style":
+    "asserts", "asserts": [...], "setup": "", "entry_point": None}, {"style": "dialogues", "cases":
+    [[stdin, stdout], ...]}, {"style": "calls", "function": "f", "cases": [[arguments, result],
+    ...]}, {"style": "pytest", "files": {name: text}}; as JSON text too. meta["head"]: what stands
+    before the body of a function (HumanEval); its other functions are the tests' setup, unless the
+    tests have one. Metrics: correct (every test), format (a program was found), and for "fraction"
+    tests_passed, the share.
     """
 
-    def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
+    def __call__(
+        self, prompt: str, response: str, meta: Mapping[str, Any] | None = None
+    ) -> RewardResult:
         from rl.sandbox import Asserts, helpers_of
 
         language = language_of(meta)
@@ -123,23 +147,32 @@ class CodeTests(_Programs):
 
 @register_reward("code_output", reports=("correct", "format"))
 class CodeOutput(_Programs):
-    """1 where the program prints meta["answer"] (or meta["expected_output"]), given meta["stdin"] if there is any.
+    """1 where the program prints meta["answer"] (or meta["expected_output"]), given meta["stdin"]
+    if there is any.
 
     White space at the ends of lines and of the whole does not count. Metrics as of code_tests.
     """
 
-    def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
+    def __call__(
+        self, prompt: str, response: str, meta: Mapping[str, Any] | None = None
+    ) -> RewardResult:
         from rl.sandbox import Dialogues
 
         meta = meta or {}
-        wanted = meta["expected_output"] if meta.get("expected_output") is not None else expected_answer(meta)
+        wanted = (
+            meta["expected_output"]
+            if meta.get("expected_output") is not None
+            else expected_answer(meta)
+        )
         language = language_of(meta)
         tests = Dialogues([(str(meta.get("stdin") or ""), str(wanted))], "trimmed", language)
         return self.graded(program_in(response, self.block, language), tests)
 
 
 def make_sandbox(mode: str, seconds: float, packages: Sequence[str] | None = None) -> Sandbox:
-    """A sandbox for one program at a time. Raises UserError where this host has none of the kind, with the remedy."""
+    """A sandbox for one program at a time. Raises UserError where this host has none of the kind,
+    with the remedy.
+    """
     from rl.sandbox import Limits, Sandbox
 
     limits = Limits(wall_s=0.75 * seconds, cpu_s=0.75 * seconds, total_s=seconds)
@@ -153,7 +186,9 @@ def language_of(meta: Mapping[str, Any] | None) -> str:
 
 
 def program_in(response: str, block: Block, language: str = "python") -> str | None:
-    """The last whole fenced block of this language (or of none named); else the response itself for "any", None for "fenced"."""
+    """The last whole fenced block of this language (or of none named); else the response itself for
+    "any", None for "fenced".
+    """
     names = _NAMES.get(language, (language, ""))
     response = response.removeprefix("\ufeff")
     found: str | None = None
@@ -171,7 +206,9 @@ def program_in(response: str, block: Block, language: str = "python") -> str | N
 
 
 def completed(head: str, program: str, name: str) -> str:
-    """The whole of a program that may be the body of the function `name` alone, whose head (with imports and helpers) stands in `head`."""
+    """The whole of a program that may be the body of the function `name` alone, whose head (with
+    imports and helpers) stands in `head`.
+    """
     defines = re.compile(rf"^(?:async )?def {re.escape(name)}\b", re.MULTILINE)
     if defines.search(program):
         begin = defines.search(head)
@@ -179,40 +216,59 @@ def completed(head: str, program: str, name: str) -> str:
     lines = program.strip("\n").splitlines()
     if lines and not lines[0].startswith((" ", "\t")):
         lines = ["    " + line for line in lines]
-    end = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith((" ", "\t"))), len(lines))
+    end = next(
+        (i for i, line in enumerate(lines) if line.strip() and not line.startswith((" ", "\t"))),
+        len(lines),
+    )
     return head + "\n".join(lines[:end]) + "\n"
 
 
 def tests_of(meta: Mapping[str, Any] | None, language: str = "python") -> tuple[Tests, str | None]:
-    """meta["tests"] as rl.sandbox has them, and the function they are about where that is said. Raises ValueError naming what is wrong."""
+    """meta["tests"] as rl.sandbox has them, and the function they are about where that is said.
+    Raises ValueError naming what is wrong.
+    """
     from rl.sandbox import Asserts, Calls, Dialogues, Pytest
 
     found = None if meta is None else meta.get("tests", meta.get("test_list"))
     if found is None:
-        raise ValueError(f"the problem has nothing to test by: meta needs 'tests' (a list of asserts, say), it has {sorted(meta or {})}")
+        raise ValueError(
+            f"the problem has nothing to test by: meta needs 'tests' (a list of asserts, say), it has {sorted(meta or {})}"
+        )
     if isinstance(found, str):
         found = _parsed(found)
     if isinstance(found, (list, tuple)):
         found = {"style": "asserts", "asserts": list(found)}
     if not isinstance(found, Mapping) or found.get("style") not in _KEYS:
-        raise ValueError(f"meta['tests'] is a list of asserts or has a style ({', '.join(_KEYS)}), this is {str(found)[:80]!r}")
+        raise ValueError(
+            f"meta['tests'] is a list of asserts or has a style ({', '.join(_KEYS)}), this is {str(found)[:80]!r}"
+        )
     style = found["style"]
     needed, also = _KEYS[style]
     here = found.keys() - {"style"}
     if needed - here or here - needed - also:
-        raise ValueError(f"meta['tests'] of style {style} has {', '.join(sorted(needed | also))}; this has {', '.join(sorted(here))}")
+        raise ValueError(
+            f"meta['tests'] of style {style} has {', '.join(sorted(needed | also))}; this has {', '.join(sorted(here))}"
+        )
     if language != "python" and style != "dialogues":
-        raise ValueError(f"meta['tests'] of style {style} is for Python, meta['language'] is {language!r}: dialogues are for any language")
+        raise ValueError(
+            f"meta['tests'] of style {style} is for Python, meta['language'] is {language!r}: dialogues are for any language"
+        )
     given = {key: found[key] for key in here}
     if style == "asserts":
         if not given["asserts"] or not all(isinstance(line, str) for line in given["asserts"]):
-            raise ValueError(f"meta['tests'] has one assert or more, each a text; this has {str(given['asserts'])[:80]!r}")
-        return Asserts(given.get("setup") or "", list(given["asserts"]), given.get("entry_point")), given.get("entry_point")
+            raise ValueError(
+                f"meta['tests'] has one assert or more, each a text; this has {str(given['asserts'])[:80]!r}"
+            )
+        return Asserts(
+            given.get("setup") or "", list(given["asserts"]), given.get("entry_point")
+        ), given.get("entry_point")
     if style == "pytest":
         return Pytest(dict(given["files"])), None
     cases = given["cases"]
     if not cases or not all(isinstance(case, (list, tuple)) and len(case) == 2 for case in cases):
-        raise ValueError(f"meta['tests'] has cases, each of an input and what is expected; this has {str(cases)[:80]!r}")
+        raise ValueError(
+            f"meta['tests'] has cases, each of an input and what is expected; this has {str(cases)[:80]!r}"
+        )
     pairs = [(given, wanted) for given, wanted in cases]
     if style == "dialogues":
         return Dialogues(pairs, found.get("compare", "tokens"), language), None

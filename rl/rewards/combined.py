@@ -1,4 +1,6 @@
-"""Rewards that are made of rewards: what becomes of a part that fails, or says that it does not apply."""
+"""Rewards that are made of rewards: what becomes of a part that fails, or says that it does not
+apply.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,16 @@ def caught(call: Callable[..., RewardResult], *given: Any) -> RewardResult | Bas
 
 
 class PartFailed(Exception):
-    """A part of a reward made of rewards failed: "in its part 'a', which raised ..."; its cause is what that part raised."""
+    """A part of a reward made of rewards failed: "in its part 'a', which raised ..."; its cause is
+    what that part raised.
+    """
 
 
 class Combined(ABC):
     """A reward made of rewards. A part that fails fails the whole, and is named."""
 
-    leaves_out = False  # whether a part that does not apply has None for a result, instead of failing the whole
+    # whether a part that does not apply has None for a result, instead of failing the whole
+    leaves_out = False
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -42,8 +47,12 @@ class Combined(ABC):
     def evaluate(self, item: Item) -> RewardResult:
         return self._whole(item, [caught(part.evaluate, *item) for part in self.rewards()])
 
-    def evaluate_many(self, items: Sequence[Item], limit: float | None = None) -> list[RewardResult | BaseException]:
-        """Each part scores all items before the next does; an item that one of them fails on has failed."""
+    def evaluate_many(
+        self, items: Sequence[Item], limit: float | None = None
+    ) -> list[RewardResult | BaseException]:
+        """Each part scores all items before the next does; an item that one of them fails on has
+        failed.
+        """
         columns = [part.evaluate_many(items, limit) for part in self.rewards()]
         return [caught(self._whole, item, row) for item, *row in zip(items, *columns, strict=True)]
 
@@ -55,13 +64,21 @@ class Combined(ABC):
             elif isinstance(result, TookTooLong):
                 raise result
             elif isinstance(result, BaseException):
-                how = str(result) if isinstance(result, PartFailed) else f"which raised {says(result)}"
-                raise PartFailed(f"in its part {part.name!r}, {how}") from (result.__cause__ or result)
+                how = (
+                    str(result)
+                    if isinstance(result, PartFailed)
+                    else f"which raised {says(result)}"
+                )
+                raise PartFailed(f"in its part {part.name!r}, {how}") from (
+                    result.__cause__ or result
+                )
             elif not isfinite(result.reward):
                 raise PartFailed(f"in its part {part.name!r}, which returned {result.reward}")
             else:
                 found.append(result)
         return self.put_together(item, found)
 
-    def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
+    def __call__(
+        self, prompt: str, response: str, meta: Mapping[str, Any] | None = None
+    ) -> RewardResult:
         return self.evaluate((prompt, response, meta, None))

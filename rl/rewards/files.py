@@ -12,7 +12,9 @@ from rl.errors import UserError
 
 
 def load_file(path: str, what: str) -> ModuleType:
-    """The module of a .py file, executed once per process and kept under a name of its own. UserError, of `what`, where it fails."""
+    """The module of a .py file, executed once per process and kept under a name of its own.
+    UserError, of `what`, where it fails.
+    """
     name = f"whetstone_file_{Path(path).stem}_{zlib.crc32(path.encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
@@ -24,10 +26,13 @@ def load_file(path: str, what: str) -> ModuleType:
     sys.modules[name] = module  # before it runs: dataclasses and pickles in it look themselves up
     beside = str(Path(path).parent)
     if beside not in sys.path:
-        sys.path.append(beside)  # its neighbours can be imported; last, so that none stands in for a library
+        # its neighbours can be imported; last, so that none stands in for a library
+        sys.path.append(beside)
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # boundary: the user's module
         del sys.modules[name]
-        raise UserError(f"{what} file {path} failed to load: {type(error).__name__}: {error}") from error
+        raise UserError(
+            f"{what} file {path} failed to load: {type(error).__name__}: {error}"
+        ) from error
     return module

@@ -1,7 +1,9 @@
-"""What passes between a scorer and a worker process: messages of a checked length, and replies that are JSON.
+"""What passes between a scorer and a worker process: messages of a checked length, and replies that
+are JSON.
 
-A worker runs code of others, so what comes from it is read as data: never unpickled, of bounded length, with a checksum, and with
-the number of its item, the worker's process id and a secret of this worker (its nonce). Anything else is a BadReply.
+A worker runs code of others, so what comes from it is read as data: never unpickled, of bounded
+length, with a checksum, and with the number of its item, the worker's process id and a secret of
+this worker (its nonce). Anything else is a BadReply.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ READY = 0  # number of the message that a worker is ready; items count from 1
 _HEADER = struct.Struct(">2sQI")  # mark, length and checksum of what follows
 _MARK = b"WR"
 _FIELDS = {"item", "pid", "nonce", "reward", "metrics", "failure", "error"}
-_ODD_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # JSON has no names for them
+# JSON has no names for them
+_ODD_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class BadReply(Exception):
@@ -35,7 +38,9 @@ class BadReply(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came of one item: a result, or a failure ("error" | "nan" | "timeout") and its description."""
+    """What came of one item: a result, or a failure ("error" | "nan" | "timeout") and its
+    description.
+    """
 
     result: RewardResult | None
     failure: str | None = None
@@ -47,7 +52,9 @@ def frame(payload: bytes) -> bytes:
 
 
 class Frames:
-    """Messages out of a stream of bytes, which comes in pieces. `limit`: bytes of the longest message."""
+    """Messages out of a stream of bytes, which comes in pieces. `limit`: bytes of the longest
+    message.
+    """
 
     def __init__(self, limit: int):
         self.limit = limit
@@ -57,7 +64,9 @@ class Frames:
         self._buffer += data
 
     def next(self) -> bytes | None:
-        """The next message; None where it is not all there yet. Raises BadReply as soon as it can be none."""
+        """The next message; None where it is not all there yet. Raises BadReply as soon as it can
+        be none.
+        """
         buffer = self._buffer
         if not buffer.startswith(_MARK[: len(buffer)]):
             raise BadReply(f"it begins with {plain_text(repr(bytes(buffer[:24])), 100)}")
@@ -78,12 +87,20 @@ class Frames:
 
 def encode_reply(number: int, nonce: str, reply: Reply) -> bytes:
     """A reply as a message, by the process that calls this."""
-    fields: dict[str, Any] = {"item": number, "pid": os.getpid(), "nonce": nonce, "reward": None, "metrics": {}}
+    fields: dict[str, Any] = {
+        "item": number,
+        "pid": os.getpid(),
+        "nonce": nonce,
+        "reward": None,
+        "metrics": {},
+    }
     fields |= {"failure": reply.failure, "error": reply.error}
     if reply.result is not None:
         fields["reward"] = _named(reply.result.reward)
         seconds = {SECONDS + name: taken for name, taken in reply.result.seconds.items()}
-        fields["metrics"] = {key: _named(value) for key, value in {**reply.result.metrics, **seconds}.items()}
+        fields["metrics"] = {
+            key: _named(value) for key, value in {**reply.result.metrics, **seconds}.items()
+        }
     payload = json.dumps(fields).encode()  # in ASCII: a lone surrogate travels as \ud800
     if len(payload) > MAX_REPLY:
         too_long = f"returned metrics of {len(payload)} bytes, at most {MAX_REPLY} are taken"
@@ -92,13 +109,17 @@ def encode_reply(number: int, nonce: str, reply: Reply) -> bytes:
 
 
 def decode_reply(payload: bytes, number: int, pid: int | None, nonce: str) -> tuple[Reply, int]:
-    """(the reply to item `number` of the worker with this process id and nonce, its process id). Raises BadReply, which says why.
+    """(the reply to item `number` of the worker with this process id and nonce, its process id).
+    Raises BadReply, which says why.
 
     `pid`: None where it is not known yet.
     """
     try:
         fields = _DECODER.decode(payload.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError, and so is a number of 5,000 digits
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # UnicodeDecodeError is a ValueError, and so is a number of 5,000 digits
         raise BadReply(f"it is no JSON ({plain_text(str(error), 100)})") from None
     if not isinstance(fields, dict) or fields.keys() != _FIELDS:
         raise BadReply(f"it holds other fields: {plain_text(repr(fields), 100)}")
@@ -106,14 +127,20 @@ def decode_reply(payload: bytes, number: int, pid: int | None, nonce: str) -> tu
         raise BadReply("it does not hold the worker's nonce")
     sender = fields["pid"]
     if type(sender) is not int or (pid is not None and sender != pid):
-        raise BadReply(f"process {plain_text(repr(sender), 40)} sent it, the worker is process {pid}")
+        raise BadReply(
+            f"process {plain_text(repr(sender), 40)} sent it, the worker is process {pid}"
+        )
     if type(fields["item"]) is not int or fields["item"] != number:
-        raise BadReply(f"it answers item {plain_text(repr(fields['item']), 40)}, item {number} was asked for")
+        raise BadReply(
+            f"it answers item {plain_text(repr(fields['item']), 40)}, item {number} was asked for"
+        )
     return _reply(fields), sender
 
 
 def as_data(reply: Reply) -> Reply:
-    """A reply of a closure as it would be from another process: bounded, plain, and nothing but numbers and text."""
+    """A reply of a closure as it would be from another process: bounded, plain, and nothing but
+    numbers and text.
+    """
     message = encode_reply(READY, "", reply)
     return decode_reply(message[_HEADER.size :], READY, None, "")[0]
 
@@ -127,16 +154,25 @@ def _reply(fields: dict[str, Any]) -> Reply:
     reward, metrics = fields["reward"], fields["metrics"]
     if not isinstance(metrics, dict):
         raise BadReply(f"its metrics are {plain_text(repr(metrics), 100)}")
-    figures = {plain_text(name, _MAX_NAME): _number(value, f"metric {name[:40]!r}") for name, value in metrics.items()}
+    figures = {
+        plain_text(name, _MAX_NAME): _number(value, f"metric {name[:40]!r}")
+        for name, value in metrics.items()
+    }
     value = _number(reward, "reward")
-    return Reply(RewardResult(value, figures)) if math.isfinite(value) else Reply(None, "nan", f"returned {value}")
+    return (
+        Reply(RewardResult(value, figures))
+        if math.isfinite(value)
+        else Reply(None, "nan", f"returned {value}")
+    )
 
 
 def _number(value: object, what: str) -> float:
     if type(value) is str and value in _ODD_NUMBERS:
         return _ODD_NUMBERS[value]
     if type(value) not in (int, float):
-        raise BadReply(f"its {plain_text(what, 60)} is {plain_text(repr(value), 60)}, a number is expected")
+        raise BadReply(
+            f"its {plain_text(what, 60)} is {plain_text(repr(value), 60)}, a number is expected"
+        )
     try:
         return float(value)  # type: ignore[arg-type]  # an int or a float
     except OverflowError:

@@ -1,11 +1,13 @@
-"""The guard of one reward worker, or of one program: a small process between the trainer and the process that runs the reward.
+"""The guard of one reward worker, or of one program: a small process between the trainer and the
+process that runs the reward.
 
-Run as a script, of the standard library alone: `python -P guard.py SOCKET PARENT SYS_PATH`, or for a program, which has no socket,
-`python -P guard.py -1 PARENT "" PROGRAM ARGUMENTS...`. It forks the worker (or program), passes on what that prints, and when the
-trainer ends or lets go, or the worker ends, it kills all that the worker started and then ends as the worker did.
-It adopts what loses its parent (Linux: a "child subreaper"), so a process that went into a session of its own is found as well.
-Its standard output is a socket to the trainer, whose end is how it learns that the trainer is gone.
-It is no sandbox: a reward is code that runs as the same user, and can do what that user can.
+Run as a script, of the standard library alone: `python -P guard.py SOCKET PARENT SYS_PATH`, or for
+a program, which has no socket, `python -P guard.py -1 PARENT "" PROGRAM ARGUMENTS...`. It forks the
+worker (or program), passes on what that prints, and when the trainer ends or lets go, or the worker
+ends, it kills all that the worker started and then ends as the worker did. It adopts what loses its
+parent (Linux: a "child subreaper"), so a process that went into a session of its own is found as
+well. Its standard output is a socket to the trainer, whose end is how it learns that the trainer is
+gone. It is no sandbox: a reward is code that runs as the same user, and can do what that user can.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from typing import NoReturn
 MARK = "WHETSTONE_REWARD_WORKER"  # in the environment of a worker and of what it starts
 PRINTED_BYTES = 64 * 1024  # of what one worker prints that are passed on
 LAST_BYTES = 2048  # of it that are passed on in any case: why a worker ended stands there
-END_SECONDS = 3.0  # to find and kill what is left; only a reward that starts processes faster than they are killed needs so long
+# to find and kill what is left; only a reward that starts processes faster than they are killed
+# needs so long
+END_SECONDS = 3.0
 _ASKED_TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _PARENT_DIED = signal.SIGRTMIN + 5 if sys.platform == "linux" else signal.SIGHUP
 _LIFE = 1  # its standard output: the socket to the trainer
@@ -39,9 +43,12 @@ def prctl(option: int, value: int) -> None:
 
 
 def main(channel: int, parent: int, path: list[str], program: list[str]) -> NoReturn:
-    """`channel`: the socket of items and replies, the worker's alone. `path`: the trainer's sys.path. `program`: in their place."""
-    # Signals that ask a run to stop may reach all its processes (a scheduler's do), and it needs its rewards to finish the step.
-    # Handlers that do nothing, since what a reward starts would inherit SIG_IGN.
+    """`channel`: the socket of items and replies, the worker's alone. `path`: the trainer's
+    sys.path. `program`: in their place.
+    """
+    # Signals that ask a run to stop may reach all its processes (a scheduler's do), and it needs
+    # its rewards to finish the step. Handlers that do nothing, since what a reward starts would
+    # inherit SIG_IGN.
     for number in (*_ASKED_TO_STOP, signal.SIGCHLD, _PARENT_DIED):
         signal.signal(number, lambda *_: None)
     heard, hears = os.pipe()
@@ -49,7 +56,8 @@ def main(channel: int, parent: int, path: list[str], program: list[str]) -> NoRe
         os.set_blocking(fd, False)
     signal.set_wakeup_fd(hears, warn_on_full_buffer=False)
     prctl(_SET_CHILD_SUBREAPER, 1)
-    prctl(_SET_PARENT_DEATH_SIGNAL, _PARENT_DIED)  # beside the socket, which a fork of the trainer may hold open
+    # beside the socket, which a fork of the trainer may hold open
+    prctl(_SET_PARENT_DEATH_SIGNAL, _PARENT_DIED)
     if os.getppid() != parent:  # it died before we asked
         os._exit(1)
     printed, prints = os.pipe()
@@ -72,7 +80,9 @@ def main(channel: int, parent: int, path: list[str], program: list[str]) -> NoRe
 
 
 def _leave_guard(prints: int, *, parent: int, closing: tuple[int, ...]) -> None:
-    """In the fork: a session of its own, the guard's pipe for all that is printed, none of the guard's descriptors and handlers."""
+    """In the fork: a session of its own, the guard's pipe for all that is printed, none of the
+    guard's descriptors and handlers.
+    """
     os.setsid()  # a reward that kills its process group kills itself
     prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
@@ -108,7 +118,9 @@ def _become_worker(channel: int, path: list[str]) -> NoReturn:
 
         serve(channel)
         code = 0
-    except BaseException:  # boundary: whatever ends a worker, its parent's code is not run a second time
+    except (
+        BaseException
+    ):  # boundary: whatever ends a worker, its parent's code is not run a second time
         import traceback
 
         traceback.print_exc()
@@ -146,7 +158,9 @@ def _watch(worker: int, heard: int, printed: int) -> int:
 
 
 class _Output:
-    """What a worker prints: the first part is passed on, the rest is read and dropped but for its end."""
+    """What a worker prints: the first part is passed on, the rest is read and dropped but for its
+    end.
+    """
 
     def __init__(self, printed: int):
         self._printed, self._left, self._last, self._dropped = printed, PRINTED_BYTES, b"", 0
@@ -180,14 +194,16 @@ class _Output:
 
 
 def _send(data: bytes) -> None:
-    """To the trainer, if it still listens and has room: a worker never waits for somebody to read what it prints."""
+    """To the trainer, if it still listens and has room: a worker never waits for somebody to read
+    what it prints.
+    """
     try:
         os.write(_LIFE, data)
     except OSError:
         pass
 
 
-# ------------------------------------------------------------------------------------------------------ ending what was started
+# -------------------------------------------------------------------------- ending what was started
 
 
 def _reap(worker: int) -> int | None:
@@ -205,7 +221,9 @@ def _reap(worker: int) -> int | None:
 
 
 def end_all(worker: int, code: int | None) -> int:
-    """Kills the worker, its process group, and every descendant, adopted ones too. Returns the worker's exit code."""
+    """Kills the worker, its process group, and every descendant, adopted ones too. Returns the
+    worker's exit code.
+    """
     deadline = time.monotonic() + END_SECONDS
     kill(worker, group=True)
     while time.monotonic() < deadline:

@@ -1,4 +1,6 @@
-"""A program of somebody's, run under a guard (rl.rewards.guard): whatever it starts ends with it, and it ends with this process."""
+"""A program of somebody's, run under a guard (rl.rewards.guard): whatever it starts ends with it,
+and it ends with this process.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,25 @@ from rl.rewards import guard
 
 
 class GuardedProgram:
-    """`environment`: all that it gets. `fileno`: readable when it printed something or ended, see `hear`. OSError where none starts."""
+    """`environment`: all that it gets. `fileno`: readable when it printed something or ended, see
+    `hear`. OSError where none starts.
+    """
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str], mark: str):
         self._mark, self._last = mark, b""
         self._life, guards = socket.socketpair()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-S", str(Path(guard.__file__)), "-1", str(os.getpid()), "", *words],
+                [
+                    sys.executable,
+                    "-P",
+                    "-S",
+                    str(Path(guard.__file__)),
+                    "-1",
+                    str(os.getpid()),
+                    "",
+                    *words,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=guards.fileno(),
                 stderr=guards.fileno(),
@@ -41,7 +54,9 @@ class GuardedProgram:
         return self._life.fileno()
 
     def hear(self) -> bool:
-        """Reads what it printed, and drops all but the end. False where it has ended, with all that it started."""
+        """Reads what it printed, and drops all but the end. False where it has ended, with all that
+        it started.
+        """
         while True:
             try:
                 data = self._life.recv(1 << 16)
@@ -76,7 +91,9 @@ class GuardedProgram:
         """Ends it and all that carries its mark, whatever became of the guard."""
         with contextlib.suppress(OSError):
             self._life.close()
-        for pid in {*guard.descendants(self._process.pid), *guard.marked(self._mark)} - {os.getpid()}:
+        for pid in {*guard.descendants(self._process.pid), *guard.marked(self._mark)} - {
+            os.getpid()
+        }:
             guard.kill(pid)
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -12,7 +12,9 @@ logger = logging.getLogger(__name__)
 
 
 class Losses:
-    """Logs a lost worker: the first of its kind at once, then the tenth, the hundredth, ... with their number. From any thread."""
+    """Logs a lost worker: the first of its kind at once, then the tenth, the hundredth, ... with
+    their number. From any thread.
+    """
 
     def __init__(self, reward: str):
         self._reward, self._lock = reward, threading.Lock()
@@ -24,4 +26,10 @@ class Losses:
             self._counts[reply.failure] = count = self._counts.get(reply.failure, 0) + 1
         if str(count).rstrip("0") == "1":
             so_far = f" ({count} answers so far)" if count > 1 else ""
-            logger.warning("reward %r %s%s (prompt %s)", self._reward, reply.error, so_far, excerpt(culprit.prompt))
+            logger.warning(
+                "reward %r %s%s (prompt %s)",
+                self._reward,
+                reply.error,
+                so_far,
+                excerpt(culprit.prompt),
+            )

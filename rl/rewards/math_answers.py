@@ -1,17 +1,30 @@
-"""Whether an answer equals the expected one: the rules for equations, lists, intervals, units and words (docs/rewards.md)."""
+"""Whether an answer equals the expected one: the rules for equations, lists, intervals, units and
+words (docs/rewards.md).
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
 
-from rl.rewards.math_text import Quantity, TooLarge, as_words, compact, exact_number, join_thousands, read_quantity, spell
+from rl.rewards.math_text import (
+    Quantity,
+    TooLarge,
+    as_words,
+    compact,
+    exact_number,
+    join_thousands,
+    read_quantity,
+    spell,
+)
 from rl.rewards.math_values import SECONDS, formulas_equal, load_math_verify, time_limit
 
 MAX_CHARACTERS = 2000  # of an answer that is compared
 _MAX_ITEMS = 40  # of a list, or entries of a matrix
 _OPEN, _CLOSE = "([{", ")]}"
-_MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_MATRIX = re.compile(
+    r"\\begin\{([pbBvV]?matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1\}", re.DOTALL
+)
 _BASE = re.compile(r"(?:\\text)?\{?([0-9A-Z]+)\}?_(?:\{?(?:\\text\s*\{)?(\d+|[a-z]+)\}*)")
 _EQUALS = re.compile(r"(?<![<>!:=])=(?!=)|(?<![a-zA-Z])(?:\\approx|\\equiv)(?![a-zA-Z])")
 _NAME = re.compile(
@@ -20,16 +33,23 @@ _NAME = re.compile(
     r"|(?:\\(?:text|mathrm|operatorname|overline|angle|triangle|vec|mathbf|hat|bar)\s*\{?[^={}+*/^-]*\}?\s*[A-Za-z]*)"
 )
 _SYMBOLS = re.compile(r"[a-zA-Z\s+*/()_{}-]+")
-_FUNCTION_NAMES = re.compile(r"\\(?:frac|sqrt|pi|cdot|times|infty|sin|cos|tan|cot|sec|csc|log|ln|exp|left|right|begin|end|cup|pm|mp)")
-_AND = re.compile(r"(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|\\(?:text|mbox|textrm|mathrm)\s*\{\s*,?\s*(?:and|or)\s*\}")
-_NO_FORMULA = re.compile(r"\d\s*'|(?<!_)\d\s+[\d.]")  # 45' and 1 0, which the parser reads as 45 and as a sum
+_FUNCTION_NAMES = re.compile(
+    r"\\(?:frac|sqrt|pi|cdot|times|infty|sin|cos|tan|cot|sec|csc|log|ln|exp|left|right|begin|end|cup|pm|mp)"
+)
+_AND = re.compile(
+    r"(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|\\(?:text|mbox|textrm|mathrm)\s*\{\s*,?\s*(?:and|or)\s*\}"
+)
+# 45' and 1 0, which the parser reads as 45 and as a sum
+_NO_FORMULA = re.compile(r"\d\s*'|(?<!_)\d\s+[\d.]")
 _REALS = {r"(-\infty,\infty)", r"(-\infty,+\infty)", r"\mathbb{R}", r"\mathbbR", r"\R", r"\Reals", r"\text{allrealnumbers}",
           "allrealnumbers"}  # fmt: skip
 _EMPTY = {r"\emptyset", r"\varnothing", r"\{\}", "∅"}
 
 
 def answers_equal(answer: str, expected: str) -> bool:
-    """Whether `answer` is `expected` as mathematics. Raises TooLarge if working it out may not end in reasonable time."""
+    """Whether `answer` is `expected` as mathematics. Raises TooLarge if working it out may not end
+    in reasonable time.
+    """
     if compact(answer) == compact(expected):
         return True
     if len(answer) > MAX_CHARACTERS:
@@ -46,7 +66,8 @@ def _readings_equal(answer: str, expected: str) -> bool:
     joined = [join_thousands(text) for text in (answer, expected)]
     if _equal(joined[0], joined[1]):
         return True
-    if joined == [answer, expected] or any(re.search(r",0\d", text) for text in (answer, expected)):  # 1,000 is no list
+    # 1,000 is no list
+    if joined == [answer, expected] or any(re.search(r",0\d", text) for text in (answer, expected)):
         return False
     return len(split_top(expected, ",")) > 1 and _equal(answer, expected)
 
@@ -77,8 +98,12 @@ def split_top(text: str, *separators: str) -> list[str]:
     while place < len(text):
         character = text[place]
         depth += (character in _OPEN) - (character in _CLOSE)
-        separator = next((s for s in separators if text.startswith(s, place)), None) if depth == 0 else None
-        if separator is not None and not (separator[0] == "\\" and text[place + len(separator) :][:1].isalpha()):
+        separator = (
+            next((s for s in separators if text.startswith(s, place)), None) if depth == 0 else None
+        )
+        if separator is not None and not (
+            separator[0] == "\\" and text[place + len(separator) :][:1].isalpha()
+        ):
             parts.append(text[begin:place])
             place = begin = place + len(separator)
             continue
@@ -101,7 +126,11 @@ def _wrapped(text: str) -> bool:
 def _strip_brackets(text: str) -> str:
     """Without brackets around all of one value: {5}, (5)."""
     text = text.strip()
-    while _wrapped(text) and text[0] + text[-1] in ("{}", "()") and len(split_top(text[1:-1], ",", ";")) == 1:
+    while (
+        _wrapped(text)
+        and text[0] + text[-1] in ("{}", "()")
+        and len(split_top(text[1:-1], ",", ";")) == 1
+    ):
         if text[0] == "(" and as_words(text) is not None:
             break
         text = text[1:-1].strip()
@@ -141,7 +170,10 @@ def _both_signs(text: str) -> list[str]:
     if r"\pm" not in text and r"\mp" not in text:
         return [text]
     signs = (("+", "-"), ("-", "+"))
-    values = [re.sub(r"\\pm(?![a-z])", plus, re.sub(r"\\mp(?![a-z])", minus, text)) for plus, minus in signs]
+    values = [
+        re.sub(r"\\pm(?![a-z])", plus, re.sub(r"\\mp(?![a-z])", minus, text))
+        for plus, minus in signs
+    ]
     return [re.sub(r"(^|[(,=]\s*)\+", r"\1", value) for value in values]
 
 
@@ -152,20 +184,33 @@ def _value_of(item: str) -> str:
 
 
 def _equal_lists(answer: str, expected: str) -> bool | None:
-    """Lists without brackets, and sets, in any order. Names of the values count: x = 1, y = 2 is 1, 2 but not 2, 1."""
+    """Lists without brackets, and sets, in any order. Names of the values count: x = 1, y = 2 is 1,
+    2 but not 2, 1.
+    """
     sides = []
     for text in (answer, expected):
         sequence = _sequence(text)
         items = sequence[1] if sequence is not None and sequence[0] == "{}" else _commas(text)
-        sides.append(items if len(items) > 1 or (sequence is not None and sequence[0] == "{}") else [])
+        sides.append(
+            items if len(items) > 1 or (sequence is not None and sequence[0] == "{}") else []
+        )
     if not any(sides):
         return None
     found, wanted = sides[0] or [answer], sides[1] or [expected]
     if len(found) != len(wanted):
         return False
-    names = [[_members(item)[0] if _value_of(item) != item else "" for item in side] for side in (found, wanted)]
-    if any(len(set(side)) > 1 for side in names) and names[0] != names[1] and not all(all(side) for side in names):
-        return all(_readings_equal(_value_of(a), _value_of(b)) for a, b in zip(found, wanted, strict=True))
+    names = [
+        [_members(item)[0] if _value_of(item) != item else "" for item in side]
+        for side in (found, wanted)
+    ]
+    if (
+        any(len(set(side)) > 1 for side in names)
+        and names[0] != names[1]
+        and not all(all(side) for side in names)
+    ):
+        return all(
+            _readings_equal(_value_of(a), _value_of(b)) for a, b in zip(found, wanted, strict=True)
+        )
     return _same_items(found, wanted)
 
 
@@ -208,15 +253,26 @@ def _members(text: str) -> list[str]:
 
 def is_name(text: str) -> bool:
     """Whether a text names a quantity: x, x_1, f(x), \\angle ABC, Area."""
-    return _NAME.fullmatch(text.strip()) is not None and not _FUNCTION_NAMES.match(text.strip()) and text.strip() not in ("e", "i")
+    return (
+        _NAME.fullmatch(text.strip()) is not None
+        and not _FUNCTION_NAMES.match(text.strip())
+        and text.strip() not in ("e", "i")
+    )
 
 
 def _letters(text: str) -> set[str]:
-    return set(re.findall(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", lambda m: " ", re.sub(r"\\text\s*\{[^{}]*\}", "", text)))) - {"e", "i"}
+    return set(
+        re.findall(
+            r"[a-zA-Z]",
+            re.sub(r"\\[a-zA-Z]+", lambda m: " ", re.sub(r"\\text\s*\{[^{}]*\}", "", text)),
+        )
+    ) - {"e", "i"}
 
 
 def _equal_chains(answer: str, expected: str) -> bool | None:
-    """x = value is the value, as is value = x; each member of a chain has to be it too, but a name or a formula of other letters."""
+    """x = value is the value, as is value = x; each member of a chain has to be it too, but a name
+    or a formula of other letters.
+    """
     found, wanted = [[member for member in _members(text) if member] for text in (answer, expected)]
     if len(found) < 2 and len(wanted) < 2:
         return None
@@ -231,7 +287,11 @@ def _equal_chains(answer: str, expected: str) -> bool | None:
     gold = wanted[0]
     letters = _letters(gold)
     first = found[0]
-    free = is_name(first) or (_SYMBOLS.fullmatch(first) is not None and bool(_letters(first)) and not _letters(first) <= letters)
+    free = is_name(first) or (
+        _SYMBOLS.fullmatch(first) is not None
+        and bool(_letters(first))
+        and not _letters(first) <= letters
+    )
     members = found[1:] if free else found
     for place, member in enumerate(members):
         last = place == len(members) - 1
@@ -242,7 +302,9 @@ def _equal_chains(answer: str, expected: str) -> bool | None:
 
 
 def _equal_equation(found: list[str], wanted: list[str], answer: str, expected: str) -> bool:
-    """What is expected is an equation: an assignment, whose value is enough, or another, which is compared as a whole."""
+    """What is expected is an equation: an assignment, whose value is enough, or another, which is
+    compared as a whole.
+    """
     if is_name(wanted[0]) or exact_number(read_quantity(wanted[0]).text) is not None:
         if len(found) == 1:
             return _equal(found[0], wanted[1])
@@ -273,23 +335,32 @@ def _equal_unions(answer: str, expected: str) -> bool | None:
 
 
 def _equal_matrices(answer: str, expected: str) -> bool | None:
-    """Matrices and columns, in round or square brackets: the same entries. Determinants are formulas."""
+    """Matrices and columns, in round or square brackets: the same entries. Determinants are
+    formulas.
+    """
     found, wanted = _MATRIX.fullmatch(answer.strip()), _MATRIX.fullmatch(expected.strip())
     if wanted is None or wanted.group(1) in ("vmatrix", "Vmatrix"):
         return None
     if found is None or found.group(1) in ("vmatrix", "Vmatrix"):
         return False
-    sides = [[row.split("&") for row in re.split(r"\\\\", side.group(2)) if row.strip()] for side in (found, wanted)]
+    sides = [
+        [row.split("&") for row in re.split(r"\\\\", side.group(2)) if row.strip()]
+        for side in (found, wanted)
+    ]
     if [len(row) for row in sides[0]] != [len(row) for row in sides[1]]:
         return False
     entries = [[entry.replace(r"\phantom", "") for row in side for entry in row] for side in sides]
     if len(entries[0]) > _MAX_ITEMS:
         raise TooLarge("a matrix of too many entries")
-    return all(_readings_equal(a.strip(), b.strip()) for a, b in zip(entries[0], entries[1], strict=True))
+    return all(
+        _readings_equal(a.strip(), b.strip()) for a, b in zip(entries[0], entries[1], strict=True)
+    )
 
 
 def _equal_values(answer: str, expected: str) -> bool:
-    """Single values: numbers exactly, with their units; numbers of a base digit by digit; formulas by sympy."""
+    """Single values: numbers exactly, with their units; numbers of a base digit by digit; formulas
+    by sympy.
+    """
     bases = [_BASE.fullmatch(re.sub(r"\s", "", text)) for text in (answer, expected)]
     if any(bases):
         return all(bases) and bases[0].groups() == bases[1].groups()  # type: ignore[union-attr]  # all of them are matches
@@ -299,9 +370,16 @@ def _equal_values(answer: str, expected: str) -> bool:
     numbers = [exact_number(side.text) for side in (found, wanted)]
     if numbers[0] is None or numbers[1] is None:
         return _equal_formulas(found, wanted)
-    values = [n * side.factor / (100 if side.percent else 1) for n, side in zip(numbers, (found, wanted), strict=True) if n is not None]
-    # A percent sign may be left out, as a unit may; one that was not expected makes a hundredth of the number.
-    return values[0] == values[1] or (wanted.percent and not found.percent and numbers[0] == numbers[1])
+    values = [
+        n * side.factor / (100 if side.percent else 1)
+        for n, side in zip(numbers, (found, wanted), strict=True)
+        if n is not None
+    ]
+    # A percent sign may be left out, as a unit may; one that was not expected makes a hundredth of
+    # the number.
+    return values[0] == values[1] or (
+        wanted.percent and not found.percent and numbers[0] == numbers[1]
+    )
 
 
 def _equal_formulas(found: Quantity, wanted: Quantity) -> bool:

@@ -1,4 +1,6 @@
-"""Spelling of mathematical answers: one form for the ways of LaTeX and plain text, exact numbers, units."""
+"""Spelling of mathematical answers: one form for the ways of LaTeX and plain text, exact numbers,
+units.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,24 @@ _FRACTIONS = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
 _SPACES = re.compile(
     r"(\\\\)|\\!\s*|\\[,;: ]|\\(?:q?quad|displaystyle|textstyle|limits|left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\.?|~"
 )
-_DEGREES = re.compile(r"\^\s*\{?\s*\\circ(?![a-zA-Z])\s*\}?|\\degrees?(?![a-zA-Z])|\\text\s*\{\s*degrees?\s*\}")
+_DEGREES = re.compile(
+    r"\^\s*\{?\s*\\circ(?![a-zA-Z])\s*\}?|\\degrees?(?![a-zA-Z])|\\text\s*\{\s*degrees?\s*\}"
+)
 _THOUSANDS = re.compile(r"(?<![\d.,])([1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+))(?![\d,])")
 _FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp"
 _PLAIN_FUNCTION = re.compile(rf"(?<![a-zA-Z\\])({_FUNCTIONS})(?=\s*[(\d])")
 _PLAIN_ROOT = re.compile(r"(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)")
 _PLAIN_NAME = re.compile(r"(?<![a-zA-Z\\])(pi|infinity|inf)(?![a-zA-Z])")
-TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|operatorname|rm)\s*\{([^{}]*)\}"
+TEXT = (
+    r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|operatorname|rm)\s*\{([^{}]*)\}"
+)
 
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _SIGNED = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)"
 _DECIMAL = re.compile(_SIGNED)
-SCIENTIFIC = re.compile(rf"({_SIGNED})(?:[eE]|(?:\\times|\\cdot|\*|x)10\^)(?:\{{([+-]?\d+)\}}|([+-]?\d+))")
+SCIENTIFIC = re.compile(
+    rf"({_SIGNED})(?:[eE]|(?:\\times|\\cdot|\*|x)10\^)(?:\{{([+-]?\d+)\}}|([+-]?\d+))"
+)
 _TEN = re.compile(r"([+-]?)10\^(?:\{([+-]?\d+)\}|(-?\d+))")
 _RATIO = re.compile(rf"({_SIGNED})/({_SIGNED})")
 _FRACTION = re.compile(r"([+-]?)(\d*)\\frac(?:\{([+-]?[\d.]+)\}|(\d))(?:\{([+-]?[\d.]+)\}|(\d))")
@@ -36,7 +44,14 @@ _MIXED = re.compile(r"([+-]?)(\d+)\s+(\d+)/(\d+)")
 _REPEATING = re.compile(r"([+-]?)(\d*)\.(\d*)\\(?:overline|bar|dot)(?:\{(\d+)\}|(\d))")
 _DOTS = re.compile(r"([+-]?)(\d*)\.(\d*?)(\d+?)\4+(?:\\(?:l|c)?dots|\.\.\.)")
 
-_MULTIPLIERS = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_MULTIPLIERS = {
+    "hundred": 100,
+    "thousand": 1000,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+    "dozen": 12,
+}
 _UNITS = {
     "cm": "cm centimeter centimeters centimetre centimetres", "mm": "mm millimeter millimeters",
     "km": "km kilometer kilometers kilometre kilometres", "m": "m meter meters metre metres",
@@ -49,8 +64,13 @@ _UNITS = {
 }  # fmt: skip
 _UNIT_OF = {word: unit for unit, words in _UNITS.items() for word in words.split()}
 _UNIT_WORDS = {*_UNIT_OF, *_MULTIPLIERS, "percent", "per", "square", "sq", "cubic", "cu"}
-_TRAILING_TEXT = re.compile(rf"(.*?[\d\w}})\]°])\s*((?:{TEXT}\s*)+)(?:\^\s*\{{?([23])\}}?)?", re.DOTALL)
-_TRAILING_WORDS = re.compile(r"(.*?[\d})\]])\s*((?:(?<=\s)[a-zA-Z]|[a-zA-Z]{2,})(?:[ /.]+[a-zA-Z]+)*)\.?(?:\^\s*\{?([23])\}?)?", re.DOTALL)
+_TRAILING_TEXT = re.compile(
+    rf"(.*?[\d\w}})\]°])\s*((?:{TEXT}\s*)+)(?:\^\s*\{{?([23])\}}?)?", re.DOTALL
+)
+_TRAILING_WORDS = re.compile(
+    r"(.*?[\d})\]])\s*((?:(?<=\s)[a-zA-Z]|[a-zA-Z]{2,})(?:[ /.]+[a-zA-Z]+)*)\.?(?:\^\s*\{?([23])\}?)?",
+    re.DOTALL,
+)
 
 
 class TooLarge(Exception):
@@ -59,7 +79,9 @@ class TooLarge(Exception):
 
 @dataclass(frozen=True)
 class Quantity:
-    """What an answer without its units says. `percent`: a percent sign was written. `unit`: None if it has none that is known."""
+    """What an answer without its units says. `percent`: a percent sign was written. `unit`: None if
+    it has none that is known.
+    """
 
     text: str
     percent: bool = False
@@ -71,8 +93,14 @@ def spell(text: str) -> str:
     """Return the answer without its dollar signs, spacing and sizes, in LaTeX's names."""
     for symbol, latex in _REPLACEMENTS:
         text = text.replace(symbol, latex)
-    text = re.sub(r"\\[()\[\]](?!\s*\d*(?:pt|em))", "", text) if text.startswith((r"\(", r"\[")) else text
-    text = _SPACES.sub(lambda match: match.group(1) or (" " if match.group(0)[:2] != r"\!" else ""), text)
+    text = (
+        re.sub(r"\\[()\[\]](?!\s*\d*(?:pt|em))", "", text)
+        if text.startswith((r"\(", r"\["))
+        else text
+    )
+    text = _SPACES.sub(
+        lambda match: match.group(1) or (" " if match.group(0)[:2] != r"\!" else ""), text
+    )
     text = _DEGREES.sub("°", _FRACTIONS.sub(r"\\frac", text)).strip()
     if text.count("$") == 2 and text.startswith("$") and text.endswith("$"):
         text = text[1:-1]
@@ -108,7 +136,12 @@ def as_words(text: str) -> str | None:
     plain = re.sub(r"\s+", "" if marked and len(plain) < 3 else " ", plain)
     if re.fullmatch(r"[A-Z]", plain):
         return plain
-    return plain.lower() if marked or re.search(r"[^\W\d_]{4}|^(?:yes|no|odd|even|all|one|two|six|ten)$", plain, re.I) else None
+    return (
+        plain.lower()
+        if marked
+        or re.search(r"[^\W\d_]{4}|^(?:yes|no|odd|even|all|one|two|six|ten)$", plain, re.I)
+        else None
+    )
 
 
 def read_quantity(text: str) -> Quantity:
@@ -134,7 +167,9 @@ def read_quantity(text: str) -> Quantity:
         percent = percent or name in ("percent", "%")
     known = [_UNIT_OF[name] for name in names if name in _UNIT_OF]
     if known:
-        power = power or ("2" if {"square", "sq"} & {*names} else "3" if {"cubic", "cu"} & {*names} else None)
+        power = power or (
+            "2" if {"square", "sq"} & {*names} else "3" if {"cubic", "cu"} & {*names} else None
+        )
         unit = "/".join(known) + (f"^{power}" if power else "")
     text = text.strip()
     if text.endswith("°") and not _TRIGONOMETRY.search(text):
@@ -145,7 +180,8 @@ def read_quantity(text: str) -> Quantity:
 
 
 def exact_number(text: str) -> Fraction | None:
-    """Return the value of a written number: decimal, fraction, mixed, scientific, repeating; None if it is none.
+    """Return the value of a written number: decimal, fraction, mixed, scientific, repeating; None
+    if it is none.
 
     Raises TooLarge for a number of more than MAX_DIGITS digits.
     """
@@ -156,7 +192,11 @@ def exact_number(text: str) -> Fraction | None:
     if re.search(r"\d\s+[\d.]", text):
         return None
     text = re.sub(r"\s", "", text)
-    while len(text) > 2 and text[0] + text[-1] in ("{}", "()") and not re.search(r"[(){}]", text[1:-1]):
+    while (
+        len(text) > 2
+        and text[0] + text[-1] in ("{}", "()")
+        and not re.search(r"[(){}]", text[1:-1])
+    ):
         text = text[1:-1]
     if _DECIMAL.fullmatch(text):
         return _decimal(text)

@@ -1,4 +1,6 @@
-"""Whether two formulas are equal, by math-verify and sympy, on trees whose values are bounded before anything is worked out."""
+"""Whether two formulas are equal, by math-verify and sympy, on trees whose values are bounded
+before anything is worked out.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,13 @@ class _Late(BaseException):
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TooLarge in the body after `seconds` of this process's time, on a main thread; elsewhere there is no limit."""
-    if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_VIRTUAL)[0] > 0:
+    """Raise TooLarge in the body after `seconds` of this process's time, on a main thread;
+    elsewhere there is no limit.
+    """
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getitimer(signal.ITIMER_VIRTUAL)[0] > 0
+    ):
         yield
         return
 
@@ -50,7 +57,8 @@ def time_limit(seconds: float) -> Iterator[None]:
     before = signal.signal(signal.SIGVTALRM, end)
     try:
         try:
-            signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.5)  # again, in case a first one is swallowed
+            # again, in case a first one is swallowed
+            signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.5)
             yield
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
@@ -62,7 +70,8 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def formulas_equal(answer: str, expected: str) -> bool:
-    """Whether two formulas in LaTeX are equal. A log without a base is decimal or natural, the same in both.
+    """Whether two formulas in LaTeX are equal. A log without a base is decimal or natural, the same
+    in both.
 
     Raises TooLarge if working them out may not end in reasonable time.
     """
@@ -76,20 +85,31 @@ def _equal(answer: str, expected: str) -> bool:
     found, gold = parse_formula(answer), parse_formula(expected)
     if found is None or gold is None:
         return False
-    return bool(load_math_verify().verify([gold], [found], numeric_precision=30, timeout_seconds=None))
+    return bool(
+        load_math_verify().verify([gold], [found], numeric_precision=30, timeout_seconds=None)
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def parse_formula(text: str) -> Any:
-    """Return the tree of a formula with its decimals as exact fractions; None if it cannot be read. Raises TooLarge."""
+    """Return the tree of a formula with its decimals as exact fractions; None if it cannot be read.
+    Raises TooLarge.
+    """
     _check_text(text)
     math_verify = load_math_verify()
-    text = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", text) if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text) else text
+    text = (
+        _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", text)
+        if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text)
+        else text
+    )
     for pattern, product in _PRODUCTS:
         text = pattern.sub(product, text)
     config = math_verify.LatexExtractionConfig(boxed_match_priority=0)
     trees = math_verify.parse(
-        f"\\boxed{{{text.replace('°', '')}}}", [config], fallback_mode="no_fallback", parsing_timeout=None
+        f"\\boxed{{{text.replace('°', '')}}}",
+        [config],
+        fallback_mode="no_fallback",
+        parsing_timeout=None,
     )
     if not trees:
         return None
@@ -127,11 +147,15 @@ def _exact(tree: Any) -> Any:
 
     if not isinstance(tree, sympy.Basic):
         return tree.applyfunc(_exact) if isinstance(tree, sympy.MatrixBase) else tree
-    return tree.xreplace({number: sympy.Rational(str(number)) for number in tree.atoms(sympy.Float)})
+    return tree.xreplace(
+        {number: sympy.Rational(str(number)) for number in tree.atoms(sympy.Float)}
+    )
 
 
 def bound_tree(tree: Any) -> float:
-    """Return an upper bound on the decimal digits that the value of a tree has (its numerator and denominator). Raises TooLarge."""
+    """Return an upper bound on the decimal digits that the value of a tree has (its numerator and
+    denominator). Raises TooLarge.
+    """
     import sympy
 
     nodes = list(tree.flat()) if isinstance(tree, sympy.MatrixBase) else [tree]
@@ -143,7 +167,9 @@ def bound_tree(tree: Any) -> float:
 
 
 def _count_terms(node: Any) -> int:
-    """Return an upper bound on the terms of a formula that is multiplied out. Raises TooLarge above _MAX_TERMS."""
+    """Return an upper bound on the terms of a formula that is multiplied out. Raises TooLarge above
+    _MAX_TERMS.
+    """
     import sympy
 
     if not isinstance(node, sympy.Expr) or not node.args or not node.free_symbols:
@@ -168,7 +194,11 @@ def _digits(node: Any) -> float:
     if isinstance(node, sympy.Rational):
         return _checked(_length(node.p) + (_length(node.q) if node.q != 1 else 0.0))
     if isinstance(node, sympy.Float):
-        return _checked(abs(float(node.num.exponent if hasattr(node.num, "exponent") else node._mpf_[2])) * 0.302 + 20)
+        return _checked(
+            abs(float(node.num.exponent if hasattr(node.num, "exponent") else node._mpf_[2]))
+            * 0.302
+            + 20
+        )
     if isinstance(node, (sympy.Integral, sympy.Derivative, sympy.Limit)):
         raise TooLarge(f"a {type(node).__name__.lower()} is no answer")
     if isinstance(node, (sympy.Sum, sympy.Product)):
@@ -178,7 +208,9 @@ def _digits(node: Any) -> float:
         return _power(node.base, node.exp, below[0], below[1])
     if isinstance(node, (sympy.exp, sympy.sinh, sympy.cosh, sympy.tanh)):
         return _power(sympy.E, node.args[0], 1.0, below[0])
-    if isinstance(node, (sympy.factorial, sympy.binomial, sympy.gamma, sympy.factorial2, sympy.subfactorial)):
+    if isinstance(
+        node, (sympy.factorial, sympy.binomial, sympy.gamma, sympy.factorial2, sympy.subfactorial)
+    ):
         largest = max(_size(child, digits) for child, digits in zip(node.args, below, strict=True))
         if largest > _MAX_ARGUMENT:
             raise TooLarge(f"a {type(node).__name__} of a large number")

@@ -19,7 +19,9 @@ class RewardsLost(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A response's reward and metrics. Where the reward failed, `reward` is None, `error` says how, `failure` of what kind."""
+    """A response's reward and metrics. Where the reward failed, `reward` is None, `error` says how,
+    `failure` of what kind.
+    """
 
     reward: float | None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -33,7 +35,9 @@ class PendingScore:
     __slots__ = ("_before", "_done", "_lost", "_score", "at_once", "item", "prompt")
 
     def __init__(self, prompt: str, item: Any, before: Callable[[], None] | None = None):
-        """`before`: called when it is first asked for; what is scored together is held back until then."""
+        """`before`: called when it is first asked for; what is scored together is held back until
+        then.
+        """
         self.prompt = prompt
         self.at_once = False  # whether it was there when it was asked for, and always is
         self._before = before
@@ -47,7 +51,8 @@ class PendingScore:
         return self._done.is_set()
 
     def result(self, timeout: float | None = None) -> Score:
-        """Wait for the score, at most `timeout` seconds. None still ends: each item before it has its time limit.
+        """Wait for the score, at most `timeout` seconds. None still ends: each item before it has
+        its time limit.
 
         Raises TimeoutError; RewardsLost where nobody is left who could score it.
         """
@@ -56,7 +61,9 @@ class PendingScore:
         if self._lost is not None:
             raise self._lost
         if not ended or self._score is None:
-            raise TimeoutError(f"no score within {timeout} s for the response to {excerpt(self.prompt)}")
+            raise TimeoutError(
+                f"no score within {timeout} s for the response to {excerpt(self.prompt)}"
+            )
         return self._score
 
     def _ask(self) -> None:

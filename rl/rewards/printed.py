@@ -1,4 +1,6 @@
-"""What rewards print, in worker processes and in threads: shown line by line, made plain, and no more than a part of it."""
+"""What rewards print, in worker processes and in threads: shown line by line, made plain, and no
+more than a part of it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Printed:
             if self._left <= 0:
                 return
             lines = [
-                f"[{self._name}] {plain_text(line, _LONGEST_LINE)}" for line in data.decode(errors="replace").split("\n") if line.strip()
+                f"[{self._name}] {plain_text(line, _LONGEST_LINE)}"
+                for line in data.decode(errors="replace").split("\n")
+                if line.strip()
             ]
             text = "\n".join(lines)[: self._left]
             self._left -= len(text)
@@ -41,18 +45,21 @@ def _write(text: str) -> None:
     """A stream that is closed, full or of a poor encoding is no reason to lose a score."""
     try:
         encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
-        stream = sys.stderr.stream if isinstance(sys.stderr, _ByThread) else sys.stderr  # not back to the reward that printed it
+        # not back to the reward that printed it
+        stream = sys.stderr.stream if isinstance(sys.stderr, _ByThread) else sys.stderr
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
     except (OSError, ValueError, AttributeError, LookupError):
         pass
 
 
-# ------------------------------------------------------------------------------------------------------------ from a thread
+# ------------------------------------------------------------------------------------ from a thread
 
 
 class _ByThread:
-    """Stands for a stream of this process: what the threads in `owners` write goes to their own, all else to the stream."""
+    """Stands for a stream of this process: what the threads in `owners` write goes to their own,
+    all else to the stream.
+    """
 
     def __init__(self, stream: Any):
         self.stream = stream
@@ -78,7 +85,9 @@ _TURN = threading.Lock()
 
 @contextlib.contextmanager
 def from_this_thread(printed: Callable[[bytes], None]) -> Iterator[None]:
-    """Inside, `printed` is called with each line that this thread prints; other threads print as ever."""
+    """Inside, `printed` is called with each line that this thread prints; other threads print as
+    ever.
+    """
     pieces = _Lines(printed)
     me = threading.get_ident()
     for name in ("stdout", "stderr"):
@@ -103,7 +112,9 @@ def from_this_thread(printed: Callable[[bytes], None]) -> Iterator[None]:
 
 
 class _Lines:
-    """Passes on whole lines, or what has grown longer than a line is shown: print writes a text and its end apart."""
+    """Passes on whole lines, or what has grown longer than a line is shown: print writes a text and
+    its end apart.
+    """
 
     def __init__(self, printed: Callable[[bytes], None]):
         self._printed, self._begun = printed, b""

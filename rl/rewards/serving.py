@@ -1,4 +1,6 @@
-"""Running a reward on an item, wherever that is, and the loop of a worker process (which rl.rewards.guard forks)."""
+"""Running a reward on an item, wherever that is, and the loop of a worker process (which
+rl.rewards.guard forks).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from rl.rewards.registry import Reward
 
 
 def evaluate_item(reward: Reward, item: Item) -> Reply:
-    """Run the reward; whatever the user's code raises becomes the reply, with the line that raised it."""
+    """Run the reward; whatever the user's code raises becomes the reply, with the line that raised
+    it.
+    """
     try:
         result = reward.evaluate(*item)
     except (Exception, SystemExit) as error:  # boundary: the user's code
@@ -25,7 +29,9 @@ def evaluate_item(reward: Reward, item: Item) -> Reply:
 
 
 def evaluate_items(reward: Reward, items: Sequence[Item]) -> Iterator[Reply]:
-    """The replies to all items, in order: one after the other, or of one call where the reward takes many at once."""
+    """The replies to all items, in order: one after the other, or of one call where the reward
+    takes many at once.
+    """
     if not reward.together:
         yield from (evaluate_item(reward, item) for item in items)
         return
@@ -34,14 +40,24 @@ def evaluate_items(reward: Reward, items: Sequence[Item]) -> Iterator[Reply]:
 
 
 def _reply(result: RewardResult) -> Reply:
-    return Reply(result) if isfinite(result.reward) else Reply(None, "nan", f"returned {result.reward}")
+    return (
+        Reply(result)
+        if isfinite(result.reward)
+        else Reply(None, "nan", f"returned {result.reward}")
+    )
 
 
 def _failure(error: BaseException) -> Reply:
     if isinstance(error, TookTooLong):
         return Reply(None, "timeout", str(error))
-    how = f"failed {error}"[:MAX_ERROR] if isinstance(error, PartFailed) else f"raised {says(error, MAX_ERROR)}"
-    cause = error.__cause__ if isinstance(error, PartFailed) and error.__cause__ is not None else error
+    how = (
+        f"failed {error}"[:MAX_ERROR]
+        if isinstance(error, PartFailed)
+        else f"raised {says(error, MAX_ERROR)}"
+    )
+    cause = (
+        error.__cause__ if isinstance(error, PartFailed) and error.__cause__ is not None else error
+    )
     return Reply(None, "error", plain_text(f"{how} (at {_where(cause)})", MAX_ERROR + 500))
 
 
@@ -56,13 +72,16 @@ def _where(error: BaseException) -> str:
 
 
 def serve(channel: int) -> None:
-    """The worker process: receives the reward, says READY (or why it is not), then answers lists of items until the socket ends."""
+    """The worker process: receives the reward, says READY (or why it is not), then answers lists of
+    items until the socket ends.
+    """
     os.register_at_fork(after_in_child=lambda: _let_go(channel))
     me = os.getpid()
     frames = Frames(limit=1 << 62)  # the trainer may send what it likes
     nonce, pickled = pickle.loads(_read(channel, frames))
     ready = Reply(RewardResult(0.0))
-    _write(channel, encode_reply(READY, nonce, ready))  # names this process before any code of the user's runs
+    # names this process before any code of the user's runs
+    _write(channel, encode_reply(READY, nonce, ready))
     try:
         reward = pickle.loads(pickled)
         for module in reward.needs:
@@ -72,7 +91,14 @@ def serve(channel: int) -> None:
         _write(channel, encode_reply(READY, nonce, Reply(None, "error", str(error))))
         return
     except Exception as error:  # boundary: the user's module
-        _write(channel, encode_reply(READY, nonce, Reply(None, "error", f"its worker process could not load it ({says(error)})")))
+        _write(
+            channel,
+            encode_reply(
+                READY,
+                nonce,
+                Reply(None, "error", f"its worker process could not load it ({says(error)})"),
+            ),
+        )
         return
     _write(channel, encode_reply(READY, nonce, ready))
     number = READY
@@ -80,7 +106,9 @@ def serve(channel: int) -> None:
         for reply in _answers(reward, pickle.loads(batch)):
             number += 1
             if os.getpid() != me:
-                os._exit(0)  # a copy of this process that the reward made and that came back here: the answer is the original's
+                # a copy of this process that the reward made and that came back here: the answer is
+                # the original's
+                os._exit(0)
             _write(channel, encode_reply(number, nonce, reply))
 
 
@@ -101,7 +129,11 @@ def _unpickled(pickled: bytes) -> Item | Reply:
     try:
         return pickle.loads(pickled)
     except Exception as error:  # boundary: the code of the user's objects
-        return Reply(None, "error", f"runs in another process, where this meta could not be read ({says(error)})")
+        return Reply(
+            None,
+            "error",
+            f"runs in another process, where this meta could not be read ({says(error)})",
+        )
 
 
 def _let_go(channel: int) -> None:

@@ -1,4 +1,6 @@
-"""Built-in rewards over how an answer is written: repetition, length by correctness, the script and the language it is in."""
+"""Built-in rewards over how an answer is written: repetition, length by correctness, the script and
+the language it is in.
+"""
 
 from __future__ import annotations
 
@@ -13,40 +15,57 @@ from rl.rewards.calls import Item, RewardResult
 from rl.rewards.combined import Combined
 from rl.rewards.registry import Reward, register_reward, resolve_reward
 
-_MOST_LETTERS = 20_000  # of an answer that are looked at, and tokens: the time limit of what runs inside the trainer is milliseconds
+# of an answer that are looked at, and tokens: the time limit of what runs inside the trainer is
+# milliseconds
+_MOST_LETTERS = 20_000
 
 
 @register_reward("repetition", bounded=True)
 class Repetition:
-    """-scale * the share of n-grams that have stood in the answer before: 0 where none repeats, nearly -scale where it loops.
+    """-scale * the share of n-grams that have stood in the answer before: 0 where none repeats,
+    nearly -scale where it loops.
 
-    The n-grams are of `n` words (letter case does not count), or of characters; an answer shorter than one has none. Metric
-    `repetition`: the share.
+    The n-grams are of `n` words (letter case does not count), or of characters; an answer shorter
+    than one has none. Metric `repetition`: the share.
     """
 
-    def __init__(self, *, n: int = 3, scale: float = 1.0, unit: Literal["words", "characters"] = "words"):
+    def __init__(
+        self, *, n: int = 3, scale: float = 1.0, unit: Literal["words", "characters"] = "words"
+    ):
         if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 100:
             raise UserError(f"repetition: n is a whole number from 1 to 100, got {n!r}")
         if not scale >= 0:
-            raise UserError(f"repetition: scale is at least 0 (the reward is its negative), got {scale}")
+            raise UserError(
+                f"repetition: scale is at least 0 (the reward is its negative), got {scale}"
+            )
         if unit not in ("words", "characters"):
             raise UserError(f"repetition: unit is 'words' or 'characters', got {unit!r}")
         self.n, self.scale, self.unit = n, scale, unit
 
-    def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
-        pieces: Sequence[str] = (response.lower().split() if self.unit == "words" else response)[:_MOST_LETTERS]
+    def __call__(
+        self, prompt: str, response: str, meta: Mapping[str, Any] | None = None
+    ) -> RewardResult:
+        pieces: Sequence[str] = (response.lower().split() if self.unit == "words" else response)[
+            :_MOST_LETTERS
+        ]
         count = len(pieces) - self.n + 1
-        share = 0.0 if count < 1 else 1 - len({tuple(pieces[i : i + self.n]) for i in range(count)}) / count
+        share = (
+            0.0
+            if count < 1
+            else 1 - len({tuple(pieces[i : i + self.n]) for i in range(count)}) / count
+        )
         return RewardResult(-self.scale * share if share else 0.0, {"repetition": share})
 
 
 @register_reward("cosine_length")
 class CosineLength(Combined):
-    """Length by correctness: where `reward` gives at least `threshold`, from `right` for no length at all to `right_long`, else from
-    `wrong` to `wrong_long`, along half a cosine up to `max_length`; longer answers get `too_long`.
+    """Length by correctness: where `reward` gives at least `threshold`, from `right` for no length
+    at all to `right_long`, else from `wrong` to `wrong_long`, along half a cosine up to
+    `max_length`; longer answers get `too_long`.
 
-    Yeo et al., arXiv 2502.03373, section 4.2 (its values are the defaults): a right answer had better be short, a wrong one may
-    still be thinking. The length is in words or in characters; of tokens, see overlong_share.
+    Yeo et al., arXiv 2502.03373, section 4.2 (its values are the defaults): a right answer had
+    better be short, a wrong one may still be thinking. The length is in words or in characters; of
+    tokens, see overlong_share.
     """
 
     def __init__(
@@ -68,7 +87,12 @@ class CosineLength(Combined):
         if unit not in ("words", "characters"):
             raise UserError(f"cosine_length: unit is 'words' or 'characters', got {unit!r}")
         self.part = resolve_reward(reward, **(settings or {}))
-        self.max_length, self.threshold, self.unit, self.too_long = max_length, threshold, unit, too_long
+        self.max_length, self.threshold, self.unit, self.too_long = (
+            max_length,
+            threshold,
+            unit,
+            too_long,
+        )
         self.ends = {True: (right, right_long), False: (wrong, wrong_long)}
 
     def rewards(self) -> list[Reward]:
@@ -80,12 +104,16 @@ class CosineLength(Combined):
         short, long = self.ends[inner.reward >= self.threshold]
         shaped = long + (short - long) * (1 + math.cos(math.pi * length / self.max_length)) / 2
         metrics = {self.part.short_name: inner.reward, **inner.metrics, "length": float(length)}
-        return RewardResult(self.too_long if length >= self.max_length else shaped, metrics, inner.seconds)
+        return RewardResult(
+            self.too_long if length >= self.max_length else shaped, metrics, inner.seconds
+        )
 
 
 @functools.lru_cache(maxsize=1 << 17)
 def _script(letter: str) -> str:
-    """The script of a letter as its Unicode name begins: LATIN, CYRILLIC, CJK, HIRAGANA, ... "" of what is no letter."""
+    """The script of a letter as its Unicode name begins: LATIN, CYRILLIC, CJK, HIRAGANA, ... "" of
+    what is no letter.
+    """
     return unicodedata.name(letter, "").partition(" ")[0].lower() if letter.isalpha() else ""
 
 
@@ -99,7 +127,8 @@ _NAMES = {"han": "cjk", "chinese": "cjk", "korean": "hangul"}
 
 @register_reward("script", bounded=True)
 class Script:
-    """The share of the answer's letters that are of `script` (latin, cyrillic, greek, arabic, cjk, hangul, ...; or a list of them).
+    """The share of the answer's letters that are of `script` (latin, cyrillic, greek, arabic, cjk,
+    hangul, ...; or a list of them).
 
     An answer without letters (a number) gets `without`. Metric `script`: the share.
     """
@@ -109,32 +138,48 @@ class Script:
         wanted = {_NAMES.get(name.lower(), name.lower()) for name in names}
         unknown = sorted(wanted - _scripts())
         if not wanted or unknown:
-            raise UserError(f"script: no letters are called {unknown or names}; latin, cyrillic, greek, cjk are names")
+            raise UserError(
+                f"script: no letters are called {unknown or names}; latin, cyrillic, greek, cjk are names"
+            )
         self.wanted, self.without = wanted, without
 
-    def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
+    def __call__(
+        self, prompt: str, response: str, meta: Mapping[str, Any] | None = None
+    ) -> RewardResult:
         scripts = [found for letter in response[:_MOST_LETTERS] if (found := _script(letter))]
-        share = sum(found in self.wanted for found in scripts) / len(scripts) if scripts else self.without
+        share = (
+            sum(found in self.wanted for found in scripts) / len(scripts)
+            if scripts
+            else self.without
+        )
         return RewardResult(share, {"script": share})
 
 
 @register_reward("language", needs=("py3langid",))
 class Language:
-    """The probability that the answer is in `language` (an ISO 639-1 code: en, de, zh, ...), as the library py3langid reads it.
+    """The probability that the answer is in `language` (an ISO 639-1 code: en, de, zh, ...), as the
+    library py3langid reads it.
 
-    Without `language`: in that of the prompt. Short texts are told apart badly; `script` needs no library.
+    Without `language`: in that of the prompt. Short texts are told apart badly; `script` needs no
+    library.
     """
 
     def __init__(self, *, language: str | None = None):
-        if language is not None and not (isinstance(language, str) and len(language) == 2 and language.isalpha()):
+        if language is not None and not (
+            isinstance(language, str) and len(language) == 2 and language.isalpha()
+        ):
             raise UserError(f"language: a code of two letters such as en or de, got {language!r}")
         self.language = language.lower() if language else None
 
-    def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
+    def __call__(
+        self, prompt: str, response: str, meta: Mapping[str, Any] | None = None
+    ) -> RewardResult:
         ranked = dict(_identifier().rank(response))
         wanted = self.language or _identifier().rank(prompt)[0][0]
         if wanted not in ranked:
-            raise UserError(f"py3langid knows no language {wanted!r}, it knows {', '.join(sorted(ranked))}")
+            raise UserError(
+                f"py3langid knows no language {wanted!r}, it knows {', '.join(sorted(ranked))}"
+            )
         share = float(ranked[wanted])
         return RewardResult(share, {"language": share})
 

@@ -1,4 +1,6 @@
-"""Built-in rewards over plain text: exact match, keywords, length, format, and a weighted sum of rewards."""
+"""Built-in rewards over plain text: exact match, keywords, length, format, and a weighted sum of
+rewards.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,16 @@ from rl.rewards.registry import Reward, register_reward, resolve_reward
 
 
 def expected_answer(meta: Mapping[str, Any] | None) -> str:
-    """meta["answer"], or meta["expected_answer"], as text. Raises UserError where the problem has neither."""
+    """meta["answer"], or meta["expected_answer"], as text. Raises UserError where the problem has
+    neither.
+    """
     for key in ("answer", "expected_answer"):
         if meta is not None and meta.get(key) is not None:
             return str(meta[key]).strip()
     keys = sorted(meta) if meta is not None else None
-    raise UserError(f"the problem has no answer to compare with: meta needs 'answer' (or 'expected_answer'), it has {keys}")
+    raise UserError(
+        f"the problem has no answer to compare with: meta needs 'answer' (or 'expected_answer'), it has {keys}"
+    )
 
 
 @register_reward("exact_match", bounded=True)
@@ -31,11 +37,19 @@ def exact_match(prompt: str, response: str, meta: Mapping[str, Any] | None = Non
 
 @register_reward("keyword_contains", bounded=True)
 class KeywordContains:
-    """The share of `keywords` that the response contains (as substrings; letter case counts only if `case_sensitive`)."""
+    """The share of `keywords` that the response contains (as substrings; letter case counts only if
+    `case_sensitive`).
+    """
 
     def __init__(self, *, keywords: Sequence[str], case_sensitive: bool = False):
-        if isinstance(keywords, str) or not keywords or not all(isinstance(word, str) and word for word in keywords):
-            raise UserError(f"keyword_contains: keywords is a list of one or more texts, got {keywords!r}")
+        if (
+            isinstance(keywords, str)
+            or not keywords
+            or not all(isinstance(word, str) and word for word in keywords)
+        ):
+            raise UserError(
+                f"keyword_contains: keywords is a list of one or more texts, got {keywords!r}"
+            )
         self.case_sensitive = case_sensitive
         self.keywords = [word if case_sensitive else word.lower() for word in keywords]
 
@@ -46,22 +60,34 @@ class KeywordContains:
 
 @register_reward("length_penalty", bounded=True)
 class LengthPenalty:
-    """-penalty_scale * |length - target_length|, so 0 at best; the length in words, or in characters."""
+    """-penalty_scale * |length - target_length|, so 0 at best; the length in words, or in
+    characters.
+    """
 
     def __init__(
-        self, *, target_length: int, penalty_scale: float = 0.01, unit: Literal["words", "characters"] = "words"
+        self,
+        *,
+        target_length: int,
+        penalty_scale: float = 0.01,
+        unit: Literal["words", "characters"] = "words",
     ):
         if target_length < 0:
             raise UserError(f"length_penalty: target_length is at least 0, got {target_length}")
         if not penalty_scale >= 0:
-            raise UserError(f"length_penalty: penalty_scale is at least 0 (the reward is its negative), got {penalty_scale}")
+            raise UserError(
+                f"length_penalty: penalty_scale is at least 0 (the reward is its negative), got {penalty_scale}"
+            )
         if unit not in ("words", "characters"):
             raise UserError(f"length_penalty: unit is 'words' or 'characters', got {unit!r}")
         self.target_length, self.penalty_scale, self.unit = target_length, penalty_scale, unit
 
-    def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
+    def __call__(
+        self, prompt: str, response: str, meta: Mapping[str, Any] | None = None
+    ) -> RewardResult:
         length = len(response.split()) if self.unit == "words" else len(response)
-        return RewardResult(-self.penalty_scale * abs(length - self.target_length), {"length": float(length)})
+        return RewardResult(
+            -self.penalty_scale * abs(length - self.target_length), {"length": float(length)}
+        )
 
 
 _FENCE = "```"
@@ -80,27 +106,40 @@ def _is_json(response: str) -> bool:
 
 def _is_numbered_list(response: str) -> bool:
     """Whether it has lines that begin "1.", "2.", ... (or "1)"), in order from 1, at least two."""
-    numbers = [int(number) for number in re.findall(r"^[ \t]*(\d{1,6})[.)][ \t]+\S", response, re.MULTILINE)]
+    numbers = [
+        int(number)
+        for number in re.findall(r"^[ \t]*(\d{1,6})[.)][ \t]+\S", response, re.MULTILINE)
+    ]
     return len(numbers) >= 2 and numbers == list(range(1, len(numbers) + 1))
 
 
 @register_reward("format_compliance")  # not bounded: a pattern may backtrack without end
 class FormatCompliance:
-    """The share of the checks that hold: each regular expression of `patterns` is found (^ and $ at lines), the response
-    is JSON (`json`), it is a numbered list from 1 on (`numbered_list`). Metric `format`: 1 where all of them hold."""
+    """The share of the checks that hold: each regular expression of `patterns` is found (^ and $ at
+    lines), the response is JSON (`json`), it is a numbered list from 1 on (`numbered_list`). Metric
+    `format`: 1 where all of them hold.
+    """
 
-    def __init__(self, *, patterns: Sequence[str] = (), json: bool = False, numbered_list: bool = False):
+    def __init__(
+        self, *, patterns: Sequence[str] = (), json: bool = False, numbered_list: bool = False
+    ):
         if isinstance(patterns, str):
             patterns = [patterns]
         try:
             self.patterns = [re.compile(pattern, re.MULTILINE) for pattern in patterns]
         except re.error as error:
-            raise UserError(f"format_compliance: {error.pattern!r} is no regular expression: {error}") from error
+            raise UserError(
+                f"format_compliance: {error.pattern!r} is no regular expression: {error}"
+            ) from error
         self.json, self.numbered_list = json, numbered_list
         if not (self.patterns or json or numbered_list):
-            raise UserError("format_compliance has nothing to check: give patterns=[...], json=True or numbered_list=True")
+            raise UserError(
+                "format_compliance has nothing to check: give patterns=[...], json=True or numbered_list=True"
+            )
 
-    def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
+    def __call__(
+        self, prompt: str, response: str, meta: Mapping[str, Any] | None = None
+    ) -> RewardResult:
         checks = [pattern.search(response) is not None for pattern in self.patterns]
         if self.json:
             checks.append(_is_json(response))
@@ -111,23 +150,35 @@ class FormatCompliance:
 
 @register_reward("composite")
 class Composite(Combined):
-    """sum of weight * reward over `weights` {spec: weight}; `settings` {spec: {...}} are the parts' own settings.
+    """sum of weight * reward over `weights` {spec: weight}; `settings` {spec: {...}} are the parts'
+    own settings.
 
-    Metrics: each part's reward under its name, its own metrics under their names (those of two parts must not meet).
-    A part that fails fails the whole, and is named. A part that returns None does not apply: the others are the sum.
+    Metrics: each part's reward under its name, its own metrics under their names (those of two
+    parts must not meet). A part that fails fails the whole, and is named. A part that returns None
+    does not apply: the others are the sum.
     """
 
     leaves_out = True
 
-    def __init__(self, *, weights: Mapping[str, float], settings: Mapping[str, Mapping[str, Any]] | None = None):
+    def __init__(
+        self,
+        *,
+        weights: Mapping[str, float],
+        settings: Mapping[str, Mapping[str, Any]] | None = None,
+    ):
         settings = settings or {}
         if not weights:
-            raise UserError("composite: weights is {reward: weight} with at least one reward, got none")
+            raise UserError(
+                "composite: weights is {reward: weight} with at least one reward, got none"
+            )
         stray = sorted(set(settings) - set(weights))
         if stray:
-            raise UserError(f"composite: settings for {stray}, which weights does not name ({sorted(weights)})")
+            raise UserError(
+                f"composite: settings for {stray}, which weights does not name ({sorted(weights)})"
+            )
         self.parts = [
-            (resolve_reward(spec, **settings.get(spec, {})), float(weight)) for spec, weight in weights.items()
+            (resolve_reward(spec, **settings.get(spec, {})), float(weight))
+            for spec, weight in weights.items()
         ]
 
     def rewards(self) -> list[Reward]:

@@ -1,4 +1,6 @@
-"""What a scorer was handed and has not begun: what may begin, what is held back to be scored together, parts of calls that failed."""
+"""What a scorer was handed and has not begun: what may begin, what is held back to be scored
+together, parts of calls that failed.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from rl.rewards.pending import PendingScore
 
 
 class Waiting:
-    """A queue; not safe by itself, its scorer holds a lock. `together`: items are held back until `release`, then taken at once."""
+    """A queue; not safe by itself, its scorer holds a lock. `together`: items are held back until
+    `release`, then taken at once.
+    """
 
     def __init__(self, together: bool):
         self.together = together
@@ -38,7 +42,9 @@ class Waiting:
         self._parts.extend([list(items[:half]), list(items[half:])])
 
     def take(self, workers: int, most: int) -> list[PendingScore]:
-        """A worker's share of what is there; `most`: items at once, where they are scored one by one."""
+        """A worker's share of what is there; `most`: items at once, where they are scored one by
+        one.
+        """
         if self._parts:
             return self._parts.popleft()
         share = -(-len(self._free) // max(1, workers))

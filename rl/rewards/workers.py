@@ -1,9 +1,11 @@
-"""Where a reward runs: in the calling thread, in a process that can be killed, or in a thread that can be abandoned.
+"""Where a reward runs: in the calling thread, in a process that can be killed, or in a thread that
+can be abandoned.
 
-A worker answers one `Reply` to each item, in order, as soon as it is there, so its owner can time every item.
-The process is a fresh interpreter, not a fork (forks of a process with threads or CUDA hang) and not multiprocessing's spawn
-(which runs the user's script again): it imports the reward's module alone. It runs under a guard (rl.rewards.guard), which ends
-all that it started; what it sends is read as data (rl.rewards.frames); it gets the named part of the environment alone.
+A worker answers one `Reply` to each item, in order, as soon as it is there, so its owner can time
+every item. The process is a fresh interpreter, not a fork (forks of a process with threads or CUDA
+hang) and not multiprocessing's spawn (which runs the user's script again): it imports the reward's
+module alone. It runs under a guard (rl.rewards.guard), which ends all that it started; what it
+sends is read as data (rl.rewards.frames); it gets the named part of the environment alone.
 """
 
 from __future__ import annotations
@@ -31,16 +33,28 @@ from typing import Any, NoReturn
 from rl.plain import plain_text, says
 from rl.rewards import guard
 from rl.rewards.calls import Item
-from rl.rewards.frames import MAX_REPLY, READY, BadReply, Frames, Reply, as_data, decode_reply, frame
+from rl.rewards.frames import (
+    MAX_REPLY,
+    READY,
+    BadReply,
+    Frames,
+    Reply,
+    as_data,
+    decode_reply,
+    frame,
+)
 from rl.rewards.printed import from_this_thread
 from rl.rewards.registry import Reward
 from rl.rewards.serving import evaluate_items
 
-_START_SECONDS = 120.0  # to import the reward's module, which may be heavy; the time limit of an item starts after it
+# to import the reward's module, which may be heavy; the time limit of an item starts after it
+_START_SECONDS = 120.0
 _SEND_SECONDS = 30.0  # for a worker that is idle to take its items
-_END_SECONDS = guard.END_SECONDS + 2.0  # for a guard to end; one that does not is killed, and what it guarded is looked for
+# for a guard to end; one that does not is killed, and what it guarded is looked for
+_END_SECONDS = guard.END_SECONDS + 2.0
 
-# What a reward may need to find its libraries and files. Keys and tokens have other names; more are handed over by name.
+# What a reward may need to find its libraries and files. Keys and tokens have other names; more are
+# handed over by name.
 ENVIRONMENT = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "LANG", "LANGUAGE", "LC_*", "TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME",
     "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LD_PRELOAD", "OMP_*", "MKL_NUM_THREADS",
@@ -58,10 +72,17 @@ class WorkerFailedToStart(Exception):
 
 
 def environment_of_rewards(names: Sequence[str] = ()) -> dict[str, str]:
-    """The part of this process's environment that a reward's worker gets: ENVIRONMENT and `names` (patterns with * both)."""
+    """The part of this process's environment that a reward's worker gets: ENVIRONMENT and `names`
+    (patterns with * both).
+    """
     wanted = (*ENVIRONMENT, *names)
-    found = {name: value for name, value in os.environ.items() if any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted)}
-    # Workers are many and small: a thread pool for linear algebra in each would only fight over the cores; the GPU is the trainer's.
+    found = {
+        name: value
+        for name, value in os.environ.items()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted)
+    }
+    # Workers are many and small: a thread pool for linear algebra in each would only fight over the
+    # cores; the GPU is the trainer's.
     return {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **found}
 
 
@@ -70,7 +91,9 @@ class Worker(ABC):
 
     @abstractmethod
     def send(self, items: Sequence[Any]) -> None:
-        """Hand over items, as the kind of worker takes them: `Item`s, or pickled ones for a process. Raises WorkerDied."""
+        """Hand over items, as the kind of worker takes them: `Item`s, or pickled ones for a
+        process. Raises WorkerDied.
+        """
 
     @abstractmethod
     def receive(self, timeout: float) -> Reply:
@@ -82,7 +105,9 @@ class Worker(ABC):
 
 
 class ThreadWorker(Worker):
-    """A daemon thread: sees the caller's objects, but one that hangs can only be abandoned, and goes on using its core."""
+    """A daemon thread: sees the caller's objects, but one that hangs can only be abandoned, and
+    goes on using its core.
+    """
 
     def __init__(self, reward: Reward, printed: Callable[[bytes], None]):
         self._printed = printed
@@ -90,7 +115,9 @@ class ThreadWorker(Worker):
         self._outbox: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         self._together = reward.together
         try:
-            threading.Thread(target=self._serve, args=(reward,), name=f"reward {reward.name}", daemon=True).start()
+            threading.Thread(
+                target=self._serve, args=(reward,), name=f"reward {reward.name}", daemon=True
+            ).start()
         except RuntimeError as error:
             raise WorkerFailedToStart(f"its thread did not start ({error})") from error
 
@@ -101,7 +128,9 @@ class ThreadWorker(Worker):
                 for _ in items:
                     try:
                         self._outbox.put(as_data(next(replies)))
-                    except BaseException as error:  # boundary: the user's code raised what is meant to end a process
+                    except (
+                        BaseException
+                    ) as error:  # boundary: the user's code raised what is meant to end a process
                         self._outbox.put(Reply(None, "error", f"raised {says(error)}"))
 
     def send(self, items: Sequence[Item]) -> None:
@@ -115,7 +144,8 @@ class ThreadWorker(Worker):
             raise TimeoutError from None
 
     def stop(self) -> None:
-        while not self._inbox.empty():  # what was sent is sent again to the next worker: do not run it twice
+        # what was sent is sent again to the next worker: do not run it twice
+        while not self._inbox.empty():
             try:
                 self._inbox.get_nowait()
             except queue.Empty:
@@ -124,12 +154,15 @@ class ThreadWorker(Worker):
 
 
 class ProcessWorker(Worker):
-    """A fresh interpreter in a session of its own, and its guard; `stop` ends it and all it started. It ends with its owner.
+    """A fresh interpreter in a session of its own, and its guard; `stop` ends it and all it
+    started. It ends with its owner.
 
     `environment`: all that it gets. `printed`: called with pieces of what the reward prints.
     """
 
-    def __init__(self, reward: Reward, environment: Mapping[str, str], printed: Callable[[bytes], None]):
+    def __init__(
+        self, reward: Reward, environment: Mapping[str, str], printed: Callable[[bytes], None]
+    ):
         self._printed, self._last_words = printed, b""
         self._nonce, self._mark = secrets.token_hex(16), secrets.token_hex(16)
         self._pid: int | None = None  # of the process that runs the reward, from its first message
@@ -139,7 +172,9 @@ class ProcessWorker(Worker):
         try:
             self._start({**environment, guard.MARK: self._mark})
         except OSError as error:
-            raise WorkerFailedToStart(f"its worker process did not start ({says(error)})") from error
+            raise WorkerFailedToStart(
+                f"its worker process did not start ({says(error)})"
+            ) from error
         try:
             self._write(frame(pickle.dumps((self._nonce, pickle.dumps(reward)))), _START_SECONDS)
             self._reply(READY, _START_SECONDS)  # before it runs any code of the user's
@@ -165,7 +200,14 @@ class ProcessWorker(Worker):
                 pairs += socket.socketpair()
             self._channel, theirs, self._life, guards = pairs
             said = guards.fileno()
-            words = [sys.executable, "-P", str(Path(guard.__file__)), str(theirs.fileno()), str(os.getpid()), json.dumps(sys.path)]
+            words = [
+                sys.executable,
+                "-P",
+                str(Path(guard.__file__)),
+                str(theirs.fileno()),
+                str(os.getpid()),
+                json.dumps(sys.path),
+            ]
             self._process = subprocess.Popen(
                 words,
                 pass_fds=(theirs.fileno(),),
@@ -264,8 +306,11 @@ class ProcessWorker(Worker):
             return "it closed its pipe but runs on"
         _drain(self._life, self._listen)
         lines = self._last_words.decode(errors="replace").strip().splitlines()
-        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]  # as a traceback ends, before what may follow
-        said = f", it last printed: {plain_text((errors or lines)[-1].strip(), 300)}" if lines else ""
+        # as a traceback ends, before what may follow
+        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+        said = (
+            f", it last printed: {plain_text((errors or lines)[-1].strip(), 300)}" if lines else ""
+        )
         return (f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}") + said
 
     def stop(self) -> None:
@@ -276,23 +321,31 @@ class ProcessWorker(Worker):
             code = self._process.wait(timeout=_END_SECONDS)
         except subprocess.TimeoutExpired:
             code = None
-        if code is None or code < 0:  # it may have been killed or stopped itself, by a reward that knows what it is
+        # it may have been killed or stopped itself, by a reward that knows what it is
+        if code is None or code < 0:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Kills what a guard left: by ancestry where it still is (nobody adopts what is below it), by mark where it is gone."""
+        """Kills what a guard left: by ancestry where it still is (nobody adopts what is below it),
+        by mark where it is gone.
+        """
         for _ in range(3):  # what was forked while we looked
-            guarded = [] if self._process.poll() is not None else guard.descendants(self._process.pid)
+            guarded = (
+                [] if self._process.poll() is not None else guard.descendants(self._process.pid)
+            )
             for pid in {*guarded, *guard.marked(self._mark)} - {os.getpid()}:
                 guard.kill(pid)
         if self._process.poll() is None:
             self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel holds it: nothing more can be done
+            # the kernel holds it: nothing more can be done
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=5.0)
 
 
 def _drain(stream: socket.socket, read: Callable[[], bool]) -> None:
-    """Reads what is there already of a stream whose sender has ended (bounded: somebody else may go on sending)."""
+    """Reads what is there already of a stream whose sender has ended (bounded: somebody else may go
+    on sending).
+    """
     poller = select.poll()  # select itself takes no descriptor above 1023
     poller.register(stream, select.POLLIN)
     for _ in range(64):

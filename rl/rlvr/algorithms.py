@@ -1,6 +1,8 @@
-"""REINFORCE and PPO as objects with `update(batch, client)`: the hooks of rl.methods, and nothing of their own besides.
+"""REINFORCE and PPO as objects with `update(batch, client)`: the hooks of rl.methods, and nothing
+of their own besides.
 
-An algorithm holds its config and the method's state, which is readable JSON; the method is made anew for each update.
+An algorithm holds its config and the method's state, which is readable JSON; the method is made
+anew for each update.
 """
 
 from __future__ import annotations
@@ -14,7 +16,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 from rl.credit import batch_normalised, gaps, kl_metrics
 from rl.errors import UserError
 from rl.judges import BaseScorer, FrozenScorer, check_vocabulary
-from rl.methods import Models, PolicyGradient, PolicyGradientSettings, Ppo, PpoOptions, PpoSettings, Progress, ReinforceSettings
+from rl.methods import (
+    Models,
+    PolicyGradient,
+    PolicyGradientSettings,
+    Ppo,
+    PpoOptions,
+    PpoSettings,
+    Progress,
+    ReinforceSettings,
+)
 from rl.rlvr.configs import PPOConfig, REINFORCEConfig
 from rl.rlvr.rollouts import TrajectoryBatch
 from rl.settings import KlSettings, LoopSettings, OptimSettings, SamplingSettings, ShapingSettings
@@ -28,13 +39,14 @@ Config = TypeVar("Config", REINFORCEConfig, PPOConfig)
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What an update did. Losses and entropy: means over action tokens (and over PPO's epochs), in nats.
+    """What an update did. Losses and entropy: means over action tokens (and over PPO's epochs), in
+    nats.
 
     policy_loss    without entropy bonus and value loss
     value_loss     of PPO; 0 of REINFORCE, which learns no value
     entropy        of the policy
-    kl_divergence  KL(policy that sampled || policy after the update), the estimate k3, from logprobs computed anew
-    grad_norm      before clipping; of several optimizer steps the largest
+    kl_divergence  KL(policy that sampled || policy after the update), the estimate k3, from
+    logprobs computed anew grad_norm      before clipping; of several optimizer steps the largest
     metrics        everything the method measured, under the names that train.py logs
     """
 
@@ -47,9 +59,11 @@ class UpdateResult:
 
 
 class Algorithm(ABC, Generic[Config]):
-    """`update` trains a client on a batch; `get_state` and `from_state` take the algorithm through a checkpoint.
+    """`update` trains a client on a batch; `get_state` and `from_state` take the algorithm through
+    a checkpoint.
 
-    `reference`: what kl_penalty_coef holds the policy near; by default the base model under the client's LoRA adapter.
+    `reference`: what kl_penalty_coef holds the policy near; by default the base model under the
+    client's LoRA adapter.
     """
 
     name: ClassVar[str]
@@ -57,7 +71,9 @@ class Algorithm(ABC, Generic[Config]):
 
     def __init__(self, config: Config | None = None, *, reference: SamplingClient | None = None):
         if config is not None and not isinstance(config, self.config_class):
-            raise UserError(f"{type(self).__name__} takes a {self.config_class.__name__}, got {config!r}")
+            raise UserError(
+                f"{type(self).__name__} takes a {self.config_class.__name__}, got {config!r}"
+            )
         self.config: Config = self.config_class() if config is None else config
         self.reference = reference
         self.updates = 0
@@ -74,12 +90,14 @@ class Algorithm(ABC, Generic[Config]):
     def update(self, batch: TrajectoryBatch, client: TrainingClient) -> UpdateResult:
         """Trains `client` on the batch, whose every trajectory has its reward.
 
-        Raises UserError, before anything is trained, for a batch that cannot be learnt from: one without its rewards, drawn
-        greedily, or drawn from weights that were updated since.
+        Raises UserError, before anything is trained, for a batch that cannot be learnt from: one
+        without its rewards, drawn greedily, or drawn from weights that were updated since.
         """
         groups = batch.groups()
         if not batch.temperature > 0:
-            raise UserError("the batch was drawn greedily (temperature 0), which tells nothing of other answers: sample at 1.0, say")
+            raise UserError(
+                "the batch was drawn greedily (temperature 0), which tells nothing of other answers: sample at 1.0, say"
+            )
         _check_versions(batch, client)
         method = self._method(batch.temperature)
         method.load_state(copy.deepcopy(self._state))
@@ -87,7 +105,9 @@ class Algorithm(ABC, Generic[Config]):
         metrics = self._learn(method, models, method.credit(groups, models))
         self._state, self.updates = method.state(), self.updates + 1
         return UpdateResult(
-            policy_loss=metrics["optim/policy_loss"] if "optim/policy_loss" in metrics else metrics["optim/loss"],
+            policy_loss=metrics["optim/policy_loss"]
+            if "optim/policy_loss" in metrics
+            else metrics["optim/loss"],
             value_loss=metrics.get("optim/value_loss", 0.0),
             entropy=metrics.get("optim/policy_entropy", metrics["optim/entropy"]),
             kl_divergence=metrics["optim/approx_kl_k3"],
@@ -113,24 +133,39 @@ class Algorithm(ABC, Generic[Config]):
 
     def get_state(self) -> dict[str, Any]:
         """Config, number of updates and the method's state: JSON."""
-        return {"algorithm": self.name, "config": asdict(self.config), "updates": self.updates, "method": copy.deepcopy(self._state)}
+        return {
+            "algorithm": self.name,
+            "config": asdict(self.config),
+            "updates": self.updates,
+            "method": copy.deepcopy(self._state),
+        }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any], *, reference: SamplingClient | None = None) -> Self:
-        """The algorithm as it was when `get_state` was called. Raises UserError for a state of another algorithm."""
+    def from_state(
+        cls, state: Mapping[str, Any], *, reference: SamplingClient | None = None
+    ) -> Self:
+        """The algorithm as it was when `get_state` was called. Raises UserError for a state of
+        another algorithm.
+        """
         expected = ("algorithm", "config", "updates", "method")
         missing = [key for key in expected if key not in state]
         if missing:
-            raise UserError(f"this is no algorithm's state: it lacks {', '.join(missing)} (it has {', '.join(sorted(map(str, state)))})")
+            raise UserError(
+                f"this is no algorithm's state: it lacks {', '.join(missing)} (it has {', '.join(sorted(map(str, state)))})"
+            )
         if state["algorithm"] != cls.name:
-            raise UserError(f"the state is one of {state['algorithm']}, not of {cls.name}: load it with that class's from_state")
+            raise UserError(
+                f"the state is one of {state['algorithm']}, not of {cls.name}: load it with that class's from_state"
+            )
         algorithm = cls(cls.config_class(**state["config"]), reference=reference)
         algorithm.updates, algorithm._state = state["updates"], copy.deepcopy(dict(state["method"]))
         return algorithm
 
 
 def _check_versions(batch: TrajectoryBatch, client: TrainingClient) -> None:
-    """Raises UserError where a trajectory is not of the client's weights as they are. One without a version is taken as it is."""
+    """Raises UserError where a trajectory is not of the client's weights as they are. One without a
+    version is taken as it is.
+    """
     now = client.version
     for i, trajectory in enumerate(batch):
         drawn = trajectory.episode.transitions[-1].ac.version
@@ -145,7 +180,9 @@ def _check_versions(batch: TrajectoryBatch, client: TrainingClient) -> None:
 class _Normalised(PolicyGradient):
     """REINFORCE whose advantages are brought to mean 0 and std 1 over the batch."""
 
-    def _advantages(self, rewards_P_K: Sequence[Sequence[float]], keys_P: Sequence[str]) -> Sequence[Any]:
+    def _advantages(
+        self, rewards_P_K: Sequence[Sequence[float]], keys_P: Sequence[str]
+    ) -> Sequence[Any]:
         advantages_P_K = super()._advantages(rewards_P_K, keys_P)
         return batch_normalised(advantages_P_K) if len(advantages_P_K) > 1 else advantages_P_K
 
@@ -171,11 +208,17 @@ class REINFORCE(Algorithm[REINFORCEConfig]):
         )
         return _Normalised(settings) if c.normalize_advantages else PolicyGradient(settings)
 
-    def _learn(self, method: PolicyGradient, models: Models, datums: Sequence[Datum]) -> dict[str, float]:
+    def _learn(
+        self, method: PolicyGradient, models: Models, datums: Sequence[Datum]
+    ) -> dict[str, float]:
         metrics = method.learn(models, datums, self._progress(models))
         temperature = {"temperature": method.settings.sampling.temperature}
         after = models.policy.forward(datums, "importance_sampling", temperature).result()
-        return metrics | kl_metrics(datums, gaps(datums, [o["logprobs"].array for o in after.loss_fn_outputs]), "optim/approx_kl")
+        return metrics | kl_metrics(
+            datums,
+            gaps(datums, [o["logprobs"].array for o in after.loss_fn_outputs]),
+            "optim/approx_kl",
+        )
 
 
 class PPO(Algorithm[PPOConfig]):
@@ -203,7 +246,11 @@ class PPO(Algorithm[PPOConfig]):
                 shaping=ShapingSettings(normalise_rewards=c.reward_normalization),
                 kl=KlSettings(kl_coef=c.kl_penalty_coef),
                 ppo=options,
-                optim=OptimSettings(learning_rate=c.learning_rate, grad_clip_norm=c.max_grad_norm, num_substeps=c.minibatches),
+                optim=OptimSettings(
+                    learning_rate=c.learning_rate,
+                    grad_clip_norm=c.max_grad_norm,
+                    num_substeps=c.minibatches,
+                ),
                 loop=LoopSettings(batch_size=c.minibatches),
             )
         )

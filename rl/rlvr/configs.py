@@ -12,7 +12,9 @@ from rl.settings import POSITIVE, RATE, SIZE, Inside, NotNegative, Share, Weight
 @names_nearest
 @dataclass(frozen=True, kw_only=True)
 class REINFORCEConfig:
-    """Policy gradient (Williams 1992): one optimizer step a batch, every trajectory credited with its whole reward."""
+    """Policy gradient (Williams 1992): one optimizer step a batch, every trajectory credited with
+    its whole reward.
+    """
 
     learning_rate: Annotated[float, RATE] = 1e-5
     """AdamW's."""
@@ -34,7 +36,9 @@ class REINFORCEConfig:
 @names_nearest
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig:
-    """Proximal policy optimization (arXiv 1707.06347): several clipped epochs a batch, every token credited against a learned value."""
+    """Proximal policy optimization (arXiv 1707.06347): several clipped epochs a batch, every token
+    credited against a learned value.
+    """
 
     learning_rate: Annotated[float, RATE] = 1e-5
     """AdamW's."""

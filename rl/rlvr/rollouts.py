@@ -45,7 +45,9 @@ class ScoredTrajectory:
 
 @dataclass
 class TrajectoryBatch:
-    """Trajectories drawn at one temperature. Set each one's `reward`, or all at once: `batch.rewards = [...]`."""
+    """Trajectories drawn at one temperature. Set each one's `reward`, or all at once:
+    `batch.rewards = [...]`.
+    """
 
     trajectories: list[ScoredTrajectory]
     temperature: float = 1.0
@@ -61,23 +63,33 @@ class TrajectoryBatch:
 
     @property
     def rewards(self) -> list[float]:
-        """Raises UserError where there are no trajectories, or one has no reward or one that is no finite number."""
+        """Raises UserError where there are no trajectories, or one has no reward or one that is no
+        finite number.
+        """
         if not self.trajectories:
-            raise UserError("the batch has no trajectories: generate_trajectories takes at least one prompt")
+            raise UserError(
+                "the batch has no trajectories: generate_trajectories takes at least one prompt"
+            )
         found = []
         for i, trajectory in enumerate(self.trajectories):
             if trajectory.reward is None:
-                raise UserError(f"trajectory {i} has no reward yet (prompt {trajectory.prompt[:40]!r}): set trajectory.reward first")
+                raise UserError(
+                    f"trajectory {i} has no reward yet (prompt {trajectory.prompt[:40]!r}): set trajectory.reward first"
+                )
             reward = float(trajectory.reward)
             if not math.isfinite(reward):
-                raise UserError(f"trajectory {i} has the reward {reward} (prompt {trajectory.prompt[:40]!r}): a finite number is expected")
+                raise UserError(
+                    f"trajectory {i} has the reward {reward} (prompt {trajectory.prompt[:40]!r}): a finite number is expected"
+                )
             found.append(reward)
         return found
 
     @rewards.setter
     def rewards(self, values: Sequence[float]) -> None:
         if len(values) != len(self.trajectories):
-            raise UserError(f"{len(self.trajectories)} trajectories take as many rewards, in their order; got {len(values)}")
+            raise UserError(
+                f"{len(self.trajectories)} trajectories take as many rewards, in their order; got {len(values)}"
+            )
         for trajectory, value in zip(self.trajectories, values, strict=True):
             trajectory.reward = float(value)
 
@@ -102,10 +114,12 @@ class TrajectoryBatch:
 class RolloutSampler:
     """Draws responses from a training client's weights as they are at each call.
 
-    `renderer`: how a prompt is put to the model (one of `rl.renderers.RENDERER_NAMES`); by default the model's own chat
-    template, or plain text where its tokenizer has none. `samples_per_prompt` responses to each prompt stand side by side.
-    The random streams are a function of `seed` (by default the service's), the version of the weights, the how-manieth call
-    at that version this is, the prompt's position and the sample's: a script that resumes after an update draws what it would have.
+    `renderer`: how a prompt is put to the model (one of `rl.renderers.RENDERER_NAMES`); by default
+    the model's own chat template, or plain text where its tokenizer has none. `samples_per_prompt`
+    responses to each prompt stand side by side. The random streams are a function of `seed` (by
+    default the service's), the version of the weights, the how-manieth call at that version this
+    is, the prompt's position and the sample's: a script that resumes after an update draws what it
+    would have.
     """
 
     def __init__(
@@ -126,20 +140,38 @@ class RolloutSampler:
         self.seed = client.service.seed if seed is None else seed
         tokenizer = client.get_tokenizer()
         default = "chat_template" if tokenizer.chat_template else "plain"
-        self.renderer = renderer if isinstance(renderer, Renderer) else get_renderer(renderer or default, tokenizer)
+        self.renderer = (
+            renderer
+            if isinstance(renderer, Renderer)
+            else get_renderer(renderer or default, tokenizer)
+        )
         self._drawn = (-1, 0)  # a version of the weights, calls at it
         self._weights: SamplingClient | None = None
 
     def generate_trajectories(
-        self, prompts: Sequence[str | Mapping[str, Any]], metas: Sequence[Mapping[str, Any]] | None = None
+        self,
+        prompts: Sequence[str | Mapping[str, Any]],
+        metas: Sequence[Mapping[str, Any]] | None = None,
     ) -> TrajectoryBatch:
-        """Responses to the prompts, in their order. A prompt is a text, or {"prompt": text, "meta": {...}}."""
+        """Responses to the prompts, in their order. A prompt is a text, or {"prompt": text, "meta":
+        {...}}.
+        """
         if isinstance(prompts, str) or not prompts:
-            raise UserError(f"generate_trajectories takes a list of one or more prompts, got {prompts!r}")
+            raise UserError(
+                f"generate_trajectories takes a list of one or more prompts, got {prompts!r}"
+            )
         if metas is not None and len(metas) != len(prompts):
-            raise UserError(f"{len(prompts)} prompts take as many metas, in their order; got {len(metas)}")
-        problems = [_problem(i, prompt, None if metas is None else metas[i]) for i, prompt in enumerate(prompts)]
-        builders = [ProblemGroupBuilder(problem, self.samples_per_prompt, self.renderer, None) for problem in problems]
+            raise UserError(
+                f"{len(prompts)} prompts take as many metas, in their order; got {len(metas)}"
+            )
+        problems = [
+            _problem(i, prompt, None if metas is None else metas[i])
+            for i, prompt in enumerate(prompts)
+        ]
+        builders = [
+            ProblemGroupBuilder(problem, self.samples_per_prompt, self.renderer, None)
+            for problem in problems
+        ]
         if self._weights is not None:
             self._weights.release()
         self._weights = self.client.save_weights_and_get_sampling_client()
@@ -147,21 +179,32 @@ class RolloutSampler:
         if self._drawn[0] == version:
             calls = self._drawn[1] + 1
         self._drawn = (version, calls)
-        groups = rollout(builders, self._weights, self.params, seed=derive_seed(self.seed, "rlvr", version, calls)).groups
+        groups = rollout(
+            builders,
+            self._weights,
+            self.params,
+            seed=derive_seed(self.seed, "rlvr", version, calls),
+        ).groups
         found = []
         for problem, group in zip(problems, groups, strict=True):
             for episode in group.trajectories_G:
                 logs = episode.transitions[-1].logs
-                found.append(ScoredTrajectory(logs["prompt"], logs["response"], episode, dict(problem.meta)))
+                found.append(
+                    ScoredTrajectory(logs["prompt"], logs["response"], episode, dict(problem.meta))
+                )
         return TrajectoryBatch(found, self.params.temperature)
 
 
-def _problem(index: int, prompt: str | Mapping[str, Any], meta: Mapping[str, Any] | None) -> Problem:
+def _problem(
+    index: int, prompt: str | Mapping[str, Any], meta: Mapping[str, Any] | None
+) -> Problem:
     text: Any = prompt
     if isinstance(prompt, Mapping):
         unknown = sorted(set(prompt) - {"prompt", "meta"})
         if unknown or "prompt" not in prompt:
-            raise UserError(f"prompt {index} is a text or {{'prompt': text, 'meta': {{...}}}}, got the keys {sorted(prompt)}")
+            raise UserError(
+                f"prompt {index} is a text or {{'prompt': text, 'meta': {{...}}}}, got the keys {sorted(prompt)}"
+            )
         text, meta = prompt["prompt"], prompt.get("meta") if meta is None else meta
     if not isinstance(text, str) or not text:
         raise UserError(f"prompt {index} is a text that is not empty, got {text!r}")

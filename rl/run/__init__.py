@@ -1,4 +1,6 @@
-"""A run from its beginning to its end: the two loops, stages, resuming, the memory plan of a whole run."""
+"""A run from its beginning to its end: the two loops, stages, resuming, the memory plan of a whole
+run.
+"""
 
 from rl.run.asked import asked_with, that_fit
 from rl.run.entry import guarded, main

@@ -30,9 +30,15 @@ class At(Protocol):
     def final_path(self, index: int) -> str: ...
 
 
-def introduce(run: Run, folder: Path, policy: TrainingClient, console: Console, stages: Sequence[Prepared]) -> None:
+def introduce(
+    run: Run, folder: Path, policy: TrainingClient, console: Console, stages: Sequence[Prepared]
+) -> None:
     info, settings = policy.info, worker_settings(run.stages)
-    trained = "all weights" if info["lora_rank"] is None else f"LoRA rank {info['lora_rank']}, {compact(info['trainable_parameters'])}"
+    trained = (
+        "all weights"
+        if info["lora_rank"] is None
+        else f"LoRA rank {info['lora_rank']}, {compact(info['trainable_parameters'])}"
+    )
     if info["lora_rank"] is not None and info["base_dtype"] != "fp32":
         trained += f" on a base in {info['base_dtype']}"
     if info["lora_unadapted"] >= 0.01:
@@ -43,11 +49,19 @@ def introduce(run: Run, folder: Path, policy: TrainingClient, console: Console, 
             "stages": " -> ".join(f"{s.name} ({s.settings.loop.steps} steps)" for s in run.stages),
             "model": f"{info['base_model']}, {compact(info['parameters'])} parameters ({trained})",
             "device": f"{info['device']}, {info['dtype']}, {_processes(info['world'], settings.sampler_ranks, settings.sampler.tp)}",
-            **({"programs in": kind} if (kind := found_out(stages).get("sandbox")) is not None else {}),
+            **(
+                {"programs in": kind}
+                if (kind := found_out(stages).get("sandbox")) is not None
+                else {}
+            ),
             "writes to": folder,
         },
     )
-    for text in dict.fromkeys(str(prepared.overlap) for prepared in stages if prepared.overlap is not None and prepared.overlap.shared):
+    for text in dict.fromkeys(
+        str(prepared.overlap)
+        for prepared in stages
+        if prepared.overlap is not None and prepared.overlap.shared
+    ):
         console.warn(text)
 
 
@@ -55,7 +69,11 @@ def _processes(world: int, samplers: int, together: int = 1) -> str:
     counted = f"{world} process{'es' if world > 1 else ''}"
     if together > 1:
         return f"{counted}, every {together} of which hold a sampler together"
-    return f"{counted} that learn{'s' if world == 1 else ''}, {samplers} that sample{'s' if samplers == 1 else ''}" if samplers else counted
+    return (
+        f"{counted} that learn{'s' if world == 1 else ''}, {samplers} that sample{'s' if samplers == 1 else ''}"
+        if samplers
+        else counted
+    )
 
 
 def conclude(at: At, held_out: Mapping[str, HeldOut], console: Console) -> None:
@@ -79,20 +97,30 @@ def conclude(at: At, held_out: Mapping[str, HeldOut], console: Console) -> None:
             "weights": Path(at.final_path(len(at.stages) - 1)) / "model",
         },
         remarks=remarks,
-        commands=[*_uses(at, folder), f"python plot.py {shlex.quote(str(folder))}", *_export(at, folder)],
+        commands=[
+            *_uses(at, folder),
+            f"python plot.py {shlex.quote(str(folder))}",
+            *_export(at, folder),
+        ],
     )
 
 
 def _export(at: At, folder: Path) -> list[str]:
     """Return the command that exports the weights: merged if they are an adapter."""
     merge = " --merge" if at.stages[-1].plan.settings.model.lora_rank else ""
-    return [f"python export.py {shlex.quote(str(folder))} {shlex.quote(str(_unused(Path('exports') / folder.name)))}{merge}"]
+    return [
+        f"python export.py {shlex.quote(str(folder))} {shlex.quote(str(_unused(Path('exports') / folder.name)))}{merge}"
+    ]
 
 
 def _unused(path: Path) -> Path:
     """Return `path`, or the first of path-2, path-3, ... where it exists."""
     numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return path if not path.exists() else next(candidate for candidate in numbered if not candidate.exists())
+    return (
+        path
+        if not path.exists()
+        else next(candidate for candidate in numbered if not candidate.exists())
+    )
 
 
 def _uses(at: At, folder: Path) -> list[str]:
@@ -101,11 +129,21 @@ def _uses(at: At, folder: Path) -> list[str]:
     if last.method != "reward_model":
         # else evaluate.py would ask for a reward
         scored = at.stages[-1].environment is not None or reward_of(last.settings.data) is not None
-        trust = " --trust-run" if is_outside_current_folder([*rewards_of(last.settings.data), *environment_address(last.settings)]) else ""
-        return [f"python sample.py {where}", *([f"python evaluate.py {where}{trust}"] if scored else [])]
+        trust = (
+            " --trust-run"
+            if is_outside_current_folder(
+                [*rewards_of(last.settings.data), *environment_address(last.settings)]
+            )
+            else ""
+        )
+        return [
+            f"python sample.py {where}",
+            *([f"python evaluate.py {where}{trust}"] if scored else []),
+        ]
     flag = "reward" if METHODS[last.method].value_head(last.settings) else "comparison"
     method = "rlhf" if flag == "reward" else "grpo"  # which has groups to compare within
-    flags = [*_policy_flags(at), *(["--reward", "None"] if method == "grpo" else [])]  # pairs hold no answer to compare with
+    # pairs hold no answer to compare with
+    flags = [*_policy_flags(at), *(["--reward", "None"] if method == "grpo" else [])]
     return [f"{_launcher()} train.py {method} --{flag}-model {where} {shlex.join(flags)}"]
 
 
@@ -115,13 +153,20 @@ _ROWS = ("dataset_config", "data_format", "prompt_column", "system_prompt", "ren
 def _policy_flags(at: At) -> list[str]:
     """Return the flags of a run that trains a policy with the reward model of the last stage.
 
-    The policy begins from the same weights and reads the same rows. It writes to a new folder beside the run's.
+    The policy begins from the same weights and reads the same rows. It writes to a new folder
+    beside the run's.
     """
     plan = at.stages[-1].plan
     before = begins_after(at.run.stages, len(at.run.stages) - 1)
     model, data = plan.settings.model, plan.settings.data
     base = model.base_model if before is None else str(Path(at.final_path(before)) / "model")
-    flags = ["--base-model", base, *(["--tokenizer", model.tokenizer] if model.tokenizer else []), "--dataset", data.dataset]
+    flags = [
+        "--base-model",
+        base,
+        *(["--tokenizer", model.tokenizer] if model.tokenizer else []),
+        "--dataset",
+        data.dataset,
+    ]
     for name in _ROWS:
         if (value := getattr(data, name)) != getattr(type(data)(), name):
             flags += [f"--{name.replace('_', '-')}", str(value)]
@@ -133,6 +178,10 @@ def resume_command(folder: Path) -> str:
 
 
 def _launcher() -> str:
-    """As this process was started: launchers leave their mark in the environment, by which accelerate's own reads its config again."""
-    launched = {"LOCAL_RANK", "TORCHELASTIC_RUN_ID"} & os.environ.keys() or any(name.startswith("ACCELERATE_") for name in os.environ)
+    """As this process was started: launchers leave their mark in the environment, by which
+    accelerate's own reads its config again.
+    """
+    launched = {"LOCAL_RANK", "TORCHELASTIC_RUN_ID"} & os.environ.keys() or any(
+        name.startswith("ACCELERATE_") for name in os.environ
+    )
     return "accelerate launch" if launched else "python"

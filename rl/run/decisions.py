@@ -1,4 +1,6 @@
-"""What the clock decided in a run, in its folder: enough to repeat it bit for bit (rl.episodes.Clock)."""
+"""What the clock decided in a run, in its folder: enough to repeat it bit for bit
+(rl.episodes.Clock).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ DECISIONS = "decisions.jsonl"
 
 
 class Decisions:
-    """A stage's log. `done`: its batches that are trained already; what the log says of later ones was never saved, and is forgotten.
+    """A stage's log. `done`: its batches that are trained already; what the log says of later ones
+    was never saved, and is forgotten.
 
     `replay`: the folder of a run whose decisions are to be made again. UserError where it has none.
     """
@@ -35,10 +38,14 @@ class Decisions:
             self._then = [row for row in read_rows(_log_of(replay)) if row["stage"] == stage]
 
     def clock(self, tick: int = 0, *, whole: bool = False) -> Clock:
-        """Of the batch `self.batch`, whose ticks begin at 0; or of the `whole` stage, from `tick` on."""
+        """Of the batch `self.batch`, whose ticks begin at 0; or of the `whole` stage, from `tick`
+        on.
+        """
         if self._then is None:
             return Clock(self._write, tick)
-        return Replayed([row for row in self._then if whole or row["batch"] == self.batch], self._write, tick)
+        return Replayed(
+            [row for row in self._then if whole or row["batch"] == self.batch], self._write, tick
+        )
 
     def _write(self, row: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
@@ -46,7 +53,9 @@ class Decisions:
 
 
 def check_replay(run: Run, warn: Callable[[str], None]) -> None:
-    """Before anything is loaded: UserError where there is nothing to replay; a warning where it cannot be bit for bit."""
+    """Before anything is loaded: UserError where there is nothing to replay; a warning where it
+    cannot be bit for bit.
+    """
     if run.options.replay is None:
         return
     folder = _log_of(run.options.replay).parent
@@ -57,5 +66,7 @@ def check_replay(run: Run, warn: Callable[[str], None]) -> None:
 def _log_of(replay: Path) -> Path:
     path = Path(replay).expanduser() / DECISIONS
     if not path.is_file():
-        raise UserError(f"replay {replay}: there is no {DECISIONS}, which runs write with episodes continuous or what asks for it")
+        raise UserError(
+            f"replay {replay}: there is no {DECISIONS}, which runs write with episodes continuous or what asks for it"
+        )
     return path

@@ -1,4 +1,6 @@
-"""What a run asks of the side that computes: precision, micro-batches, caches; one setting for all stages."""
+"""What a run asks of the side that computes: precision, micro-batches, caches; one setting for all
+stages.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,23 @@ def worker_settings(stages: Sequence[StagePlan]) -> WorkerSettings:
             router_aux_loss_coef=model.router_aux_loss_coef,
         )  # fmt: skip
         limits = (sampling.kv_cache_tokens, sampling.max_rows)
-        sampler = SamplerSettings(*limits, sampling.sampler, model.router_replay, sampling.sampler_cache, sampling.sampler_tp)
+        sampler = SamplerSettings(
+            *limits,
+            sampling.sampler,
+            model.router_replay,
+            sampling.sampler_cache,
+            sampling.sampler_tp,
+        )
         found.append(WorkerSettings(dtype=model.precision, learner=learner, sampler=sampler))
-    ranks = {flow.sampler_ranks for plan in stages if isinstance(flow := getattr(plan.settings, "flow", None), FlowSettings)}
+    ranks = {
+        flow.sampler_ranks
+        for plan in stages
+        if isinstance(flow := getattr(plan.settings, "flow", None), FlowSettings)
+    }
     if len(ranks) > 1:
-        raise UserError("sampler_ranks holds for the whole run: set it at the recipe's top level or on the line")
+        raise UserError(
+            "sampler_ranks holds for the whole run: set it at the recipe's top level or on the line"
+        )
     if any(settings != found[0] for settings in found):
         raise UserError(
             "precision, token_budget, layout, fused_logprobs, kept_logits_gib, gradient_checkpointing, optimizer, router_replay, "

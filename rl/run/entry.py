@@ -18,7 +18,8 @@ LOST = 1
 
 
 def main(run: Run, beside: Sequence[Any] = ()) -> int:
-    """0: done. 1: another process was lost. 2: something to set right. 75: stopped and saved, run again with --resume. 130: by Ctrl-C.
+    """0: done. 1: another process was lost. 2: something to set right. 75: stopped and saved, run
+    again with --resume. 130: by Ctrl-C.
 
     `beside`: connections to processes that help to plan (rl.quick.beside).
     """
@@ -41,10 +42,17 @@ def main(run: Run, beside: Sequence[Any] = ()) -> int:
     return guarded(work, see="python train.py --help", outcome=lambda: outcome[-1], flags=flags)
 
 
-def guarded(work: Callable[[], None], *, see: str, outcome: str | Callable[[], str], flags: Collection[str] = ()) -> int:
+def guarded(
+    work: Callable[[], None],
+    *,
+    see: str,
+    outcome: str | Callable[[], str],
+    flags: Collection[str] = (),
+) -> int:
     """Does `work` and turns how it ended into an exit code, as in `main`.
 
-    For the box of an error: `see` tells more, `outcome` heads it (asked for after the error), settings in `flags` are named as flags.
+    For the box of an error: `see` tells more, `outcome` heads it (asked for after the error),
+    settings in `flags` are named as flags.
     """
     _quieten()
     from rl.errors import RankLost, UserError
@@ -71,9 +79,13 @@ def guarded(work: Callable[[], None], *, see: str, outcome: str | Callable[[], s
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or os.environ.get(TRACEBACK):
             raise
-        fail(f"the disk is full: {error}", see="make room, then --resume goes on from the newest checkpoint")
+        fail(
+            f"the disk is full: {error}",
+            see="make room, then --resume goes on from the newest checkpoint",
+        )
     except ValueError as error:
-        # Every ValueError of ours says what is wrong with which input; a library's may not, hence the way to its traceback.
+        # Every ValueError of ours says what is wrong with which input; a library's may not, hence
+        # the way to its traceback.
         if os.environ.get(TRACEBACK):
             raise
         more = see if isinstance(error, UserError) else f"{TRACEBACK}=1 shows where this was raised"
@@ -90,6 +102,7 @@ def _quieten() -> None:
 
     transformers_logging.set_verbosity_error()
     if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()  # bars are for people; a log file fills with their redraws
+        # bars are for people; a log file fills with their redraws
+        transformers_logging.disable_progress_bar()
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)

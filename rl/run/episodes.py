@@ -7,7 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from rl.data import ProblemSet
-from rl.environments import EnvironmentGroup, EnvironmentSpec, Limits, environment_from_words, with_isolation
+from rl.environments import (
+    EnvironmentGroup,
+    EnvironmentSpec,
+    Limits,
+    environment_from_words,
+    with_isolation,
+)
 from rl.episodes import EnvGroupBuilder
 from rl.errors import UserError, remark
 from rl.renderers import Renderer
@@ -21,7 +27,9 @@ _DATASET = DataSettings().dataset
 
 
 def environment_of(settings: Any) -> EnvironmentSpec | None:
-    """The environment that a stage's settings name. UserError where it is not to be found or has no such settings."""
+    """The environment that a stage's settings name. UserError where it is not to be found or has no
+    such settings.
+    """
     env: EnvironmentSettings | None = getattr(settings, "env", None)
     if env is None or env.environment is None:
         return None
@@ -31,10 +39,16 @@ def environment_of(settings: Any) -> EnvironmentSpec | None:
     return with_isolation(spec, env.environment_isolation)
 
 
-def own_rows(spec: EnvironmentSpec, data: DataSettings, env: EnvironmentSettings, held_out: bool) -> tuple[ProblemSet, ProblemSet | None]:
-    """Training and held-out rows of an environment that is not of a data set: its own, or seeds alone."""
+def own_rows(
+    spec: EnvironmentSpec, data: DataSettings, env: EnvironmentSettings, held_out: bool
+) -> tuple[ProblemSet, ProblemSet | None]:
+    """Training and held-out rows of an environment that is not of a data set: its own, or seeds
+    alone.
+    """
     if _names_data(data):
-        raise UserError(f"the environment {spec.name} makes its own episodes and reads no data set: leave out dataset {data.dataset}")
+        raise UserError(
+            f"the environment {spec.name} makes its own episodes and reads no data set: leave out dataset {data.dataset}"
+        )
     if spec.can_make_rows:
         remark(
             f"no data set is named, so {spec.name} makes its own episodes and gets no rows: name the one that it reads with --dataset "
@@ -51,7 +65,9 @@ def _names_data(data: DataSettings) -> bool:
 def _rows(spec: EnvironmentSpec, split: str, count: int) -> ProblemSet:
     rows = spec.make().rows(split, count)
     seeds = [derive_seed("environment", spec.stream, split, i) for i in range(len(rows))]
-    problems = [Problem((), {"seed": seeds[i], **row}, tag=spec.name, index=i) for i, row in enumerate(rows)]
+    problems = [
+        Problem((), {"seed": seeds[i], **row}, tag=spec.name, index=i) for i, row in enumerate(rows)
+    ]
     if not problems:
         raise UserError(f"the environment {spec.name} has no rows of the split {split}")
     return ProblemSet(problems, name=f"{spec.name}/{split}")
@@ -88,16 +104,24 @@ def episode_groups(
     renderer: Renderer,
     renderers: Mapping[str, Renderer] | None = None,
 ) -> list[EnvGroupBuilder]:
-    """The groups of these rows. `settings`: the stage's, or what has its `data` and `env`; `renderers`: of other models that play."""
-    prompt = settings.data.system_prompt if not spec.needs_rows else None  # rows of data sets begin with it already
+    """The groups of these rows. `settings`: the stage's, or what has its `data` and `env`;
+    `renderers`: of other models that play.
+    """
+    # rows of data sets begin with it already
+    prompt = settings.data.system_prompt if not spec.needs_rows else None
     limits = limits_of(settings.env)
     if (groups := spec.token_level) is not None:
-        return [groups(problem, group_size, renderer, limits=limits, system_prompt=prompt) for problem in problems]
+        return [
+            groups(problem, group_size, renderer, limits=limits, system_prompt=prompt)
+            for problem in problems
+        ]
     shared: dict[str, Any] = {"limits": limits, "system_prompt": prompt, "renderers": renderers}
     return [EnvironmentGroup(spec, problem, group_size, renderer, **shared) for problem in problems]
 
 
-def check_environment(spec: EnvironmentSpec, settings: Any, problem: Problem, renderer: Renderer) -> None:
+def check_environment(
+    spec: EnvironmentSpec, settings: Any, problem: Problem, renderer: Renderer
+) -> None:
     """Begins one episode. UserError where that fails: nothing has been trained yet."""
     from rl.episodes import EpisodeFailed
 

@@ -1,4 +1,6 @@
-"""What an evaluation says of the answers it got: rows to read and count again, mean figures, pass@k."""
+"""What an evaluation says of the answers it got: rows to read and count again, mean figures,
+pass@k.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ _SHOWN = {
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that one of k answers is right, estimated without bias from n answers of which c are right.
+    """The chance that one of k answers is right, estimated without bias from n answers of which c
+    are right.
 
     1 - C(n - c, k) / C(n, k): Chen et al. 2021, arXiv 2107.03374, section 2.1, equation 1.
     """
@@ -32,11 +35,12 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def pass_figures(correct_P_G: Sequence[Sequence[float]], n: int) -> dict[str, float]:
-    """pass@1, 2, 4, ... and pass@n, averaged over the problems all of whose n answers were scored, each with its standard error.
+    """pass@1, 2, 4, ... and pass@n, averaged over the problems all of whose n answers were scored,
+    each with its standard error.
 
-    The standard error is that of the mean over problems: the standard deviation (with P - 1) of the problems' own estimates over the
-    root of their number P. Problems are taken for a sample of all that could be asked; what drawing other answers to the same problems
-    would change is within it.
+    The standard error is that of the mean over problems: the standard deviation (with P - 1) of the
+    problems' own estimates over the root of their number P. Problems are taken for a sample of all
+    that could be asked; what drawing other answers to the same problems would change is within it.
     """
     whole = [round(sum(correct_G)) for correct_G in correct_P_G if len(correct_G) == n]
     found: dict[str, float] = {}
@@ -54,28 +58,44 @@ def standard_error(values: Sequence[float]) -> float:
     return math.sqrt(variance / len(values))
 
 
-def answer_rows(groups: Sequence[TrajectoryGroup], problems: Sequence[Problem]) -> list[dict[str, Any]]:
-    """One row for each answer: problem, prompt, response, expected, reward, the reward's own metrics, tokens."""
+def answer_rows(
+    groups: Sequence[TrajectoryGroup], problems: Sequence[Problem]
+) -> list[dict[str, Any]]:
+    """One row for each answer: problem, prompt, response, expected, reward, the reward's own
+    metrics, tokens.
+    """
     expected = {problem.index: problem.meta.get("answer") for problem in problems}
     rows = []
     for group in groups:
         for trajectory, reward in zip(group.trajectories_G, group.get_total_rewards(), strict=True):
             turn = trajectory.transitions[-1]
-            logs = {name: value for name, value in turn.logs.items() if name != "messages"}  # the prompt is their last
-            asked = {"problem": group.problem_index, **logs, "expected": expected[group.problem_index]}
+            # the prompt is their last
+            logs = {name: value for name, value in turn.logs.items() if name != "messages"}
+            asked = {
+                "problem": group.problem_index,
+                **logs,
+                "expected": expected[group.problem_index],
+            }
             rows.append({**asked, "reward": reward, **turn.metrics, "tokens": len(turn.ac.tokens)})
     return rows
 
 
 def figures(groups: Sequence[TrajectoryGroup], samples: int) -> dict[str, float]:
-    """Means over all answers; where it is known which are correct, the standard error over problems, and pass@k of several.
+    """Means over all answers; where it is known which are correct, the standard error over
+    problems, and pass@k of several.
 
     It is known where the reward says so (its metric `correct`), and where it gives 0 and 1 alone.
     """
     metrics = group_metrics(groups)
-    found = {label: metrics[f"env/all/{name}"] for name, label in _SHOWN.items() if f"env/all/{name}" in metrics}
+    found = {
+        label: metrics[f"env/all/{name}"]
+        for name, label in _SHOWN.items()
+        if f"env/all/{name}" in metrics
+    }
     correct_P_G = [_correct(group) for group in groups]
-    if not any(correct_P_G) and all(reward in (0.0, 1.0) for group in groups for reward in group.get_total_rewards()):
+    if not any(correct_P_G) and all(
+        reward in (0.0, 1.0) for group in groups for reward in group.get_total_rewards()
+    ):
         correct_P_G = [group.get_total_rewards() for group in groups]
         found["correct"] = mean(reward for correct_G in correct_P_G for reward in correct_G)
     means_P = [mean(correct_G) for correct_G in correct_P_G if correct_G]

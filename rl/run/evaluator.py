@@ -1,4 +1,6 @@
-"""What a stage evaluates: held-out problems, sampled, answered greedily, or measured by the method itself."""
+"""What a stage evaluates: held-out problems, sampled, answered greedily, or measured by the method
+itself.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Evaluator:
     def samples_held_out(self) -> bool:
         """Whether answers to held-out problems are ever sampled: where something scores them."""
         judge = self.given.models.rewards
-        return (self.given.rewarded or (judge is not None and judge.scores_alone)) and bool(self.given.loop.eval_every)
+        return (self.given.rewarded or (judge is not None and judge.scores_alone)) and bool(
+            self.given.loop.eval_every
+        )
 
     @property
     def measures(self) -> bool:
@@ -45,9 +49,14 @@ class Evaluator:
         """Shows the method that measures rows every one that the stage trains on or evaluates."""
         given = self.given
         if isinstance(given.method, EvaluatesRows):
-            batches = (given.problems.batch(i, given.loop.batch_size, given.seed) for i in range(given.loop.steps))
+            batches = (
+                given.problems.batch(i, given.loop.batch_size, given.seed)
+                for i in range(given.loop.steps)
+            )
             held_out = given.test_problems if given.test_problems is not None else ()
-            given.method.begin(chain(chain.from_iterable(batches), held_out), given.renderer, given.models)
+            given.method.begin(
+                chain(chain.from_iterable(batches), held_out), given.renderer, given.models
+            )
 
     def before(self, sampler: SamplingClient | None) -> dict[str, float]:
         """What there is to measure before the first step."""
@@ -57,7 +66,9 @@ class Evaluator:
         return found
 
     def after(self, batch: int, sampler: SamplingClient | None) -> dict[str, float]:
-        """What there is to measure after this batch, if it is time; greedy answers after the last alone."""
+        """What there is to measure after this batch, if it is time; greedy answers after the last
+        alone.
+        """
         if not self.is_due(batch):
             return {}
         found = self.rows()
@@ -74,14 +85,17 @@ class Evaluator:
             return {}
         start = time.perf_counter()
         metrics = given.method.evaluate(list(given.test_problems), given.renderer, given.models)
-        if given.method.headline not in metrics:  # of the held-out rows none has what would be measured
+        # of the held-out rows none has what would be measured
+        if given.method.headline not in metrics:
             return {}
         metrics["time/test_rows"] = time.perf_counter() - start
         self.held_out.note_rows(given.method.headline, metrics)
         return metrics
 
     def sampled(self, sampler: SamplingClient) -> dict[str, float]:
-        """`test/env/...` on the held-out problems, one sample each, always with the same random streams."""
+        """`test/env/...` on the held-out problems, one sample each, always with the same random
+        streams.
+        """
         given = self.given
         if given.test_problems is None or not self.samples_held_out:
             return {}
@@ -95,24 +109,38 @@ class Evaluator:
         metrics = group_metrics(result.groups, "test/env")
         metrics["time/test"] = time.perf_counter() - start
         accuracy, held_out = self._headline(metrics, "test/env/all"), self.held_out
-        held_out.before, held_out.after = (accuracy if held_out.before is None else held_out.before), accuracy
+        held_out.before, held_out.after = (
+            (accuracy if held_out.before is None else held_out.before),
+            accuracy,
+        )
         return metrics
 
     def greedy(self, sampler: SamplingClient) -> dict[str, float]:
-        """`test/greedy/...`: the likeliest answer to each held-out problem, where sampling does not give it anyway."""
+        """`test/greedy/...`: the likeliest answer to each held-out problem, where sampling does not
+        give it anyway.
+        """
         given = self.given
         if given.test_problems is None or not self.samples_held_out:
             return {}
         if not given.settings.sampling.eval_greedy or given.eval_params.temperature == 0:
             return {}
         builders = self.samples.groups(list(given.test_problems), 1)
-        players, params = self.samples.held_out_players(), replace(given.eval_params, temperature=0.0)
+        players, params = (
+            self.samples.held_out_players(),
+            replace(given.eval_params, temperature=0.0),
+        )
         result = rollout(builders, sampler, params, seed=0, players=players)
         result = self.samples.judged(result, alone=True)
         self._forget_seconds()
-        metrics = {k: v for k, v in group_metrics(result.groups, "test/greedy").items() if k.startswith(KEPT_OF_GREEDY)}
+        metrics = {
+            k: v
+            for k, v in group_metrics(result.groups, "test/greedy").items()
+            if k.startswith(KEPT_OF_GREEDY)
+        }
         accuracy, held_out = self._headline(metrics, "test/greedy/all"), self.held_out
-        held_out.greedy_before = accuracy if held_out.greedy_before is None else held_out.greedy_before
+        held_out.greedy_before = (
+            accuracy if held_out.greedy_before is None else held_out.greedy_before
+        )
         held_out.greedy_after = accuracy
         return metrics
 

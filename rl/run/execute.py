@@ -50,15 +50,20 @@ from rl.settings import Run, resolved
 
 
 def execute(run: Run, begins: Callable[[], None] = lambda: None) -> None:
-    """Carries out a run on rank 0; other ranks serve inside ServiceClient. Raises Stopped when asked to stop.
+    """Carries out a run on rank 0; other ranks serve inside ServiceClient. Raises Stopped when
+    asked to stop.
 
-    Everything that can be wrong with settings, data, reward, model and folder is found before the folder is touched, which
-    is when `begins` is called.
+    Everything that can be wrong with settings, data, reward, model and folder is found before the
+    folder is touched, which is when `begins` is called.
     """
     options = run.options
     folder = folder_of(run)
     check_tracker(options.wandb_project)
-    settings = replace(worker_settings(run.stages), timeout_seconds=options.timeout, stop_grace_seconds=options.stop_grace)
+    settings = replace(
+        worker_settings(run.stages),
+        timeout_seconds=options.timeout,
+        stop_grace_seconds=options.stop_grace,
+    )
     with (
         StopRequest(options.stop_grace) as stop_request,
         ServiceClient(output_dir=folder, seed=options.seed, settings=settings) as service,
@@ -94,13 +99,19 @@ def execute(run: Run, begins: Callable[[], None] = lambda: None) -> None:
         begins()
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(console.warn)
-        found = {ID: position.run_id or new_id(), ORIGINS: origins, CHANGES: [*position.changed, *position.notes]}
+        found = {
+            ID: position.run_id or new_id(),
+            ORIGINS: origins,
+            CHANGES: [*position.changed, *position.notes],
+        }
         config = {**resolved(run), **found, **found_out(stages)}
         claim(folder, config, resume=options.resume, overwrite=options.overwrite)
         make_way(folder, position)
         if options.resume:
-            config["recipe"] = run.recipe or saved_config(folder).get("recipe")  # the folder alone names none
-            write_config(folder, config)  # of a recipe that was mended, or of a run from before it had an id
+            # the folder alone names none
+            config["recipe"] = run.recipe or saved_config(folder).get("recipe")
+            # of a recipe that was mended, or of a run from before it had an id
+            write_config(folder, config)
         at.run_id = config[ID]
         introduce(run, folder, policy, console, stages)
         for note in origins:
@@ -120,13 +131,17 @@ def folder_of(run: Run) -> Path:
 
 
 def _restarted(run: Run, folder: Path) -> Run:
-    """`run` as one to resume, where it is to go on with what the folder holds and the folder holds a run that took a step."""
+    """`run` as one to resume, where it is to go on with what the folder holds and the folder holds
+    a run that took a step.
+    """
     if not run.options.auto_resume or not holds_a_run(folder) or never_took_a_step(folder):
         return run
     return replace(run, options=replace(run.options, resume=True))
 
 
-def _logbook(run: Run, folder: Path, position: Position, console: Console, lock: RunLock) -> Logbook:
+def _logbook(
+    run: Run, folder: Path, position: Position, console: Console, lock: RunLock
+) -> Logbook:
     return Logbook(
         folder,
         resume_step=position.step if run.options.resume else None,
@@ -145,7 +160,8 @@ class _Whereabouts:
         self.run, self.folder, self.stages, self.position = run, folder, stages, position
         self.run_id = position.run_id
         self.index = position.stage
-        if position.stage_ended:  # not: all its batches are trained; the stage's final checkpoint may be missing still
+        # not: all its batches are trained; the stage's final checkpoint may be missing still
+        if position.stage_ended:
             self.index += 1
 
     @property
@@ -157,7 +173,9 @@ class _Whereabouts:
         return self.position.state_path is not None and self.index == self.position.stage
 
     def first_step(self, index: int) -> int:
-        """Steps of the run before a stage; one is left between stages for the evaluation before the first step."""
+        """Steps of the run before a stage; one is left between stages for the evaluation before the
+        first step.
+        """
         return sum(prepared.plan.settings.loop.steps + 1 for prepared in self.stages[:index])
 
     def final_path(self, index: int) -> str:
@@ -173,7 +191,11 @@ class _Whereabouts:
         if self.finished:
             return
         ahead = range(self.index, len(self.stages))
-        needed = {before for i in ahead if (before := begins_after(self.run.stages, i)) is not None and before < self.index}
+        needed = {
+            before
+            for i in ahead
+            if (before := begins_after(self.run.stages, i)) is not None and before < self.index
+        }
         check_finals(self.run, self.folder, [self.stages[i].plan.name for i in sorted(needed)])
         rehearse(self.run.stages, self.stages, self.index)
 
@@ -181,12 +203,21 @@ class _Whereabouts:
         """This stage, with the data that an earlier one has written by now."""
         prepared = self.stages[self.index]
         if prepared.awaits is not None and prepared.rows is None:
-            first, loop = self.first_step(prepared.awaits), self.stages[prepared.awaits].plan.settings.loop
-            prepared.rows = stored_answers(prepared.plan, self.folder, range(first + 1, first + loop.steps + 1, loop.rollouts_every))
+            first, loop = (
+                self.first_step(prepared.awaits),
+                self.stages[prepared.awaits].plan.settings.loop,
+            )
+            prepared.rows = stored_answers(
+                prepared.plan,
+                self.folder,
+                range(first + 1, first + loop.steps + 1, loop.rollouts_every),
+            )
         return prepared
 
     def policy(self, service: ServiceClient) -> TrainingClient:
-        """The learner of this stage, checked against its data. UserError where those are not what a checkpoint was trained on."""
+        """The learner of this stage, checked against its data. UserError where those are not what a
+        checkpoint was trained on.
+        """
         index = min(self.index, len(self.stages) - 1)
         prepared = self.stages[index]
         if not self.finished:
@@ -195,13 +226,24 @@ class _Whereabouts:
         resume_from = self.position.state_path if self.resumes_here or self.finished else None
         value_head = METHODS[prepared.plan.method].value_head(prepared.plan.settings)
         policy = make_policy(
-            service, prepared.plan.settings.model, previous, resume_from, self.run.options.seed, value_head=value_head
+            service,
+            prepared.plan.settings.model,
+            previous,
+            resume_from,
+            self.run.options.seed,
+            value_head=value_head,
         )
         if not self.finished:
             check_rows(prepared, policy, stage_renderer(policy, prepared.plan.settings))
         loop_state, changed = self.position.loop_state, changes_data(self.position.notes)
-        if not self.finished and self.resumes_here and loop_state is not None and not changed:  # of the rows that were not left out
-            check_data(loop_state.get("run"), prepared.problems, prepared.plan.name, str(self.position.state_path))
+        # of the rows that were not left out
+        if not self.finished and self.resumes_here and loop_state is not None and not changed:
+            check_data(
+                loop_state.get("run"),
+                prepared.problems,
+                prepared.plan.name,
+                str(self.position.state_path),
+            )
         return policy
 
     def others(self, service: ServiceClient, policy: TrainingClient) -> dict[str, Any]:
@@ -211,12 +253,28 @@ class _Whereabouts:
         prepared = self.stages[self.index]
         plan, tags = prepared.plan, prepared.problems.tags
         previous = self.previous(self.index)
-        earlier = {stage.name: self.final_path(i) for i, stage in enumerate(self.run.stages[: self.index])}
+        earlier = {
+            stage.name: self.final_path(i) for i, stage in enumerate(self.run.stages[: self.index])
+        }
         resume_from = self.position.state_path if self.resumes_here else None
-        hosts = StageHosts(service, policy, plan.settings.model, previous, earlier, self.run.options.seed, resume_from, tags)
+        hosts = StageHosts(
+            service,
+            policy,
+            plan.settings.model,
+            previous,
+            earlier,
+            self.run.options.seed,
+            resume_from,
+            tags,
+        )
         found = METHODS[plan.method].other_models(plan.settings, hosts)
         if prepared.environment is not None:
-            found = {**found, "opponents": Opponents(prepared.environment.make(), plan.settings.env, hosts, self.folder, plan.name)}
+            found = {
+                **found,
+                "opponents": Opponents(
+                    prepared.environment.make(), plan.settings.env, hosts, self.folder, plan.name
+                ),
+            }
         return found
 
     def remark(self) -> str | None:
@@ -282,7 +340,11 @@ def _run_stages(
         try:
             (train_online if stage.method.online else train_offline)(stage)
         except Stopped:
-            console.end("stopped as asked, everything saved", facts={"folder": at.folder}, commands=[resume_command(at.folder)])
+            console.end(
+                "stopped as asked, everything saved",
+                facts={"folder": at.folder},
+                commands=[resume_command(at.folder)],
+            )
             raise
         held_out[stage.name] = stage.held_out
         policy.release()

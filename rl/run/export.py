@@ -1,4 +1,6 @@
-"""Weights of a run as a folder for others: transformers, PEFT, vLLM; with a card that says where they are from."""
+"""Weights of a run as a folder for others: transformers, PEFT, vLLM; with a card that says where
+they are from.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,18 @@ from rl.run.inventory import RESUMABLE, WEIGHTS
 from rl.run.reopen import open_weights
 
 Dtype = Literal["fp32", "bf16", "fp16"]
-DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 @dataclass(frozen=True)
 class Exported:
-    """`what`: in words. `untied`: whether the head became a matrix of its own, since the adapter changed it and not the embedding."""
+    """`what`: in words. `untied`: whether the head became a matrix of its own, since the adapter
+    changed it and not the embedding.
+    """
 
     folder: Path
     what: str
@@ -32,20 +40,35 @@ class Exported:
 
 
 def export(
-    target: str, out: Path, *, name: str | None = None, merged: bool = False, dtype: Dtype = "fp32", overwrite: bool = False
+    target: str,
+    out: Path,
+    *,
+    name: str | None = None,
+    merged: bool = False,
+    dtype: Dtype = "fp32",
+    overwrite: bool = False,
 ) -> Exported:
-    """Writes the weights that `target` means (a run, a checkpoint, a folder of weights) into the new folder `out`.
+    """Writes the weights that `target` means (a run, a checkpoint, a folder of weights) into the
+    new folder `out`.
 
-    `overwrite`: in the place of an earlier export that is there, which goes when the new one is whole.
+    `overwrite`: in the place of an earlier export that is there, which goes when the new one is
+    whole.
 
-    An adapter stays one unless `merged`, or unless its base is none that others could load (built on the spot, or itself merged).
-    Merging and rounding are done in fp32. UserError where `out` holds something, or there is nothing to export.
+    An adapter stays one unless `merged`, or unless its base is none that others could load (built
+    on the spot, or itself merged). Merging and rounding are done in fp32. UserError where `out`
+    holds something, or there is nothing to export.
     """
     earlier = overwrite and _is_export(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())) and not earlier:
         what = "no earlier export, and only such a one is replaced" if overwrite else "not empty"
-        remedy = "name another" if overwrite or not _is_export(out) else "name another, or replace the earlier export with --overwrite"
-        raise UserError(f"{out} is there already and {what}: an export goes into a new folder, {remedy}")
+        remedy = (
+            "name another"
+            if overwrite or not _is_export(out)
+            else "name another, or replace the earlier export with --overwrite"
+        )
+        raise UserError(
+            f"{out} is there already and {what}: an export goes into a new folder, {remedy}"
+        )
     weights = open_weights(target, name)
     if earlier and weights.path is not None and weights.path.resolve() == out.resolve():
         raise UserError(f"{out} would be written from itself: name another folder")
@@ -68,7 +91,9 @@ def export(
     try:
         if out.is_dir() and not earlier:
             out.rmdir()  # it is empty
-        with checkpoint.writing(out, expected_bytes=saving.model_bytes(loaded.model), replace=earlier) as folder:
+        with checkpoint.writing(
+            out, expected_bytes=saving.model_bytes(loaded.model), replace=earlier
+        ) as folder:
             _write(loaded, spec, weights.path, folder)
         words = card(weights, found.what, spec.base_model, adapter=adapter)
         (out / "README.md").write_text(words, encoding="utf-8")
@@ -78,24 +103,42 @@ def export(
 
 
 def push(folder: Path, repository: str) -> str:
-    """Uploads an export to the hub, into a repository that is made if there is none (private); returns its address."""
+    """Uploads an export to the hub, into a repository that is made if there is none (private);
+    returns its address.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
     api = HfApi()
     try:
         made = api.create_repo(repository, private=True, exist_ok=True)
-        api.upload_folder(folder_path=str(folder), repo_id=made.repo_id, commit_message="Weights, exported by Whetstone")
-    except (HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled, OSError, ValueError) as error:
-        raise UserError(f"{folder} is written, but could not be pushed to {repository}: {error}") from error
+        api.upload_folder(
+            folder_path=str(folder),
+            repo_id=made.repo_id,
+            commit_message="Weights, exported by Whetstone",
+        )
+    except (
+        HfHubHTTPError,
+        LocalTokenNotFoundError,
+        OfflineModeIsEnabled,
+        OSError,
+        ValueError,
+    ) as error:
+        raise UserError(
+            f"{folder} is written, but could not be pushed to {repository}: {error}"
+        ) from error
     return str(made)
 
 
 def _is_export(folder: Path) -> bool:
-    """Whether a folder is what `export` writes, with its card; not weights that a run or a server saved, which look alike."""
+    """Whether a folder is what `export` writes, with its card; not weights that a run or a server
+    saved, which look alike.
+    """
     if folder.resolve().parent.name in (RESUMABLE, WEIGHTS):
         return False
-    return all((folder / name).is_file() for name in (checkpoint.MANIFEST, "state.json", "README.md"))
+    return all(
+        (folder / name).is_file() for name in (checkpoint.MANIFEST, "state.json", "README.md")
+    )
 
 
 def _alone(source: Path) -> str:
@@ -113,12 +156,21 @@ def _write(loaded: LoadedModel, spec: ModelSpec, weights: Path, folder: Path) ->
     """The model as a plain folder, and beside it what another run needs to begin from it."""
     saving.write_model(loaded.model, loaded.tokenizer, folder)
     if not is_adapter(folder):
-        check_whole_folder(folder)  # a head that was untied may leave a tensor that the architecture ties by another name
-    (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty card; ours is written when the folder is whole, and may be edited
+        # a head that was untied may leave a tensor that the architecture ties by another name
+        check_whole_folder(folder)
+    # PEFT's empty card; ours is written when the folder is whole, and may be edited
+    (folder / "README.md").unlink(missing_ok=True)
     head = weights / saving.VALUE_FILE
     if head.is_file():
         shutil.copy(head, folder / head.name)
-    state = {"format": saving.FORMAT, "spec": asdict(spec), "version": 0, "temperatures": [], "metadata": {}, "user_metadata": {}}
+    state = {
+        "format": saving.FORMAT,
+        "spec": asdict(spec),
+        "version": 0,
+        "temperatures": [],
+        "metadata": {},
+        "user_metadata": {},
+    }
     (folder / "state.json").write_text(json.dumps(state, indent=1))
 
 

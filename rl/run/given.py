@@ -21,7 +21,9 @@ from rl.types import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """`seed`: of the stage, not of the run. `first_step`: the run's step count before it. `identity`: see rl.run.identity."""
+    """`seed`: of the stage, not of the run. `first_step`: the run's step count before it.
+    `identity`: see rl.run.identity.
+    """
 
     name: str
     index: int
@@ -73,5 +75,7 @@ class Given:
     def eval_params(self) -> SamplingParams:
         """Of held-out samples."""
         sampling = self.settings.sampling
-        held_out = sampling.temperature if sampling.eval_temperature is None else sampling.eval_temperature
+        held_out = (
+            sampling.temperature if sampling.eval_temperature is None else sampling.eval_temperature
+        )
         return SamplingParams(max_tokens=sampling.max_tokens, temperature=held_out)

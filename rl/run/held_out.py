@@ -11,7 +11,9 @@ HELD_OUT = "test/env/all/correct"
 
 @dataclass
 class HeldOut:
-    """Held-out figures before the first step and at the last evaluation: of samples, and of greedy answers."""
+    """Held-out figures before the first step and at the last evaluation: of samples, and of greedy
+    answers.
+    """
 
     before: float | None = None
     after: float | None = None
@@ -19,28 +21,43 @@ class HeldOut:
     greedy_after: float | None = None
     what: str = "accuracy"  # or "reward", where the reward does not tell what is correct
     headline: str = ""  # what the method itself measures on rows
-    rows: dict[str, tuple[float, float]] = field(default_factory=dict)  # of all ("") and of each set by its name: before, after
+    # of all ("") and of each set by its name: before, after
+    rows: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Self:
-        """What a checkpoint holds of it; one that knew a single figure of rows held it as (name, before, after), or None."""
+        """What a checkpoint holds of it; one that knew a single figure of rows held it as (name,
+        before, after), or None.
+        """
         found = cls(**state)
         if not isinstance(found.rows, dict):
             name, *figures = found.rows or ("",)
-            found.headline, found.rows = name.removeprefix("test/"), {"": (figures[0], figures[1])} if figures else {}
+            found.headline, found.rows = (
+                name.removeprefix("test/"),
+                {"": (figures[0], figures[1])} if figures else {},
+            )
         return found
 
     def note_rows(self, headline: str, metrics: Mapping[str, float]) -> None:
         """The figure that a method is known by, of all held-out rows and of each set of them."""
         self.headline = headline.removeprefix("test/")
         for name, value in metrics.items():
-            if name == headline or (name.startswith("test/") and name.endswith(f"/{self.headline}")):
+            if name == headline or (
+                name.startswith("test/") and name.endswith(f"/{self.headline}")
+            ):
                 of = name.removeprefix("test/").removesuffix(self.headline).rstrip("/")
                 self.rows[of] = (self.rows.get(of, (value,))[0], value)
 
     def sharpening(self) -> str | None:
-        """What an honest reader must know of the gain, if most of it was there for greedy decoding already."""
-        if self.before is None or self.after is None or self.greedy_before is None or self.after <= self.before:
+        """What an honest reader must know of the gain, if most of it was there for greedy decoding
+        already.
+        """
+        if (
+            self.before is None
+            or self.after is None
+            or self.greedy_before is None
+            or self.after <= self.before
+        ):
             return None
         if self.what != "accuracy":
             return None

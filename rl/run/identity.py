@@ -1,6 +1,8 @@
-"""Whose a checkpoint is: the run, seed, model and data that its state names, against those of the run that is to go on from it.
+"""Whose a checkpoint is: the run, seed, model and data that its state names, against those of the
+run that is to go on from it.
 
-Checkpoints of before these were noted go on as they did: what a state does not say is not asked of it.
+Checkpoints of before these were noted go on as they did: what a state does not say is not asked of
+it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,12 @@ def new_id() -> str:
 
 def of(run: Run, run_id: str | None, index: int, problems: ProblemSet) -> dict[str, Any]:
     """What a checkpoint of this stage notes of its run."""
-    return {ID: run_id, "seed": run.options.seed, "stage": run.stages[index].name, "data": fingerprint(problems)}
+    return {
+        ID: run_id,
+        "seed": run.options.seed,
+        "stage": run.stages[index].name,
+        "data": fingerprint(problems),
+    }
 
 
 def fingerprint(problems: ProblemSet) -> str:
@@ -43,20 +50,32 @@ def fingerprint(problems: ProblemSet) -> str:
     for i in range(0, len(problems), every):
         row = problems.at(i)
         stored = [[answer.reward, answer.text] for answer in row.answers]
-        said = [list(map(dict, row.messages)), row.response, row.rejected, row.meta.get("answer"), stored]
+        said = [
+            list(map(dict, row.messages)),
+            row.response,
+            row.rejected,
+            row.meta.get("answer"),
+            stored,
+        ]
         found.update(json.dumps(said, sort_keys=True, default=str).encode("utf-8", "surrogatepass"))
     return found.hexdigest()[:32]
 
 
-def check_run(state: Mapping[str, Any], config: Mapping[str, Any], run: Run, index: int, place: Path) -> None:
-    """RunFolderError naming what differs where a checkpoint is not of this run: another id, seed or model."""
+def check_run(
+    state: Mapping[str, Any], config: Mapping[str, Any], run: Run, index: int, place: Path
+) -> None:
+    """RunFolderError naming what differs where a checkpoint is not of this run: another id, seed or
+    model.
+    """
     noted = state["metadata"].get("run")
     noted = noted if isinstance(noted, dict) else {}
     changed = []
     mine = {ID: config.get(ID), "seed": run.options.seed, "stage": run.stages[index].name}
     for key, value in mine.items():
         if value is not None and noted.get(key) not in (None, value):
-            changed.append(f"its {'run' if key == ID else key} is {noted[key]!r}, this run's is {value!r}")
+            changed.append(
+                f"its {'run' if key == ID else key} is {noted[key]!r}, this run's is {value!r}"
+            )
     changed += _other_model(state["spec"], run, index)
     if changed:
         raise RunFolderError(
@@ -68,22 +87,36 @@ def check_run(state: Mapping[str, Any], config: Mapping[str, Any], run: Run, ind
 def _other_model(spec: Mapping[str, Any], run: Run, index: int) -> list[str]:
     """What in a checkpoint's spec is not as this stage makes its model."""
     stages, root = run.stages, index
-    while (before := begins_after(stages, root)) is not None and goes_on(stages[before].settings.model, stages[root].settings.model):
+    while (before := begins_after(stages, root)) is not None and goes_on(
+        stages[before].settings.model, stages[root].settings.model
+    ):
         root = before  # an adapter is gone on with, as it was made
     model, seed = stages[root].settings.model, run.options.seed
     base = model.base_model if before is None else f"{stages[before].name}-final/model"
-    theirs = before is None and origin_of(model, None).continued is not None  # another run's adapter: its seed and its base
-    wanted: dict[str, Any] = {} if theirs else {"seed": derive_seed(seed, "weights") % 2**31, "lora": None}
+    # another run's adapter: its seed and its base
+    theirs = before is None and origin_of(model, None).continued is not None
+    wanted: dict[str, Any] = (
+        {} if theirs else {"seed": derive_seed(seed, "weights") % 2**31, "lora": None}
+    )
     wanted["value_head"] = bool(METHODS[stages[index].method].value_head(stages[index].settings))
     if model.lora_rank and not theirs:
         parts = {part: getattr(model, part) for part in PARTS}
-        wanted["lora"] = {"rank": model.lora_rank, "seed": derive_seed(seed, "adapter") % 2**31, **parts, "alpha": model.lora_alpha}
+        wanted["lora"] = {
+            "rank": model.lora_rank,
+            "seed": derive_seed(seed, "adapter") % 2**31,
+            **parts,
+            "alpha": model.lora_alpha,
+        }
     if spec.get("lora"):
         spec = {**spec, "lora": {**LATER_PARTS, **spec["lora"]}}
     other = [key for key, value in wanted.items() if spec.get(key, value) != value]
     found = [f"{key} of its model is {spec[key]!r}, this run's is {wanted[key]!r}" for key in other]
     there = str(spec.get("base_model", base))
-    if not theirs and there != base and not (before is not None and Path(there).parts[-2:] == Path(base).parts):
+    if (
+        not theirs
+        and there != base
+        and not (before is not None and Path(there).parts[-2:] == Path(base).parts)
+    ):
         found.append(f"it was made from {there}, this run's stage {stages[index].name} from {base}")
     return found
 
@@ -101,14 +134,19 @@ def check_data(noted: Any, problems: ProblemSet, stage: str, place: str) -> None
 
 
 def check_metrics(folder: Path, steps: Sequence[range]) -> None:
-    """UserError where metrics.jsonl lacks (or has twice) a step that the run has taken. `steps`: of each stage so far."""
+    """UserError where metrics.jsonl lacks (or has twice) a step that the run has taken. `steps`: of
+    each stage so far.
+    """
     path = folder / METRICS
     seen = [row["step"] for row in read_metrics(path)]
     counts: dict[int, int] = {}
     for step in seen:
         counts[step] = counts.get(step, 0) + 1
     wanted = [step for part in steps for step in part]
-    lost, twice = [step for step in wanted if step not in counts], [step for step in wanted if counts.get(step, 0) > 1]
+    lost, twice = (
+        [step for step in wanted if step not in counts],
+        [step for step in wanted if counts.get(step, 0) > 1],
+    )
     if lost or twice:
         what = f"lacks {_some(lost)}" if lost else f"has {_some(twice)} more than once"
         raise UserError(
@@ -119,4 +157,6 @@ def check_metrics(folder: Path, steps: Sequence[range]) -> None:
 
 def _some(steps: Sequence[int]) -> str:
     shown = ", ".join(map(str, steps[:6]))
-    return f"step{'s' * (len(steps) > 1)} {shown}" + (f" and {len(steps) - 6} more" if len(steps) > 6 else "")
+    return f"step{'s' * (len(steps) > 1)} {shown}" + (
+        f" and {len(steps) - 6} more" if len(steps) > 6 else ""
+    )

@@ -1,8 +1,10 @@
-"""Which checkpoints a run's folder holds: what their own files say. checkpoints.jsonl is made from that, and believed in nothing else.
+"""Which checkpoints a run's folder holds: what their own files say. checkpoints.jsonl is made from
+that, and believed in nothing else.
 
-A row's stage and step are in the checkpoint's name, and have to be those of its state.json; of best weights the metric's value is that
-of metrics.jsonl. A folder that no name of this run's stages fits, or that tells of another step (a copy, somebody's own), is passed
-over, neither listed nor touched.
+A row's stage and step are in the checkpoint's name, and have to be those of its state.json; of best
+weights the metric's value is that of metrics.jsonl. A folder that no name of this run's stages
+fits, or that tells of another step (a copy, somebody's own), is passed over, neither listed nor
+touched.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ RESUMABLE, WEIGHTS = "checkpoints", "sampler_weights"
 
 @dataclass(frozen=True)
 class StageSteps:
-    """A stage of a run in numbers. `first`: the run's step before its own; `metric`: what its best weights are chosen by."""
+    """A stage of a run in numbers. `first`: the run's step before its own; `metric`: what its best
+    weights are chosen by.
+    """
 
     name: str
     first: int
@@ -33,7 +37,9 @@ class StageSteps:
 
 
 def stage_steps(stages: Sequence[Mapping[str, Any]]) -> list[StageSteps]:
-    """Of the stages in a config.json. One step is left between stages, for the evaluation before the first of each."""
+    """Of the stages in a config.json. One step is left between stages, for the evaluation before
+    the first of each.
+    """
     found, first = [], 0
     for stage in stages:
         steps = stage["settings"].get("steps", 0)
@@ -44,25 +50,54 @@ def stage_steps(stages: Sequence[Mapping[str, Any]]) -> list[StageSteps]:
 
 
 def listed(folder: Path) -> list[dict[str, Any]]:
-    """checkpoints.jsonl as it stands. UserError where a row is none; names lead nowhere but below the folder."""
+    """checkpoints.jsonl as it stands. UserError where a row is none; names lead nowhere but below
+    the folder.
+    """
     path = folder / CHECKPOINTS
     rows = read_rows(path)
     for number, row in enumerate(rows, start=1):
-        wrong = next((key for key, kind in _ROW.items() if not isinstance(row.get(key), kind) or isinstance(row.get(key), bool)), None)
+        wrong = next(
+            (
+                key
+                for key, kind in _ROW.items()
+                if not isinstance(row.get(key), kind) or isinstance(row.get(key), bool)
+            ),
+            None,
+        )
         if wrong is not None:
-            raise UserError(f"{path} line {number} is no checkpoint's: its {wrong!r} is {row.get(wrong)!r:.60}; delete that line")
+            raise UserError(
+                f"{path} line {number} is no checkpoint's: its {wrong!r} is {row.get(wrong)!r:.60}; delete that line"
+            )
         if not checkpoint.is_name(row["name"]):
-            raise UserError(f"{path} line {number} names {row['name']!r:.60}, which is no checkpoint's name; delete that line")
+            raise UserError(
+                f"{path} line {number} names {row['name']!r:.60}, which is no checkpoint's name; delete that line"
+            )
     return rows
 
 
-_ROW: dict[str, Any] = {"name": str, "batch": int, "stage": str, "kind": str, "state_path": (str, type(None))}
+_ROW: dict[str, Any] = {
+    "name": str,
+    "batch": int,
+    "stage": str,
+    "kind": str,
+    "state_path": (str, type(None)),
+}
 
 
 def take_stock(folder: Path, stages: Sequence[StageSteps]) -> list[dict[str, Any]]:
-    """The rows of every checkpoint and best weights of the run that lie in `folder`, oldest first; nothing is written or checksummed."""
-    rows = [row for path in _folders(folder / RESUMABLE) if (row := _resumable(path, stages)) is not None]
-    rows += [row for path in _folders(folder / WEIGHTS) if (row := _best(path, stages, folder)) is not None]
+    """The rows of every checkpoint and best weights of the run that lie in `folder`, oldest first;
+    nothing is written or checksummed.
+    """
+    rows = [
+        row
+        for path in _folders(folder / RESUMABLE)
+        if (row := _resumable(path, stages)) is not None
+    ]
+    rows += [
+        row
+        for path in _folders(folder / WEIGHTS)
+        if (row := _best(path, stages, folder)) is not None
+    ]
     return sorted(rows, key=lambda row: (row["batch"], _ORDER[row["kind"]]))
 
 
@@ -70,11 +105,17 @@ _ORDER = {"best": 0, "last": 1, "final": 2}
 
 
 def _folders(parent: Path) -> list[Path]:
-    return sorted(path for path in parent.iterdir() if path.is_dir() and checkpoint.is_name(path.name)) if parent.is_dir() else []
+    return (
+        sorted(path for path in parent.iterdir() if path.is_dir() and checkpoint.is_name(path.name))
+        if parent.is_dir()
+        else []
+    )
 
 
 def _resumable(path: Path, stages: Sequence[StageSteps]) -> dict[str, Any] | None:
-    """The row of a checkpoint; None where no stage of the run gives it its name, or where it is whole and says to be another."""
+    """The row of a checkpoint; None where no stage of the run gives it its name, or where it is
+    whole and says to be another.
+    """
     for index, stage in enumerate(stages):
         final = path.name == f"{stage.name}-final"
         steps = re.fullmatch(re.escape(stage.name) + r"-(\d{6,12})", path.name)
@@ -82,16 +123,26 @@ def _resumable(path: Path, stages: Sequence[StageSteps]) -> dict[str, Any] | Non
             batch = stage.first + stage.steps if final else int(steps[1])  # type: ignore[index]
             if _is_another(path, index, batch - stage.first):
                 return None
-            row = {"name": path.name, "kind": "final" if final else "last", "stage": stage.name, "batch": batch}
+            row = {
+                "name": path.name,
+                "kind": "final" if final else "last",
+                "stage": stage.name,
+                "batch": batch,
+            }
             return {**row, "state_path": str(path), "sampler_path": str(path / "model")}
     return None
 
 
 def _is_another(path: Path, stage: int, batches: int) -> bool:
-    """Whether a whole checkpoint's own state tells of another stage or step than its name: one that was put here."""
+    """Whether a whole checkpoint's own state tells of another stage or step than its name: one that
+    was put here.
+    """
     try:
         loop = checkpoint.glance(path).get("metadata")
-        if not isinstance(loop, dict) or (loop.get("stage", stage), loop.get("next_batch", batches)) == (stage, batches):
+        if not isinstance(loop, dict) or (
+            loop.get("stage", stage),
+            loop.get("next_batch", batches),
+        ) == (stage, batches):
             return False
         checkpoint.verify(path)
     except checkpoint.DamagedCheckpoint:
@@ -106,14 +157,29 @@ def _best(path: Path, stages: Sequence[StageSteps], folder: Path) -> dict[str, A
             row = {"name": path.name, "kind": "best", "stage": stage.name, "batch": int(found[1])}
             head = (path / "model").is_dir()
             metric, value = _measured(folder, stage, int(found[1]))
-            return {**row, "metric": metric, "value": value, "state_path": None, "sampler_path": str(path / "model" if head else path)}
+            return {
+                **row,
+                "metric": metric,
+                "value": value,
+                "state_path": None,
+                "sampler_path": str(path / "model" if head else path),
+            }
     return None
 
 
 def _measured(folder: Path, stage: StageSteps, step: int) -> tuple[str | None, float | None]:
-    """(metric, value) at a step. Where the reward does not tell what is correct, it is itself what best weights are chosen by."""
+    """(metric, value) at a step. Where the reward does not tell what is correct, it is itself what
+    best weights are chosen by.
+    """
     try:
-        row = next((row for row in read_metrics(folder / METRICS) if row["step"] == step and row.get("stage") == stage.name), {})
+        row = next(
+            (
+                row
+                for row in read_metrics(folder / METRICS)
+                if row["step"] == step and row.get("stage") == stage.name
+            ),
+            {},
+        )
     except UserError:
         row = {}
     for name in (stage.metric, "test/env/all/reward/total"):
@@ -123,8 +189,12 @@ def _measured(folder: Path, stage: StageSteps, step: int) -> tuple[str | None, f
     return stage.metric, None
 
 
-def completed(folder: Path, stages: Sequence[StageSteps]) -> tuple[list[dict[str, Any]], str | None]:
-    """(rows, what was wrong with checkpoints.jsonl): `take_stock`, and what the list says of a checkpoint beyond that."""
+def completed(
+    folder: Path, stages: Sequence[StageSteps]
+) -> tuple[list[dict[str, Any]], str | None]:
+    """(rows, what was wrong with checkpoints.jsonl): `take_stock`, and what the list says of a
+    checkpoint beyond that.
+    """
     rows, trouble = take_stock(folder, stages), None
     try:
         known = {row["name"]: row for row in listed(folder)}
@@ -135,6 +205,11 @@ def completed(folder: Path, stages: Sequence[StageSteps]) -> tuple[list[dict[str
         trouble = f"{folder / CHECKPOINTS} does not name {', '.join(unnamed)}"
     for row in rows:
         noted = known.get(row["name"], {})
-        if row["kind"] == "best" and noted.get("kind") == "best" and isinstance(noted.get("value"), (int, float)) and row["value"] is None:
+        if (
+            row["kind"] == "best"
+            and noted.get("kind") == "best"
+            and isinstance(noted.get("value"), (int, float))
+            and row["value"] is None
+        ):
             row["value"], row["metric"] = noted["value"], noted.get("metric")
     return rows, trouble

@@ -10,13 +10,17 @@ from rl.run.stage import Stage
 
 
 class NotFinite(UserError):
-    """A loss or logits are NaN or infinite: going on would destroy the weights, or train on nothing."""
+    """A loss or logits are NaN or infinite: going on would destroy the weights, or train on
+    nothing.
+    """
 
 
 def named(train: Callable[[Stage], None]) -> Callable[[Stage], None]:
-    """A loop that says at which step of which stage a number was not finite, with the remedy, instead of ending in a traceback.
+    """A loop that says at which step of which stage a number was not finite, with the remedy,
+    instead of ending in a traceback.
 
-    Nothing is saved there: what the step had changed already (baselines, earlier substeps) must not stand in a checkpoint.
+    Nothing is saved there: what the step had changed already (baselines, earlier substeps) must not
+    stand in a checkpoint.
     """
 
     @functools.wraps(train)

@@ -35,16 +35,19 @@ class Trained:
         return open_weights(str(self.folder))
 
 
-def train(what: str | Path = "", *, reward: str | Callable[..., Any] | None = None, **settings: Any) -> Trained:
+def train(
+    what: str | Path = "", *, reward: str | Callable[..., Any] | None = None, **settings: Any
+) -> Trained:
     """What `train.py WHAT --setting value ...` does; raises instead of ending the process.
 
         rl.train("grpo", base_model="Qwen/Qwen3-0.6B", lora_rank=32, dataset="problems.jsonl", reward=my_function, steps=100)
         rl.train("recipes/gsm8k.yaml", output_dir="runs/mine", **{"grpo.steps": 50})
         rl.train(resume=True, output_dir="runs/mine", steps=200)
 
-    what: a method, a recipe, or mine.py:Method; nothing: the default recipe, or what the folder of a resumed run says
-    reward: a name, or a function (prompt, response, meta) -> float, of a notebook too
-    UserError names every setting that is wrong. A run that is interrupted is saved, and raises KeyboardInterrupt.
+    what: a method, a recipe, or mine.py:Method; nothing: the default recipe, or what the folder of
+    a resumed run says reward: a name, or a function (prompt, response, meta) -> float, of a
+    notebook too UserError names every setting that is wrong. A run that is interrupted is saved,
+    and raises KeyboardInterrupt.
     """
     from rl.ranks import INTERRUPTED, Stopped
 
@@ -70,6 +73,10 @@ def asked_for(what: str | Path, settings: dict[str, Any]) -> Run:
     for name, value in settings.items():
         if callable(value):
             raise UserError(f"{name} is a function; only reward may be one")
-        said = ("None",) if value is None else words_of(str(value) if isinstance(value, Path) else value)
+        said = (
+            ("None",)
+            if value is None
+            else words_of(str(value) if isinstance(value, Path) else value)
+        )
         words += [f"--{name}={said[0]}", *said[1:]] if said else [f"--{name}"]
     return read(words, METHODS, _RECIPE, RunSettings)

@@ -13,7 +13,9 @@ def train_offline(stage: Stage) -> None:
     sampler = stage.start()
     for batch in stage.batches():
         rows = stage.problems.batch(batch, stage.loop.batch_size, stage.seed)
-        datums = stage.method.datums(rows, stage.renderer, stage.models, derive_seed(stage.seed, "datums", batch))
+        datums = stage.method.datums(
+            rows, stage.renderer, stage.models, derive_seed(stage.seed, "datums", batch)
+        )
         metrics = stage.method.learn(stage.models, datums, stage.progress(batch))
         if stage.samples_at(batch) and stage.samples_held_out:
             sampler = stage.next_sampler(sampler)

@@ -22,15 +22,22 @@ def train_online(stage: Stage) -> None:
     sampler = stage.start()
     assert sampler is not None
     for batch in stage.batches():
-        builders = stage.groups(stage.problems.batch(batch, stage.loop.batch_size, stage.seed), stage.method.group_size)
-        rollouts = stage.samples.roll(builders, sampler, batch, derive_seed(stage.seed, "sample", batch))  # 1, 2
+        builders = stage.groups(
+            stage.problems.batch(batch, stage.loop.batch_size, stage.seed), stage.method.group_size
+        )
+        # 1, 2
+        rollouts = stage.samples.roll(
+            builders, sampler, batch, derive_seed(stage.seed, "sample", batch)
+        )
         rollouts = stage.fill(stage.samples.judged(rollouts), batch, sampler)
         stage.stop_if_late()
         stage.check(rollouts, sampler)
         datums = stage.method.credit(rollouts.groups, stage.models)  # 3, 4
         metrics = stage.method.learn(stage.models, datums, stage.progress(batch))  # 5
         sampler = stage.next_sampler(sampler)
-        stage.end_batch(batch, {**group_metrics(rollouts.sampled), **metrics}, sampler, rollouts, datums)
+        stage.end_batch(
+            batch, {**group_metrics(rollouts.sampled), **metrics}, sampler, rollouts, datums
+        )
     stage.end()
 
 
@@ -39,13 +46,19 @@ def train_streaming(stage: Stage) -> None:
     sampler = stage.start()
     assert sampler is not None
     for batch in stage.batches():
-        builders = stage.groups(stage.problems.batch(batch, stage.loop.batch_size, stage.seed), stage.method.group_size)
+        builders = stage.groups(
+            stage.problems.batch(batch, stage.loop.batch_size, stage.seed), stage.method.group_size
+        )
         step = StreamedStep(stage.method, stage.models, stage.progress(batch))
         seed = derive_seed(stage.seed, "sample", batch)
-        rollouts = stage.samples.stream(builders, sampler, batch, seed, lambda part, step=step: step.add(part.groups))  # type: ignore[misc]
+        rollouts = stage.samples.stream(
+            builders, sampler, batch, seed, lambda part, step=step: step.add(part.groups)
+        )  # type: ignore[misc]
         stage.stop_if_late()
         stage.check(rollouts, sampler)
         metrics = step.finish()
         sampler = stage.next_sampler(sampler)
-        stage.end_batch(batch, {**group_metrics(rollouts.sampled), **metrics}, sampler, rollouts, step.credited)
+        stage.end_batch(
+            batch, {**group_metrics(rollouts.sampled), **metrics}, sampler, rollouts, step.credited
+        )
     stage.end()

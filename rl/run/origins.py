@@ -1,7 +1,9 @@
-"""What a stage's policy is made from: a base model, or weights that were trained before, in this run or another.
+"""What a stage's policy is made from: a base model, or weights that were trained before, in this
+run or another.
 
-An adapter that was trained before is gone on with, or merged into its base first and trained further under a fresh adapter (or in
-full). Which of the two is a setting, `lora_start`; what it came to is said on the console and stands in config.json.
+An adapter that was trained before is gone on with, or merged into its base first and trained
+further under a fresh adapter (or in full). Which of the two is a setting, `lora_start`; what it
+came to is said on the console and stands in config.json.
 """
 
 from __future__ import annotations
@@ -25,14 +27,18 @@ _SHAPE = ("lora_rank", "lora_alpha", *PARTS)
 
 @dataclass(frozen=True)
 class Origin:
-    """`base`: the weights that are loaded, an adapter among them merged; `continued`: the checkpoint whose adapter goes on instead."""
+    """`base`: the weights that are loaded, an adapter among them merged; `continued`: the
+    checkpoint whose adapter goes on instead.
+    """
 
     base: str
     continued: str | None = None
 
 
 def origin_of(model: ModelSettings, previous: str | None) -> Origin:
-    """Of a stage's policy. `previous`: the final checkpoint of the stage that it begins from; None: it begins from its base_model."""
+    """Of a stage's policy. `previous`: the final checkpoint of the stage that it begins from; None:
+    it begins from its base_model.
+    """
     source = str(Path(previous) / "model") if previous is not None else model.base_model
     if is_adapter(source) and model.lora_start != "merge":
         folder = Path(source).expanduser()
@@ -48,14 +54,17 @@ def goes_on(before: ModelSettings, model: ModelSettings) -> bool:
 
 
 def settled(run: Run, noted: Sequence[Mapping[str, Any]] = ()) -> tuple[Run, list[dict[str, Any]]]:
-    """The run with each stage's weights found and the shape of its adapter known, and a note of each that begins from trained weights.
+    """The run with each stage's weights found and the shape of its adapter known, and a note of
+    each that begins from trained weights.
 
-    `noted`: those notes of the run that is resumed: what it began from then it begins from now, whatever was saved there since.
-    UserError where a stage asks for what its beginning has not.
+    `noted`: those notes of the run that is resumed: what it began from then it begins from now,
+    whatever was saved there since. UserError where a stage asks for what its beginning has not.
     """
     earlier = [note for note in noted if note.get("asked") and Path(note["base_model"]).is_dir()]
     # a run that is resumed by its folder asks for what was found then, as config.json has it
-    known = {word: note["base_model"] for note in earlier for word in (note["base_model"], note["asked"])}
+    known = {
+        word: note["base_model"] for note in earlier for word in (note["base_model"], note["asked"])
+    }
     stages = list(run.stages)
     notes: list[dict[str, Any]] = []
     for index, stage in enumerate(run.stages):
@@ -85,10 +94,16 @@ def settled(run: Run, noted: Sequence[Mapping[str, Any]] = ()) -> tuple[Run, lis
 
 
 def check_apart(notes: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """UserError where a run is to begin from what lies in its own folder, which it is going to write to."""
+    """UserError where a run is to begin from what lies in its own folder, which it is going to
+    write to.
+    """
     for note in notes:
-        if note.get("asked") and Path(note["base_model"]).expanduser().resolve().is_relative_to(folder.resolve()):
-            raise UserError(f"the run would begin from {note['from']} and write into that very folder: give another --output-dir")
+        if note.get("asked") and Path(note["base_model"]).expanduser().resolve().is_relative_to(
+            folder.resolve()
+        ):
+            raise UserError(
+                f"the run would begin from {note['from']} and write into that very folder: give another --output-dir"
+            )
 
 
 def said(note: Mapping[str, Any]) -> str:
@@ -97,14 +112,18 @@ def said(note: Mapping[str, Any]) -> str:
 
 
 def weights_folder(word: str) -> str:
-    """The folder of a model or an adapter that a word on the line means; a hub name and tiny:<preset> as they are."""
+    """The folder of a model or an adapter that a word on the line means; a hub name and
+    tiny:<preset> as they are.
+    """
     if word.startswith("tiny:") or not Path(word).expanduser().is_dir():
         return word
     found = open_weights(word)
     return word if found.path is None else str(saving.model_folder(found.path))
 
 
-def _from_weights(stage: StagePlan, known: Mapping[str, str]) -> tuple[ModelSettings, dict[str, Any] | None]:
+def _from_weights(
+    stage: StagePlan, known: Mapping[str, str]
+) -> tuple[ModelSettings, dict[str, Any] | None]:
     model = stage.settings.model
     asked = model.base_model
     if asked.startswith("tiny:") or not (asked in known or Path(asked).expanduser().is_dir()):
@@ -112,7 +131,13 @@ def _from_weights(stage: StagePlan, known: Mapping[str, str]) -> tuple[ModelSett
         return model, None
     found = open_weights(known.get(asked, asked))
     _check_policy(found, stage, asked)
-    folder = Path(known[asked]) if asked in known else saving.model_folder(found.path) if found.path is not None else Path(asked)
+    folder = (
+        Path(known[asked])
+        if asked in known
+        else saving.model_folder(found.path)
+        if found.path is not None
+        else Path(asked)
+    )
     model = replace(model, base_model=str(folder))
     note: dict[str, Any] = {"asked": asked, "base_model": str(folder), "from": found.name}
     if not is_adapter(folder):
@@ -126,12 +151,17 @@ def _from_weights(stage: StagePlan, known: Mapping[str, str]) -> tuple[ModelSett
                 "into its base"
             )
         adapter_base(folder.expanduser())
-        return replace(model, lora_start="merge"), {**note, "how": f"its LoRA adapter {_merged(model)}"}
+        return replace(model, lora_start="merge"), {
+            **note,
+            "how": f"its LoRA adapter {_merged(model)}",
+        }
     model, how = _under(model, saved)
     return model, {**note, "how": how}
 
 
-def _from_stage(model: ModelSettings, before: StagePlan) -> tuple[ModelSettings, dict[str, Any] | None]:
+def _from_stage(
+    model: ModelSettings, before: StagePlan
+) -> tuple[ModelSettings, dict[str, Any] | None]:
     earlier = before.settings.model
     if not earlier.lora_rank:
         _needs_adapter(model, f"stage {before.name}")
@@ -143,25 +173,39 @@ def _from_stage(model: ModelSettings, before: StagePlan) -> tuple[ModelSettings,
 def _under(model: ModelSettings, saved: ModelSettings) -> tuple[ModelSettings, str]:
     """(the settings with the adapter's shape where it goes on, what becomes of it in words)."""
     fitting = _same_shape(saved, model)
-    if model.lora_start == "merge" or (model.lora_start == "auto" and model.lora_rank and not fitting):
+    if model.lora_start == "merge" or (
+        model.lora_start == "auto" and model.lora_rank and not fitting
+    ):
         return model, f"its LoRA adapter of rank {saved.lora_rank} {_merged(model)}"
     if model.lora_rank and not fitting:
-        changed = [f"{name} {getattr(saved, name)} -> {getattr(model, name)}" for name in _SHAPE if not _equal(saved, model, name)]
+        changed = [
+            f"{name} {getattr(saved, name)} -> {getattr(model, name)}"
+            for name in _SHAPE
+            if not _equal(saved, model, name)
+        ]
         raise UserError(
             f"lora_start continue goes on with a LoRA adapter as it is, but another is asked for: {', '.join(changed)}. Leave out what "
             "differs, or set lora_start to merge, which merges it into its base and trains a fresh one on that"
         )
-    return replace(model, **{name: getattr(saved, name) for name in _SHAPE}), f"its LoRA adapter of rank {saved.lora_rank} goes on"
+    return replace(
+        model, **{name: getattr(saved, name) for name in _SHAPE}
+    ), f"its LoRA adapter of rank {saved.lora_rank} goes on"
 
 
 def _merged(model: ModelSettings) -> str:
-    then = f"a fresh one of rank {model.lora_rank} is trained" if model.lora_rank else "all weights are trained"
+    then = (
+        f"a fresh one of rank {model.lora_rank} is trained"
+        if model.lora_rank
+        else "all weights are trained"
+    )
     return f"is merged into its base, in fp32, and {then}"
 
 
 def _needs_adapter(model: ModelSettings, what: str) -> None:
     if model.lora_start != "auto":
-        raise UserError(f"lora_start {model.lora_start} has no effect: {what} has no LoRA adapter; leave lora_start out")
+        raise UserError(
+            f"lora_start {model.lora_start} has no effect: {what} has no LoRA adapter; leave lora_start out"
+        )
 
 
 def _check_policy(found: Weights, stage: StagePlan, asked: str) -> None:
@@ -173,16 +217,22 @@ def _check_policy(found: Weights, stage: StagePlan, asked: str) -> None:
 
 
 def _saved_shape(folder: Path) -> ModelSettings | None:
-    """The shape of the adapter of a run's checkpoint (or of one that was exported); None of anybody's else."""
+    """The shape of the adapter of a run's checkpoint (or of one that was exported); None of
+    anybody's else.
+    """
     path = (folder.parent if folder.name == "model" else folder) / "state.json"
     if not path.is_file():
         return None
     try:
         lora = json.loads(path.read_text(encoding="utf-8"))["spec"]["lora"]
         lora = {**LATER_PARTS, **lora}
-        return ModelSettings(lora_rank=lora["rank"], lora_alpha=lora["alpha"], **{name: lora[name] for name in PARTS})
+        return ModelSettings(
+            lora_rank=lora["rank"], lora_alpha=lora["alpha"], **{name: lora[name] for name in PARTS}
+        )
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} does not say what adapter lies beside it ({error!r}): it was changed or damaged") from error
+        raise UserError(
+            f"{path} does not say what adapter lies beside it ({error!r}): it was changed or damaged"
+        ) from error
 
 
 def _same_shape(one: ModelSettings, other: ModelSettings) -> bool:

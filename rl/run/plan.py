@@ -1,4 +1,6 @@
-"""`train.py ... --plan`: what each GPU of a run would hold, whether it fits, and what to change, before weights are loaded."""
+"""`train.py ... --plan`: what each GPU of a run would hold, whether it fits, and what to change,
+before weights are loaded.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,15 @@ from rl.run.plan_needs import TRACES, CannotSplit, launch_of, needs_of, nothing
 from rl.run.plan_page import Device, StageNeeds, gib, print_plans
 from rl.settings import Run
 
-ANSWER_BYTES = 2048  # that Python needs at least for one answer, its tokens, logprobs and advantages: twice as much is usual
+# that Python needs at least for one answer, its tokens, logprobs and advantages: twice as much is
+# usual
+ANSWER_BYTES = 2048
 
 
 def show(run: Run, beside: Sequence[Connection] = ()) -> None:
-    """Prints the plan of a run on rank 0. Raises UserError (on every rank) where it cannot fit. `beside`: see `Traces.helped`."""
+    """Prints the plan of a run on rank 0. Raises UserError (on every rank) where it cannot fit.
+    `beside`: see `Traces.helped`.
+    """
     gc.disable()  # of a process that lives for seconds and imports much, a tenth of its time
     try:
         with TRACES.helped(beside) if beside else nullcontext():
@@ -45,7 +51,8 @@ def _show(run: Run) -> None:
         print_plans(stages, device)
     if largest.plan.peak <= ROOM * device.memory:
         return
-    advice = _advice(run, launch, options.plan_prompt_tokens, device) if prints else ""  # the others' words are not shown
+    # the others' words are not shown
+    advice = _advice(run, launch, options.plan_prompt_tokens, device) if prints else ""
     if largest.plan.peak > device.memory:
         raise UserError(_shortage(largest, device) + advice + _ceiling(largest, device))
     if prints:
@@ -55,8 +62,9 @@ def _show(run: Run) -> None:
 def check(run: Run, warn: Callable[[str], None]) -> None:
     """At the start of a run on a GPU, before weights are loaded: warns of what may not fit.
 
-    Raises UserError for what cannot, whatever the prompts and answers: weights, optimizer and sampler's copy alone; on any device for a
-    sampler that so many processes cannot hold together. A model that cannot be planned is let through.
+    Raises UserError for what cannot, whatever the prompts and answers: weights, optimizer and
+    sampler's copy alone; on any device for a sampler that so many processes cannot hold together. A
+    model that cannot be planned is let through.
     """
     _check_batches(run)
     options = run.options
@@ -73,13 +81,17 @@ def check(run: Run, warn: Callable[[str], None]) -> None:
     for needs in stages if cuda else ():
         stays = sum(min(item.sample, item.train, item.update) for item in needs.plan.items)
         if stays > device.memory:
-            raise UserError(_shortage(needs, device) + " --plan says what to change." + _ceiling(needs, device))
+            raise UserError(
+                _shortage(needs, device) + " --plan says what to change." + _ceiling(needs, device)
+            )
         if needs.plan.peak > device.memory:
             warn(f"{_shortage(needs, device)} --plan says what to change.")
 
 
 def _check_batches(run: Run) -> None:
-    """Raises UserError where a batch's answers alone, counted as ANSWER_BYTES each, are more than the driver's memory."""
+    """Raises UserError where a batch's answers alone, counted as ANSWER_BYTES each, are more than
+    the driver's memory.
+    """
     machine = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for stage in run.stages:
         hooks = METHODS[stage.method].hooks(stage.settings)
@@ -95,24 +107,40 @@ def _check_batches(run: Run) -> None:
 
 def _shortage(needs: StageNeeds, device: Device) -> str:
     peak, moment = max((size, name) for name, size in needs.plan.sums.items())
-    when = {"sample": "while it samples", "train": "in a micro-batch", "update": "at the optimizer's step"}[moment]
+    when = {
+        "sample": "while it samples",
+        "train": "in a micro-batch",
+        "update": "at the optimizer's step",
+    }[moment]
     return f"stage {needs.stage} with {needs.model} needs {gib(peak)} on each {device.name}, of {gib(device.memory)} there (most {when})."
 
 
 def _advice(run: Run, launch: Launch, prompt: int, device: Device) -> str:
-    """What would lower the peak, the most effective first, and what to take together where nothing is enough alone."""
+    """What would lower the peak, the most effective first, and what to take together where nothing
+    is enough alone.
+    """
     room = ROOM * device.memory
     changes = remedies(run, launch, prompt)
     if not changes:
         return " No setting lowers it: take a smaller model, or larger GPUs."
-    lines = [f"  {change.words}: {gib(change.peak)}" + (", fits" if change.peak <= room else "") for change in shown(changes, room)]
+    lines = [
+        f"  {change.words}: {gib(change.peak)}" + (", fits" if change.peak <= room else "")
+        for change in shown(changes, room)
+    ]
     text = "\nWhat would lower it, the most effective first:\n" + "\n".join(lines)
     if any(change.peak <= room for change in changes):
         return text
     taken, peak = together(run, launch, prompt, changes, room)
     if not taken:
-        return text + f"\nAll of it together still needs {gib(peak)}: take a smaller model, or larger GPUs."
-    return text + f"\nNone fits alone; together {gib(peak)}, which fits: " + ", ".join(change.words for change in taken)
+        return (
+            text
+            + f"\nAll of it together still needs {gib(peak)}: take a smaller model, or larger GPUs."
+        )
+    return (
+        text
+        + f"\nNone fits alone; together {gib(peak)}, which fits: "
+        + ", ".join(change.words for change in taken)
+    )
 
 
 def _ceiling(needs: StageNeeds, device: Device) -> str:

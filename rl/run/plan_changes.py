@@ -11,15 +11,18 @@ from rl.memory import Launch
 from rl.run.plan_needs import TRACES, needs_of, nothing, runs_of
 from rl.settings import Run
 
-CACHE, TEAM = "kv_cache_tokens", "sampler_tp"  # settings, and kinds of change of which the least that is enough is told
+# settings, and kinds of change of which the least that is enough is told
+CACHE, TEAM = "kv_cache_tokens", "sampler_tp"
 HELPS = 0.98  # of a peak: a change that leaves more than that of it is none
 
 
 @dataclass(frozen=True)
 class Change:
-    """A remedy: what to type, what it makes of a stage's settings and of the launch, and the peak with it.
+    """A remedy: what to type, what it makes of a stage's settings and of the launch, and the peak
+    with it.
 
-    `kind`: of several of a kind one is taken. `costly`: it changes what is learnt, or costs much time.
+    `kind`: of several of a kind one is taken. `costly`: it changes what is learnt, or costs much
+    time.
     """
 
     words: str
@@ -44,44 +47,69 @@ def _setting(section: str, name: str, value: Any, costly: bool = False) -> Chang
 
 def _sharding(stage: int, gpus: int, offload: bool = False) -> Change:
     def apply(launch: Launch) -> Launch:
-        return replace(launch, world=gpus, per_node=min(gpus, 8), zero=stage, offload=offload, fsdp=False)
+        return replace(
+            launch, world=gpus, per_node=min(gpus, 8), zero=stage, offload=offload, fsdp=False
+        )
 
     name = f"zero{stage}{'_offload' if offload else ''}"
-    return Change(f"accelerate_configs/{name}.yaml on {gpus} GPUs", _same, apply, "launch", costly=offload)
+    return Change(
+        f"accelerate_configs/{name}.yaml on {gpus} GPUs", _same, apply, "launch", costly=offload
+    )
 
 
 def _candidates(run: Run, launch: Launch) -> list[Change]:
-    model, optim, sampling = (getattr(run.stages[-1].settings, name) for name in ("model", "optim", "sampling"))
+    model, optim, sampling = (
+        getattr(run.stages[-1].settings, name) for name in ("model", "optim", "sampling")
+    )
     found = [_setting("model", "gradient_checkpointing", True)] * (not model.gradient_checkpointing)
     found += [_setting("model", "fused_logprobs", True)] * (not model.fused_logprobs)
-    found += [_setting("model", "kept_logits_gib", 0)] * (launch.cuda and model.fused_logprobs and model.kept_logits_gib != 0)
+    found += [_setting("model", "kept_logits_gib", 0)] * (
+        launch.cuda and model.fused_logprobs and model.kept_logits_gib != 0
+    )
     found += [_setting("model", "lora_rank", 32, costly=True)] * (not model.lora_rank)
-    found += [_setting("optim", "token_budget", max(1, optim.token_budget // divisor)) for divisor in (2, 4)]
+    found += [
+        _setting("optim", "token_budget", max(1, optim.token_budget // divisor))
+        for divisor in (2, 4)
+    ]
     found.append(_setting("sampling", "max_rows", max(1, sampling.max_rows // 4)))
     found += [_setting("sampling", "kv_cache_tokens", size) for size in _smaller_caches(run)]
-    if launch.cuda and launch.zero is None and not launch.fsdp:  # none of them goes with another, or with sharding
-        found += [replace(_setting("model", "base_dtype", "4bit", costly=True), kind="launch")] * bool(model.lora_rank)
-        found.append(replace(_setting("optim", "optimizer", "adamw_8bit", costly=True), kind="launch"))
+    # none of them goes with another, or with sharding
+    if launch.cuda and launch.zero is None and not launch.fsdp:
+        found += [
+            replace(_setting("model", "base_dtype", "4bit", costly=True), kind="launch")
+        ] * bool(model.lora_rank)
+        found.append(
+            replace(_setting("optim", "optimizer", "adamw_8bit", costly=True), kind="launch")
+        )
     if launch.cuda:
         gpus = max(launch.world, 8)
         now = 3 if launch.fsdp else launch.zero or 0
-        shardings = [_sharding(stage, gpus) for stage in (1, 2, 3) if stage > now or gpus > launch.world]
+        shardings = [
+            _sharding(stage, gpus) for stage in (1, 2, 3) if stage > now or gpus > launch.world
+        ]
         shardings += [_sharding(3, gpus, offload=True)] * (not launch.offload)
-        if min(gpus, 8) % max(stage.settings.sampling.sampler_tp for stage in run.stages) == 0:  # teams are of a machine's processes
+        # teams are of a machine's processes
+        if min(gpus, 8) % max(stage.settings.sampling.sampler_tp for stage in run.stages) == 0:
             found += shardings
         found += _teams(run, launch, gpus)
     return found
 
 
 def _teams(run: Run, launch: Launch, gpus: int) -> list[Change]:
-    """Samplers that 2, 4 or 8 processes of a machine hold together, where the policy's heads and columns can be dealt out to them."""
+    """Samplers that 2, 4 or 8 processes of a machine hold together, where the policy's heads and
+    columns can be dealt out to them.
+    """
     settings, found = [stage.settings for stage in run.stages], []
     for size in (2, 4, 8):
         change = _setting("sampling", TEAM, size)
         if launch.per_node % size:  # more processes have to be launched
-            change = replace(change, words=f"{change.words} on {gpus} GPUs", launch=_launched(gpus, size))
+            change = replace(
+                change, words=f"{change.words} on {gpus} GPUs", launch=_launched(gpus, size)
+            )
         try:
-            needs_of(run, change.launch(launch), 1, [change.settings(one) for one in settings], nothing)
+            needs_of(
+                run, change.launch(launch), 1, [change.settings(one) for one in settings], nothing
+            )
         except ValueError:  # these settings, this model or so many processes do not go with it
             continue
         found += [change] * (size > max(one.sampling.sampler_tp for one in settings))
@@ -90,18 +118,25 @@ def _teams(run: Run, launch: Launch, gpus: int) -> list[Change]:
 
 def _launched(gpus: int, size: int) -> Callable[[Launch], Launch]:
     """On so many GPUs, where those of a machine are no whole number of teams."""
-    return lambda launch: replace(launch, world=gpus, per_node=min(gpus, 8)) if launch.per_node % size else launch
+    return lambda launch: (
+        replace(launch, world=gpus, per_node=min(gpus, 8)) if launch.per_node % size else launch
+    )
 
 
 def _smaller_caches(run: Run) -> list[int]:
     """Halves, down to one that holds the longest answer and its prompt in every stage."""
     now = run.stages[-1].settings.sampling.kv_cache_tokens
-    least = max(stage.settings.sampling.max_tokens for stage in run.stages) + run.options.plan_prompt_tokens
+    least = (
+        max(stage.settings.sampling.max_tokens for stage in run.stages)
+        + run.options.plan_prompt_tokens
+    )
     return [now >> i for i in range(1, 12) if now >> i >= least]
 
 
 def ahead(run: Run, launch: Launch, prompt: int) -> None:
-    """Has what the run's plan and the remedies for it will ask for worked out from now on, if there are processes for it."""
+    """Has what the run's plan and the remedies for it will ask for worked out from now on, if there
+    are processes for it.
+    """
     _want(run, launch, prompt, [[], *([change] for change in _candidates(run, launch))])
 
 
@@ -109,13 +144,25 @@ def remedies(run: Run, launch: Launch, prompt: int) -> list[Change]:
     """Single changes that lower the peak of the run, the most effective first."""
     bound = HELPS * _peak(run, launch, prompt, [])
     candidates = _candidates(run, launch)
-    _want(run, launch, prompt, [[change] for change in candidates if _least(run, launch, prompt, [change]) <= bound])
-    tried = [replace(change, peak=_peak(run, launch, prompt, [change], bound)) for change in candidates]
-    return sorted((change for change in tried if change.peak < bound), key=lambda change: change.peak)
+    _want(
+        run,
+        launch,
+        prompt,
+        [[change] for change in candidates if _least(run, launch, prompt, [change]) <= bound],
+    )
+    tried = [
+        replace(change, peak=_peak(run, launch, prompt, [change], bound)) for change in candidates
+    ]
+    return sorted(
+        (change for change in tried if change.peak < bound), key=lambda change: change.peak
+    )
 
 
-def together(run: Run, launch: Launch, prompt: int, changes: Sequence[Change], room: float) -> tuple[list[Change], float]:
-    """Changes that make it fit when taken together, the costly ones only if the others are not enough; and the peak then.
+def together(
+    run: Run, launch: Launch, prompt: int, changes: Sequence[Change], room: float
+) -> tuple[list[Change], float]:
+    """Changes that make it fit when taken together, the costly ones only if the others are not
+    enough; and the peak then.
 
     No changes where all of them are not enough.
     """
@@ -124,11 +171,16 @@ def together(run: Run, launch: Launch, prompt: int, changes: Sequence[Change], r
     ordered = sorted(changes, key=lambda change: (change.costly, change.peak))
     for i, change in enumerate(ordered):
         tried = _with(taken, change)
-        if TRACES.are_helped and _least(run, launch, prompt, tried) <= HELPS * peak:  # and meanwhile what comes next if this one helps
+        # and meanwhile what comes next if this one helps
+        if TRACES.are_helped and _least(run, launch, prompt, tried) <= HELPS * peak:
             following = [_with(tried, change) for change in ordered[i + 1 : i + 2]]
             everything = tried  # where nothing less is enough
             for change in ordered[i + 1 :]:
-                everything = everything if change.kind in {other.kind for other in everything} else _with(everything, change)
+                everything = (
+                    everything
+                    if change.kind in {other.kind for other in everything}
+                    else _with(everything, change)
+                )
             _want(run, launch, prompt, [tried, *following, everything])
         lower = _peak(run, launch, prompt, tried, HELPS * peak)
         if lower < HELPS * peak:
@@ -144,9 +196,16 @@ def _with(taken: Sequence[Change], change: Change) -> list[Change]:
 
 
 def _no_more_than_needed(
-    run: Run, launch: Launch, prompt: int, taken: list[Change], changes: Sequence[Change], room: float
+    run: Run,
+    launch: Launch,
+    prompt: int,
+    taken: list[Change],
+    changes: Sequence[Change],
+    room: float,
 ) -> tuple[list[Change], float]:
-    """What was taken together, with the smallest team and the largest of the caches that still fit beside it, and the peak."""
+    """What was taken together, with the smallest team and the largest of the caches that still fit
+    beside it, and the peak.
+    """
     others = [change for change in taken if change.kind not in (CACHE, TEAM)]
     caches = [[], *([cache] for cache in _least_first(changes, CACHE))]
     teams = [[], *([team] for team in _least_first(changes, TEAM))]
@@ -158,20 +217,32 @@ def _no_more_than_needed(
 
 
 def _least_first(changes: Sequence[Change], kind: str) -> list[Change]:
-    return sorted((change for change in changes if change.kind == kind), key=lambda change: -change.peak)
+    return sorted(
+        (change for change in changes if change.kind == kind), key=lambda change: -change.peak
+    )
 
 
 def shown(changes: Sequence[Change], room: float) -> list[Change]:
-    """The changes to be told: of several caches or teams the one that changes least and fits, or where none does that helps most."""
+    """The changes to be told: of several caches or teams the one that changes least and fits, or
+    where none does that helps most.
+    """
     best = []
     for kind in (CACHE, TEAM):
         ordered = _least_first(changes, kind)
-        best += [next((change for change in ordered if change.peak <= room), ordered[-1])] if ordered else []
+        best += (
+            [next((change for change in ordered if change.peak <= room), ordered[-1])]
+            if ordered
+            else []
+        )
     return [change for change in changes if change.kind not in (CACHE, TEAM) or change in best]
 
 
-def _peak(run: Run, launch: Launch, prompt: int, changes: Sequence[Change], bound: float = math.inf) -> float:
-    """The run's peak with these changes; where it is above `bound` whatever a micro-batch holds, what it is at least."""
+def _peak(
+    run: Run, launch: Launch, prompt: int, changes: Sequence[Change], bound: float = math.inf
+) -> float:
+    """The run's peak with these changes; where it is above `bound` whatever a micro-batch holds,
+    what it is at least.
+    """
     if math.isfinite(bound):  # following a micro-batch takes long
         least = _least(run, launch, prompt, changes)
         if least > bound:
@@ -195,7 +266,9 @@ def _changed(run: Run, launch: Launch, changes: Sequence[Change]) -> tuple[list[
 
 
 def _want(run: Run, launch: Launch, prompt: int, tries: Sequence[Sequence[Change]]) -> None:
-    """Has the micro-batches of these tries followed, in this order, where there are processes for it."""
+    """Has the micro-batches of these tries followed, in this order, where there are processes for
+    it.
+    """
     found = []
     for changes in tries if TRACES.are_helped else ():
         settings, changed = _changed(run, launch, changes)

@@ -47,7 +47,9 @@ Holds = Callable[[ModelSettings, MicroBatch, Launch], Held]
 
 
 def launch_of(options: Any, precision: str) -> tuple[Launch, Device]:
-    """The processes of this launch (or those that --plan-gpus and --plan-zero ask about) and the memory of each."""
+    """The processes of this launch (or those that --plan-gpus and --plan-zero ask about) and the
+    memory of each.
+    """
     here = torch.cuda.is_available()
     asked = options.plan_gpus is not None or options.plan_gpu_memory is not None
     cuda = here or asked
@@ -60,13 +62,22 @@ def launch_of(options: Any, precision: str) -> tuple[Launch, Device]:
     bf16 = precision == "bf16" or (precision == "auto" and cuda)
     device = _device(options.plan_gpu_memory, asked=asked, per_node=per_node)
     launch = Launch(
-        cuda=cuda, bf16=bf16, world=world, per_node=per_node, zero=zero, offload=offload, fsdp=fsdp, memory=device.memory if cuda else 0.0
+        cuda=cuda,
+        bf16=bf16,
+        world=world,
+        per_node=per_node,
+        zero=zero,
+        offload=offload,
+        fsdp=fsdp,
+        memory=device.memory if cuda else 0.0,
     )
     return launch, device
 
 
 def _device(gib: float | None, *, asked: bool, per_node: int) -> Device:
-    """Of `gib` GiB, or the one that is here, or one that is only asked about, or a process's part of this machine."""
+    """Of `gib` GiB, or the one that is here, or one that is only asked about, or a process's part
+    of this machine.
+    """
     if gib is not None:
         return Device(f"GPU of {gib:g} GiB", gib * GIB)
     if torch.cuda.is_available():
@@ -78,7 +89,13 @@ def _device(gib: float | None, *, asked: bool, per_node: int) -> Device:
     return Device("CPU process", machine / per_node)
 
 
-def needs_of(run: Run, launch: Launch, prompt: int, settings: Sequence[Any] | None = None, holds: Holds | None = None) -> list[StageNeeds]:
+def needs_of(
+    run: Run,
+    launch: Launch,
+    prompt: int,
+    settings: Sequence[Any] | None = None,
+    holds: Holds | None = None,
+) -> list[StageNeeds]:
     """Every stage's needs, under `settings` (by default the run's own).
 
     `holds`: what a micro-batch holds; None: it is followed, which takes long.
@@ -90,8 +107,16 @@ def needs_of(run: Run, launch: Launch, prompt: int, settings: Sequence[Any] | No
         first, before = i, begins_after(run.stages, i)
         while (earlier := begins_after(run.stages, first)) is not None:
             first = earlier
-        model = replace(chosen[i].model, base_model=chosen[first].model.base_model, tokenizer=chosen[first].model.tokenizer)
-        went_on = origin_of(model, None).continued is not None if before is None else goes_on(chosen[before].model, model)
+        model = replace(
+            chosen[i].model,
+            base_model=chosen[first].model.base_model,
+            tokenizer=chosen[first].model.tokenizer,
+        )
+        went_on = (
+            origin_of(model, None).continued is not None
+            if before is None
+            else goes_on(chosen[before].model, model)
+        )
         adapter = bool(model.lora_rank) and not went_on
         if went_on and before is None:
             root = root_of(model.base_model)[0]
@@ -101,9 +126,17 @@ def needs_of(run: Run, launch: Launch, prompt: int, settings: Sequence[Any] | No
 
 
 def _needs(
-    stage: StagePlan, settings: Any, model: ModelSettings, launch: Launch, prompt: int, *, fresh_adapter: bool, holds: Holds
+    stage: StagePlan,
+    settings: Any,
+    model: ModelSettings,
+    launch: Launch,
+    prompt: int,
+    *,
+    fresh_adapter: bool,
+    holds: Holds,
 ) -> list[StageNeeds]:
-    """`fresh_adapter`: whether the policy as the stage begins is its base model, under an adapter that can be turned off.
+    """`fresh_adapter`: whether the policy as the stage begins is its base model, under an adapter
+    that can be turned off.
 
     One, or where some ranks only sample that of those that learn, and of those that sample.
     """
@@ -120,41 +153,101 @@ def _needs(
         groups=max(1, loop.batch_size // optim.num_substeps), group=group, prompt=prompt, answer=sampling.max_tokens,
         budget=optim.token_budget, layout=layout, world=launch.world, hidden=shape.hidden,
     )  # fmt: skip
-    budgets = {"kv_cache_tokens": sampling.kv_cache_tokens, "max_rows": sampling.max_rows, "world": (samplers or launch).world // team}
+    budgets = {
+        "kv_cache_tokens": sampling.kv_cache_tokens,
+        "max_rows": sampling.max_rows,
+        "world": (samplers or launch).world // team,
+    }
     in_pages = _in_pages(sampling, model, shape, launch, team)
     limits = {"prompt": prompt, "answer": sampling.max_tokens, **budgets}
     calls = [{"groups": settings.data.eval_limit, "group": 1}] if loop.eval_every else []
     calls += [{"groups": loop.batch_size, "group": group}] if hooks.online else []
-    prompts, rows = max((sampled_at_once(**call, **limits, paged=in_pages) for call in calls), key=lambda pair: pair[1], default=(0, 0))
+    prompts, rows = max(
+        (sampled_at_once(**call, **limits, paged=in_pages) for call in calls),
+        key=lambda pair: pair[1],
+        default=(0, 0),
+    )
     streams = bool(getattr(getattr(settings, "flow", None), "continuous", False))
-    pages = max((pool_pages(**call, **limits, streams=streams) for call in calls), default=0) if in_pages else 0
-    work = Work(batch=batch, samples=bool(calls), prompts=prompts, prompt=prompt, rows=rows, answer=sampling.max_tokens, pages=pages)
+    pages = (
+        max((pool_pages(**call, **limits, streams=streams) for call in calls), default=0)
+        if in_pages
+        else 0
+    )
+    work = Work(
+        batch=batch,
+        samples=bool(calls),
+        prompts=prompts,
+        prompt=prompt,
+        rows=rows,
+        answer=sampling.max_tokens,
+        pages=pages,
+    )
     unread = may_stay_unread(model.base_model)
-    launch = replace(launch, base=_base(model, launch), optimizer=optim.optimizer, in_parts=unread, team=team)
+    launch = replace(
+        launch, base=_base(model, launch), optimizer=optim.optimizer, in_parts=unread, team=team
+    )
     others, method = _others(stage.method, settings, shape), METHODS[stage.method]
     if method.keeps_beginning(settings) and not fresh_adapter:
         others.append(shape)
     critic = method.critic(settings)
-    critics = [] if critic is None else [shape if critic == "policy" else TRACES.shape((critic, model.tokenizer, _lora(model)))]
+    critics = (
+        []
+        if critic is None
+        else [
+            shape if critic == "policy" else TRACES.shape((critic, model.tokenizer, _lora(model)))
+        ]
+    )
     held = holds(model, batch, launch)
-    kept = kept_logits(shape, launch, batch, kept_of_gib(model.kept_logits_gib)) if model.fused_logprobs else 0.0
+    kept = (
+        kept_logits(shape, launch, batch, kept_of_gib(model.kept_logits_gib))
+        if model.fused_logprobs
+        else 0.0
+    )
     if samplers is None:
-        return [StageNeeds(stage.name, model.base_model, plan(shape, held, launch, work, others, critics, kept), work, launch)]
+        return [
+            StageNeeds(
+                stage.name,
+                model.base_model,
+                plan(shape, held, launch, work, others, critics, kept),
+                work,
+                launch,
+            )
+        ]
     learns = plan(shape, held, launch, Work(batch=batch, samples=False), (), critics, kept)
-    host = (*learns.host, ("weights on their way to the ranks that sample, on rank 0", staged(shape)))
-    one = StageNeeds(f"{stage.name}, ranks that learn", model.base_model, Plan(learns.items, host), replace(work, samples=False), launch)
+    host = (
+        *learns.host,
+        ("weights on their way to the ranks that sample, on rank 0", staged(shape)),
+    )
+    one = StageNeeds(
+        f"{stage.name}, ranks that learn",
+        model.base_model,
+        Plan(learns.items, host),
+        replace(work, samples=False),
+        launch,
+    )
     draws = plan_sampler(shape, samplers, work, others)
-    return [one, StageNeeds(f"{stage.name}, ranks that sample", model.base_model, draws, work, samplers)]
+    return [
+        one,
+        StageNeeds(f"{stage.name}, ranks that sample", model.base_model, draws, work, samplers),
+    ]
 
 
-def _in_pages(sampling: Any, model: ModelSettings, shape: ModelShape, launch: Launch, team: int) -> bool:
-    """Whether samples come from a cache in pages, as `rl.sampler.make_engine` chooses; on a GPU by a trial, which is taken to succeed."""
+def _in_pages(
+    sampling: Any, model: ModelSettings, shape: ModelShape, launch: Launch, team: int
+) -> bool:
+    """Whether samples come from a cache in pages, as `rl.sampler.make_engine` chooses; on a GPU by
+    a trial, which is taken to succeed.
+    """
     may = shape.fast and sampling.sampler != "hf" and team == 1 and not model.router_replay
-    return may and (sampling.sampler_cache == "paged" or (sampling.sampler_cache == "auto" and launch.cuda))
+    return may and (
+        sampling.sampler_cache == "paged" or (sampling.sampler_cache == "auto" and launch.cuda)
+    )
 
 
 def _sides(settings: Any, launch: Launch) -> tuple[Launch | None, Launch]:
-    """(the launch as ranks see it that only sample, if some do; the learners'). UserError where none are left to learn."""
+    """(the launch as ranks see it that only sample, if some do; the learners'). UserError where
+    none are left to learn.
+    """
     ranks = getattr(getattr(settings, "flow", None), "sampler_ranks", 0)
     if not ranks:
         return None, launch
@@ -162,8 +255,17 @@ def _sides(settings: Any, launch: Launch) -> tuple[Launch | None, Launch]:
         raise UserError(
             f"sampler_ranks {ranks} of {launch.world} processes leaves none to learn: --plan-gpus says how many there are, or launch more"
         )
-    whole = replace(launch, world=ranks, per_node=min(ranks, launch.per_node), zero=None, fsdp=False, offload=False)
-    return whole, replace(launch, world=launch.world - ranks, per_node=min(launch.world - ranks, launch.per_node))
+    whole = replace(
+        launch,
+        world=ranks,
+        per_node=min(ranks, launch.per_node),
+        zero=None,
+        fsdp=False,
+        offload=False,
+    )
+    return whole, replace(
+        launch, world=launch.world - ranks, per_node=min(launch.world - ranks, launch.per_node)
+    )
 
 
 class CannotSplit(UserError):
@@ -189,7 +291,8 @@ def _team(sampler_tp: int, sampler_ranks: int, shape: ModelShape, launch: Launch
 
 
 def _others(method: str, settings: Any, policy: ModelShape) -> list[ModelShape]:
-    """Models that a method's weights name; what is no model's own name (a stage, a run's folder) is taken to be like the policy.
+    """Models that a method's weights name; what is no model's own name (a stage, a run's folder) is
+    taken to be like the policy.
 
     A reward model is read as a learner is, which no team splits.
     """
@@ -198,12 +301,26 @@ def _others(method: str, settings: Any, policy: ModelShape) -> list[ModelShape]:
     shapes = []
     for target in METHODS[method].other_weights(settings):
         folder = Path(target).expanduser()
-        named = target.startswith("tiny:") or ((folder / "config.json").is_file() and not is_run(folder))
+        named = target.startswith("tiny:") or (
+            (folder / "config.json").is_file() and not is_run(folder)
+        )
         if named and target in read_whole and (size := classifier_size(target)) is not None:
-            shapes.append(replace(policy, name=target, parameters=size, adapters=0, unsplit=size, unsplit_adapters=0, fast=False))
+            shapes.append(
+                replace(
+                    policy,
+                    name=target,
+                    parameters=size,
+                    adapters=0,
+                    unsplit=size,
+                    unsplit_adapters=0,
+                    fast=False,
+                )
+            )
             continue
         shape = TRACES.shape((target, settings.model.tokenizer, None)) if named else policy
-        whole = replace(shape, unsplit=shape.parameters - shape.adapters, unsplit_adapters=shape.adapters)
+        whole = replace(
+            shape, unsplit=shape.parameters - shape.adapters, unsplit_adapters=shape.adapters
+        )
         shapes.append(whole if target in read_whole else shape)
     return shapes
 
@@ -244,7 +361,9 @@ def _held(model: ModelSettings, batch: MicroBatch, launch: Launch) -> Held:
 
 def _run(model: ModelSettings, batch: MicroBatch, launch: Launch) -> Any:
     how = Arithmetic(
-        dtype=torch.bfloat16 if launch.compute_bytes == 2 and (launch.fsdp or launch.zero is not None) else torch.float32,
+        dtype=torch.bfloat16
+        if launch.compute_bytes == 2 and (launch.fsdp or launch.zero is not None)
+        else torch.float32,
         autocast=launch.bf16 and launch.zero is None and not launch.fsdp,
         keeps_gradients=launch.zero in (None, 0) and not launch.fsdp,
         fused=model.fused_logprobs,

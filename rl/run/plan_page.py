@@ -44,7 +44,10 @@ def print_plans(stages: Sequence[StageNeeds], device: Device) -> None:
     for needs in stages:
         sums = needs.plan.sums
         unit, name = (GIB, "GiB") if needs.plan.peak >= GIB else (2.0**20, "MiB")
-        console.print(Text(f"{needs.stage}: {needs.model}, {_launch_words(needs.launch)}", style="bold"), soft_wrap=True)
+        console.print(
+            Text(f"{needs.stage}: {needs.model}, {_launch_words(needs.launch)}", style="bold"),
+            soft_wrap=True,
+        )
         table = Table()
         table.add_column(f"{name} on each {device.name}")
         for moment in ("sampling", "a micro-batch", "the update"):
@@ -54,7 +57,12 @@ def print_plans(stages: Sequence[StageNeeds], device: Device) -> None:
             if any(sizes):
                 table.add_row(item.name, *(f"{size / unit:,.2f}" if size else "" for size in sizes))
         table.add_section()
-        table.add_row(*(Text(word, style="bold") for word in ("together", *(f"{size / unit:,.2f}" for size in sums.values()))))
+        table.add_row(
+            *(
+                Text(word, style="bold")
+                for word in ("together", *(f"{size / unit:,.2f}" for size in sums.values()))
+            )
+        )
         console.print(table)
         for line in _remarks(needs):
             console.print(Padding(Text(line, style="dim"), (0, 0, 0, 2)))
@@ -73,11 +81,19 @@ def _launch_words(launch: Launch) -> str:
 
 def _remarks(needs: StageNeeds) -> list[str]:
     work, batch = needs.work, needs.work.batch
-    laid = f"{batch.rows} rows of {batch.length} positions" + (" with a mask of their own" if batch.masked else "")
-    lines = [f"assumed: prompts of {work.prompt} tokens (--plan-prompt-tokens), answers of {work.answer}; a micro-batch is {laid}"]
+    laid = f"{batch.rows} rows of {batch.length} positions" + (
+        " with a mask of their own" if batch.masked else ""
+    )
+    lines = [
+        f"assumed: prompts of {work.prompt} tokens (--plan-prompt-tokens), answers of {work.answer}; a micro-batch is {laid}"
+    ]
     if work.samples:
         team = needs.launch.team
-        together = f", by {team} processes that hold a sampler together, each its part of weights and cache" if team > 1 else ""
+        together = (
+            f", by {team} processes that hold a sampler together, each its part of weights and cache"
+            if team > 1
+            else ""
+        )
         lines.append(f"sampled at once: {work.rows} answers to {work.prompts} prompts{together}")
     lines += [f"CPU memory of a machine: {gib(size)} for {what}" for what, size in needs.plan.host]
     return lines
@@ -90,5 +106,8 @@ def _verdict(peak: float, device: Device) -> Any:
     if peak > device.memory:
         return Text(f"does not fit: {share}", style="bold red")
     if peak > ROOM * device.memory:
-        return Text(f"tight: {share}; above {ROOM:.0%} the allocator's fragments may not leave enough", style="bold yellow")
+        return Text(
+            f"tight: {share}; above {ROOM:.0%} the allocator's fragments may not leave enough",
+            style="bold yellow",
+        )
     return Text(f"fits: {share}", style="bold green")

@@ -1,4 +1,6 @@
-"""What the stages of a run need, made and checked before the run's folder is touched and before any work is done."""
+"""What the stages of a run need, made and checked before the run's folder is touched and before any
+work is done.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,30 @@ from functools import cache, partial
 from typing import Any
 
 from rl.clients import TrainingClient
-from rl.data import GENERATED_REWARDS, Curriculum, FaultyRows, Limits, Overlap, ProblemSet, RowCheck, answers_check, good_rows, overlap
+from rl.data import (
+    GENERATED_REWARDS,
+    Curriculum,
+    FaultyRows,
+    Limits,
+    Overlap,
+    ProblemSet,
+    RowCheck,
+    answers_check,
+    good_rows,
+    overlap,
+)
 from rl.environments import EnvironmentSpec
 from rl.errors import UserError
 from rl.methods import METHODS, EvaluatesRows, RolloutDataSettings, check_answer
 from rl.renderers import Renderer
 from rl.rewards import Reward, Scorer, code, resolve_reward
-from rl.run.episodes import check_environment, check_scoring, environment_of, episode_reward, own_rows
+from rl.run.episodes import (
+    check_environment,
+    check_scoring,
+    environment_of,
+    episode_reward,
+    own_rows,
+)
 from rl.run.sources import held_out_problems, training_problems
 from rl.run.stored import stored_answers, written_by
 from rl.run.trial import try_reward
@@ -23,11 +42,12 @@ from rl.settings import DataSettings, StagePlan
 
 @dataclass
 class Prepared:
-    """A stage's data and reward, loaded. `scorer`: None where answers are not scored. `curriculum`: of `problems`, if there is one.
-    `remarks`: what is to be said of them before the first step.
+    """A stage's data and reward, loaded. `scorer`: None where answers are not scored. `curriculum`:
+    of `problems`, if there is one. `remarks`: what is to be said of them before the first step.
 
-    `rows`: to train on; None as long as the earlier stage that `awaits` numbers has not written them. `sandbox`: the kind that programs
-    run in, where answers are programs. `overlap`: what held-out rows share with those to train on.
+    `rows`: to train on; None as long as the earlier stage that `awaits` numbers has not written
+    them. `sandbox`: the kind that programs run in, where answers are programs. `overlap`: what
+    held-out rows share with those to train on.
     """
 
     plan: StagePlan
@@ -40,24 +60,30 @@ class Prepared:
     sandbox: str | None = None
     overlap: Overlap | None = None
     remarks: list[str] = field(default_factory=list)
-    checked_for: Any = None  # the model that rows were looked through for, as far as that matters to them
+    # the model that rows were looked through for, as far as that matters to them
+    checked_for: Any = None
 
     @property
     def problems(self) -> ProblemSet:
         if self.rows is None:
-            raise RuntimeError(f"stage {self.plan.name} has no data before stage number {self.awaits} is done")
+            raise RuntimeError(
+                f"stage {self.plan.name} has no data before stage number {self.awaits} is done"
+            )
         return self.rows
 
 
 def check_sandboxes(stages: Sequence[StagePlan]) -> None:
-    """UserError where a stage runs programs and this host has no sandbox of the kind that it asks for. Nothing is loaded."""
+    """UserError where a stage runs programs and this host has no sandbox of the kind that it asks
+    for. Nothing is loaded.
+    """
     for plan in stages:
         if (reward := reward_of(plan.settings.data)) is not None:
             sandbox_kind(reward, plan.settings.data)
 
 
 def prepare(plan: StagePlan, earlier: Sequence[StagePlan] = ()) -> Prepared:
-    """Loads a stage's data and starts its reward. Raises UserError or ValueError naming what is wrong.
+    """Loads a stage's data and starts its reward. Raises UserError or ValueError naming what is
+    wrong.
 
     earlier: the stages before it, of which one may be to write its data first.
     """
@@ -79,11 +105,27 @@ def prepare(plan: StagePlan, earlier: Sequence[StagePlan] = ()) -> Prepared:
     curriculum = None if data.curriculum == "off" or rows is None else Curriculum(rows, data)
     scorer = None
     if reward is not None:
-        scorer = Scorer(reward, timeout=data.reward_timeout, workers=data.reward_workers, environment=data.reward_env)
-    elif METHODS[plan.method].needs_reward and environment is None and not METHODS[plan.method].judges(plan.settings):
-        raise UserError(f"{plan.method} learns from a reward: name one with --reward (exact_match, gsm8k, module:function, ...)")
-    own = (environment is not None and not environment.needs_rows) or _generated(data)  # whose splits share nothing
-    shared = overlap(rows, test_problems) if rows is not None and test_problems is not None and not own else None
+        scorer = Scorer(
+            reward,
+            timeout=data.reward_timeout,
+            workers=data.reward_workers,
+            environment=data.reward_env,
+        )
+    elif (
+        METHODS[plan.method].needs_reward
+        and environment is None
+        and not METHODS[plan.method].judges(plan.settings)
+    ):
+        raise UserError(
+            f"{plan.method} learns from a reward: name one with --reward (exact_match, gsm8k, module:function, ...)"
+        )
+    # whose splits share nothing
+    own = (environment is not None and not environment.needs_rows) or _generated(data)
+    shared = (
+        overlap(rows, test_problems)
+        if rows is not None and test_problems is not None and not own
+        else None
+    )
     remarks: list[str] = []
     tried = rows if METHODS[plan.method].needs_reward or test_problems is None else test_problems
     if scorer is not None and tried is not None and environment is None:
@@ -92,23 +134,40 @@ def prepare(plan: StagePlan, earlier: Sequence[StagePlan] = ()) -> Prepared:
         except ValueError:
             scorer.close()
             raise
-    return Prepared(plan, rows, test_problems, scorer, curriculum, awaits, environment, sandbox, shared, remarks)
+    return Prepared(
+        plan, rows, test_problems, scorer, curriculum, awaits, environment, sandbox, shared, remarks
+    )
 
 
 def reward_of(data: DataSettings) -> str | Reward | None:
-    """What scores answers: one reward, or the weighted sum of several; those of programs with their settings."""
+    """What scores answers: one reward, or the weighted sum of several; those of programs with their
+    settings.
+    """
     seconds = 0.8 * data.reward_timeout
-    programs = {"block": data.code_block, "sandbox": data.sandbox, "seconds": seconds, "packages": data.sandbox_packages}
+    programs = {
+        "block": data.code_block,
+        "sandbox": data.sandbox,
+        "seconds": seconds,
+        "packages": data.sandbox_packages,
+    }
     own = {"code_tests": {**programs, "score": data.code_score}, "code_output": programs}
     if data.rewards:
         weights = dict(data.rewards)
-        return resolve_reward("composite", weights=weights, settings={name: own[name] for name in own if name in weights})
+        return resolve_reward(
+            "composite",
+            weights=weights,
+            settings={name: own[name] for name in own if name in weights},
+        )
     return resolve_reward(data.reward, **own[data.reward]) if data.reward in own else data.reward
 
 
 def sandbox_kind(reward: str | Reward, data: DataSettings) -> str | None:
-    """The kind of sandbox that programs would run in; None where none are run. UserError where this host has none of it."""
-    return _kind(data.sandbox, data.sandbox_packages) if resolve_reward(reward).runs_programs else None
+    """The kind of sandbox that programs would run in; None where none are run. UserError where this
+    host has none of it.
+    """
+    return (
+        _kind(data.sandbox, data.sandbox_packages) if resolve_reward(reward).runs_programs else None
+    )
 
 
 @cache
@@ -120,40 +179,62 @@ def _kind(mode: str, packages: tuple[str, ...]) -> str:
 def _generated(data: DataSettings) -> bool:
     """Whether training and held-out rows are of the same generators, whose splits share nothing."""
     sources = (data.dataset, *data.more_datasets)
-    return data.eval_dataset is None and all(source.partition(":")[0] in GENERATED_REWARDS for source in sources)
+    return data.eval_dataset is None and all(
+        source.partition(":")[0] in GENERATED_REWARDS for source in sources
+    )
 
 
 def found_out(stages: Sequence[Prepared]) -> dict[str, Any]:
-    """What the run's config says besides what was asked for: the sandbox that programs run in, what held-out rows share with others."""
+    """What the run's config says besides what was asked for: the sandbox that programs run in, what
+    held-out rows share with others.
+    """
     kinds = sorted({prepared.sandbox for prepared in stages if prepared.sandbox is not None})
-    shared = {prepared.plan.name: prepared.overlap.as_json() for prepared in stages if prepared.overlap is not None}
-    return {**({"sandbox": ", ".join(kinds)} if kinds else {}), **({"overlap": shared} if shared else {})}
+    shared = {
+        prepared.plan.name: prepared.overlap.as_json()
+        for prepared in stages
+        if prepared.overlap is not None
+    }
+    return {
+        **({"sandbox": ", ".join(kinds)} if kinds else {}),
+        **({"overlap": shared} if shared else {}),
+    }
 
 
 def held_out_rows(environment: EnvironmentSpec | None, settings: Any) -> ProblemSet | None:
-    """What an evaluation asks or plays, of a stage's settings (or what has their `data` and `env`); None as of `held_out_problems`."""
+    """What an evaluation asks or plays, of a stage's settings (or what has their `data` and `env`);
+    None as of `held_out_problems`.
+    """
     if environment is None or environment.needs_rows:
         return held_out_problems(settings.data)
     return own_rows(environment, settings.data, settings.env, True)[1]
 
 
 def check_rows(prepared: Prepared, policy: TrainingClient, renderer: Renderer) -> None:
-    """Raises UserError naming rows that could not be trained on or evaluated, before anything is; or leaves such rows out.
+    """Raises UserError naming rows that could not be trained on or evaluated, before anything is;
+    or leaves such rows out.
 
-    Where rows are sampled (online, and held-out rows that a reward scores) every prompt leaves room for max_tokens in the
-    context. Where their responses are learnt, every row has them, and the whole fits. Rows that were looked through for such a model
-    before (of a later stage, before the first step) are not again.
+    Where rows are sampled (online, and held-out rows that a reward scores) every prompt leaves room
+    for max_tokens in the context. Where their responses are learnt, every row has them, and the
+    whole fits. Rows that were looked through for such a model before (of a later stage, before the
+    first step) are not again.
     """
     asked_for = None if prepared.rows is None else (prepared.rows, *_matters(policy, renderer))
     if asked_for is not None and asked_for == prepared.checked_for:
         return
     settings, method = prepared.plan.settings, METHODS[prepared.plan.method]
-    wanted, skip, reads = settings.sampling.max_tokens, settings.data.on_bad_row, method.reads(settings)
+    wanted, skip, reads = (
+        settings.sampling.max_tokens,
+        settings.data.on_bad_row,
+        method.reads(settings),
+    )
     if prepared.environment is not None:
         check_environment(prepared.environment, settings, prepared.problems[0], renderer)
         return
     rows, test_problems, hooks = prepared.rows, prepared.test_problems, method.hooks(settings)
-    longest, limits = hooks.longest if isinstance(hooks, EvaluatesRows) else None, Limits.of(settings.data)
+    longest, limits = (
+        hooks.longest if isinstance(hooks, EvaluatesRows) else None,
+        Limits.of(settings.data),
+    )
     faults: list[FaultyRows] = []
 
     def kept(found: ProblemSet, check: Any) -> ProblemSet:
@@ -164,20 +245,37 @@ def check_rows(prepared: Prepared, policy: TrainingClient, renderer: Renderer) -
             return found
 
     if rows is not None:  # else an earlier stage is to write them
-        check: Any = RowCheck(policy.info, renderer, rows.name, reads, 0 if reads else wanted, longest, limits=limits)
+        check: Any = RowCheck(
+            policy.info, renderer, rows.name, reads, 0 if reads else wanted, longest, limits=limits
+        )
         if "answers" in reads:
             check = answers_check(partial(check_answer, settings, policy.info, renderer), skip)
         prepared.rows = kept(rows, check)
         if prepared.rows is not rows and prepared.curriculum is not None:
             prepared.curriculum = Curriculum(prepared.rows, settings.data)
     if test_problems is not None:
-        ranked, asked = reads if method.ranks_held_out else (), wanted if prepared.scorer is not None else 0
+        ranked, asked = (
+            reads if method.ranks_held_out else (),
+            wanted if prepared.scorer is not None else 0,
+        )
         lenient = method.ranks_where_there
-        check = RowCheck(policy.info, renderer, test_problems.name, ranked, asked, longest, limits=limits, where_there=lenient)
+        check = RowCheck(
+            policy.info,
+            renderer,
+            test_problems.name,
+            ranked,
+            asked,
+            longest,
+            limits=limits,
+            where_there=lenient,
+        )
         prepared.test_problems = kept(test_problems, check)
     if faults:
-        raise faults[0] if not faults[0].good else FaultyRows.of_all(faults)  # where none is good they are of another shape
-    prepared.checked_for = None if prepared.rows is None else (prepared.rows, *_matters(policy, renderer))
+        # where none is good they are of another shape
+        raise faults[0] if not faults[0].good else FaultyRows.of_all(faults)
+    prepared.checked_for = (
+        None if prepared.rows is None else (prepared.rows, *_matters(policy, renderer))
+    )
 
 
 def _matters(policy: TrainingClient, renderer: Renderer) -> tuple[Any, ...]:
@@ -185,5 +283,15 @@ def _matters(policy: TrainingClient, renderer: Renderer) -> tuple[Any, ...]:
     info, tokenizer = policy.info, renderer.tokenizer
     vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
     written = getattr(renderer, "inner", renderer)  # of one that stops at texts of its own
-    template = getattr(tokenizer, "chat_template", None), getattr(written, "template_settings", None)
-    return type(written), info["vocab_size"], info["max_context"], vocabulary, template, renderer.ends
+    template = (
+        getattr(tokenizer, "chat_template", None),
+        getattr(written, "template_settings", None),
+    )
+    return (
+        type(written),
+        info["vocab_size"],
+        info["max_context"],
+        vocabulary,
+        template,
+        renderer.ends,
+    )

@@ -1,7 +1,8 @@
-"""Later stages, gone through before the first step: models, tokenizers, adapters, critics, teachers, renderers and rows that would not do.
+"""Later stages, gone through before the first step: models, tokenizers, adapters, critics,
+teachers, renderers and rows that would not do.
 
-No weights are loaded: a model is its config, its tokenizer and, in a folder, the names of its tensors. What a method asks of its other
-models is asked of such outlines, by the method itself.
+No weights are loaded: a model is its config, its tokenizer and, in a folder, the names of its
+tensors. What a method asks of its other models is asked of such outlines, by the method itself.
 """
 
 from __future__ import annotations
@@ -45,9 +46,21 @@ if TYPE_CHECKING:
 class Outline:
     """What a client tells of its model, of a model that is not loaded."""
 
-    def __init__(self, base_model: str, tokenizer: str | None, lora_rank: int = 0, *, value_head: bool = False):
+    def __init__(
+        self,
+        base_model: str,
+        tokenizer: str | None,
+        lora_rank: int = 0,
+        *,
+        value_head: bool = False,
+    ):
         size, context, found = _skeleton(base_model, tokenizer)
-        self.info: dict[str, Any] = {"base_model": base_model, "tokenizer": found, "vocab_size": size, "max_context": context}
+        self.info: dict[str, Any] = {
+            "base_model": base_model,
+            "tokenizer": found,
+            "vocab_size": size,
+            "max_context": context,
+        }
         self.info |= {"lora_rank": lora_rank or None, "value_head": value_head}
 
     def get_tokenizer(self) -> Any:
@@ -59,7 +72,9 @@ class Outline:
 
 @cache
 def _skeleton(base_model: str, tokenizer: str | None) -> tuple[int, int | None, Any]:
-    """(rows of the embedding, context, tokenizer) of a base model. UserError where it cannot be had, or is not whole."""
+    """(rows of the embedding, context, tokenizer) of a base model. UserError where it cannot be
+    had, or is not whole.
+    """
     folder = Path(base_model).expanduser()
     if is_adapter(folder):
         return _skeleton(root_of(base_model)[0].name, tokenizer or made_from(folder).tokenizer)
@@ -76,20 +91,28 @@ def _skeleton(base_model: str, tokenizer: str | None) -> tuple[int, int | None, 
             f"the tokenizer has {len(found)} tokens, the model {base_model!r} only {loaded.vocab_size} rows: they do not belong together"
         )
     config = loaded.model.config.get_text_config().to_dict()
-    return loaded.vocab_size, config.get("max_position_embeddings") or config.get("n_positions"), found
+    return (
+        loaded.vocab_size,
+        config.get("max_position_embeddings") or config.get("n_positions"),
+        found,
+    )
 
 
 def _check_adapter(model: ModelSettings, base_model: str) -> None:
     """UserError where the adapter asked for cannot be put on the model."""
     if model.lora_rank:
         with torch.device("meta"):
-            loaded = load_skeleton(base_model, tokenizer=model.tokenizer if base_model.startswith("tiny:") else None)
+            loaded = load_skeleton(
+                base_model, tokenizer=model.tokenizer if base_model.startswith("tiny:") else None
+            )
             parts = {part: getattr(model, part) for part in PARTS}
             add_lora(loaded, LoraConfig(model.lora_rank, 0, alpha=model.lora_alpha, **parts))
 
 
 def _root(stages: Sequence[StagePlan], index: int) -> tuple[str, str | None]:
-    """(base model, tokenizer) that a stage's policy comes down to. UserError where a stage on the way cannot go on with what it gets."""
+    """(base model, tokenizer) that a stage's policy comes down to. UserError where a stage on the
+    way cannot go on with what it gets.
+    """
     model, before = stages[index].settings.model, begins_after(stages, index)
     if before is None:
         return model.base_model, model.tokenizer
@@ -109,7 +132,9 @@ def outline_of(stages: Sequence[StagePlan], index: int, value_head: bool) -> Out
 class _Hosts:
     """rl.methods.base.Hosts, of outlines."""
 
-    def __init__(self, stages: Sequence[StagePlan], index: int, policy: Outline, tags: Sequence[str]):
+    def __init__(
+        self, stages: Sequence[StagePlan], index: int, policy: Outline, tags: Sequence[str]
+    ):
         self.stages, self.index, self.tags = stages, index, tags
         self.policy = cast("TrainingClient", policy)
         self.model = stages[index].settings.model
@@ -151,7 +176,9 @@ class _Hosts:
         names = [stage.name for stage in self.stages[: self.index]]
         if target in names:
             source = self.stages[names.index(target)]
-            scores = source.method == "reward_model" and METHODS[source.method].value_head(source.settings)
+            scores = source.method == "reward_model" and METHODS[source.method].value_head(
+                source.settings
+            )
             if not scores:
                 raise UserError(
                     f"{source.name} is no reward model: {source.method} without a value head of its own trains it. Name a stage of "
@@ -171,7 +198,9 @@ class _Hosts:
 
 
 def prepared_stages(stages: Sequence[StagePlan]) -> list[Prepared]:
-    """`prepare` of each. Of a stage whose rows cannot all be read, those that can are looked through too, and all faults told at once."""
+    """`prepare` of each. Of a stage whose rows cannot all be read, those that can are looked
+    through too, and all faults told at once.
+    """
     found = []
     for i, plan in enumerate(stages):
         try:
@@ -183,16 +212,25 @@ def prepared_stages(stages: Sequence[StagePlan]) -> list[Prepared]:
 
 
 def _unfit(stages: Sequence[StagePlan], index: int, rows: Sequence[Problem]) -> FaultyRows | None:
-    """Which of a stage's rows could not be trained on, as far as that can be known before anything is loaded."""
+    """Which of a stage's rows could not be trained on, as far as that can be known before anything
+    is loaded.
+    """
     plan = stages[index]
     if not rows or getattr(getattr(plan.settings, "env", None), "environment", None) is not None:
         return None
     try:
         policy = cast("TrainingClient", outline_of(stages, index, False))
-        check_rows(Prepared(plan, ProblemSet(rows), None, None), policy, stage_renderer(policy, plan.settings))
+        check_rows(
+            Prepared(plan, ProblemSet(rows), None, None),
+            policy,
+            stage_renderer(policy, plan.settings),
+        )
     except FaultyRows as error:
         return error
-    except (ValueError, OSError):  # something else is wrong besides, which is told when the rows are mended
+    except (
+        ValueError,
+        OSError,
+    ):  # something else is wrong besides, which is told when the rows are mended
         return None
     return None
 

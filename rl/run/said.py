@@ -13,7 +13,9 @@ class Said:
         self.kinds: set[str] = set()
 
     def warn(self, kind: str, text: str, *, most: int | None = None) -> None:
-        """Says `text`, if nothing of its kind was said; a new kind is passed over where `most` kinds were."""
+        """Says `text`, if nothing of its kind was said; a new kind is passed over where `most`
+        kinds were.
+        """
         if kind not in self.kinds and (most is None or len(self.kinds) < most):
             self.kinds.add(kind)
             self._console.warn(text)

@@ -17,11 +17,14 @@ from rl.run.said import Said
 
 
 class Saves:
-    """When something is saved, and what stands in it; the keeper writes it, and removes what is old."""
+    """When something is saved, and what stands in it; the keeper writes it, and removes what is
+    old.
+    """
 
     def __init__(self, given: Given, evaluator: Evaluator, said: Said):
         self.given, self.evaluator, self._said = given, evaluator, said
-        self.state_of_flow: Callable[[], dict[str, Any]] | None = None  # of episodes under way, where sampling never stops
+        # of episodes under way, where sampling never stops
+        self.state_of_flow: Callable[[], dict[str, Any]] | None = None
         self.in_flight: Mapping[str, Any] | None = None  # what a checkpoint held of them
 
     def keep(self, done: int, row: Mapping[str, float]) -> None:
@@ -30,18 +33,40 @@ class Saves:
         best = loop.keep_best
         if best == HELD_OUT and best not in row:
             rows = isinstance(given.method, EvaluatesRows) and not self.evaluator.samples_held_out
-            best = given.method.headline if rows else "test/env/all/reward/total"  # a reward that does not tell what is correct
-        if self.evaluator.measures and best is not None and best not in row and self.evaluator.is_due(done - 1):
-            self._said.warn(best, f"keep_best asks for {best}, which this run does not measure: no best weights are kept")
+            # a reward that does not tell what is correct
+            best = given.method.headline if rows else "test/env/all/reward/total"
+        if (
+            self.evaluator.measures
+            and best is not None
+            and best not in row
+            and self.evaluator.is_due(done - 1)
+        ):
+            self._said.warn(
+                best,
+                f"keep_best asks for {best}, which this run does not measure: no best weights are kept",
+            )
         if best is not None and best in row:
-            head, mode = isinstance(given.method, EvaluatesRows) and given.method.keeps_value_head, loop.best_is(best)
-            given.keeper.best(given.models.policy, given.first_step + done, given.name, best, row[best], mode=mode, value_head=head)
+            head, mode = (
+                isinstance(given.method, EvaluatesRows) and given.method.keeps_value_head,
+                loop.best_is(best),
+            )
+            given.keeper.best(
+                given.models.policy,
+                given.first_step + done,
+                given.name,
+                best,
+                row[best],
+                mode=mode,
+                value_head=head,
+            )
         # after the best weights: a run that goes on from here has them
         if done < loop.steps and self.is_due(done):
             self.save(done)
 
     def is_due(self, done: int) -> bool:
-        """Whether there is a checkpoint after `done` batches; there is one at the end, whatever was asked for."""
+        """Whether there is a checkpoint after `done` batches; there is one at the end, whatever was
+        asked for.
+        """
         loop = self.given.loop
         return done == loop.steps or bool(loop.save_every and done % loop.save_every == 0)
 
@@ -54,7 +79,9 @@ class Saves:
             "first_step": given.first_step,
             "method": given.method.state(),
             "held_out": asdict(self.evaluator.held_out),
-            "curriculum": given.problems.state() if isinstance(given.problems, Curriculum) else None,
+            "curriculum": given.problems.state()
+            if isinstance(given.problems, Curriculum)
+            else None,
             "opponents": None if given.opponents is None else given.opponents.state(),
             "run": dict(given.identity),
             **({} if self.state_of_flow is None else {"in_flight": finite(self.state_of_flow())}),

@@ -6,7 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rl.data import FaultyRows, Mixture, NoSplit, ProblemSet, Streamed, joined, load_problems, tells_splits
+from rl.data import (
+    FaultyRows,
+    Mixture,
+    NoSplit,
+    ProblemSet,
+    Streamed,
+    joined,
+    load_problems,
+    tells_splits,
+)
 from rl.errors import UserError
 from rl.methods import RolloutDataSettings
 from rl.settings import DataSettings, PreferenceDataSettings
@@ -34,7 +43,9 @@ def _columns(data: DataSettings) -> dict[str, Any]:
 def training_problems(data: DataSettings, held_out: bool) -> tuple[ProblemSet, ProblemSet | None]:
     """Training and held-out problems of all data sets."""
     if data.stream and data.more_datasets:
-        raise UserError("stream reads one data set (a folder of several files is one): leave out more_datasets, or stream")
+        raise UserError(
+            "stream reads one data set (a folder of several files is one): leave out more_datasets, or stream"
+        )
     parts: list[tuple[ProblemSet, ProblemSet | None]] = []
     more: list[ProblemSet] = []
     faults: list[FaultyRows] = []  # of all data sets, to be told together
@@ -59,12 +70,20 @@ def _sources(data: DataSettings) -> list[DataSettings]:
     """The settings of each data set alone."""
     alone: dict[str, Any] = {"more_datasets": (), "dataset_weights": (), "more_eval_datasets": ()}
     own = [replace(data, **alone)]
-    return own + [replace(data, **alone, dataset=source, eval_dataset=None) for source in data.more_datasets]
+    return own + [
+        replace(data, **alone, dataset=source, eval_dataset=None) for source in data.more_datasets
+    ]
 
 
 def _of_one(data: DataSettings, held_out: bool) -> tuple[ProblemSet, ProblemSet | None]:
     try:
-        train = load_problems(data.dataset, split="train", limit=data.train_limit, stream=data.stream, **_columns(data))
+        train = load_problems(
+            data.dataset,
+            split="train",
+            limit=data.train_limit,
+            stream=data.stream,
+            **_columns(data),
+        )
     except FaultyRows as error:
         if held_out and data.eval_dataset is not None:  # in the same breath
             try:
@@ -85,7 +104,9 @@ def _of_one(data: DataSettings, held_out: bool) -> tuple[ProblemSet, ProblemSet 
 
 
 def _named(data: DataSettings) -> ProblemSet:
-    """The test split of what is named for evaluation, or of the data set itself; the only split where a set has no test split."""
+    """The test split of what is named for evaluation, or of the data set itself; the only split
+    where a set has no test split.
+    """
     source = data.eval_dataset or data.dataset
     try:
         return load_problems(source, split="test", limit=data.eval_limit, **_columns(data))
@@ -100,13 +121,22 @@ def _more_held_out(data: DataSettings) -> list[ProblemSet]:
 
 
 def held_out_problems(data: DataSettings) -> ProblemSet | None:
-    """The problems that evaluation asks; None for a file too short to hold any out, and for stored answers alone."""
+    """The problems that evaluation asks; None for a file too short to hold any out, and for stored
+    answers alone.
+    """
     if isinstance(data, RolloutDataSettings):
         if data.eval_dataset is None and not data.more_eval_datasets:
             return None
         columns = _columns(data) | {"prompt_column": "prompt", "response_column": None}
-        sources = [source for source in (data.eval_dataset, *data.more_eval_datasets) if source is not None]
-        return joined([load_problems(source, split="test", limit=data.eval_limit, **columns) for source in sources])
+        sources = [
+            source for source in (data.eval_dataset, *data.more_eval_datasets) if source is not None
+        ]
+        return joined(
+            [
+                load_problems(source, split="test", limit=data.eval_limit, **columns)
+                for source in sources
+            ]
+        )
     if data.eval_dataset is not None and not data.more_datasets:
         return joined([_named(data), *_more_held_out(data)])
     return training_problems(data, True)[1]
@@ -114,15 +144,21 @@ def held_out_problems(data: DataSettings) -> ProblemSet | None:
 
 def _one_piece(data: DataSettings) -> bool:
     """Whether the data set is a file without splits of its own."""
-    return Path(data.dataset).expanduser().is_file() and not tells_splits(data.dataset, **_columns(data))
+    return Path(data.dataset).expanduser().is_file() and not tells_splits(
+        data.dataset, **_columns(data)
+    )
 
 
 def _held_out(problems: ProblemSet, limit: int) -> tuple[ProblemSet, ProblemSet | None]:
-    """A single file has no test split: its last tenth (at most `limit` rows) is held out and never trained on."""
+    """A single file has no test split: its last tenth (at most `limit` rows) is held out and never
+    trained on.
+    """
     count = min(limit, len(problems) // 10)
     if count == 0:
         return problems, None
     if isinstance(problems, Streamed):
         return problems.first(len(problems) - count), problems.last(count)
     rows = list(problems)
-    return ProblemSet(rows[:-count], name=problems.name), ProblemSet(rows[-count:], name=f"{problems.name}, held out")
+    return ProblemSet(rows[:-count], name=problems.name), ProblemSet(
+        rows[-count:], name=f"{problems.name}, held out"
+    )

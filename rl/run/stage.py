@@ -1,4 +1,6 @@
-"""One stage of a run: what a loop calls around its five steps. Its parts say what is sampled, logged, evaluated and saved."""
+"""One stage of a run: what a loop calls around its five steps. Its parts say what is sampled,
+logged, evaluated and saved.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,11 @@ from rl.types import Datum, Problem
 
 
 class Stage:
-    """A method at work on a policy. `first_step`: the run's step count before this stage; `done`: batches already trained.
+    """A method at work on a policy. `first_step`: the run's step count before this stage; `done`:
+    batches already trained.
 
-    `identity`: what its checkpoints note of the run (see rl.run.identity). `proves_itself`: see rl.run.self_test.
+    `identity`: what its checkpoints note of the run (see rl.run.identity). `proves_itself`: see
+    rl.run.self_test.
     """
 
     def __init__(
@@ -96,7 +100,9 @@ class Stage:
         self._rest_seconds = 0.0  # from the samples to the end of a batch, its save included
 
     def start(self) -> SamplingClient | None:
-        """A sampler of the policy as it is, evaluated if this is the stage's beginning; None where nothing is ever sampled."""
+        """A sampler of the policy as it is, evaluated if this is the stage's beginning; None where
+        nothing is ever sampled.
+        """
         self.console.stage(self.name, self.loop.steps, first=self.first_step, done=self.done)
         if self.done:
             self.log.resume()
@@ -107,8 +113,14 @@ class Stage:
         if self.method.online or self.samples_held_out:
             sampler = self.models.policy.save_weights_and_get_sampling_client()
         if sampler is not None and self.method.online and self.proves_itself:
-            few = [problem.messages for problem in self.problems.batch(self.done, PROBLEMS, self.seed)]
-            self.console.note(self_test(self.models.policy, sampler, few, self.renderer, self.sampling_params, self.seed))
+            few = [
+                problem.messages for problem in self.problems.batch(self.done, PROBLEMS, self.seed)
+            ]
+            self.console.note(
+                self_test(
+                    self.models.policy, sampler, few, self.renderer, self.sampling_params, self.seed
+                )
+            )
         if self.done == 0 and self.loop.eval_every:
             found = self.evaluator.before(sampler)
             if found or self.samples_held_out:
@@ -118,8 +130,14 @@ class Stage:
 
     def remark(self) -> str | None:
         """What the method has to say of the rows that it learns from."""
-        first = self.problems.batch(0, min(256, self.loop.batch_size * max(1, self.loop.steps)), self.seed)
-        return self.method.remark(first, self.renderer) if isinstance(self.method, EvaluatesRows) and self.done == 0 else None
+        first = self.problems.batch(
+            0, min(256, self.loop.batch_size * max(1, self.loop.steps)), self.seed
+        )
+        return (
+            self.method.remark(first, self.renderer)
+            if isinstance(self.method, EvaluatesRows) and self.done == 0
+            else None
+        )
 
     def batches(self) -> Iterator[int]:
         yield from range(self.done, self.loop.steps)
@@ -127,26 +145,32 @@ class Stage:
     def progress(self, batch: int) -> Progress:
         return Progress(batch, self.loop.steps, self.seed)
 
-    # ---------------------------------------------------------------------------------------------------------- samples
+    # -------------------------------------------------------------------------------------- samples
 
     def groups(self, problems: Sequence[Problem], group_size: int) -> Sequence[EnvGroupBuilder]:
         return self.samples.groups(problems, group_size)
 
     def fill(self, rollouts: Rollouts, batch: int, sampler: SamplingClient) -> Rollouts:
-        """Dynamic sampling: further problems until batch_size groups are mixed (see Samples.fill). Without it, the same rollouts."""
+        """Dynamic sampling: further problems until batch_size groups are mixed (see Samples.fill).
+        Without it, the same rollouts.
+        """
         return self.samples.fill(rollouts, batch, sampler)
 
     def check(self, rollouts: Rollouts, sampler: SamplingClient) -> None:
-        """Ends the run where every reward failed, or samples are of other weights (see Samples.check)."""
+        """Ends the run where every reward failed, or samples are of other weights (see
+        Samples.check).
+        """
         self.samples.check(rollouts, sampler.version)
 
-    def next_sampler(self, old: SamplingClient | None, fresh: SamplingClient | None = None) -> SamplingClient:
+    def next_sampler(
+        self, old: SamplingClient | None, fresh: SamplingClient | None = None
+    ) -> SamplingClient:
         """The new weights, in the old sampler's place; `fresh`: where they are there already."""
         if old is not None:
             old.release()
         return fresh or self.models.policy.save_weights_and_get_sampling_client()
 
-    # ------------------------------------------------------------------------------------------------- held-out problems
+    # ---------------------------------------------------------------------------- held-out problems
 
     @property
     def samples_held_out(self) -> bool:
@@ -161,12 +185,14 @@ class Stage:
         """Whether held-out problems are looked at after this batch."""
         return self.evaluator.is_due(batch)
 
-    # ------------------------------------------------------------------------------------------------- ends, and stopping
+    # --------------------------------------------------------------------------- ends, and stopping
 
     def stop_if_late(self) -> None:
-        """Stops before the update where a stop was asked for and the rest of the step would outlast the grace time.
+        """Stops before the update where a stop was asked for and the rest of the step would outlast
+        the grace time.
 
-        The rest is taken to need what it needed in the batch before. A resumed run draws the same samples again.
+        The rest is taken to need what it needed in the batch before. A resumed run draws the same
+        samples again.
         """
         self._sampled_at = time.perf_counter()
         code = self.stop_request.exit_code
@@ -183,11 +209,15 @@ class Stage:
         rollouts: Rollouts | None = None,
         datums: Sequence[Datum] = (),
     ) -> None:
-        """Logs the batch, evaluates and saves where it is time, and stops the run if somebody asked for that."""
+        """Logs the batch, evaluates and saves where it is time, and stops the run if somebody asked
+        for that.
+        """
         done = batch + 1
         row = self.log.row(batch, self._clock, metrics, sampler, rollouts, datums)
         if rollouts is not None and self.given.opponents is not None:
-            row |= self.given.opponents.after(self.models.policy, rollouts, done, self.first_step + done)
+            row |= self.given.opponents.after(
+                self.models.policy, rollouts, done, self.first_step + done
+            )
         row |= self.evaluator.after(batch, sampler)
         said = self.log.watch(row)
         self.done = done
@@ -207,7 +237,7 @@ class Stage:
         """The stage's last state, saved under its name."""
         self.save(self.done, last=True)
 
-    # ------------------------------------------------------------------------------------------------- metrics and state
+    # ---------------------------------------------------------------------------- metrics and state
 
     def _log(self, done: int, metrics: Mapping[str, float]) -> None:
         self.log.write(done, metrics)

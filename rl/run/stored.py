@@ -1,4 +1,6 @@
-"""The stored answers that a stage learns from: of a run's folder or a file, or what an earlier stage of the same run writes."""
+"""The stored answers that a stage learns from: of a run's folder or a file, or what an earlier
+stage of the same run writes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from rl.settings import StagePlan
 
 
 def written_by(plan: StagePlan, earlier: Sequence[StagePlan]) -> int | None:
-    """The number of the earlier stage whose rollouts a stage names as its `dataset`; None where its data is there already.
+    """The number of the earlier stage whose rollouts a stage names as its `dataset`; None where its
+    data is there already.
 
     Raises UserError where that stage will have written none, or none that this one can learn from.
     """
@@ -38,8 +41,12 @@ def written_by(plan: StagePlan, earlier: Sequence[StagePlan]) -> int | None:
     return index
 
 
-def stored_answers(plan: StagePlan, folder: Path | None = None, steps: range | None = None) -> ProblemSet:
-    """What a stage learns from: its `dataset`, or what the run in `folder` wrote in `steps`; of `bc` the best answers alone."""
+def stored_answers(
+    plan: StagePlan, folder: Path | None = None, steps: range | None = None
+) -> ProblemSet:
+    """What a stage learns from: its `dataset`, or what the run in `folder` wrote in `steps`; of
+    `bc` the best answers alone.
+    """
     data, how = plan.settings.data, plan.settings.offline
     if folder is None and not data.dataset:
         raise UserError(
@@ -56,7 +63,9 @@ def stored_answers(plan: StagePlan, folder: Path | None = None, steps: range | N
         limit=data.train_limit,
         on_bad_row=data.on_bad_row,
     )
-    return filtered(problems, how.top_fraction, how.reward_threshold) if how.loss == "bc" else problems
+    return (
+        filtered(problems, how.top_fraction, how.reward_threshold) if how.loss == "bc" else problems
+    )
 
 
 def _samples(plan: StagePlan) -> bool:
@@ -64,7 +73,9 @@ def _samples(plan: StagePlan) -> bool:
 
 
 def _check_there(dataset: str, plan: StagePlan, earlier: Sequence[StagePlan]) -> None:
-    """A word that is neither a path nor a stage: where there are earlier stages, it may have meant one of them."""
+    """A word that is neither a path nor a stage: where there are earlier stages, it may have meant
+    one of them.
+    """
     if not dataset or not earlier or Path(dataset).expanduser().exists():
         return
     sampling = [stage.name for stage in earlier if _samples(stage)]

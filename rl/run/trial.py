@@ -1,4 +1,6 @@
-"""A reward tried out on rows of the data before anything is loaded: what can be known of it before sampling is known then."""
+"""A reward tried out on rows of the data before anything is loaded: what can be known of it before
+sampling is known then.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,17 @@ _BROKEN = ("KeyError", "NameError", "ImportError", "ModuleNotFoundError", "Attri
 
 
 def try_reward(scorer: Scorer, rows: Sequence[Problem]) -> list[str]:
-    """Scores some rows' own answers. UserError where none can be scored; else what there is to say of it.
+    """Scores some rows' own answers. UserError where none can be scored; else what there is to say
+    of it.
 
-    Of rows without an answer an empty one is scored: a reward may refuse that and be right, unless it says that it is broken.
+    Of rows without an answer an empty one is scored: a reward may refuse that and be right, unless
+    it says that it is broken.
     """
-    rows = [row for i in range(min(_TRIED, len(rows))) if (row := rows[i * len(rows) // min(_TRIED, len(rows))]).messages]
+    rows = [
+        row
+        for i in range(min(_TRIED, len(rows)))
+        if (row := rows[i * len(rows) // min(_TRIED, len(rows))]).messages
+    ]
     if not rows:
         return []
     name = scorer.reward.name
@@ -42,12 +50,18 @@ def try_reward(scorer: Scorer, rows: Sequence[Problem]) -> list[str]:
         if any(own) or any(word in first for word in _BROKEN):
             what = "their own answers" if any(own) else "an empty answer"
             raise UserError(f"tried on {what} of {len(rows)} rows of {rows[0].tag}, {first}")
-    return [f"tried on the answers of {len(rows)} rows, {first}; such samples are left out of training"]
+    return [
+        f"tried on the answers of {len(rows)} rows, {first}; such samples are left out of training"
+    ]
 
 
 def _turn(row: Problem, answer: str, scorer: Scorer) -> Episode | None:
-    """The answer as an episode of one turn, for a reward that sees episodes; a token is taken to be a letter."""
-    return episode_of(row, Turn(answer, tokens=max(1, len(answer)))) if scorer.reward.episode else None
+    """The answer as an episode of one turn, for a reward that sees episodes; a token is taken to be
+    a letter.
+    """
+    return (
+        episode_of(row, Turn(answer, tokens=max(1, len(answer)))) if scorer.reward.episode else None
+    )
 
 
 def _own_answer(row: Problem) -> str | None:
@@ -59,7 +73,9 @@ def _own_answer(row: Problem) -> str | None:
 
 def _worthless(name: str, rows: Sequence[Problem], scores: Sequence[Score]) -> list[str]:
     """A reward that says of the data's own worked answers that none is right."""
-    if any(row.response is None for row in rows) or any(score.metrics.get("correct", 1.0) != 0.0 for score in scores):
+    if any(row.response is None for row in rows) or any(
+        score.metrics.get("correct", 1.0) != 0.0 for score in scores
+    ):
         return []
     return [
         f"reward {name!r} calls the data's own answers wrong, all of {len(rows)} rows tried (such as {rows[0].response!r:.80}, expected "

@@ -1,7 +1,8 @@
-"""One step of attention for many rows that share prompts: the prompt's keys are read once for all rows that answer it.
+"""One step of attention for many rows that share prompts: the prompt's keys are read once for all
+rows that answer it.
 
-Shapes: P prompts of a band, G rows a prompt at most, N rows (n of a band), H key heads, r query heads a key head, L positions,
-D head width.
+Shapes: P prompts of a band, G rows a prompt at most, N rows (n of a band), H key heads, r query
+heads a key head, L positions, D head width.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_SLACK = 16_384  # (row, prompt position) pairs that a band may waste: less than the fixed cost of another band
+# (row, prompt position) pairs that a band may waste: less than the fixed cost of another band
+_SLACK = 16_384
 _MOST_BANDS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Neighbouring prompts of about the same length with about as many rows, as a [P, G] grid of cells that rows sit in.
+    """Neighbouring prompts of about the same length with about as many rows, as a [P, G] grid of
+    cells that rows sit in.
 
-    `rows_n` are the band's rows (None: all of them, in order), `cell_n` their cells (None: row i is cell i), `hidden_PL` True
-    past the end of a prompt (None: all are `length` long).
+    `rows_n` are the band's rows (None: all of them, in order), `cell_n` their cells (None: row i is
+    cell i), `hidden_PL` True past the end of a prompt (None: all are `length` long).
     """
 
     first: int
@@ -34,10 +37,14 @@ class Band:
     hidden_PL: Tensor | None
 
     def scores(self, q_NHrD: Tensor, prompt_k: Tensor) -> Tensor:
-        """Scores of the band's rows on their prompts, float32 [n, H, r, L]. `prompt_k` [all prompts, H, longest, D]."""
+        """Scores of the band's rows on their prompts, float32 [n, H, r, L]. `prompt_k` [all
+        prompts, H, longest, D].
+        """
         score = scores_fp32(self._spread(q_NHrD), self._own(prompt_k))
         if self.hidden_PL is not None:
-            score.view(self.prompts, -1, self.length).masked_fill_(self.hidden_PL[:, None], -torch.inf)
+            score.view(self.prompts, -1, self.length).masked_fill_(
+                self.hidden_PL[:, None], -torch.inf
+            )
         return self._gather(score, q_NHrD.shape[1])
 
     def values(self, probability_NHrL: Tensor, prompt_v: Tensor) -> Tensor:
@@ -53,7 +60,9 @@ class Band:
         x = x_NHrX if self.rows_n is None else x_NHrX.index_select(0, self.rows_n)
         _, heads, repeat, width = x.shape
         if self.cell_n is not None:
-            x = x.new_zeros(self.prompts * self.width, heads, repeat, width).index_copy_(0, self.cell_n, x)
+            x = x.new_zeros(self.prompts * self.width, heads, repeat, width).index_copy_(
+                0, self.cell_n, x
+            )
         x = x.reshape(self.prompts, self.width, heads, repeat, width).transpose(1, 2)
         return x.reshape(self.prompts * heads, self.width * repeat, width)
 
@@ -66,16 +75,22 @@ class Band:
 
 
 def make_bands(prompt_of_row: np.ndarray, lengths: np.ndarray, device: torch.device) -> list[Band]:
-    """Cut the prompts into bands, so that a long prompt or a large group does not set the size of all the others' grid.
+    """Cut the prompts into bands, so that a long prompt or a large group does not set the size of
+    all the others' grid.
 
-    `prompt_of_row` [N], `lengths` [prompts]. A band grows while its grid is at most twice what its rows need, plus a slack.
+    `prompt_of_row` [N], `lengths` [prompts]. A band grows while its grid is at most twice what its
+    rows need, plus a slack.
     """
     counts = np.bincount(prompt_of_row, minlength=len(lengths))
     slack = _SLACK
     while True:
         starts, needed, width, longest = [0], 0, 0, 0
         for i, (count, length) in enumerate(zip(counts.tolist(), lengths.tolist(), strict=True)):
-            needed, width, longest = needed + count * length, max(width, count), max(longest, length)
+            needed, width, longest = (
+                needed + count * length,
+                max(width, count),
+                max(longest, length),
+            )
             if (i + 1 - starts[-1]) * width * longest > 2 * needed + slack:
                 starts.append(i)
                 needed, width, longest = count * length, count, length
@@ -83,12 +98,20 @@ def make_bands(prompt_of_row: np.ndarray, lengths: np.ndarray, device: torch.dev
             break
         slack *= 2
     ends = [*starts[1:], len(lengths)]
-    bands = [_band(first, end, prompt_of_row, counts, lengths, device) for first, end in zip(starts, ends, strict=True)]
+    bands = [
+        _band(first, end, prompt_of_row, counts, lengths, device)
+        for first, end in zip(starts, ends, strict=True)
+    ]
     return [band for band in bands if band.width]
 
 
 def _band(
-    first: int, end: int, prompt_of_row: np.ndarray, counts: np.ndarray, lengths: np.ndarray, device: torch.device
+    first: int,
+    end: int,
+    prompt_of_row: np.ndarray,
+    counts: np.ndarray,
+    lengths: np.ndarray,
+    device: torch.device,
 ) -> Band:
     rows = np.flatnonzero((prompt_of_row >= first) & (prompt_of_row < end))
     own, counts, lengths = prompt_of_row[rows] - first, counts[first:end], lengths[first:end]
@@ -111,15 +134,19 @@ def _band(
 
 
 def without_cudnn() -> None:
-    """For this process: scaled_dot_product_attention never goes through cuDNN, which torch puts first on Hopper.
+    """For this process: scaled_dot_product_attention never goes through cuDNN, which torch puts
+    first on Hopper.
 
-    cuDNN builds a graph for every shape, tens of milliseconds of the host each; here the key length grows with every step.
+    cuDNN builds a graph for every shape, tens of milliseconds of the host each; here the key length
+    grows with every step.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def scores_fp32(q: Tensor, k: Tensor) -> Tensor:
-    """q [B, M, D] times k [B, L, D] transposed, in float32 also for half precision: the softmax would feel their rounding."""
+    """q [B, M, D] times k [B, L, D] transposed, in float32 also for half precision: the softmax
+    would feel their rounding.
+    """
     if q.dtype == torch.float32:
         return torch.bmm(q, k.transpose(1, 2))
     if q.is_cuda:
@@ -130,17 +157,23 @@ def scores_fp32(q: Tensor, k: Tensor) -> Tensor:
 def attention(q_NHrD: Tensor, kv: Tensor, hidden_NL: Tensor | None) -> Tensor:
     """Each row over keys and values of its own, [N, H, r, D].
 
-    `kv` [2, N, H, L, D]: keys, then values. The mask is True where a position is not to be seen (None: all are seen); what lies
-    there must be finite. The query heads of a key head go as if they were r positions, so keys are not repeated.
+    `kv` [2, N, H, L, D]: keys, then values. The mask is True where a position is not to be seen
+    (None: all are seen); what lies there must be finite. The query heads of a key head go as if
+    they were r positions, so keys are not repeated.
     """
     seen = None if hidden_NL is None else ~hidden_NL[:, None, None]
     return F.scaled_dot_product_attention(q_NHrD, kv[0], kv[1], attn_mask=seen)
 
 
 def shared_attention(
-    q_NHrD: Tensor, prompt_kv: Tensor, row_kv: Tensor, bands: list[Band], row_hidden_NL: Tensor | None
+    q_NHrD: Tensor,
+    prompt_kv: Tensor,
+    row_kv: Tensor,
+    bands: list[Band],
+    row_hidden_NL: Tensor | None,
 ) -> Tensor:
-    """Each row over its prompt, shared with other rows, and its own response: one softmax over both. As `attention` otherwise.
+    """Each row over its prompt, shared with other rows, and its own response: one softmax over
+    both. As `attention` otherwise.
 
     `prompt_kv` [2, prompts, H, L, D], `row_kv` [2, N, H, L, D].
     """
@@ -153,7 +186,9 @@ def shared_attention(
     if len(bands) == 1:
         to_prompt = bands[0].scores(q_NHrD, prompt_kv[0])
     else:
-        to_prompt = to_response.new_full((rows, heads, repeat, max(band.length for band in bands)), -torch.inf)
+        to_prompt = to_response.new_full(
+            (rows, heads, repeat, max(band.length for band in bands)), -torch.inf
+        )
         for band in bands:
             to_prompt[band.rows_n, :, :, : band.length] = band.scores(q_NHrD, prompt_kv[0])
     probability = torch.cat([to_prompt, to_response], dim=-1).softmax(-1).to(q_NHrD.dtype)

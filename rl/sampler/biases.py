@@ -1,4 +1,5 @@
-"""Logits as requests want them before anything is drawn: a bias for some tokens, and no stop ids before `min_tokens`.
+"""Logits as requests want them before anything is drawn: a bias for some tokens, and no stop ids
+before `min_tokens`.
 
 Shapes: N rows, V vocabulary, M rows of one request.
 """
@@ -24,8 +25,8 @@ def biased_rows(rows: Rows) -> np.ndarray:
 def draw_biased(
     logits_NV: Tensor, uniform_N: Tensor, settings: RowSettings, rows: Rows, jobs: Mapping[int, Job]
 ) -> tuple[Tensor, Tensor]:
-    """`draw`, after the biases of the rows that have any. Their logprobs are of what was drawn from, or with `untruncated_logprobs` of
-    the model's own distribution at the temperature.
+    """`draw`, after the biases of the rows that have any. Their logprobs are of what was drawn
+    from, or with `untruncated_logprobs` of the model's own distribution at the temperature.
     """
     changed_N = biased_rows(rows)
     if not changed_N.any():
@@ -37,8 +38,12 @@ def draw_biased(
     return tokens_N, logprobs_N
 
 
-def apply_biases(logits_NV: Tensor, rows: Rows, jobs: Mapping[int, Job], changed_N: np.ndarray) -> Tensor:
-    """Return float32 logits with the biases added, and -inf in place of the stop ids of rows that may not stop yet."""
+def apply_biases(
+    logits_NV: Tensor, rows: Rows, jobs: Mapping[int, Job], changed_N: np.ndarray
+) -> Tensor:
+    """Return float32 logits with the biases added, and -inf in place of the stop ids of rows that
+    may not stop yet.
+    """
     adjusted_NV = logits_NV.float().clone()
     owners, early = rows["job"], rows["drawn"] < rows["min_tokens"]
     for job_id in np.unique(owners[changed_N]).tolist():
@@ -46,7 +51,11 @@ def apply_biases(logits_NV: Tensor, rows: Rows, jobs: Mapping[int, Job], changed
         if job.request.params.logit_bias:
             index_M = _index(mine, adjusted_NV)
             tokens = torch.tensor(list(job.request.params.logit_bias), device=adjusted_NV.device)
-            bias = torch.tensor(list(job.request.params.logit_bias.values()), dtype=torch.float32, device=adjusted_NV.device)
+            bias = torch.tensor(
+                list(job.request.params.logit_bias.values()),
+                dtype=torch.float32,
+                device=adjusted_NV.device,
+            )
             adjusted_NV[index_M[:, None], tokens] += bias
         if job.stop_ids and (mine & early).any():
             stops = torch.tensor(list(job.stop_ids), device=adjusted_NV.device)
@@ -54,14 +63,20 @@ def apply_biases(logits_NV: Tensor, rows: Rows, jobs: Mapping[int, Job], changed
     return adjusted_NV
 
 
-def whole_logprobs(logits_NV: Tensor, tokens_N: Tensor, rows: Rows, chosen_N: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return the indices of the chosen rows, and the logprobs of their tokens in the model's own distribution at the temperature.
+def whole_logprobs(
+    logits_NV: Tensor, tokens_N: Tensor, rows: Rows, chosen_N: np.ndarray
+) -> tuple[Tensor, Tensor]:
+    """Return the indices of the chosen rows, and the logprobs of their tokens in the model's own
+    distribution at the temperature.
 
     A greedy row's is that at temperature 1.
     """
     index_M = _index(chosen_N, logits_NV)
     temperature = np.where(rows["temperature"] == 0, 1.0, rows["temperature"])[chosen_N]
-    scaled_MV = logits_NV[index_M].float() / torch.tensor(temperature, dtype=torch.float32, device=logits_NV.device)[:, None]
+    scaled_MV = (
+        logits_NV[index_M].float()
+        / torch.tensor(temperature, dtype=torch.float32, device=logits_NV.device)[:, None]
+    )
     return index_M, scaled_MV.log_softmax(-1).gather(1, tokens_N[index_M, None]).squeeze(1)
 
 

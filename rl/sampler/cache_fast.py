@@ -1,8 +1,10 @@
-"""The fast decoder's cache: per layer one block of prompts and one block of responses, allocated before they are filled.
+"""The fast decoder's cache: per layer one block of prompts and one block of responses, allocated
+before they are filled.
 
-A response starts at position 0 of its row's block, so rows are never padded by the length of their prompt. Where every prompt
-has one row, the two blocks are two parts of one tensor, and attention reads it in one go.
-Shapes: P prompts, N rows, K key heads, T positions, L longest so far, D head width.
+A response starts at position 0 of its row's block, so rows are never padded by the length of their
+prompt. Where every prompt has one row, the two blocks are two parts of one tensor, and attention
+reads it in one go. Shapes: P prompts, N rows, K key heads, T positions, L longest so far, D head
+width.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Capacity:
 class FastState(DecodeState):
     """`prompt_kv` [2, P, K, T, D] and `row_kv` [2, N, K, T, D] for each layer: keys, then values.
 
-    `joint` [2, N, K, T, D] holds both, the prompt's positions first, where prompts and rows are allocated one to one.
+    `joint` [2, N, K, T, D] holds both, the prompt's positions first, where prompts and rows are
+    allocated one to one.
     """
 
     def __init__(self, decoder: FastForward, kv_cache_tokens: int):
@@ -71,7 +74,9 @@ class FastState(DecodeState):
         return Capacity(prompts, longest_prompt, rows, longest_response).tokens
 
     def reserve(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> None:
-        """Allocate if the blocks are too small: half as much again where they grow, as far as the budget allows."""
+        """Allocate if the blocks are too small: half as much again where they grow, as far as the
+        budget allows.
+        """
         needed = (prompts, longest_prompt, rows, longest_response)
         c = self.capacity
         have = (c.prompts, c.prompt_positions, c.rows, c.row_positions)
@@ -80,7 +85,9 @@ class FastState(DecodeState):
         grown = (h if h >= n else max(n, h * 3 // 2) for h, n in zip(have, needed, strict=True))
         kept = (max(h, n) for h, n in zip(have, needed, strict=True))
         options = (Capacity(*grown), Capacity(*kept))
-        self.capacity = next((option for option in options if option.tokens <= self.budget), Capacity(*needed))
+        self.capacity = next(
+            (option for option in options if option.tokens <= self.budget), Capacity(*needed)
+        )
         self._allocate()
 
     def _allocate(self) -> None:
@@ -95,7 +102,10 @@ class FastState(DecodeState):
                 joint.append(self._zeros(c.rows, c.prompt_positions + c.row_positions))
                 prompt, row = joint[-1].split([c.prompt_positions, c.row_positions], dim=3)
             else:
-                prompt, row = self._zeros(c.prompts, c.prompt_positions), self._zeros(c.rows, c.row_positions)
+                prompt, row = (
+                    self._zeros(c.prompts, c.prompt_positions),
+                    self._zeros(c.rows, c.row_positions),
+                )
             prompt[:, :prompts, :, :prompt_length] = old_prompt[:, :prompts, :, :prompt_length]
             row[:, :rows, :, :row_length] = old_row[:, :rows, :, :row_length]
             self.prompt_kv[layer], self.row_kv[layer] = prompt, row
@@ -132,11 +142,16 @@ class FastState(DecodeState):
             block[:, slot, :, :length] = block[:, prompt, :, :length]
             block[:, slot, :, length : length + written] = rows[:, row, :, :written]
         self.prompt_lengths = np.append(self.prompt_lengths, length + written)
-        self.prompt_weights = [*self.prompt_weights, *([self.prompt_weights[prompt]] if self.prompt_weights else [])]
+        self.prompt_weights = [
+            *self.prompt_weights,
+            *([self.prompt_weights[prompt]] if self.prompt_weights else []),
+        ]
         self._bands = None
 
     def extend(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """All at once, padded on the right: their keys and values are written where they belong, and read with what is there."""
+        """All at once, padded on the right: their keys and values are written where they belong,
+        and read with what is there.
+        """
         decoder, device, a = self.decoder, self.decoder.device, self.decoder.architecture
         counts = torch.tensor([len(one) for one in tokens])
         longest = int(counts.max())
@@ -144,19 +159,31 @@ class FastState(DecodeState):
         start_B = torch.from_numpy(self.prompt_lengths[list(slots)])
         position_BT = start_B[:, None] + torch.arange(longest)
         end = int((start_B + counts).max())
-        b, t = (index.to(device) for index in torch.nonzero(torch.arange(longest) < counts[:, None], as_tuple=True))
+        b, t = (
+            index.to(device)
+            for index in torch.nonzero(torch.arange(longest) < counts[:, None], as_tuple=True)
+        )
         slot_B, position_BT = torch.tensor(list(slots)).to(device), position_BT.to(device)
-        seen = torch.arange(end, device=device) <= position_BT[:, None, :, None]  # [B, 1, T, positions]
+        # [B, 1, T, positions]
+        seen = torch.arange(end, device=device) <= position_BT[:, None, :, None]
         repeat = a.heads // a.key_heads
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             block = self.prompt_kv[layer]
             for which, new in enumerate((k, v)):
                 block[which, slot_B[b], :, position_BT[b, t]] = new[b, t]
-            keys, values = (block[which, slot_B, :, :end].repeat_interleave(repeat, dim=1) for which in (0, 1))
-            return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=seen).transpose(1, 2).flatten(2)
+            keys, values = (
+                block[which, slot_B, :, :end].repeat_interleave(repeat, dim=1) for which in (0, 1)
+            )
+            return (
+                F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=seen)
+                .transpose(1, 2)
+                .flatten(2)
+            )
 
-        whose = decoder.whose([self.prompt_weights[slot] for slot in slots]) if decoder.mixes else None
+        whose = (
+            decoder.whose([self.prompt_weights[slot] for slot in slots]) if decoder.mixes else None
+        )
         rope = decoder.rope(position_BT, int(start_B.max()) + longest)
         hidden = decoder.forward(ids, rope, attend, whose, (counts - 1).to(device))
         self.prompt_lengths = self.prompt_lengths.copy()
@@ -195,16 +222,27 @@ class FastState(DecodeState):
     def _whose_rows(self) -> Whose | None:
         """Which rows are of whose weights, where there are several."""
         if self._whose is None and self.decoder.mixes:
-            self._whose = self.decoder.whose([self.prompt_weights[slot] for slot in self.prompt_of_row])
+            self._whose = self.decoder.whose(
+                [self.prompt_weights[slot] for slot in self.prompt_of_row]
+            )
         return self._whose
 
     def _decode_step(self, kernels: CpuKernels, tokens: np.ndarray) -> Tensor:
-        """`decode` on a CPU: rows of any lengths, each reading its prompt where it lies, so neither bands nor masks."""
-        decoder, heads, eps = self.decoder, self.decoder.architecture.heads, self.decoder.architecture.eps
+        """`decode` on a CPU: rows of any lengths, each reading its prompt where it lies, so neither
+        bands nor masks.
+        """
+        decoder, heads, eps = (
+            self.decoder,
+            self.decoder.architecture.heads,
+            self.decoder.architecture.eps,
+        )
         positions = self.prompt_lengths[self.prompt_of_row] + self.response_lengths
         rope = decoder.rope_table(int(positions.max()) + 1)
         position_N, written_N = torch.from_numpy(positions), torch.from_numpy(self.response_lengths)
-        prompt_of_row_N, prompt_length_P = torch.from_numpy(self.prompt_of_row), torch.from_numpy(self.prompt_lengths)
+        prompt_of_row_N, prompt_length_P = (
+            torch.from_numpy(self.prompt_of_row),
+            torch.from_numpy(self.prompt_lengths),
+        )
 
         def attend(layer: int, qkv: Tensor, norm_qk: Tensor | None) -> Tensor:
             return kernels.attend(
@@ -218,7 +256,9 @@ class FastState(DecodeState):
         return decoder.head(hidden, whose)
 
     def _reading(self, written_N: Tensor, longest: int, even: bool) -> Read:
-        """How this step's attention reads the cache: (layer, queries [N, K, r, D]) to outputs of that shape."""
+        """How this step's attention reads the cache: (layer, queries [N, K, r, D]) to outputs of
+        that shape.
+        """
         rows = len(written_N)
         if self._bands is None:
             self._bands = make_bands(self.prompt_of_row, self.prompt_lengths, self.decoder.device)
@@ -231,15 +271,25 @@ class FastState(DecodeState):
             end = self.capacity.prompt_positions + longest + 1
             return lambda layer, q: attention(q, self.joint[layer][:, :rows, :, :end], hidden_NL)
         return lambda layer, q: shared_attention(
-            q, self.prompt_kv[layer], self.row_kv[layer][:, :rows, :, : longest + 1], bands, row_hidden_NL
+            q,
+            self.prompt_kv[layer],
+            self.row_kv[layer][:, :rows, :, : longest + 1],
+            bands,
+            row_hidden_NL,
         )
 
-    def _joint_hidden(self, band: Band, row_hidden_NL: Tensor | None, rows: int, longest: int) -> Tensor | None:
-        """Mask over a joint block: prompts end before the responses start, and what lies between is hidden."""
+    def _joint_hidden(
+        self, band: Band, row_hidden_NL: Tensor | None, rows: int, longest: int
+    ) -> Tensor | None:
+        """Mask over a joint block: prompts end before the responses start, and what lies between is
+        hidden.
+        """
         start = self.capacity.prompt_positions
         if row_hidden_NL is None and band.hidden_PL is None and band.length == start:
             return None
-        hidden_NL = torch.zeros(rows, start + longest + 1, dtype=torch.bool, device=self.decoder.device)
+        hidden_NL = torch.zeros(
+            rows, start + longest + 1, dtype=torch.bool, device=self.decoder.device
+        )
         hidden_NL[:, band.length : start] = True
         if band.hidden_PL is not None:
             hidden_NL[:, : band.length] = band.hidden_PL
@@ -251,7 +301,9 @@ class FastState(DecodeState):
         self._bands = self._whose = None
 
     def scrub(self) -> None:
-        """After rows without numbers have left: what they wrote would reach whoever is given their place (0 times NaN is NaN)."""
+        """After rows without numbers have left: what they wrote would reach whoever is given their
+        place (0 times NaN is NaN).
+        """
         for block in (*self.prompt_kv, *self.row_kv):
             block.nan_to_num_(0.0, 0.0, 0.0)
 
@@ -273,8 +325,9 @@ class FastState(DecodeState):
 
 
 def zeros_at_need(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros on the CPU that the kernel gives page by page as they are first written, in huge pages where it has them: numpy asks for
-    both, and torch's own zeros write every page at once."""
+    """Zeros on the CPU that the kernel gives page by page as they are first written, in huge pages
+    where it has them: numpy asks for both, and torch's own zeros write every page at once.
+    """
     size = math.prod(shape) * dtype.itemsize
     room = torch.from_numpy(np.zeros(size + _LINE - 1, np.uint8))
     start = -room.data_ptr() % _LINE

@@ -1,4 +1,5 @@
-"""Running rows of any lengths in one batch, padded on the left, for models that keep keys and values of attention alone.
+"""Running rows of any lengths in one batch, padded on the left, for models that keep keys and
+values of attention alone.
 
 Shapes: P prompts, N rows, H key heads, L cached positions, D head width.
 """
@@ -25,8 +26,10 @@ class PaddedState(DecodeState):
         super().__init__()
         self.decoder = decoder
         self.prompts: list[list[tuple[Tensor, Tensor]]] = []  # [prompt][layer] of [H, L, D]
-        self.rows: list[tuple[Tensor, Tensor]] = []  # [layer] of [N, H, L, D], the newest token last
-        self.shifts = np.zeros(0, np.int64)  # [P]: how far the positions after a prompt with images lie from counting tokens
+        # [layer] of [N, H, L, D], the newest token last
+        self.rows: list[tuple[Tensor, Tensor]] = []
+        # [P]: how far the positions after a prompt with images lie from counting tokens
+        self.shifts = np.zeros(0, np.int64)
         self.sees = np.zeros(0, np.bool_)  # [P]: whether it has images
 
     def cost(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> int:
@@ -48,23 +51,38 @@ class PaddedState(DecodeState):
         sees = np.array([bool(images and images[i]) for i in range(len(prompts))], np.bool_)
         for batch in prompt_batches([len(prompt) for prompt in prompts], PREFILL_TOKENS, sees):
             placed = [images[i] if images else () for i in batch]
-            last, cache, shifts[batch] = self._read([prompts[i] for i in batch], [readers[i] for i in batch], placed)
+            last, cache, shifts[batch] = self._read(
+                [prompts[i] for i in batch], [readers[i] for i in batch], placed
+            )
             for row, i in enumerate(batch):
                 logits[i] = last[row]
                 start = cache.get_seq_length() - len(prompts[i])
                 if self.decoder.experts is not None:
                     experts[i] = self.decoder.experts[row, start:]
-                kept[i] = [(keys[row, :, start:], values[row, :, start:]) for keys, values in _layers(cache)]
+                kept[i] = [
+                    (keys[row, :, start:], values[row, :, start:])
+                    for keys, values in _layers(cache)
+                ]
         self.prompts.extend(kept)
         self._prompt_experts += [experts[i] for i in sorted(experts)]
-        self.shifts, self.sees = np.concatenate([self.shifts, shifts]), np.concatenate([self.sees, sees])
-        self.prompt_lengths = np.concatenate([self.prompt_lengths, [len(prompt) for prompt in prompts]]).astype(np.int64)
+        self.shifts, self.sees = (
+            np.concatenate([self.shifts, shifts]),
+            np.concatenate([self.sees, sees]),
+        )
+        self.prompt_lengths = np.concatenate(
+            [self.prompt_lengths, [len(prompt) for prompt in prompts]]
+        ).astype(np.int64)
         return torch.stack(logits)
 
     def _read(
-        self, prompts: Sequence[Sequence[int]], readers: Sequence[LogitsReader | None], images: Sequence[Sequence[PlacedImage]]
+        self,
+        prompts: Sequence[Sequence[int]],
+        readers: Sequence[LogitsReader | None],
+        images: Sequence[Sequence[PlacedImage]],
     ) -> tuple[Tensor, Any, list[int]]:
-        """Left-padded forward of a few prompts: logits of the last positions [P, V], the filled cache, each prompt's shift."""
+        """Left-padded forward of a few prompts: logits of the last positions [P, V], the filled
+        cache, each prompt's shift.
+        """
         from transformers import DynamicCache
 
         longest = max(len(prompt) for prompt in prompts)
@@ -75,10 +93,20 @@ class PaddedState(DecodeState):
             mask[i, longest - len(prompt) :] = 1
         cache = DynamicCache()
         wanted = any(reader is not None for reader in readers)
-        seen = self.decoder.seen(ids, images, [longest - len(prompt) for prompt in prompts], [len(prompt) for prompt in prompts])
+        seen = self.decoder.seen(
+            ids,
+            images,
+            [longest - len(prompt) for prompt in prompts],
+            [len(prompt) for prompt in prompts],
+        )
         positions = seen.pop("position_ids", (mask.cumsum(-1) - 1).clamp_min(0))
-        shifts = [int(positions[..., row, :].max()) + 1 - len(prompt) for row, prompt in enumerate(prompts)]
-        logits = self.decoder.padded_forward(seen.pop("input_ids"), mask, positions, cache, last_only=not wanted, **seen)
+        shifts = [
+            int(positions[..., row, :].max()) + 1 - len(prompt)
+            for row, prompt in enumerate(prompts)
+        ]
+        logits = self.decoder.padded_forward(
+            seen.pop("input_ids"), mask, positions, cache, last_only=not wanted, **seen
+        )
         for i, (prompt, reader) in enumerate(zip(prompts, readers, strict=True)):
             if reader is not None:
                 reader(0, logits[i, longest - len(prompt) :])
@@ -102,7 +130,9 @@ class PaddedState(DecodeState):
                     merged[:before, :, longest - old[layer][which].shape[2] :] = old[layer][which]
                 for prompt in np.unique(prompt_of_row):
                     source = self.prompts[prompt][layer][which]
-                    rows = torch.from_numpy(before + np.flatnonzero(prompt_of_row == prompt)).to(like.device)
+                    rows = torch.from_numpy(before + np.flatnonzero(prompt_of_row == prompt)).to(
+                        like.device
+                    )
                     merged[rows, :, longest - source.shape[1] :] = source
                 pair.append(merged)
             self.rows.append((pair[0], pair[1]))
@@ -115,7 +145,9 @@ class PaddedState(DecodeState):
         mask = (torch.arange(cached + 1) >= cached - lengths[:, None]).long()
         cache = DynamicCache(self.rows)
         positions = lengths + torch.from_numpy(self.shifts[self.prompt_of_row])
-        ids = self.decoder.fed(torch.from_numpy(tokens)[:, None], torch.from_numpy(self.sees[self.prompt_of_row]))
+        ids = self.decoder.fed(
+            torch.from_numpy(tokens)[:, None], torch.from_numpy(self.sees[self.prompt_of_row])
+        )
         logits = self.decoder.padded_forward(ids, mask, positions[:, None], cache, last_only=True)
         self.rows = _layers(cache)
         self._note_experts(self.decoder.experts)
@@ -128,7 +160,9 @@ class PaddedState(DecodeState):
             return
         longest = int(self.lengths()[source].max())
         index = torch.from_numpy(source).to(self.decoder.device)
-        self.rows = [(keys[index, :, -longest:], values[index, :, -longest:]) for keys, values in self.rows]
+        self.rows = [
+            (keys[index, :, -longest:], values[index, :, -longest:]) for keys, values in self.rows
+        ]
 
     def _move_prompts(self, source: np.ndarray) -> None:
         self.prompts = [self.prompts[slot] for slot in source]
@@ -136,9 +170,13 @@ class PaddedState(DecodeState):
 
 
 def _layers(cache: Any) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of each layer, [batch, heads, positions, width]. `probe` finds out which models have nothing else."""
+    """Keys and values of each layer, [batch, heads, positions, width]. `probe` finds out which
+    models have nothing else.
+    """
     layers = [(layer.keys, layer.values) for layer in cache.layers]
     for keys, _ in layers:
         if not isinstance(keys, Tensor) or keys.dim() != 4:
-            raise NotImplementedError("the model keeps more than keys and values of attention between tokens")
+            raise NotImplementedError(
+                "the model keeps more than keys and values of attention between tokens"
+            )
     return layers

@@ -1,8 +1,10 @@
-"""The fast decoder's cache in pages: memory follows the tokens that exist, not the longest row times all rows.
+"""The fast decoder's cache in pages: memory follows the tokens that exist, not the longest row
+times all rows.
 
-Another state beside `cache_fast`: the same samples, from a fixed pool of pages instead of rectangles. Which rows share what is in
-pages.py, how a step reads it in attention_paged.py. When pages run out, rows wait (see engine_paged.py).
-Shapes: P prompts, N rows, K key heads, S positions of a page, D head width.
+Another state beside `cache_fast`: the same samples, from a fixed pool of pages instead of
+rectangles. Which rows share what is in pages.py, how a step reads it in attention_paged.py. When
+pages run out, rows wait (see engine_paged.py). Shapes: P prompts, N rows, K key heads, S positions
+of a page, D head width.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ PAGE = 256  # what torch's varlen attention reads block by block
 
 
 class PagedState(DecodeState):
-    """`kv` [2, pages + 1, S, K, D] for each layer: keys, then values (`rl.sampler.kept.Pages`, whose last page is nobody's)."""
+    """`kv` [2, pages + 1, S, K, D] for each layer: keys, then values (`rl.sampler.kept.Pages`,
+    whose last page is nobody's).
+    """
 
     def __init__(self, decoder: FastForward, kv: list[Tensor]):
         super().__init__()
@@ -34,9 +38,13 @@ class PagedState(DecodeState):
         self._brought: dict[tuple[int, ...], Tensor] = {}
 
     def cost(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> int:
-        """For one row what it can come to; for more what they take as they enter, since rows wait when pages run out."""
+        """For one row what it can come to; for more what they take as they enter, since rows wait
+        when pages run out.
+        """
         whole = self.tables.pages_for(longest_prompt + longest_response)
-        return self.page * (whole if rows <= 1 else self.tables.pages_for(longest_prompt) * prompts + rows)
+        return self.page * (
+            whole if rows <= 1 else self.tables.pages_for(longest_prompt) * prompts + rows
+        )
 
     def reserve(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> None:
         """Nothing to do: the pool is there from the beginning."""
@@ -45,10 +53,14 @@ class PagedState(DecodeState):
         return self.tables.pool.free
 
     def bring(self, sequences: Sequence[tuple[int, ...]]) -> None:
-        """What is likely to be read next: tokens to the device, for which nothing is waited. What else was brought is forgotten."""
+        """What is likely to be read next: tokens to the device, for which nothing is waited. What
+        else was brought is forgotten.
+        """
         before, self._brought = self._brought, {}
         for tokens in sequences:
-            self._brought[tokens] = before[tokens] if tokens in before else sent(tokens, self.decoder.device)
+            self._brought[tokens] = (
+                before[tokens] if tokens in before else sent(tokens, self.decoder.device)
+            )
 
     def prefill(
         self,
@@ -63,17 +75,25 @@ class PagedState(DecodeState):
         return logits_PV
 
     def _read(
-        self, prompts: Sequence[Sequence[int]], readers: Sequence[LogitsReader | None], tables: Sequence[Sequence[int]]
+        self,
+        prompts: Sequence[Sequence[int]],
+        readers: Sequence[LogitsReader | None],
+        tables: Sequence[Sequence[int]],
     ) -> Tensor:
         """Sequences through the model, their keys and values to the pages of the tables."""
         every = sent([page for table in tables for page in table], self.decoder.device)
-        pages, there = every.split([len(table) for table in tables]), [self._brought.get(tuple(prompt)) for prompt in prompts]
+        pages, there = (
+            every.split([len(table) for table in tables]),
+            [self._brought.get(tuple(prompt)) for prompt in prompts],
+        )
 
         def keep(layer: int, batch: list[int], k: Tensor, v: Tensor) -> None:
             for place, i in enumerate(batch):
                 length, room = len(prompts[i]), len(pages[i]) * self.page
                 for which, x in enumerate((k, v)):
-                    padded = torch.nn.functional.pad(x[place, :, :length].transpose(0, 1), (0, 0, 0, 0, 0, room - length))
+                    padded = torch.nn.functional.pad(
+                        x[place, :, :length].transpose(0, 1), (0, 0, 0, 0, 0, room - length)
+                    )
                     self.kv[layer][which, pages[i]] = padded.unflatten(0, (-1, self.page))
 
         return self.decoder.forward_prompts(prompts, readers, keep, there=there)
@@ -91,10 +111,14 @@ class PagedState(DecodeState):
         self.prompt_lengths = np.append(self.prompt_lengths, length)
 
     def extend(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """All at once, padded on the right, as `FastState.extend`; what was there is gathered from its pages."""
+        """All at once, padded on the right, as `FastState.extend`; what was there is gathered from
+        its pages.
+        """
         decoder, device, a = self.decoder, self.decoder.device, self.decoder.architecture
         start_B = torch.from_numpy(self.prompt_lengths[list(slots)])
-        self.copy_pages([self.tables.extend(slot, len(one)) for slot, one in zip(slots, tokens, strict=True)])
+        self.copy_pages(
+            [self.tables.extend(slot, len(one)) for slot, one in zip(slots, tokens, strict=True)]
+        )
         counts = torch.tensor([len(one) for one in tokens])
         longest, end = int(counts.max()), int((start_B + counts).max())
         ids = torch.tensor([[*one, *[0] * (longest - len(one))] for one in tokens]).to(device)
@@ -102,16 +126,32 @@ class PagedState(DecodeState):
         b, t = torch.nonzero(torch.arange(longest) < counts[:, None], as_tuple=True)
         pages = [self.tables.prompts[slot].pages for slot in slots]
         table_BP = torch.tensor([[*one, *[0] * (max(map(len, pages)) - len(one))] for one in pages])
-        page_X, place_X = table_BP[b, position_BT[b, t] // self.page].to(device), (position_BT[b, t] % self.page).to(device)
-        b, t, position_BT, table_BP = b.to(device), t.to(device), position_BT.to(device), table_BP.to(device)
-        seen = torch.arange(end, device=device) <= position_BT[:, None, :, None]  # [B, 1, T, positions]
+        page_X, place_X = (
+            table_BP[b, position_BT[b, t] // self.page].to(device),
+            (position_BT[b, t] % self.page).to(device),
+        )
+        b, t, position_BT, table_BP = (
+            b.to(device),
+            t.to(device),
+            position_BT.to(device),
+            table_BP.to(device),
+        )
+        # [B, 1, T, positions]
+        seen = torch.arange(end, device=device) <= position_BT[:, None, :, None]
         repeat = a.heads // a.key_heads
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             kv = self.kv[layer]
             kv[0, page_X, place_X], kv[1, page_X, place_X] = k[b, t], v[b, t]
-            keys, values = (x.flatten(1, 2)[:, :end].transpose(1, 2).repeat_interleave(repeat, dim=1) for x in kv[:, table_BP])
-            return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=seen).transpose(1, 2).flatten(2)
+            keys, values = (
+                x.flatten(1, 2)[:, :end].transpose(1, 2).repeat_interleave(repeat, dim=1)
+                for x in kv[:, table_BP]
+            )
+            return (
+                F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=seen)
+                .transpose(1, 2)
+                .flatten(2)
+            )
 
         rope = decoder.rope(position_BT, int(start_B.max()) + longest)
         hidden = decoder.forward(ids, rope, attend, last_B=(counts - 1).to(device))
@@ -133,7 +173,9 @@ class PagedState(DecodeState):
         self.prompt_lengths = np.concatenate([self.prompt_lengths, [length]])
 
     def enter_again(self, slot: int, fed: Sequence[int]) -> None:
-        """A row that waited: prompt and response so far (all that was fed) are read again into pages of its own."""
+        """A row that waited: prompt and response so far (all that was fed) are read again into
+        pages of its own.
+        """
         row = self.tables.add_whole(slot, len(fed))
         self._read([fed], [None], [row.pages])
         super().enter(np.array([slot]))
@@ -146,7 +188,13 @@ class PagedState(DecodeState):
         page_N = torch.tensor([page for page, _, _ in places], device=device)
         place_N = torch.tensor([place for _, place, _ in places], device=device)
         lengths = np.array([row.length for row in self.tables.rows])
-        table, length, shared = pages_of([row.pages for row in self.tables.rows], lengths, self.tables.shared_pages(), self.page, device)
+        table, length, shared = pages_of(
+            [row.pages for row in self.tables.rows],
+            lengths,
+            self.tables.shared_pages(),
+            self.page,
+            device,
+        )
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.kv[layer][0, page_N, place_N] = k
@@ -175,6 +223,12 @@ class PagedState(DecodeState):
 
 
 def sent(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """int64, on their way to a device: a copy from pinned memory is waited for by what reads it there, not by the host."""
+    """int64, on their way to a device: a copy from pinned memory is waited for by what reads it
+    there, not by the host.
+    """
     here = torch.tensor(numbers, dtype=torch.int64)
-    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
+    return (
+        here.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else here.to(device)
+    )

@@ -1,8 +1,10 @@
-"""Running batches without padding, for models whose cache is more (or less) than keys and values of attention.
+"""Running batches without padding, for models whose cache is more (or less) than keys and values of
+attention.
 
-`EqualState` keeps each batch of prompts of one length, and the rows that answer it, in a cache of the model's own; rows of
-different lengths never meet in a forward, so nothing is padded, masked or merged. `RecomputeState` keeps no cache at all: every
-token reads its whole sequence again, as a learner does. Slow and exact.
+`EqualState` keeps each batch of prompts of one length, and the rows that answer it, in a cache of
+the model's own; rows of different lengths never meet in a forward, so nothing is padded, masked or
+merged. `RecomputeState` keeps no cache at all: every token reads its whole sequence again, as a
+learner does. Slow and exact.
 Shapes: P prompts, N rows, T positions, V vocabulary.
 """
 
@@ -34,7 +36,9 @@ class _Plain(DecodeState):
         """Nothing to do: what is kept grows by itself, within the cost."""
 
     def _note_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
-        self.prompt_lengths = np.concatenate([self.prompt_lengths, [len(prompt) for prompt in prompts]]).astype(np.int64)
+        self.prompt_lengths = np.concatenate(
+            [self.prompt_lengths, [len(prompt) for prompt in prompts]]
+        ).astype(np.int64)
 
 
 @dataclass(slots=True)
@@ -45,7 +49,9 @@ class _Read:
 
 
 class EqualState(_Plain):
-    """`sources` says for each prompt which batch it was read in and where; a group is the rows that entered from one of them."""
+    """`sources` says for each prompt which batch it was read in and where; a group is the rows that
+    entered from one of them.
+    """
 
     def __init__(self, decoder: HFForward):
         super().__init__(decoder)
@@ -65,7 +71,9 @@ class EqualState(_Plain):
         for batch in self.decoder.equal_batches([len(prompt) for prompt in prompts]):
             read = _Read(self.decoder.new_cache())
             wanted = any(readers[i] is not None for i in batch)
-            logits = self.decoder.cached_forward([prompts[i] for i in batch], read.cache, last_only=not wanted)
+            logits = self.decoder.cached_forward(
+                [prompts[i] for i in batch], read.cache, last_only=not wanted
+            )
             for place, i in enumerate(batch):
                 last[i], sources[i] = logits[place, -1].float(), (read, place)
                 if (reader := readers[i]) is not None:
@@ -76,7 +84,10 @@ class EqualState(_Plain):
 
     def enter(self, prompt_of_row: np.ndarray) -> None:
         super().enter(prompt_of_row)
-        group, place = np.zeros(len(prompt_of_row), np.int64), np.zeros(len(prompt_of_row), np.int64)
+        group, place = (
+            np.zeros(len(prompt_of_row), np.int64),
+            np.zeros(len(prompt_of_row), np.int64),
+        )
         members: dict[int, list[int]] = {}
         for row, prompt in enumerate(prompt_of_row.tolist()):
             members.setdefault(id(self.sources[prompt][0]), []).append(row)
@@ -90,11 +101,15 @@ class EqualState(_Plain):
         self.place_of_row = np.concatenate([self.place_of_row, place])
 
     def decode(self, tokens: np.ndarray) -> Tensor:
-        logits = torch.empty(len(tokens), self.decoder.vocab_size, dtype=torch.float32, device=self.decoder.device)
+        logits = torch.empty(
+            len(tokens), self.decoder.vocab_size, dtype=torch.float32, device=self.decoder.device
+        )
         for g, cache in enumerate(self.caches):
             rows = np.flatnonzero(self.group_of_row == g)
             rows = rows[np.argsort(self.place_of_row[rows])]
-            found = self.decoder.cached_forward([[token] for token in tokens[rows].tolist()], cache, last_only=True)
+            found = self.decoder.cached_forward(
+                [[token] for token in tokens[rows].tolist()], cache, last_only=True
+            )
             logits[torch.from_numpy(rows).to(logits.device)] = found[:, -1].float()
         self.response_lengths = self.response_lengths + 1
         return logits
@@ -155,7 +170,9 @@ class RecomputeState(_Plain):
         for row, token in zip(self.rows, tokens.tolist(), strict=True):
             row.append(token)
         self.response_lengths = self.response_lengths + 1
-        logits = torch.empty(len(tokens), self.decoder.vocab_size, dtype=torch.float32, device=self.decoder.device)
+        logits = torch.empty(
+            len(tokens), self.decoder.vocab_size, dtype=torch.float32, device=self.decoder.device
+        )
         for batch in self.decoder.equal_batches([len(row) for row in self.rows]):
             found = self.decoder.plain_forward([self.rows[i] for i in batch], last_only=True)
             logits[torch.tensor(batch, device=logits.device)] = found[:, -1].float()

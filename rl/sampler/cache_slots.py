@@ -1,10 +1,13 @@
-"""Running rows of any lengths in one batch for models that carry a state: a slot a row, beside the keys of its attention layers.
+"""Running rows of any lengths in one batch for models that carry a state: a slot a row, beside the
+keys of its attention layers.
 
-A state (of a convolution, of linear attention, of a state space) has one size whatever the length of its sequence, so rows of
-different lengths stand side by side in it as they are; keys and values are padded on the left, as in `cache_padded`. Prompts are
-read with others of their own length, unpadded, once for their group. The cache is the model's own kind and stays from step to step;
-it is built anew where rows enter. Windows are masked, not cut: their layers keep all keys, so that rows of any length line up.
-Shapes: P prompts, N rows, H key heads, L cached positions, D head width; a state's first dimension is the row's.
+A state (of a convolution, of linear attention, of a state space) has one size whatever the length
+of its sequence, so rows of different lengths stand side by side in it as they are; keys and values
+are padded on the left, as in `cache_padded`. Prompts are read with others of their own length,
+unpadded, once for their group. The cache is the model's own kind and stays from step to step; it is
+built anew where rows enter. Windows are masked, not cut: their layers keep all keys, so that rows
+of any length line up. Shapes: P prompts, N rows, H key heads, L cached positions, D head width; a
+state's first dimension is the row's.
 """
 
 from __future__ import annotations
@@ -24,19 +27,27 @@ from rl.types import PlacedImage
 
 @dataclass(slots=True)
 class _Layer:
-    """What a layer keeps of some rows: keys and values [N, H, L, D] or none, and states by name, [N, ...]."""
+    """What a layer keeps of some rows: keys and values [N, H, L, D] or none, and states by name,
+    [N, ...].
+    """
 
     keys: tuple[Tensor, Tensor] | None = None
     states: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     def rows(self, index: Tensor | slice, longest: int) -> _Layer:
         """Some rows, the last `longest` positions of each."""
-        pair = None if self.keys is None else tuple(tensor[index, :, tensor.shape[2] - longest :] for tensor in self.keys)
+        pair = (
+            None
+            if self.keys is None
+            else tuple(tensor[index, :, tensor.shape[2] - longest :] for tensor in self.keys)
+        )
         return _Layer(pair, {name: state[index] for name, state in self.states.items()})  # type: ignore[arg-type]
 
 
 class SlotState(DecodeState):
-    """`prompts` holds what each prompt left behind, as a batch of one row; `cache` that of the running rows."""
+    """`prompts` holds what each prompt left behind, as a batch of one row; `cache` that of the
+    running rows.
+    """
 
     def __init__(self, decoder: HFForward):
         super().__init__()
@@ -62,7 +73,9 @@ class SlotState(DecodeState):
         for batch in self.decoder.equal_batches([len(prompt) for prompt in prompts]):
             cache = self.decoder.whole_cache()
             wanted = any(readers[i] is not None for i in batch)
-            logits = self.decoder.cached_forward([prompts[i] for i in batch], cache, last_only=not wanted)
+            logits = self.decoder.cached_forward(
+                [prompts[i] for i in batch], cache, last_only=not wanted
+            )
             layers = [_read(layer) for layer in cache.layers]
             for place, i in enumerate(batch):
                 last[i] = logits[place, -1].float()
@@ -73,7 +86,9 @@ class SlotState(DecodeState):
                     reader(0, logits[place])
         self.prompts.extend(kept)
         self._prompt_experts += [experts[i] for i in sorted(experts)]
-        self.prompt_lengths = np.concatenate([self.prompt_lengths, [len(prompt) for prompt in prompts]]).astype(np.int64)
+        self.prompt_lengths = np.concatenate(
+            [self.prompt_lengths, [len(prompt) for prompt in prompts]]
+        ).astype(np.int64)
         return torch.stack(last)
 
     def lengths(self) -> np.ndarray:
@@ -96,14 +111,22 @@ class SlotState(DecodeState):
                 new = torch.cat([one.states[name] for one in read])[at]
                 states[name] = torch.cat([*(one.states[name] for one in before), new])
                 if states[name].shape[1:] != like.shape[1:]:
-                    raise NotImplementedError(f"states of shapes {states[name].shape} and {like.shape} are no rows of one batch")
+                    raise NotImplementedError(
+                        f"states of shapes {states[name].shape} and {like.shape} are no rows of one batch"
+                    )
             _write(layer, _Layer(keys, states))
 
     def decode(self, tokens: np.ndarray) -> Tensor:
         lengths = torch.from_numpy(self.lengths())
         longest = int(lengths.max())
-        mask = (torch.arange(longest + 1) >= longest - lengths[:, None]).long() if self.decoder.layers.keeping_keys else None
-        logits = self.decoder.padded_forward(torch.from_numpy(tokens)[:, None], mask, lengths[:, None], self.cache, last_only=True)
+        mask = (
+            (torch.arange(longest + 1) >= longest - lengths[:, None]).long()
+            if self.decoder.layers.keeping_keys
+            else None
+        )
+        logits = self.decoder.padded_forward(
+            torch.from_numpy(tokens)[:, None], mask, lengths[:, None], self.cache, last_only=True
+        )
         self._note_experts(self.decoder.experts)
         self.response_lengths = self.response_lengths + 1
         return logits[:, -1]
@@ -125,21 +148,29 @@ class SlotState(DecodeState):
         self.prompts = [self.prompts[slot] for slot in source]
 
 
-def _stacked(before: Sequence[Any], read: Sequence[Any], at: Tensor, longest: int) -> tuple[Tensor, Tensor] | None:
-    """Keys and values of running rows, and below them those of prompts for each new row, padded on the left to `longest`."""
+def _stacked(
+    before: Sequence[Any], read: Sequence[Any], at: Tensor, longest: int
+) -> tuple[Tensor, Tensor] | None:
+    """Keys and values of running rows, and below them those of prompts for each new row, padded on
+    the left to `longest`.
+    """
     if read[0] is None:
         return None
     found = []
     for which in (0, 1):
         running = [pair[which] for pair in before]
         like = read[0][which]
-        merged = like.new_zeros(sum(map(len, running)) + len(at), like.shape[1], longest, like.shape[3])
+        merged = like.new_zeros(
+            sum(map(len, running)) + len(at), like.shape[1], longest, like.shape[3]
+        )
         for tensor in running:
             merged[: len(tensor), :, longest - tensor.shape[2] :] = tensor
         first = len(merged) - len(at)
         for number, pair in enumerate(read):
             source = pair[which]
-            merged[first + torch.nonzero(at == number)[:, 0], :, longest - source.shape[2] :] = source
+            merged[first + torch.nonzero(at == number)[:, 0], :, longest - source.shape[2] :] = (
+                source
+            )
         found.append(merged)
     return found[0], found[1]
 
@@ -159,7 +190,9 @@ def _read(layer: Any) -> _Layer:
     if not isinstance(keys, Tensor) or keys.dim() != 4:
         return _Layer(None, known)
     if type(layer).__name__ not in ("DynamicLayer", "LinearAttentionAndFullAttentionLayer"):
-        raise NotImplementedError(f"a layer of the cache is a {type(layer).__name__}, which holds more than keys and values")
+        raise NotImplementedError(
+            f"a layer of the cache is a {type(layer).__name__}, which holds more than keys and values"
+        )
     return _Layer((keys, layer.values), known)
 
 

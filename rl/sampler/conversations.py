@@ -1,4 +1,6 @@
-"""Conversations that stay in an engine's cache between their turns: what was read and drawn is not read again."""
+"""Conversations that stay in an engine's cache between their turns: what was read and drawn is not
+read again.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from rl.sampler.rows import Rows
 
 
 class Conversations:
-    """An engine's part that keeps them. They wait among its prompts, and make room where a request that waits has none."""
+    """An engine's part that keeps them. They wait among its prompts, and make room where a request
+    that waits has none.
+    """
 
     kv_cache_tokens: int
     counters: Counters
@@ -27,7 +31,9 @@ class Conversations:
 
     def _forget_conversations(self, name: str | None = None) -> bool:
         """Of that name, or all: whether there were any in the cache."""
-        gone = [p.conversation is not None and name in (None, p.conversation) for p in self._prompts]
+        gone = [
+            p.conversation is not None and name in (None, p.conversation) for p in self._prompts
+        ]
         if any(gone):
             source = compaction(~np.array(gone, np.bool_))
             self._prompts = [self._prompts[slot] for slot in source]
@@ -35,13 +41,19 @@ class Conversations:
         return any(gone)
 
     def _kept(self, job: Job) -> int | None:
-        """The slot that holds a job's conversation so far, where it is in the cache and goes on as it was."""
+        """The slot that holds a job's conversation so far, where it is in the cache and goes on as
+        it was.
+        """
         name = job.request.conversation
         if name is None or job.request.scores_prompt:
             return None
         for slot, prompt in enumerate(self._prompts):
             # By its key as well: another request that comes in now may go on with it.
-            same = (prompt.conversation, prompt.weights, prompt.key) == (name, job.request.weights, ("of", name))
+            same = (prompt.conversation, prompt.weights, prompt.key) == (
+                name,
+                job.request.weights,
+                ("of", name),
+            )
             if same and prompt.tokens == job.key[0][: len(prompt.tokens)] != job.key[0]:
                 return slot
         return None
@@ -51,7 +63,9 @@ class Conversations:
         if not jobs:
             return
         news = [job.key[0][len(self._prompts[slot].tokens) :] for job, slot in jobs]
-        for (job, slot), new, logits_V in zip(jobs, news, self._state.extend([slot for _, slot in jobs], news), strict=True):
+        for (job, slot), new, logits_V in zip(
+            jobs, news, self._state.extend([slot for _, slot in jobs], news), strict=True
+        ):
             self.counters.kept_tokens += len(self._prompts[slot].tokens)
             self.counters.prefill_tokens += len(new)
             self._prompts[slot] = Prompt(job.key, logits_V, None, job.request.weights)
@@ -66,11 +80,18 @@ class Conversations:
             return  # new weights came while it was drawn: what it read is not theirs
         length = len(job.key[0]) + int(state.response_lengths[row])
         longest = max(int(state.prompt_lengths.max(initial=0)), length)
-        needed = (len(self._prompts) + 1, longest, len(self._rows), int(self._rows["max_tokens"].max(initial=1)) - 1)
+        needed = (
+            len(self._prompts) + 1,
+            longest,
+            len(self._rows),
+            int(self._rows["max_tokens"].max(initial=1)) - 1,
+        )
         if state.cost(*needed) > self.kv_cache_tokens:
             return
         self._forget_conversations(name)  # an earlier turn's: a name stands for one
         state.reserve(*needed)
         state.keep_row(row)
         seen = (*job.key[0], *tokens[job.begun : job.begun + int(state.response_lengths[row])])
-        self._prompts.append(Prompt(("of", name), torch.empty(0), None, job.request.weights, name, seen))
+        self._prompts.append(
+            Prompt(("of", name), torch.empty(0), None, job.request.weights, name, seen)
+        )

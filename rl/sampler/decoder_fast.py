@@ -1,4 +1,5 @@
-"""The decoder of the Llama family: Llama, Mistral, Qwen2 and Qwen3, through a hand-written forward and a preallocated cache.
+"""The decoder of the Llama family: Llama, Mistral, Qwen2 and Qwen3, through a hand-written forward
+and a preallocated cache.
 
 Proved equal to `decoder_hf` in the tests.
 """
@@ -24,7 +25,8 @@ from rl.sampler.weights import Builder, Unsupported, unwrap
 from rl.types import PlacedImage
 
 _MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length of the sequence
+# frequencies that do not depend on the length of the sequence
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 class FastDecoder(FastForward, Decoder):
@@ -39,10 +41,12 @@ class FastDecoder(FastForward, Decoder):
         base: FastDecoder | None = None,
         team: Team | None = None,
     ) -> FastDecoder:
-        """Copy the weights of a HF model. Raises `Unsupported` with the reason if it is not one this decoder was proved for.
+        """Copy the weights of a HF model. Raises `Unsupported` with the reason if it is not one
+        this decoder was proved for.
 
-        `base`: a decoder of the bare model that the model's adapters stand on; what is the same there is shared and not copied.
-        `team`: ranks that hold it together, all of which call this; UserError for a model that they cannot share evenly.
+        `base`: a decoder of the bare model that the model's adapters stand on; what is the same
+        there is shared and not copied. `team`: ranks that hold it together, all of which call this;
+        UserError for a model that they cannot share evenly.
         """
         plain = model.get_base_model() if type(model).__module__.startswith("peft.") else model
         check_supported(plain)
@@ -72,7 +76,9 @@ class FastDecoder(FastForward, Decoder):
         return other
 
     def parts(self) -> Iterator[Projection | Embedding]:
-        """Everything that an adapter may stand beside, in one order for all decoders of an architecture."""
+        """Everything that an adapter may stand beside, in one order for all decoders of an
+        architecture.
+        """
         yield self.embed
         for layer in self.layers:
             yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
@@ -81,24 +87,35 @@ class FastDecoder(FastForward, Decoder):
     def few(self, layers: int, words: int) -> FastDecoder:
         """The first layers and the first outputs of the head, of the same weights: for a trial."""
         other = copy.copy(self)
-        other.architecture = replace(self.architecture, layers=self.architecture.layers[:layers], vocab_size=words)
-        other.layers, other.head, other.vocab_size = self.layers[:layers], self.head.first(words), words
+        other.architecture = replace(
+            self.architecture, layers=self.architecture.layers[:layers], vocab_size=words
+        )
+        other.layers, other.head, other.vocab_size = (
+            self.layers[:layers],
+            self.head.first(words),
+            words,
+        )
         return other
 
     def new_state(self, kv_cache_tokens: int) -> FastState:
         return FastState(self, kv_cache_tokens)
 
     def read_prompts(
-        self, prompts: Sequence[Sequence[int]], readers: Sequence[LogitsReader], images: Sequence[Sequence[PlacedImage]] = ()
+        self,
+        prompts: Sequence[Sequence[int]],
+        readers: Sequence[LogitsReader],
+        images: Sequence[Sequence[PlacedImage]] = (),
     ) -> None:
         self.forward_prompts(prompts, readers, keep=None)
 
 
-# ----------------------------------------------------------------------------------------------------- reading a model
+# ---------------------------------------------------------------------------------- reading a model
 
 
 def check_supported(base: Any) -> None:
-    """Raises `Unsupported` unless this is one of the architectures, with features, that the tests prove."""
+    """Raises `Unsupported` unless this is one of the architectures, with features, that the tests
+    prove.
+    """
     name, config = type(base).__name__, base.config
     if name not in _MODELS or not type(base).__module__.startswith("transformers."):
         raise Unsupported(f"the architecture {name} (known: {', '.join(_MODELS)})")
@@ -108,21 +125,28 @@ def check_supported(base: Any) -> None:
         raise Unsupported(f"the activation {config.hidden_act}")
     rope = base.model.rotary_emb
     if rope.rope_type not in _STATIC_ROPE:
-        raise Unsupported(f"rope of type {rope.rope_type}, whose frequencies change with the length")
+        raise Unsupported(
+            f"rope of type {rope.rope_type}, whose frequencies change with the length"
+        )
     head_width = base.model.layers[0].self_attn.head_dim
     if len(rope.inv_freq) * 2 != head_width:
         raise Unsupported(f"rope over {len(rope.inv_freq) * 2} of {head_width} channels")
 
 
 def held_whole(model: Any) -> tuple[int, int]:
-    """(numbers of a model that passes `check_supported`, of its adapters) of which every rank of a team holds all.
+    """(numbers of a model that passes `check_supported`, of its adapters) of which every rank of a
+    team holds all.
 
     No weight is read.
     """
     plain = model.get_base_model() if type(model).__module__.startswith("peft.") else model
     builder = Builder(model, torch.float32, torch.device("meta"), team=_Planned())
     _read_weights(plain, builder)
-    whole = {(piece.buffer, piece.start): (name, piece) for name, piece in builder.weights.pieces.items() if piece.cut.stop is None}
+    whole = {
+        (piece.buffer, piece.start): (name, piece)
+        for name, piece in builder.weights.pieces.items()
+        if piece.cut.stop is None
+    }
     sizes = {name: math.prod(piece.whole) for name, piece in whole.values()}
     adapters = sum(size for name, size in sizes.items() if "lora_" in name)
     return sum(sizes.values()) - adapters, adapters
@@ -165,11 +189,16 @@ def _read_weights(base: Any, builder: Builder) -> dict[str, Any]:
     embed = builder.tensor("embed", embedding.base.weight, 0)
     adapter = None
     if embedding.lora_a is not None and embedding.lora_b is not None:
-        a_key, b_key = builder.adapter("embed.lora_a", embedding.lora_a, 1), builder.adapter("embed.lora_b", embedding.lora_b)
+        a_key, b_key = (
+            builder.adapter("embed.lora_a", embedding.lora_a, 1),
+            builder.adapter("embed.lora_b", embedding.lora_b),
+        )
         adapter = (a_key, b_key, embedding.scale)
     tied = unwrap(base.lm_head).base.weight is embedding.base.weight
     return {
-        "layers": tuple(_read_layer(f"layers.{i}", layer, builder) for i, layer in enumerate(base.model.layers)),
+        "layers": tuple(
+            _read_layer(f"layers.{i}", layer, builder) for i, layer in enumerate(base.model.layers)
+        ),
         "embed": embed,
         "embed_adapter": adapter,
         "norm": builder.tensor("norm", base.model.norm.weight),
@@ -181,11 +210,17 @@ def _read_layer(key: str, layer: Any, builder: Builder) -> LayerSpec:
     attention, mlp = layer.self_attn, layer.mlp
     normed = type(layer).__name__ == "Qwen3DecoderLayer"
     return LayerSpec(
-        qkv=builder.projection(f"{key}.qkv", [attention.q_proj, attention.k_proj, attention.v_proj]),
+        qkv=builder.projection(
+            f"{key}.qkv", [attention.q_proj, attention.k_proj, attention.v_proj]
+        ),
         out=builder.projection(f"{key}.out", [attention.o_proj], inputs=True),
         gate_up=builder.projection(f"{key}.gate_up", [mlp.gate_proj, mlp.up_proj]),
         down=builder.projection(f"{key}.down", [mlp.down_proj], inputs=True),
         norm_in=builder.tensor(f"{key}.norm_in", layer.input_layernorm.weight),
         norm_mlp=builder.tensor(f"{key}.norm_mlp", layer.post_attention_layernorm.weight),
-        norm_qk=builder.tensors(f"{key}.norm_qk", [attention.q_norm.weight, attention.k_norm.weight]) if normed else None,
+        norm_qk=builder.tensors(
+            f"{key}.norm_qk", [attention.q_norm.weight, attention.k_norm.weight]
+        )
+        if normed
+        else None,
     )

@@ -1,4 +1,6 @@
-"""Generation with any HF causal LM through its own forward. Slower than `decoder_fast`, and its yardstick."""
+"""Generation with any HF causal LM through its own forward. Slower than `decoder_fast`, and its
+yardstick.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from rl.types import PlacedImage
 class HFDecoder(HFForward, Decoder):
     """A frozen copy of a HF causal LM (PEFT-wrapped or not), which runs in its own code."""
 
-    def __init__(self, model: Any, dtype: torch.dtype | None = None, device: torch.device | None = None):
+    def __init__(
+        self, model: Any, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ):
         twin = copy.deepcopy(model).to(device=device)
         if dtype in LOW:
             cast_(twin, dtype)
@@ -36,8 +40,12 @@ class HFDecoder(HFForward, Decoder):
 
     @classmethod
     def around(cls, model: Any) -> HFDecoder:
-        """A decoder that reads the model's own weights, to try the model out: made quickly, not to be kept."""
-        memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
+        """A decoder that reads the model's own weights, to try the model out: made quickly, not to
+        be kept.
+        """
+        memo: dict[int, Any] = {
+            id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()
+        }
         decoder = cls.__new__(cls)
         decoder._init_from(copy.deepcopy(model, memo), set())
         return decoder
@@ -51,10 +59,14 @@ class HFDecoder(HFForward, Decoder):
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         for name, tensor in named_tensors:
             if name not in parameters:
-                raise ValueError(f"no parameter {name!r} in the decoder's model; its names are like {next(iter(parameters))!r}")
+                raise ValueError(
+                    f"no parameter {name!r} in the decoder's model; its names are like {next(iter(parameters))!r}"
+                )
             own = parameters[name]
             if own.shape != tensor.shape:
-                raise ValueError(f"{name} has shape {tuple(own.shape)} in the decoder, got {tuple(tensor.shape)}")
+                raise ValueError(
+                    f"{name} has shape {tuple(own.shape)} in the decoder, got {tuple(tensor.shape)}"
+                )
             if self.shares_frozen and name not in self.trainable:
                 refuse_change_of_shared(name, own, tensor)
                 continue
@@ -67,7 +79,9 @@ class HFDecoder(HFForward, Decoder):
             return None
 
     def fork(self) -> HFDecoder:
-        frozen = {id(p): p for name, p in self.model.named_parameters() if name not in self.trainable}
+        frozen = {
+            id(p): p for name, p in self.model.named_parameters() if name not in self.trainable
+        }
         other = HFDecoder.__new__(HFDecoder)
         other._init_from(copy.deepcopy(self.model, memo=dict(frozen)), self.trainable)
         other.plan = self.plan
@@ -82,7 +96,10 @@ class HFDecoder(HFForward, Decoder):
         return kinds[self.plan.rows](self)
 
     def read_prompts(
-        self, prompts: Sequence[Sequence[int]], readers: Sequence[LogitsReader], images: Sequence[Sequence[PlacedImage]] = ()
+        self,
+        prompts: Sequence[Sequence[int]],
+        readers: Sequence[LogitsReader],
+        images: Sequence[Sequence[PlacedImage]] = (),
     ) -> None:
         sees = [bool(images and images[i]) for i in range(len(prompts))]
         for batch in self._reading_batches([len(prompt) for prompt in prompts], sees):
@@ -97,15 +114,25 @@ class HFDecoder(HFForward, Decoder):
         if self.reader is None:
             raise without_reader(self.name)
         if self.plan.rows != "padded":
-            raise UserError(f"{self.name} is sampled with rows {self.plan.rows} here, which takes no images: train it on text alone")
+            raise UserError(
+                f"{self.name} is sampled with rows {self.plan.rows} here, which takes no images: train it on text alone"
+            )
 
     def _reading_batches(self, lengths: Sequence[int], sees: Sequence[bool]) -> Iterator[list[int]]:
-        """Batches to be padded on the right. Where frequencies change at a length, none has sequences on both sides of it."""
+        """Batches to be padded on the right. Where frequencies change at a length, none has
+        sequences on both sides of it.
+        """
         if self.plan.reading == "equal":
             yield from self.equal_batches(lengths)
             return
         switch = self.length_switch
         for beyond in (False, True):
-            side = [i for i, length in enumerate(lengths) if (switch is not None and length > switch.at) == beyond]
-            for batch in prompt_batches([lengths[i] for i in side], PREFILL_TOKENS, [sees[i] for i in side]):
+            side = [
+                i
+                for i, length in enumerate(lengths)
+                if (switch is not None and length > switch.at) == beyond
+            ]
+            for batch in prompt_batches(
+                [lengths[i] for i in side], PREFILL_TOKENS, [sees[i] for i in side]
+            ):
                 yield [side[i] for i in batch]

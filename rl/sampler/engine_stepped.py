@@ -1,7 +1,9 @@
-"""The engine over pages with several steps between two looks of the host: the device feeds, draws and ends by itself.
+"""The engine over pages with several steps between two looks of the host: the device feeds, draws
+and ends by itself.
 
-The samples are those of the other engines, since each token's random number is known before. A step that lets requests in, and rows
-whose distribution is cut or biased, go the way of `PagedEngine`; stop strings, which only the host can read, cut what was drawn past them.
+The samples are those of the other engines, since each token's random number is known before. A step
+that lets requests in, and rows whose distribution is cut or biased, go the way of `PagedEngine`;
+stop strings, which only the host can read, cut what was drawn past them.
 """
 
 from __future__ import annotations
@@ -30,15 +32,20 @@ class SteppedEngine(PagedEngine):
 
     def __init__(self, decoder: FastDecoder, *args: Any, look: int = LOOK, **settings: Any):
         if decoder.team is not None:
-            raise ValueError("steps that run by themselves are of one rank, and several hold this decoder together: take the plain Engine")
+            raise ValueError(
+                "steps that run by themselves are of one rank, and several hold this decoder together: take the plain Engine"
+            )
         super().__init__(decoder, *args, **settings)
         if look < 1:
             raise ValueError(f"look={look}: the host looks after 1 step or more")
         self.look = look
-        self.most: int | None = None  # a bound for the next `step`, where it matters to the caller how far it goes
+        # a bound for the next `step`, where it matters to the caller how far it goes
+        self.most: int | None = None
         self._steps: Steps | None = None
-        self._told: tuple[StepBuffers | None, int] = (None, 0)  # which of them know how many rows of the stop table
-        self._stayed = np.zeros(0, np.int64)  # which of the rows before the last step looked at are there after it
+        # which of them know how many rows of the stop table
+        self._told: tuple[StepBuffers | None, int] = (None, 0)
+        # which of the rows before the last step looked at are there after it
+        self._stayed = np.zeros(0, np.int64)
         self.looks = 0
 
     @torch.inference_mode()
@@ -71,10 +78,12 @@ class SteppedEngine(PagedEngine):
         self._stayed = compaction(~ended)
         return self._retire(ended, stopped)
 
-    # ------------------------------------------------------------------------------------------- whether, and how far
+    # ------------------------------------------------------------------------- whether, and how far
 
     def _lets_in(self) -> bool:
-        """Whether a request may come in now; with conversations in the cache, which make room for one, it is tried."""
+        """Whether a request may come in now; with conversations in the cache, which make room for
+        one, it is tried.
+        """
         if not len(self._rows):
             return True
         if not self._waiting or self._parked or len(self._rows) >= self.max_rows:
@@ -88,7 +97,11 @@ class SteppedEngine(PagedEngine):
 
     def _without_cuts(self) -> bool:
         rows, vocab = self._rows, self.decoder.vocab_size
-        whole = ((rows["top_k"] < 1) | (rows["top_k"] >= vocab)) & (rows["top_p"] >= 1) & (rows["min_p"] <= 0)
+        whole = (
+            ((rows["top_k"] < 1) | (rows["top_k"] >= vocab))
+            & (rows["top_p"] >= 1)
+            & (rows["min_p"] <= 0)
+        )
         return bool((whole | (rows["temperature"] == 0)).all() and not biased_rows(rows).any())
 
     def _left(self) -> np.ndarray:
@@ -102,13 +115,21 @@ class SteppedEngine(PagedEngine):
             count //= 2
         return count
 
-    # ----------------------------------------------------------------------------------------------------- the device
+    # ----------------------------------------------------------------------------------- the device
 
     def _run(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """`count` steps of all rows: tokens and logprobs [count, rows]. One wait."""
         steps, rows, state = self._made(), len(self._rows), self._state
-        left, written = self._left(), state.prompt_lengths[state.prompt_of_row] + state.response_lengths
-        state.copy_pages([state.tables.grow(row, int(n)) for row, n in zip(state.tables.rows, np.minimum(left, count), strict=True)])
+        left, written = (
+            self._left(),
+            state.prompt_lengths[state.prompt_of_row] + state.response_lengths,
+        )
+        state.copy_pages(
+            [
+                state.tables.grow(row, int(n))
+                for row, n in zip(state.tables.rows, np.minimum(left, count), strict=True)
+            ]
+        )
         size, bucket = state.page, steps.bucket(rows)
         shared = state.tables.shared_pages()
         self._say_rows(steps.buffers, bucket, left, written, shared, size)
@@ -121,12 +142,25 @@ class SteppedEngine(PagedEngine):
 
     @staticmethod
     def _wait(b: StepBuffers, count: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        both = torch.stack([one.double() for one in (b.tokens[:count, :rows], b.logprobs[:count, :rows])]).cpu().numpy()
+        both = (
+            torch.stack(
+                [one.double() for one in (b.tokens[:count, :rows], b.logprobs[:count, :rows])]
+            )
+            .cpu()
+            .numpy()
+        )
         return both[0].astype(np.int64), both[1]
 
     def _who_is_next(self) -> list[tuple[int, ...]]:
-        """What may be read after these steps, since any row may stop in them: of rows that wait, then prompts of who is next in line."""
-        known, found, positions, room = {prompt.key for prompt in self._prompts}, list[tuple[int, ...]](), 0, self.max_rows
+        """What may be read after these steps, since any row may stop in them: of rows that wait,
+        then prompts of who is next in line.
+        """
+        known, found, positions, room = (
+            {prompt.key for prompt in self._prompts},
+            list[tuple[int, ...]](),
+            0,
+            self.max_rows,
+        )
         for one in self._parked:
             if positions < _AHEAD:
                 found.append(tuple(one.fed))
@@ -145,9 +179,16 @@ class SteppedEngine(PagedEngine):
     def _made(self) -> Steps:
         """Of the weights as they are now: a graph reads those that it was captured with."""
         table, state = self._stops.table, self._state
-        limit = self.kv_cache_tokens if self.max_context is None else min(self.max_context, self.kv_cache_tokens)
-        pages = state.tables.pages_for(limit) + 1  # a row that has ended stands one position past its last
-        steps = self._steps = self._pages.steps(state.decoder, self.max_rows, pages, self.look, len(table))
+        limit = (
+            self.kv_cache_tokens
+            if self.max_context is None
+            else min(self.max_context, self.kv_cache_tokens)
+        )
+        # a row that has ended stands one position past its last
+        pages = state.tables.pages_for(limit) + 1
+        steps = self._steps = self._pages.steps(
+            state.decoder, self.max_rows, pages, self.look, len(table)
+        )
         buffers, told = self._told
         if buffers is not steps.buffers or told < len(table):
             self._say(steps.buffers.stops[: len(table)], table)
@@ -155,22 +196,40 @@ class SteppedEngine(PagedEngine):
         return steps
 
     def _say_rows(
-        self, b: StepBuffers, bucket: int, left: np.ndarray, written: np.ndarray, shared: list[tuple[list[int], list[int]]], size: int
+        self,
+        b: StepBuffers,
+        bucket: int,
+        left: np.ndarray,
+        written: np.ndarray,
+        shared: list[tuple[list[int], list[int]]],
+        size: int,
     ) -> None:
         """The rows as they are now; those of the bucket that are nobody's have ended."""
         rows, tables = self._rows, [row.pages for row in self._state.tables.rows]
         groups = max(bucket // 2, 1)
         width = max(len(pages) for pages in tables)  # what lies behind it nobody reads
-        skip, table, _, together = own_and_shared(tables, written + 1, shared, size, bucket, groups, width)
+        skip, table, _, together = own_and_shared(
+            tables, written + 1, shared, size, bucket, groups, width
+        )
         greedy = rows["temperature"] == 0
-        padded: dict[str, np.ndarray] = {"token": rows.last_tokens(), "position": written, "left": left, "stop_row": rows["stop_row"]}
+        padded: dict[str, np.ndarray] = {
+            "token": rows.last_tokens(),
+            "position": written,
+            "left": left,
+            "stop_row": rows["stop_row"],
+        }
         for name, values in padded.items():
             self._say(getattr(b, name)[:bucket], _filled(values, bucket))
-        by_row = {"skip": skip} | {name: together[name] for name in ("order", "place", "group", "shares")}
+        by_row = {"skip": skip} | {
+            name: together[name] for name in ("order", "place", "group", "shares")
+        }
         for name, values in by_row.items():
             self._say(getattr(b, name)[:bucket], values)
         self._say(b.greedy[:bucket], _filled(greedy, bucket))
-        self._say(b.temperature[:bucket], _filled(np.where(greedy, 1.0, rows["temperature"]).astype(np.float32), bucket, 1.0))
+        self._say(
+            b.temperature[:bucket],
+            _filled(np.where(greedy, 1.0, rows["temperature"]).astype(np.float32), bucket, 1.0),
+        )
         self._say(b.starts[: groups + 1], together["starts"])
         self._say(b.table[:bucket, :width], table)
         self._say(b.shared_table[:groups, :width], together["table"])
@@ -182,7 +241,9 @@ class SteppedEngine(PagedEngine):
 
 
 def _filled(values: np.ndarray, count: int, rest: float = 0) -> np.ndarray:
-    """`count` of them, the last ones `rest`. numpy's pad takes ten times as long, for which the device would wait."""
+    """`count` of them, the last ones `rest`. numpy's pad takes ten times as long, for which the
+    device would wait.
+    """
     found = np.full(count, rest, values.dtype)
     found[: len(values)] = values
     return found

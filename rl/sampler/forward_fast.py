@@ -1,4 +1,5 @@
-"""The hand-written forward of the Llama family: what does the arithmetic for `decoder_fast`, and for its cache as it decodes.
+"""The hand-written forward of the Llama family: what does the arithmetic for `decoder_fast`, and
+for its cache as it decodes.
 
 Fused qkv and gate-up matrices, rotary tables computed once, no module calls.
 Shapes: N rows (or B prompts of T positions), E hidden width, H heads, D head width, V vocabulary.
@@ -18,15 +19,24 @@ from rl.sampler import cpu_kernels, packed
 from rl.sampler.cache import LogitsReader
 from rl.sampler.cpu_kernels import CpuKernels
 from rl.sampler.decoder import prompt_batches
-from rl.sampler.projections import Embedding, HeadProjection, Projection, ProjectionSpec, Whose, groups
+from rl.sampler.projections import (
+    Embedding,
+    HeadProjection,
+    Projection,
+    ProjectionSpec,
+    Whose,
+    groups,
+)
 from rl.sampler.weights import Weights
 
 _PREFILL_TOKENS = 8192  # padded prompt tokens in one forward
 _LOGITS_AT_ONCE = 1 << 25  # numbers of a slice of prompt logits shown to a reader
 
-# Takes (layer, queries [.., H, D], keys [.., K, D], values [.., K, D]), stores keys and values; attention output [.., H * D].
+# Takes (layer, queries [.., H, D], keys [.., K, D], values [.., K, D]), stores keys and values;
+# attention output [.., H * D].
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-# Takes (layer, queries, keys and values [N, (H + 2 K) D] before norm and rotation, the norms' weights); the same.
+# Takes (layer, queries, keys and values [N, (H + 2 K) D] before norm and rotation, the norms'
+# weights); the same.
 AttendStep = Callable[[int, Tensor, Tensor | None], Tensor]
 KeepPrompt = Callable[[int, list[int], Tensor, Tensor], None]
 
@@ -46,7 +56,9 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What does not change between versions of the weights. `heads`, `key_heads`: of this rank, where a team holds the decoder."""
+    """What does not change between versions of the weights. `heads`, `key_heads`: of this rank,
+    where a team holds the decoder.
+    """
 
     layers: tuple[LayerSpec, ...]
     embed: str
@@ -76,7 +88,9 @@ class Layer:
 
 
 class FastForward:
-    """One version of the weights and the forward over them; nothing is remembered between calls but rotary tables."""
+    """One version of the weights and the forward over them; nothing is remembered between calls but
+    rotary tables.
+    """
 
     mixes = False  # whether rows may be of different adapters (`rl.sampler.mixed`)
 
@@ -97,13 +111,22 @@ class FastForward:
         self._rope = torch.empty(2, 0, architecture.head_width)
         on_cpu = self.device.type == "cpu" and self.dtype == torch.float32
         self.cpu_kernels = cpu_kernels.load() if on_cpu else None
-        products = [self.head, *(one for layer in self.layers for one in (layer.qkv, layer.out, layer.gate_up, layer.down))]
+        products = [
+            self.head,
+            *(
+                one
+                for layer in self.layers
+                for one in (layer.qkv, layer.out, layer.gate_up, layer.down)
+            ),
+        ]
         if on_cpu and packed.fits(one.weight for one in products):
             for one in products:
                 one.packs = True
 
     def rope(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines [.., 1, D] at `positions`, all of which are below `length`; see `rotate`."""
+        """Cosines and signed sines [.., 1, D] at `positions`, all of which are below `length`; see
+        `rotate`.
+        """
         cos, signed_sin = self.rope_table(length)
         return cos[positions].unsqueeze(-2), signed_sin[positions].unsqueeze(-2)
 
@@ -111,41 +134,64 @@ class FastForward:
         """Cosines and signed sines of `length` positions or more, [2, positions, D]."""
         if length > self._rope.shape[1]:
             a = self.architecture
-            angles = torch.outer(torch.arange(max(length, 2 * self._rope.shape[1], 256)).float(), a.inv_freq)
+            angles = torch.outer(
+                torch.arange(max(length, 2 * self._rope.shape[1], 256)).float(), a.inv_freq
+            )
             cos, sin = angles.cos() * a.rope_scale, angles.sin() * a.rope_scale
-            self._rope = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)]).to(self.device, self.dtype)
+            self._rope = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)]).to(
+                self.device, self.dtype
+            )
         return self._rope
 
     def whose(self, numbers: Sequence[int]) -> Whose | None:
-        """Rows by their adapters' numbers, for the methods below; None where all rows are of the same weights."""
+        """Rows by their adapters' numbers, for the methods below; None where all rows are of the
+        same weights.
+        """
         return groups(numbers, self.device) if self.mixes else None
 
     def forward(
-        self, ids: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, whose: Whose | None = None, last_B: Tensor | None = None
+        self,
+        ids: Tensor,
+        rope: tuple[Tensor, Tensor],
+        attend: Attend,
+        whose: Whose | None = None,
+        last_B: Tensor | None = None,
     ) -> Tensor:
         """Last hidden states [.., E], after the final norm.
 
-        `last_B`: of ids [B, T] only those at these positions, [B, E]: all positions leave keys and values in each layer, but in the
-        last one nobody reads what follows of the others.
+        `last_B`: of ids [B, T] only those at these positions, [B, E]: all positions leave keys and
+        values in each layer, but in the last one nobody reads what follows of the others.
         """
         a = self.architecture
         x = self.embed(ids, whose)
         for i, layer in enumerate(self.layers):
-            qkv = layer.qkv(self.rms(x, layer.norm_in), whose).unflatten(-1, (a.heads + 2 * a.key_heads, a.head_width))
+            qkv = layer.qkv(self.rms(x, layer.norm_in), whose).unflatten(
+                -1, (a.heads + 2 * a.key_heads, a.head_width)
+            )
             qk, v = qkv.split([a.heads + a.key_heads, a.key_heads], dim=-2)
-            if layer.norm_qk is not None:  # one norm over both kinds of heads, then each kind's weight
-                qk = F.rms_norm(qk, (a.head_width,), None, a.eps) * layer.norm_qk.view(2, -1)[self._head_kind]
+            # one norm over both kinds of heads, then each kind's weight
+            if layer.norm_qk is not None:
+                qk = (
+                    F.rms_norm(qk, (a.head_width,), None, a.eps)
+                    * layer.norm_qk.view(2, -1)[self._head_kind]
+                )
             q, k = rotate(qk, rope).split([a.heads, a.key_heads], dim=-2)
             read = attend(i, q, k, v)
             if last_B is not None and layer is self.layers[-1]:
                 rows = torch.arange(len(ids), device=ids.device)
                 read, x = read[rows, last_B], x[rows, last_B]
             x = self._together(layer.out(read, whose)).add_(x)
-            x = self._together(layer.down(self._gated(layer.gate_up(self.rms(x, layer.norm_mlp), whose)), whose)).add_(x)
+            x = self._together(
+                layer.down(self._gated(layer.gate_up(self.rms(x, layer.norm_mlp), whose)), whose)
+            ).add_(x)
         return self.rms(x, self.norm_E)
 
-    def forward_step(self, kernels: CpuKernels, ids_N: Tensor, attend: AttendStep, whose: Whose | None = None) -> Tensor:
-        """`forward` for one token a row on a CPU, with what lies between the matrix products done by `kernels`."""
+    def forward_step(
+        self, kernels: CpuKernels, ids_N: Tensor, attend: AttendStep, whose: Whose | None = None
+    ) -> Tensor:
+        """`forward` for one token a row on a CPU, with what lies between the matrix products done
+        by `kernels`.
+        """
         eps = self.architecture.eps
         x = self.embed(ids_N, whose)
         for i, layer in enumerate(self.layers):
@@ -158,7 +204,9 @@ class FastForward:
     def _gated(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up, from [.., 2 I] to [.., I]."""
         if self.cpu_kernels is not None:
-            return self.cpu_kernels.silu_mul(gate_up.flatten(0, -2)).unflatten(0, gate_up.shape[:-1])
+            return self.cpu_kernels.silu_mul(gate_up.flatten(0, -2)).unflatten(
+                0, gate_up.shape[:-1]
+            )
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
@@ -181,28 +229,42 @@ class FastForward:
         numbers: Sequence[int] = (),
         there: Sequence[Tensor | None] = (),
     ) -> Tensor:
-        """Read prompts, padded on the right where their lengths differ (what comes later is not seen). Last logits [P, V].
+        """Read prompts, padded on the right where their lengths differ (what comes later is not
+        seen). Last logits [P, V].
 
-        `keep` takes (layer, numbers of the prompts, keys [B, K, T, D], values) to store. `numbers`: of each prompt's adapter (`whose`).
-        `there`: the tokens of those that are on the device already.
+        `keep` takes (layer, numbers of the prompts, keys [B, K, T, D], values) to store. `numbers`:
+        of each prompt's adapter (`whose`). `there`: the tokens of those that are on the device
+        already.
         """
-        logits_PV = torch.empty(len(prompts), self.vocab_size, dtype=torch.float32, device=self.device)
+        logits_PV = torch.empty(
+            len(prompts), self.vocab_size, dtype=torch.float32, device=self.device
+        )
         for batch in prompt_batches([len(prompt) for prompt in prompts], _PREFILL_TOKENS):
             longest = len(prompts[batch[0]])
             came = [there[i] for i in batch] if there else []
             if came and all(one is not None for one in came):
                 ids = pad_sequence([one for one in came if one is not None], batch_first=True)
             else:
-                ids = torch.tensor([[*prompts[i], *[0] * (longest - len(prompts[i]))] for i in batch]).to(self.device)
+                ids = torch.tensor(
+                    [[*prompts[i], *[0] * (longest - len(prompts[i]))] for i in batch]
+                ).to(self.device)
             rope = self.rope(torch.arange(longest, device=self.device), longest)
             whose = self.whose([numbers[i] for i in batch]) if numbers else None
             last_B = torch.tensor([len(prompts[i]) - 1 for i in batch], device=self.device)
             all_read = any(readers[i] is not None for i in batch)
-            hidden = self.forward(ids, rope, self._prompt_attention(batch, keep), whose, None if all_read else last_B)
-            last = hidden[torch.arange(len(batch), device=self.device), last_B] if all_read else hidden
+            hidden = self.forward(
+                ids, rope, self._prompt_attention(batch, keep), whose, None if all_read else last_B
+            )
+            last = (
+                hidden[torch.arange(len(batch), device=self.device), last_B] if all_read else hidden
+            )
             logits_PV[torch.tensor(batch, device=self.device)] = self.head(last, whose).float()
             for row, i in enumerate(batch if all_read else ()):
-                self._show(readers[i], hidden[row, : len(prompts[i])], [(numbers[i], None)] if numbers else None)
+                self._show(
+                    readers[i],
+                    hidden[row, : len(prompts[i])],
+                    [(numbers[i], None)] if numbers else None,
+                )
         return logits_PV
 
     def _show(self, reader: LogitsReader | None, hidden_TE: Tensor, whose: Whose | None) -> None:
@@ -222,7 +284,9 @@ class FastForward:
                 keep(layer, batch, k, v)
             if repeat > 1:
                 k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            return (
+                F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            )
 
         return attend
 

@@ -17,7 +17,9 @@ from rl.types import SampledSequence, SampleResponse, SamplingParams, TensorData
 
 @dataclass(slots=True)
 class Job:
-    """A request on its way. `max_tokens` is resolved; `entered` samples have a row or are done; `left` have not ended."""
+    """A request on its way. `max_tokens` is resolved; `entered` samples have a row or are done;
+    `left` have not ended.
+    """
 
     request_id: int
     request: Request
@@ -47,7 +49,8 @@ class Job:
 class Prompt:
     """A prompt in the cache: the logits after its last token, and what was read of its own tokens.
 
-    `weights`: see `Request`. `conversation`: whose turns it holds, for the next one (no logits then); `tokens`: what they are.
+    `weights`: see `Request`. `conversation`: whose turns it holds, for the next one (no logits
+    then); `tokens`: what they are.
     """
 
     key: tuple
@@ -59,8 +62,14 @@ class Prompt:
 
 
 def read_with(requests: Sequence[Request]) -> dict[str, Any]:
-    """What `DecodeState.prefill` takes beside the tokens: images, and whose weights read them, where any say so."""
-    also: dict[str, Any] = {"images": [request.images for request in requests]} if any(request.images for request in requests) else {}
+    """What `DecodeState.prefill` takes beside the tokens: images, and whose weights read them,
+    where any say so.
+    """
+    also: dict[str, Any] = (
+        {"images": [request.images for request in requests]}
+        if any(request.images for request in requests)
+        else {}
+    )
     if any(request.weights is not None for request in requests):
         also["weights"] = [request.weights for request in requests]
     return also
@@ -83,15 +92,22 @@ class Limits(Protocol):
 
 
 def tokens_to_draw(limits: Limits, state: DecodeState, prompt: int, max_tokens: int | None) -> int:
-    """Tokens to draw. The last one is never fed, so prompt + max_tokens may be one more than the context.
+    """Tokens to draw. The last one is never fed, so prompt + max_tokens may be one more than the
+    context.
 
     ValueError where a prompt of that length, or what is to be drawn, can never fit.
     """
     switch = limits.decoder.length_switch
     if max_tokens is None:
         if limits.max_context is None:
-            raise ValueError("max_tokens=None goes up to the context limit, and the model has none: set one of the two")
-        most = [limit for limit in (limits.max_context, switch.most(prompt) if switch else None) if limit is not None]
+            raise ValueError(
+                "max_tokens=None goes up to the context limit, and the model has none: set one of the two"
+            )
+        most = [
+            limit
+            for limit in (limits.max_context, switch.most(prompt) if switch else None)
+            if limit is not None
+        ]
         max_tokens = max(min(most) + 1 - prompt, 0)
     if limits.max_context is not None and prompt + max(max_tokens, 1) - 1 > limits.max_context:
         raise ValueError(
@@ -108,12 +124,22 @@ def tokens_to_draw(limits: Limits, state: DecodeState, prompt: int, max_tokens: 
     return max_tokens
 
 
-def check_biases(params: SamplingParams, stop_ids: Collection[int], vocab: int, max_tokens: int) -> None:
-    """Raises ValueError if logit_bias names a token that the model has not, or if min_tokens cannot be reached."""
+def check_biases(
+    params: SamplingParams, stop_ids: Collection[int], vocab: int, max_tokens: int
+) -> None:
+    """Raises ValueError if logit_bias names a token that the model has not, or if min_tokens cannot
+    be reached.
+    """
     outside = [token for token in params.logit_bias or () if token >= vocab]
     if outside:
-        raise ValueError(f"logit_bias names the token {outside[0]}, and the model's ids are 0 to {vocab - 1}")
+        raise ValueError(
+            f"logit_bias names the token {outside[0]}, and the model's ids are 0 to {vocab - 1}"
+        )
     if params.min_tokens > max_tokens:
-        raise ValueError(f"min_tokens={params.min_tokens} is more than the {max_tokens} tokens that may be drawn: lower it")
+        raise ValueError(
+            f"min_tokens={params.min_tokens} is more than the {max_tokens} tokens that may be drawn: lower it"
+        )
     if params.min_tokens and len(stop_ids) >= vocab:
-        raise ValueError(f"min_tokens={params.min_tokens} keeps stop ids from being drawn, and all {vocab} tokens are such: lower it to 0")
+        raise ValueError(
+            f"min_tokens={params.min_tokens} keeps stop ids from being drawn, and all {vocab} tokens are such: lower it to 0"
+        )

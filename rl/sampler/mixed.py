@@ -1,7 +1,9 @@
-"""Rows of several models in one batch: LoRA adapters of any ranks and targets on one frozen base, and the bare base itself.
+"""Rows of several models in one batch: LoRA adapters of any ranks and targets on one frozen base,
+and the bare base itself.
 
-Each matrix of the base is read once for all rows, and each row adds its own adapter's part (rl.sampler.projections), so a sample is what
-its model alone would have drawn. Which model a request is for is its `weights`: a number under which the decoder knows an adapter.
+Each matrix of the base is read once for all rows, and each row adds its own adapter's part
+(rl.sampler.projections), so a sample is what its model alone would have drawn. Which model a
+request is for is its `weights`: a number under which the decoder knows an adapter.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from rl.types import SampledSequence
 
 
 class MixedDecoder(FastDecoder):
-    """A base and the adapters that were put beside it, by number. It copies nothing: adapters stay where their own decoders have them."""
+    """A base and the adapters that were put beside it, by number. It copies nothing: adapters stay
+    where their own decoders have them.
+    """
 
     mixes = True
 
@@ -34,9 +38,13 @@ class MixedDecoder(FastDecoder):
         self.versions: dict[int, int] = {}
 
     def put(self, number: int, decoder: Decoder, version: int) -> None:
-        """From now on `number` stands for that decoder's weights. UserError where it stands on another base."""
+        """From now on `number` stands for that decoder's weights. UserError where it stands on
+        another base.
+        """
         if not isinstance(decoder, FastDecoder) or self.own not in (decoder, decoder.base):
-            raise UserError("weights that stand on another base cannot be drawn from in this batch: sample them by themselves")
+            raise UserError(
+                "weights that stand on another base cannot be drawn from in this batch: sample them by themselves"
+            )
         self.decoders[number], self.versions[number] = decoder, version
         for mine, its in zip(self.parts(), decoder.parts(), strict=True):
             if its.adapter is not None and decoder is not self.own:
@@ -51,7 +59,9 @@ class MixedDecoder(FastDecoder):
 
 
 class MixedEngine(Engine):
-    """An engine over such a decoder. Each request says whose it is; one whose weights give no number is alone in failing."""
+    """An engine over such a decoder. Each request says whose it is; one whose weights give no
+    number is alone in failing.
+    """
 
     decoder: MixedDecoder
     _state: FastState
@@ -68,15 +78,21 @@ class MixedEngine(Engine):
 
     def add(self, request: Request) -> int:
         if request.weights not in self.decoder.decoders:
-            raise ValueError(f"this batch knows no weights {request.weights}: it draws for {sorted(self.decoder.decoders)}")
+            raise ValueError(
+                f"this batch knows no weights {request.weights}: it draws for {sorted(self.decoder.decoders)}"
+            )
         return super().add(request)
 
     @torch.inference_mode()
     def keep_weights(self, numbers: Iterable[int]) -> None:
-        """Forgets all others, but for those that somebody still draws from, and what is in the cache of their conversations."""
+        """Forgets all others, but for those that somebody still draws from, and what is in the
+        cache of their conversations.
+        """
         keep = {*numbers, *(job.request.weights for job in (*self._jobs.values(), *self._waiting))}
         for number in self.decoder.decoders.keys() - keep:
-            for prompt in [p for p in self._prompts if p.weights == number and p.conversation is not None]:
+            for prompt in [
+                p for p in self._prompts if p.weights == number and p.conversation is not None
+            ]:
                 self._forget_conversations(prompt.conversation)
             self.decoder.take(number)
 
@@ -88,7 +104,9 @@ class MixedEngine(Engine):
             self.drop(request_id)
         if broken:
             self._state.scrub()
-        return [one for one in done if one.request_id not in broken] + [Finished(number, error) for number, error in broken.items()]
+        return [one for one in done if one.request_id not in broken] + [
+            Finished(number, error) for number, error in broken.items()
+        ]
 
     def _no_numbers(self, tokens: np.ndarray, bad: np.ndarray) -> None:
         for number in sorted(set(self._rows["job"][bad].tolist())):

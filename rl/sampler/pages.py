@@ -1,8 +1,10 @@
-"""Who holds which page of the cache: a pool with counts of references, and the tables of prompts and rows.
+"""Who holds which page of the cache: a pool with counts of references, and the tables of prompts
+and rows.
 
-A row's table covers its prompt and its response, position by position. Rows of one prompt share its pages; the page that the prompt
-ends in is copied by each row at its first write, but for the last one that holds it, which writes in place. A prompt without rows
-holds its pages itself. So every page but one a row is full, whatever lengths there are.
+A row's table covers its prompt and its response, position by position. Rows of one prompt share its
+pages; the page that the prompt ends in is copied by each row at its first write, but for the last
+one that holds it, which writes in place. A prompt without rows holds its pages itself. So every
+page but one a row is full, whatever lengths there are.
 """
 
 from __future__ import annotations
@@ -14,10 +16,19 @@ from dataclasses import dataclass, field
 def pages_at_most(asked: Iterable[tuple[int, int, int]], size: int, max_rows: int) -> int:
     """Pages of `size` positions that requests can come to hold at once, of at most `max_rows` rows.
 
-    asked: (length of the prompt, samples, most tokens of each). A prompt's full pages are held once for its rows, each of which has the
-    page that the prompt ends in and what follows for itself; a prompt may wait for its other samples beside them.
+    asked: (length of the prompt, samples, most tokens of each). A prompt's full pages are held once
+    for its rows, each of which has the page that the prompt ends in and what follows for itself; a
+    prompt may wait for its other samples beside them.
     """
-    every = [(prompt // size, count, -(-(prompt + most - 1) // size) - prompt // size, -(-prompt // size)) for prompt, count, most in asked]
+    every = [
+        (
+            prompt // size,
+            count,
+            -(-(prompt + most - 1) // size) - prompt // size,
+            -(-prompt // size),
+        )
+        for prompt, count, most in asked
+    ]
     if not every:
         return 1
     whole = sum(shared + count * own for shared, count, own, _ in every)
@@ -26,7 +37,9 @@ def pages_at_most(asked: Iterable[tuple[int, int, int]], size: int, max_rows: in
 
 
 def pool_size(budget: int, need: int | None) -> int:
-    """Pages of a pool: the budget, or what is needed and up to an eighth more, so that calls that need about as much have one size."""
+    """Pages of a pool: the budget, or what is needed and up to an eighth more, so that calls that
+    need about as much have one size.
+    """
     step = 1 << max(((need or 1) - 1).bit_length() - 4, 0)
     return budget if need is None else min(budget, -(-need // step) * step)
 
@@ -113,13 +126,17 @@ class Tables:
             prompt.pages = []
         else:
             other = next(row for row in self.rows if row.prompt is prompt)
-            row = RowPages(prompt, prompt.length, self.pool.share(other.pages[: self.pages_for(prompt.length)]))
+            row = RowPages(
+                prompt, prompt.length, self.pool.share(other.pages[: self.pages_for(prompt.length)])
+            )
         prompt.rows += 1
         self.rows.append(row)
         return row
 
     def add_whole(self, slot: int, length: int) -> RowPages:
-        """A row that goes on after it waited: `length` positions, to be written anew into pages of its own."""
+        """A row that goes on after it waited: `length` positions, to be written anew into pages of
+        its own.
+        """
         prompt = self.prompts[slot]
         row = RowPages(prompt, length, self._several(self.pages_for(length)))
         if prompt.rows == 0:
@@ -130,11 +147,17 @@ class Tables:
         return row
 
     def keep_row(self, row: RowPages, length: int) -> None:
-        """A prompt after the present ones: the first `length` positions of a row, whose pages both hold."""
-        self.prompts.append(PromptPages(length, self.pool.share(row.pages[: self.pages_for(length)])))
+        """A prompt after the present ones: the first `length` positions of a row, whose pages both
+        hold.
+        """
+        self.prompts.append(
+            PromptPages(length, self.pool.share(row.pages[: self.pages_for(length)]))
+        )
 
     def extend(self, slot: int, count: int) -> tuple[int, int] | None:
-        """Room for `count` more positions at the end of a prompt without rows; (from, to) where its last page has to be copied first."""
+        """Room for `count` more positions at the end of a prompt without rows; (from, to) where its
+        last page has to be copied first.
+        """
         prompt, copy = self.prompts[slot], None
         if prompt.length % self.size and self.pool.held[prompt.pages[-1]] > 1:
             (mine,) = self._several(1)
@@ -156,7 +179,9 @@ class Tables:
         return new + sum(min(count, self.pool.held[page] - 1) for page, count in writers.items())
 
     def make_room(self, row: RowPages) -> tuple[int, int, tuple[int, int] | None]:
-        """(page, place in it) of the row's next position, and (from, to) where a page has to be copied first."""
+        """(page, place in it) of the row's next position, and (from, to) where a page has to be
+        copied first.
+        """
         at, place = divmod(row.length, self.size)
         copy = None
         if at == len(row.pages):
@@ -172,7 +197,8 @@ class Tables:
     def grow(self, row: RowPages, count: int) -> tuple[int, int] | None:
         """Room for `count` more positions of a row; (from, to) where a page has to be copied first."""
         at, end = row.length // self.size, row.length + count
-        if end <= len(row.pages) * self.size and self.pool.held[row.pages[at]] == 1:  # nearly always: the device waits for this
+        # nearly always: the device waits for this
+        if end <= len(row.pages) * self.size and self.pool.held[row.pages[at]] == 1:
             row.length = end
             return None
         _, _, copy = self.make_room(row)
@@ -194,8 +220,11 @@ class Tables:
         prompt.pages = []
 
     def shared_pages(self) -> list[tuple[list[int], list[int]]]:
-        """(rows, full pages) of each group of rows whose tables begin with the same pages: these are read once for all of them."""
-        groups: dict[tuple[int, int], list[int]] = {}  # of a prompt and a first page: a row that came back has pages of its own
+        """(rows, full pages) of each group of rows whose tables begin with the same pages: these
+        are read once for all of them.
+        """
+        # of a prompt and a first page: a row that came back has pages of its own
+        groups: dict[tuple[int, int], list[int]] = {}
         for i, row in enumerate(self.rows):
             if row.prompt.rows > 1 and row.prompt.length >= self.size:
                 groups.setdefault((id(row.prompt), row.pages[0]), []).append(i)

@@ -1,9 +1,11 @@
 """A model's weights in a low precision, everything else as a learner under autocast has it.
 
-Only the matrices of linear layers, embeddings and experts are cast. Rotary frequencies and other buffers, norms, biases, the
-parameters of recurrences and an adapter's matrices stay as they are: frequencies rounded to bfloat16 are wrong by whole turns
-some hundred tokens on. The forward then runs under autocast, as the learner's does. Hidden states are float32 between the
-layers (from the embedding on) and so are the logits: sampler and learner differ by what the matrices' products lose alone.
+Only the matrices of linear layers, embeddings and experts are cast. Rotary frequencies and other
+buffers, norms, biases, the parameters of recurrences and an adapter's matrices stay as they are:
+frequencies rounded to bfloat16 are wrong by whole turns some hundred tokens on. The forward then
+runs under autocast, as the learner's does. Hidden states are float32 between the layers (from the
+embedding on) and so are the logits: sampler and learner differ by what the matrices' products lose
+alone.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ LOW = (torch.bfloat16, torch.float16)
 
 
 def linear_fp32(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """x [.., I] times the weight, in float32 also where both are half precision: products and sums are not rounded."""
+    """x [.., I] times the weight, in float32 also where both are half precision: products and sums
+    are not rounded.
+    """
     if weight_OI.dtype not in LOW:
         return F.linear(x.to(weight_OI.dtype), weight_OI, bias_O)
     flat = x.reshape(-1, x.shape[-1]).to(weight_OI.dtype)
@@ -38,13 +42,18 @@ def linear_fp32(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> T
 
 
 def cast_(model: Any, dtype: torch.dtype, *, frozen: bool = False, hollow: bool = False) -> None:
-    """The matrices of a HF model (`frozen`: those that are not trained) to `dtype`, in place. See the module.
+    """The matrices of a HF model (`frozen`: those that are not trained) to `dtype`, in place. See
+    the module.
 
     `hollow`: they hold nothing yet, and are not touched.
     """
     for _, parameter in frozen_matrices(model) if frozen else _matrices(model):
         if parameter.dtype != dtype:
-            parameter.data = torch.empty_like(parameter.data, dtype=dtype) if hollow else parameter.data.to(dtype)
+            parameter.data = (
+                torch.empty_like(parameter.data, dtype=dtype)
+                if hollow
+                else parameter.data.to(dtype)
+            )
 
 
 def frozen_matrices(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -56,8 +65,11 @@ def frozen_matrices(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
             yield name, parameter
 
 
-def lower_frozen_(model: Any, dtype: torch.dtype, *, hollow: bool = False, widen: bool = True) -> None:
-    """A learner's matrices that are not trained to `dtype`, in place; embeddings give float32 as before. `hollow`: see `cast_`.
+def lower_frozen_(
+    model: Any, dtype: torch.dtype, *, hollow: bool = False, widen: bool = True
+) -> None:
+    """A learner's matrices that are not trained to `dtype`, in place; embeddings give float32 as
+    before. `hollow`: see `cast_`.
 
     `widen`: False where something else than autocast sees to the precision (FSDP2).
     """
@@ -74,7 +86,9 @@ def _matrices(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
         for own, parameter in module.named_parameters(prefix=prefix, recurse=False):
             if any(part in own for part in kept):
                 continue
-            of_layer = isinstance(module, nn.Linear | nn.Embedding | Conv1D) and parameter.dim() == 2
+            of_layer = (
+                isinstance(module, nn.Linear | nn.Embedding | Conv1D) and parameter.dim() == 2
+            )
             of_experts = parameter.dim() >= 3 and not isinstance(module, nn.modules.conv._ConvNd)
             if parameter.is_floating_point() and "lora_" not in own and (of_layer or of_experts):
                 yield own, parameter
@@ -85,7 +99,11 @@ def widen_(model: Any) -> None:
     _widen_embeddings_(model)
     head = model.get_output_embeddings()
     for module in head.modules():  # the head itself, or the layers inside an adapter around it
-        if type(module) is nn.Linear and module.weight.shape[0] == head.weight.shape[0] and module.weight.dtype in LOW:
+        if (
+            type(module) is nn.Linear
+            and module.weight.shape[0] == head.weight.shape[0]
+            and module.weight.dtype in LOW
+        ):
             module.forward = MethodType(_head, module)  # type: ignore[method-assign]
 
 

@@ -1,8 +1,10 @@
-"""What a model does, tried on a few tokens of its own weights before any work: never believed from its name.
+"""What a model does, tried on a few tokens of its own weights before any work: never believed from
+its name.
 
-Sequences of different lengths are decoded together, rows entering and leaving, and compared with each sequence alone in a plain
-forward, which is what a learner scores. Then the other rows' tokens are changed: this row's logits must not feel it. Windows
-and chunks of attention are made short for the trial, so that a few tokens cross them.
+Sequences of different lengths are decoded together, rows entering and leaving, and compared with
+each sequence alone in a plain forward, which is what a learner scores. Then the other rows' tokens
+are changed: this row's logits must not feel it. Windows and chunks of attention are made short for
+the trial, so that a few tokens cross them.
 """
 
 from __future__ import annotations
@@ -25,17 +27,29 @@ from rl.sampler.precision import LOW
 
 _WORDS = 4096  # of the vocabulary, in the trial
 _WINDOW = 6  # of attention, in the trial
-# Of the spread of the logits: what rounding may do. float32: 2^-24 a step, 1e3 to 1e4 of them; half precision: 2^-9.
+# Of the spread of the logits: what rounding may do. float32: 2^-24 a step, 1e3 to 1e4 of them; half
+# precision: 2^-9.
 _ROUNDING = 3e-4
 _ROUNDING_LOW = 5e-2
-# What a model's own code raises when a cache is not what it expects; running out of memory is no answer.
-_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, NotImplementedError, AssertionError)
+# What a model's own code raises when a cache is not what it expects; running out of memory is no
+# answer.
+_FAILURES = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    AssertionError,
+)
 
 Rows = list[tuple[int, list[int], list[int]]]  # (step at which it enters, prompt, response)
 
 
 def settle(decoder: HFDecoder, model: Any | None) -> None:
-    """Sets the decoder's plan to the fastest that is exact. `model`: where its weights are (None: in the decoder alone).
+    """Sets the decoder's plan to the fastest that is exact. `model`: where its weights are (None:
+    in the decoder alone).
 
     Raises UserError for a model whose logits are not a function of the tokens before them.
     """
@@ -54,7 +68,8 @@ def settle(decoder: HFDecoder, model: Any | None) -> None:
 
 
 def small(model: Any) -> tuple[HFDecoder, int | None]:
-    """A decoder around the model's own weights to try out, and its number of layers: one of every make (all: None).
+    """A decoder around the model's own weights to try out, and its number of layers: one of every
+    make (all: None).
 
     A large vocabulary is cut down to its first words, which change nothing for each other.
     """
@@ -63,7 +78,9 @@ def small(model: Any) -> tuple[HFDecoder, int | None]:
     head = trial.model.get_output_embeddings()
     if type(head) is nn.Linear and len(head.weight) > _WORDS:
         head.weight = nn.Parameter(head.weight[:_WORDS], requires_grad=False)
-        head.bias = None if head.bias is None else nn.Parameter(head.bias[:_WORDS], requires_grad=False)
+        head.bias = (
+            None if head.bias is None else nn.Parameter(head.bias[:_WORDS], requires_grad=False)
+        )
         trial.vocab_size = _WORDS
     return trial, depth
 
@@ -87,7 +104,9 @@ def find_plan(trial: HFDecoder) -> Plan:
                 continue  # the longest row of a forward would decide the frequencies of all
             trial.plan = Plan(kind, plan.reading)  # type: ignore[arg-type]
             found: list[Tensor] = []
-            agrees = _agrees(lambda found=found: found.extend(_decoded(trial, rows)) or found, alone, bound)  # type: ignore[misc]
+            agrees = _agrees(
+                lambda found=found: found.extend(_decoded(trial, rows)) or found, alone, bound
+            )  # type: ignore[misc]
             if agrees and _apart(trial, rows, found, bound):
                 return trial.plan
         return plan
@@ -103,22 +122,27 @@ def agrees_with(decoder: FastDecoder, model: Any) -> bool:
         if not all(bool(logits.isfinite().all()) for logits in alone):
             return True  # the engine says so when it draws
         bound = _bound(decoder.dtype, alone)
-        if decoder.dtype in LOW and trial.dtype not in LOW:  # four times what the products of a learner's autocast lose
+        # four times what the products of a learner's autocast lose
+        if decoder.dtype in LOW and trial.dtype not in LOW:
             with torch.autocast(trial.device.type, dtype=decoder.dtype):
                 bound = max(bound, 4 * _difference(_alone(trial, rows), alone))
         return _difference(_decoded(decoder, rows), alone) <= bound
 
 
-# ------------------------------------------------------------------------------------------------------------ the trial
+# ---------------------------------------------------------------------------------------- the trial
 
 
 def _rows(decoder: HFDecoder) -> Rows:
     """Four sequences, two of which share a prompt's length; short enough for the model's context.
 
-    The padding token stands in the prompts and in the answers of two: some models (RoBERTa's kin) count positions without it, which
-    a cache cannot know of, and a policy may draw it.
+    The padding token stands in the prompts and in the answers of two: some models (RoBERTa's kin)
+    count positions without it, which a cache cannot know of, and a policy may draw it.
     """
-    most = min(limit for limit in (17, decoder.max_positions, decoder.length_switch and decoder.length_switch.at) if limit)
+    most = min(
+        limit
+        for limit in (17, decoder.max_positions, decoder.length_switch and decoder.length_switch.at)
+        if limit
+    )
     scale = most / 17
     config = unwrapped(decoder.model).config.get_text_config()
     words = min(decoder.vocab_size, _WORDS)
@@ -127,7 +151,12 @@ def _rows(decoder: HFDecoder) -> Rows:
     def tokens(count: int) -> list[int]:
         return rng.integers(words, size=max(int(count * scale), 1)).tolist()
 
-    rows = [(0, tokens(5), tokens(6)), (0, tokens(12), tokens(5)), (2, tokens(9), tokens(5)), (0, tokens(12), tokens(2))]
+    rows = [
+        (0, tokens(5), tokens(6)),
+        (0, tokens(12), tokens(5)),
+        (2, tokens(9), tokens(5)),
+        (0, tokens(12), tokens(2)),
+    ]
     pad = getattr(config, "pad_token_id", None)
     if isinstance(pad, int) and 0 <= pad < decoder.vocab_size:
         for i, (_, prompt, response) in enumerate(rows):
@@ -142,22 +171,40 @@ def _changed(rows: Rows, but: int, decoder: HFDecoder) -> Rows:
     def other(tokens: Sequence[int]) -> list[int]:
         return [(token + 1) % min(decoder.vocab_size, _WORDS) for token in tokens]
 
-    return [row if i == but else (row[0], other(row[1]), other(row[2])) for i, row in enumerate(rows)]
+    return [
+        row if i == but else (row[0], other(row[1]), other(row[2])) for i, row in enumerate(rows)
+    ]
 
 
 def _shorten_windows(model: Any) -> None:
-    """Sizes of windows, chunks and choices of attention, wherever config and modules keep them, to at most `_WINDOW`."""
+    """Sizes of windows, chunks and choices of attention, wherever config and modules keep them, to
+    at most `_WINDOW`.
+    """
     config = unwrapped(model).config
-    places = [vars(config), vars(config.get_text_config()), *(vars(module) for module in model.modules())]
+    places = [
+        vars(config),
+        vars(config.get_text_config()),
+        *(vars(module) for module in model.modules()),
+    ]
     for own in places:
         for name, value in list(own.items()):
-            sized = name.endswith(("sliding_window", "attention_window_size", "attention_chunk_size", "window_size", "index_topk"))
+            sized = name.endswith(
+                (
+                    "sliding_window",
+                    "attention_window_size",
+                    "attention_chunk_size",
+                    "window_size",
+                    "index_topk",
+                )
+            )
             if sized and type(value) is int and value > _WINDOW:
                 own[name] = _WINDOW
 
 
 def _alone(decoder: HFDecoder, rows: Rows) -> list[Tensor]:
-    """For each row the logits that predict its response, [tokens, V], by a plain forward of the whole sequence alone."""
+    """For each row the logits that predict its response, [tokens, V], by a plain forward of the
+    whole sequence alone.
+    """
     found = []
     for _, prompt, response in rows:
         logits = decoder.plain_forward([[*prompt, *response]], last_only=False)[0].float()
@@ -172,7 +219,10 @@ def _bound(dtype: torch.dtype, alone: Sequence[Tensor]) -> float:
 
 def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest, infinite where something is not finite."""
-    worst = max(float((one.to(other.device) - other).abs().max()) for one, other in zip(found, expected, strict=True))
+    worst = max(
+        float((one.to(other.device) - other).abs().max())
+        for one, other in zip(found, expected, strict=True)
+    )
     return worst if np.isfinite(worst) else float("inf")
 
 
@@ -187,8 +237,14 @@ def _agrees(run: Callable[[], list[Tensor]], expected: Sequence[Tensor], bound: 
 
 def _check_causal(decoder: HFDecoder, rows: Rows, alone: Sequence[Tensor], bound: float) -> None:
     """The logits of a prefix are those of the whole sequence there, and the same twice."""
-    prefixes = [decoder.plain_forward([[*prompt, *response[:1]]], last_only=False)[0].float() for _, prompt, response in rows]
-    found = [logits[len(prompt) - 1 : len(prompt)] for (_, prompt, _), logits in zip(rows, prefixes, strict=True)]
+    prefixes = [
+        decoder.plain_forward([[*prompt, *response[:1]]], last_only=False)[0].float()
+        for _, prompt, response in rows
+    ]
+    found = [
+        logits[len(prompt) - 1 : len(prompt)]
+        for (_, prompt, _), logits in zip(rows, prefixes, strict=True)
+    ]
     worst = _difference(found, [logits[:1] for logits in alone])
     if worst > bound:
         raise UserError(
@@ -202,10 +258,16 @@ def _together(decoder: HFDecoder, rows: Rows, alone: Sequence[Tensor], bound: fl
     """Whether sequences of one length may share a forward."""
     same = min(len(prompt) + len(response) for _, prompt, response in rows)
 
-    shared = [(i, len(prompt), same - len(prompt)) for i, (_, prompt, _) in enumerate(rows) if len(prompt) < same]
+    shared = [
+        (i, len(prompt), same - len(prompt))
+        for i, (_, prompt, _) in enumerate(rows)
+        if len(prompt) < same
+    ]
 
     def run() -> list[Tensor]:
-        batch = decoder.plain_forward([[*prompt, *response][:same] for _, prompt, response in rows], last_only=False).float()
+        batch = decoder.plain_forward(
+            [[*prompt, *response][:same] for _, prompt, response in rows], last_only=False
+        ).float()
         return [batch[i, start - 1 : same - 1] for i, start, _ in shared]
 
     return _agrees(run, [alone[i][:count] for i, _, count in shared], bound)
@@ -215,22 +277,32 @@ def _right_padding(decoder: HFDecoder, rows: Rows, alone: Sequence[Tensor], boun
     """Whether sequences padded on the right are as they are alone."""
 
     def run() -> list[Tensor]:
-        batch = decoder.plain_forward([[*prompt, *response] for _, prompt, response in rows], last_only=False).float()
-        return [batch[i, len(prompt) - 1 : len(prompt) + len(response) - 1] for i, (_, prompt, response) in enumerate(rows)]
+        batch = decoder.plain_forward(
+            [[*prompt, *response] for _, prompt, response in rows], last_only=False
+        ).float()
+        return [
+            batch[i, len(prompt) - 1 : len(prompt) + len(response) - 1]
+            for i, (_, prompt, response) in enumerate(rows)
+        ]
 
     return _agrees(run, alone, bound)
 
 
 def _apart(decoder: HFDecoder, rows: Rows, before: Sequence[Tensor], bound: float) -> bool:
-    """Whether each row is as it was when all others are changed; the shapes are the same, so hardly anything rounds apart."""
+    """Whether each row is as it was when all others are changed; the shapes are the same, so hardly
+    anything rounds apart.
+    """
     bound = bound if decoder.dtype in LOW else bound / 10
     return all(
-        _difference([_decoded(decoder, _changed(rows, i, decoder))[i]], [before[i]]) <= bound for i in (0, len(rows) - 1)
+        _difference([_decoded(decoder, _changed(rows, i, decoder))[i]], [before[i]]) <= bound
+        for i in (0, len(rows) - 1)
     )
 
 
 def _decoded(decoder: Decoder, rows: Rows) -> list[Tensor]:
-    """Logits for every token of every response through the decoder's own state: each row enters at its step and leaves at its end."""
+    """Logits for every token of every response through the decoder's own state: each row enters at
+    its step and leaves at its end.
+    """
     state = decoder.new_state(1 << 30)
     logits: list[list[Tensor]] = [[] for _ in rows]
     running: list[int] = []
@@ -243,9 +315,14 @@ def _decoded(decoder: Decoder, rows: Rows) -> list[Tensor]:
         if entering := [i for i, (start, _, _) in enumerate(rows) if start == step]:
             slots = np.arange(len(state.prompt_lengths), len(state.prompt_lengths) + len(entering))
             prompts = [rows[i][1] for i in entering]
-            longest = max(len(prompt) for _, prompt, _ in rows), max(len(response) for _, _, response in rows)
+            longest = (
+                max(len(prompt) for _, prompt, _ in rows),
+                max(len(response) for _, _, response in rows),
+            )
             state.reserve(len(rows), longest[0], len(rows), longest[1])
-            for i, first in zip(entering, state.prefill(prompts, [None] * len(prompts)), strict=True):
+            for i, first in zip(
+                entering, state.prefill(prompts, [None] * len(prompts)), strict=True
+            ):
                 logits[i].append(first.float().clone())
             state.enter(slots)
             running += entering

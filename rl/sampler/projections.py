@@ -1,7 +1,9 @@
-"""Linear layers as a decoder computes them: a matrix, and adapters beside it that are added unmerged, as PEFT adds them.
+"""Linear layers as a decoder computes them: a matrix, and adapters beside it that are added
+unmerged, as PEFT adds them.
 
-One matrix may carry the adapters of several (`Projection.others`), each for rows of its own: the matrix is read once for all of them.
-Shapes: N rows (or prompts) first, I inputs, O outputs, R ranks.
+One matrix may carry the adapters of several (`Projection.others`), each for rows of its own: the
+matrix is read once for all of them. Shapes: N rows (or prompts) first, I inputs, O outputs, R
+ranks.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ from rl.sampler import packed
 from rl.sampler.precision import linear_fp32
 from rl.sampler.split import Team, joined, span
 
-# Which rows (the first dimension) are of which adapter, each by its number; None in the place of rows: all of them.
+# Which rows (the first dimension) are of which adapter, each by its number; None in the place of
+# rows: all of them.
 Whose = Sequence[tuple[int, Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Low-rank addition to some outputs of a projection: outputs[columns] += scale * low[ranks] B^T, low = x A^T."""
+    """Low-rank addition to some outputs of a projection: outputs[columns] += scale * low[ranks]
+    B^T, low = x A^T.
+    """
 
     b_key: str
     scale: float
@@ -43,7 +48,8 @@ class ProjectionSpec:
 
 
 def _cut(tensor: Tensor, columns: slice) -> Tensor:
-    return tensor.narrow(-1, columns.start, columns.stop - columns.start)  # indexing asks a device even of fake tensors
+    # indexing asks a device even of fake tensors
+    return tensor.narrow(-1, columns.start, columns.stop - columns.start)
 
 
 class LowRank:
@@ -55,7 +61,9 @@ class LowRank:
         self.lora_a, self.parts = lora_a, parts
 
     def add_(self, x: Tensor, y: Tensor, rows: Tensor | None = None) -> None:
-        """Adds to outputs y [N, .., O] what these make of x [N, .., I]: of all rows, or of some, by number."""
+        """Adds to outputs y [N, .., O] what these make of x [N, .., I]: of all rows, or of some, by
+        number.
+        """
         own = x if rows is None else x.index_select(0, rows)
         low = F.linear(own.to(self.lora_a.dtype), self.lora_a)
         for b_OR, scale, columns, ranks in self.parts:
@@ -67,12 +75,16 @@ class LowRank:
 
     def first(self, outputs: int) -> LowRank:
         """To the first outputs alone, of one layer by itself."""
-        parts = [(b_OR[:outputs], scale, slice(0, outputs), ranks) for b_OR, scale, _, ranks in self.parts]
+        parts = [
+            (b_OR[:outputs], scale, slice(0, outputs), ranks)
+            for b_OR, scale, _, ranks in self.parts
+        ]
         return LowRank(self.lora_a, parts)
 
 
 class Projection:
-    """x [..., I] to [..., O]. `adapter` is for every row, `others` by number for those rows that are said to be theirs.
+    """x [..., I] to [..., O]. `adapter` is for every row, `others` by number for those rows that
+    are said to be theirs.
 
     `packs`: whether the matrix may be held in a second layout (`rl.sampler.packed`).
     """
@@ -102,21 +114,30 @@ class Projection:
         if self.packs and (self.layout is None or self.layout[0] != self.weight._version):
             self.layout = packed.layout(self.weight)
             self.packs = self.layout is not None
-        return self._plain(x) if self.layout is None else packed.product(x, self.layout[1], self.bias)
+        return (
+            self._plain(x) if self.layout is None else packed.product(x, self.layout[1], self.bias)
+        )
 
     def _plain(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
 
 class HeadProjection(Projection):
-    """The output head: logits in float32 also where weights and hidden states are half precision, as a learner's are.
+    """The output head: logits in float32 also where weights and hidden states are half precision,
+    as a learner's are.
 
     `team`: whose ranks each have some rows of the vocabulary, and all get the logits of all.
     """
 
     __slots__ = ("outputs", "team", "words")
 
-    def __init__(self, spec: ProjectionSpec, buffers: dict[str, Tensor], words: int = 0, team: Team | None = None):
+    def __init__(
+        self,
+        spec: ProjectionSpec,
+        buffers: dict[str, Tensor],
+        words: int = 0,
+        team: Team | None = None,
+    ):
         """`words`: of the vocabulary, where a team holds it."""
         super().__init__(spec, buffers)
         self.team, self.words, self.outputs = team, words, words
@@ -135,21 +156,30 @@ class HeadProjection(Projection):
             other.outputs = outputs
             return other
         other.layout = None
-        other.weight, other.bias = self.weight[:outputs], None if self.bias is None else self.bias[:outputs]
+        other.weight, other.bias = (
+            self.weight[:outputs],
+            None if self.bias is None else self.bias[:outputs],
+        )
         other.adapter = None if self.adapter is None else self.adapter.first(outputs)
         return other
 
 
 class Embedding:
-    """Tokens [N, ..] to vectors [N, .., E]; adapters (A [R, V], B [E, R], scale) as `Projection` has them.
+    """Tokens [N, ..] to vectors [N, .., E]; adapters (A [R, V], B [E, R], scale) as `Projection`
+    has them.
 
-    `team`: whose ranks each have the vectors of some of the `words`, and all get those that are asked for.
+    `team`: whose ranks each have the vectors of some of the `words`, and all get those that are
+    asked for.
     """
 
     __slots__ = ("adapter", "others", "team", "weight_VE", "words")
 
     def __init__(
-        self, weight_VE: Tensor, adapter: tuple[Tensor, Tensor, float] | None, words: int = 0, team: Team | None = None
+        self,
+        weight_VE: Tensor,
+        adapter: tuple[Tensor, Tensor, float] | None,
+        words: int = 0,
+        team: Team | None = None,
     ):
         self.weight_VE, self.adapter, self.words, self.team = weight_VE, adapter, words, team
         self.others: dict[int, tuple[Tensor, Tensor, float]] = {}

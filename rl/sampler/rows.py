@@ -1,4 +1,6 @@
-"""The bookkeeping of running rows as arrays, so that a step costs a few numpy calls however many rows there are."""
+"""The bookkeeping of running rows as arrays, so that a step costs a few numpy calls however many
+rows there are.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +32,27 @@ _FIELDS: dict[str, Any] = {
     "untruncated_logprobs": np.bool_,
     "buffer": np.int64,  # where its tokens are written
 }
-FROM_PARAMS = ("temperature", "top_k", "top_p", "min_p", "min_tokens", "untruncated_logprobs")  # fields that are a request's own
+# fields that are a request's own
+FROM_PARAMS = ("temperature", "top_k", "top_p", "min_p", "min_tokens", "untruncated_logprobs")
 
 
 class Rows:
-    """One entry a running row, in the order of the decoder's slots. Its tokens and logprobs go to a buffer that stays put."""
+    """One entry a running row, in the order of the decoder's slots. Its tokens and logprobs go to a
+    buffer that stays put.
+    """
 
     def __init__(self) -> None:
-        self._fields: dict[str, np.ndarray] = {name: np.zeros(0, dtype) for name, dtype in _FIELDS.items()}
+        self._fields: dict[str, np.ndarray] = {
+            name: np.zeros(0, dtype) for name, dtype in _FIELDS.items()
+        }
         self._tokens = np.zeros((0, 16), np.int64)  # [buffers, longest response so far, rounded up]
         self._logprobs = np.zeros((0, 16), np.float64)
         self._free = np.zeros(0, np.int64)
-        self._uniforms: np.ndarray | None = None  # [rows, the next tokens]: drawn ahead, as each call has a fixed cost
+        # [rows, the next tokens]: drawn ahead, as each call has a fixed cost
+        self._uniforms: np.ndarray | None = None
         self._ahead = 0  # columns of it that are used up
-        self._until: dict[int, list[tuple[int, int]]] = {}  # by buffer: (tokens, version) of those drawn before the weights changed
+        # by buffer: (tokens, version) of those drawn before the weights changed
+        self._until: dict[int, list[tuple[int, int]]] = {}
 
     def __len__(self) -> int:
         return len(self._fields["job"])
@@ -51,8 +60,11 @@ class Rows:
     def __getitem__(self, name: str) -> np.ndarray:
         return self._fields[name]
 
-    def enter(self, first_sample: list[int], count: list[int], first_index: list[int], **per_request: list) -> None:
-        """Add `count` rows for each of some requests, samples `first_sample` onwards. `per_request`: the other fields' values.
+    def enter(
+        self, first_sample: list[int], count: list[int], first_index: list[int], **per_request: list
+    ) -> None:
+        """Add `count` rows for each of some requests, samples `first_sample` onwards.
+        `per_request`: the other fields' values.
 
         `first_index` is the stream index of a request's sample 0.
         """
@@ -84,9 +96,14 @@ class Rows:
         self._until[buffer] = [(end, versions[end - 1]) for end in ends]
 
     def now_of(self, before: int, parked: Sequence[dict[str, np.ndarray]] = ()) -> None:
-        """What every row has drawn since this was last called is of the version `before`. `parked`: rows that left with `park`."""
+        """What every row has drawn since this was last called is of the version `before`. `parked`:
+        rows that left with `park`.
+        """
         every = [self._fields, *parked]
-        buffers, lengths = (np.concatenate([fields[name] for fields in every]).tolist() for name in ("buffer", "drawn"))
+        buffers, lengths = (
+            np.concatenate([fields[name] for fields in every]).tolist()
+            for name in ("buffer", "drawn")
+        )
         for buffer, drawn in zip(buffers, lengths, strict=True):
             if drawn:
                 self._until.setdefault(buffer, []).append((drawn, before))
@@ -94,7 +111,10 @@ class Rows:
     def versions(self, row: int, now: int) -> list[int]:
         """The version that drew each token of a row; `now`: of the newest."""
         found: list[int] = []
-        for end, version in [*self._until.get(int(self["buffer"][row]), ()), (int(self["drawn"][row]), now)]:
+        for end, version in [
+            *self._until.get(int(self["buffer"][row]), ()),
+            (int(self["drawn"][row]), now),
+        ]:
             found += [version] * (end - len(found))
         return found
 
@@ -117,7 +137,8 @@ class Rows:
 
     def uniforms(self) -> np.ndarray:
         """The uniform of each row's next token, float64; to be followed by `record`."""
-        if self._uniforms is None or self._ahead >= _UNIFORMS_AHEAD:  # past them where steps that ran by themselves were recorded
+        # past them where steps that ran by themselves were recorded
+        if self._uniforms is None or self._ahead >= _UNIFORMS_AHEAD:
             position = self["drawn"][:, None] + np.arange(_UNIFORMS_AHEAD)
             names = (self["seed"][:, None], self["problem"][:, None], self["index"][:, None])
             self._uniforms, self._ahead = uniforms(*names, position.astype(np.uint64)), 0
@@ -158,12 +179,16 @@ class Rows:
         self.reorder(source)
 
     def park(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """The fields of rows that leave with `reorder` and come back with `unpark`; their buffers stay theirs."""
+        """The fields of rows that leave with `reorder` and come back with `unpark`; their buffers
+        stay theirs.
+        """
         return {name: values[rows] for name, values in self._fields.items()}
 
     def unpark(self, fields: dict[str, np.ndarray]) -> None:
         self._uniforms = None
-        self._fields = {name: np.concatenate([self._fields[name], fields[name]]) for name in _FIELDS}
+        self._fields = {
+            name: np.concatenate([self._fields[name], fields[name]]) for name in _FIELDS
+        }
 
     def reorder(self, source: np.ndarray) -> None:
         """The rows of `source`, in that order; who else leaves keeps a buffer."""

@@ -1,9 +1,11 @@
-"""One decoder over several ranks of a machine: which part of each parameter a rank holds, and how the parts are put together.
+"""One decoder over several ranks of a machine: which part of each parameter a rank holds, and how
+the parts are put together.
 
-Attention heads, columns of the MLP and rows of the vocabulary are cut; norms, and the small side of an adapter, are whole on every rank.
-All ranks of a team decode the same rows in the same order with the same streams, each with its part of the arithmetic: a sum over the team
-after attention and after the MLP of each layer (and after the embedding), the logits put side by side behind the head. So hidden states,
-logits and samples are the same on all of them.
+Attention heads, columns of the MLP and rows of the vocabulary are cut; norms, and the small side of
+an adapter, are whole on every rank. All ranks of a team decode the same rows in the same order with
+the same streams, each with its part of the arithmetic: a sum over the team after attention and
+after the MLP of each layer (and after the embedding), the logits put side by side behind the head.
+So hidden states, logits and samples are the same on all of them.
 Shapes: V vocabulary.
 """
 
@@ -20,7 +22,9 @@ from rl.errors import UserError
 
 
 class Team(Protocol):
-    """Ranks that hold a decoder together (`rl.ranks`): all of them make each call, in the same order."""
+    """Ranks that hold a decoder together (`rl.ranks`): all of them make each call, in the same
+    order.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -43,7 +47,9 @@ class Team(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What a rank holds of a parameter: from `start` to `stop` along `dim` (stop None: all of it). `empty`: zeros in its place."""
+    """What a rank holds of a parameter: from `start` to `stop` along `dim` (stop None: all of it).
+    `empty`: zeros in its place.
+    """
 
     dim: int = 0
     start: int = 0
@@ -53,7 +59,11 @@ class Cut:
     def of(self, whole: Tensor) -> Tensor:
         if self.empty:
             return torch.zeros_like(whole)
-        return whole if self.stop is None else whole.narrow(self.dim, self.start, self.stop - self.start)
+        return (
+            whole
+            if self.stop is None
+            else whole.narrow(self.dim, self.start, self.stop - self.start)
+        )
 
     def rows(self, whole: Tensor) -> int:
         """The length of the first dimension of what is held."""
@@ -64,7 +74,9 @@ WHOLE = Cut()
 
 
 def span(total: int, team: Team, rank: int | None = None) -> tuple[int, int]:
-    """(first, last but one) of so many for a rank of the team, by default this one: consecutive, their numbers differing by at most 1."""
+    """(first, last but one) of so many for a rank of the team, by default this one: consecutive,
+    their numbers differing by at most 1.
+    """
     at = team.rank if rank is None else rank
     return at * total // team.size, (at + 1) * total // team.size
 
@@ -81,7 +93,9 @@ def once(team: Team | None) -> Cut:
 
 def check_splits(config: Any, team: Team) -> None:
     """UserError where a model's heads or MLP columns cannot be dealt out evenly over the team."""
-    check_counts(team.size, config.num_attention_heads, config.num_key_value_heads, config.intermediate_size)
+    check_counts(
+        team.size, config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
+    )
 
 
 def check_counts(size: int, heads: int, key_heads: int, columns: int) -> None:
@@ -100,5 +114,7 @@ def joined(team: Team, columns: Tensor, total: int) -> Tensor:
     """[.., V] in order from each rank's `span` of its columns. `total`: V."""
     widest = -(-total // team.size)
     parts = team.gather(F.pad(columns, (0, widest - columns.shape[-1])))
-    widths = [last - first for first, last in (span(total, team, rank) for rank in range(team.size))]
+    widths = [
+        last - first for first, last in (span(total, team, rank) for rank in range(team.size))
+    ]
     return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=-1)

@@ -1,8 +1,10 @@
-"""A decoding step that needs no host: everything it reads and writes lies in buffers that stay where they are.
+"""A decoding step that needs no host: everything it reads and writes lies in buffers that stay
+where they are.
 
-One function for all devices: on CUDA it is what a graph captures (step_graphs.py), elsewhere it is called as it stands, and is the
-proof of the other. A row that has ended (`left` 0) goes along: it writes to a page that nobody reads, and its token stays.
-Shapes: R rows (of a bucket), B pages of a table, S positions of a page, G groups, H query heads, K key heads, D head width, V words.
+One function for all devices: on CUDA it is what a graph captures (step_graphs.py), elsewhere it is
+called as it stands, and is the proof of the other. A row that has ended (`left` 0) goes along: it
+writes to a page that nobody reads, and its token stays. Shapes: R rows (of a bucket), B pages of a
+table, S positions of a page, G groups, H query heads, K key heads, D head width, V words.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from rl.sampler.token_sampling import draw as draw_from_logits
 class StepBuffers:
     """What a step reads and writes, for the most rows there are; `make` says the sizes.
 
-    By row: the `token` to be fed, its `position`, how many are `left` to draw (0: ended), `skip` positions that lie in shared pages,
-    `table` the other pages, `stop_row` of `stops`. `shares` to `shared_length` are `kernels.SharedPages`. `at`: the step since the host
-    looked, to which `uniform` belong and `tokens` and `logprobs` go.
+    By row: the `token` to be fed, its `position`, how many are `left` to draw (0: ended), `skip`
+    positions that lie in shared pages, `table` the other pages, `stop_row` of `stops`. `shares` to
+    `shared_length` are `kernels.SharedPages`. `at`: the step since the host looked, to which
+    `uniform` belong and `tokens` and `logprobs` go.
     """
 
     token: Tensor  # [R] int64
@@ -49,10 +52,15 @@ class StepBuffers:
     logprobs: Tensor  # [steps, R] float32
 
     @classmethod
-    def make(cls, rows: int, pages: int, steps: int, conditions: int, vocab: int, device: torch.device) -> StepBuffers:
+    def make(
+        cls, rows: int, pages: int, steps: int, conditions: int, vocab: int, device: torch.device
+    ) -> StepBuffers:
         groups = max(rows // 2, 1)
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            **dict.fromkeys(("token", "position", "left", "skip", "stop_row", "order", "place", "group"), ((rows,), torch.int64)),
+            **dict.fromkeys(
+                ("token", "position", "left", "skip", "stop_row", "order", "place", "group"),
+                ((rows,), torch.int64),
+            ),
             **dict.fromkeys(("greedy", "shares"), ((rows,), torch.bool)),
             "table": ((rows, pages), torch.int32),
             "starts": ((groups + 1,), torch.int32),
@@ -64,12 +72,17 @@ class StepBuffers:
             "tokens": ((steps, rows), torch.int64),
             "logprobs": ((steps, rows), torch.float32),
         }
-        made = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
+        made = {
+            name: torch.zeros(shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in shapes.items()
+        }
         made["temperature"] = torch.ones(rows, device=device)
         return cls(**made)
 
     def first(self, rows: int) -> StepBuffers:
-        """Views of the first rows. Narrowed, since Python's indexing asks a device even of fake tensors."""
+        """Views of the first rows. Narrowed, since Python's indexing asks a device even of fake
+        tensors.
+        """
         groups, ways = max(rows // 2, 1), {"uniform": 1, "tokens": 1, "logprobs": 1}
         counts = {"starts": groups + 1, "shared_table": groups, "shared_length": groups}
         whole = {"stops", "at"}
@@ -79,20 +92,36 @@ class StepBuffers:
         })  # fmt: skip
 
 
-def run_step(model: FastForward, kv: list[Tensor], rope: Tensor, buffers: StepBuffers, rows: int, width: int, shared: bool) -> None:
-    """One token for each of the first `rows` rows that has not ended. `width`: pages of a table that are read at most.
+def run_step(
+    model: FastForward,
+    kv: list[Tensor],
+    rope: Tensor,
+    buffers: StepBuffers,
+    rows: int,
+    width: int,
+    shared: bool,
+) -> None:
+    """One token for each of the first `rows` rows that has not ended. `width`: pages of a table
+    that are read at most.
 
-    `kv` [2, pages + 1, S, K, D] of each layer, the last page of no sequence; `rope` [2, positions, D] (`FastForward.rope_table`);
-    `shared`: whether there are groups, whose pages are read once for all their rows.
+    `kv` [2, pages + 1, S, K, D] of each layer, the last page of no sequence; `rope` [2, positions,
+    D] (`FastForward.rope_table`); `shared`: whether there are groups, whose pages are read once for
+    all their rows.
     """
     a, size, nobody, b = model.architecture, kv[0].shape[2], kv[0].shape[1] - 1, buffers.first(rows)
     ended, lives, position = b.left < 1, b.left > 0, b.position
     mine = position - b.skip
-    page = b.table.gather(1, (mine // size).unsqueeze(1)).squeeze(1).long().masked_fill(ended, nobody)
+    page = (
+        b.table.gather(1, (mine // size).unsqueeze(1)).squeeze(1).long().masked_fill(ended, nobody)
+    )
     place, length = position % size, (mine + 1).int().masked_fill_(ended, 1)
     table = b.table.narrow(1, 0, width)
     shared_table = b.shared_table.narrow(1, 0, width)
-    groups = SharedPages(b.order, b.place, b.group, b.shares, b.starts, shared_table, b.shared_length) if shared else None
+    groups = (
+        SharedPages(b.order, b.place, b.group, b.shares, b.starts, shared_table, b.shared_length)
+        if shared
+        else None
+    )
     residual, x = model.embed(b.token), None
     for i, layer in enumerate(model.layers):
         normed = step.residual_rms(x, residual, layer.norm_in, a.eps)
@@ -103,7 +132,9 @@ def run_step(model: FastForward, kv: list[Tensor], rope: Tensor, buffers: StepBu
         normed = step.residual_rms(x, residual, layer.norm_mlp, a.eps)
         x = layer.down(step.silu_mul(layer.gate_up(normed)))
     hidden = step.residual_rms(x, residual, model.norm_E, a.eps)
-    token, logprob = _draw(model, hidden, b.uniform.index_select(0, b.at).squeeze(0), b.temperature, b.greedy)
+    token, logprob = _draw(
+        model, hidden, b.uniform.index_select(0, b.at).squeeze(0), b.temperature, b.greedy
+    )
     token = torch.where(lives, token, b.token, out=b.token)
     b.tokens.index_copy_(0, b.at, token.unsqueeze(0))
     b.logprobs.index_copy_(0, b.at, logprob.unsqueeze(0))
@@ -113,9 +144,13 @@ def run_step(model: FastForward, kv: list[Tensor], rope: Tensor, buffers: StepBu
     b.at.add_(1)
 
 
-def _draw(model: FastForward, hidden: Tensor, uniform: Tensor, temperature: Tensor, greedy: Tensor) -> tuple[Tensor, Tensor]:
+def _draw(
+    model: FastForward, hidden: Tensor, uniform: Tensor, temperature: Tensor, greedy: Tensor
+) -> tuple[Tensor, Tensor]:
     """Without logits, where the head is a matrix and nothing beside it."""
     head = model.head
     if head.adapter is None and head.bias is None and hidden.dtype == head.weight.dtype:
         return draw(hidden, head.weight, temperature, uniform, greedy)
-    return draw_from_logits(head(hidden), uniform, RowSettings(temperature_N=temperature, greedy_N=greedy))
+    return draw_from_logits(
+        head(hidden), uniform, RowSettings(temperature_N=temperature, greedy_N=greedy)
+    )

@@ -1,7 +1,9 @@
-"""Steps over static buffers, several between two looks of the host: on CUDA as graphs, one for each bucket of rows.
+"""Steps over static buffers, several between two looks of the host: on CUDA as graphs, one for each
+bucket of rows.
 
-A graph knows addresses: weights that are loaded in place (`Decoder.load_`) are those of its next replay; another decoder has graphs of
-its own. Adapters are captured as they stand, unmerged. What outlives an engine: kept.py.
+A graph knows addresses: weights that are loaded in place (`Decoder.load_`) are those of its next
+replay; another decoder has graphs of its own. Adapters are captured as they stand, unmerged. What
+outlives an engine: kept.py.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _WRITTEN = ("token", "position", "left", "at", "tokens", "logprobs")  # by a ste
 
 
 def buckets(most: int) -> list[int]:
-    """Rows that a graph may be captured for, ascending: at most half of them are nobody's. The last holds `most`.
+    """Rows that a graph may be captured for, ascending: at most half of them are nobody's. The last
+    holds `most`.
 
     >>> buckets(100)
     [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]
@@ -37,7 +40,9 @@ class Graph(Protocol):
 
 
 class Steps:
-    """Runs steps of `model` over `buffers` and the pages `kv`. `pages`: the most that a table has. The model is not held."""
+    """Runs steps of `model` over `buffers` and the pages `kv`. `pages`: the most that a table has.
+    The model is not held.
+    """
 
     def __init__(self, model: FastForward, kv: list[Tensor], buffers: StepBuffers, most: int):
         self._model, self.kv, self.buffers = ref(model), kv, buffers
@@ -61,7 +66,9 @@ class Steps:
         return next(size for size in self.buckets if size >= rows)
 
     def run(self, rows: int, width: int, shared: bool, count: int) -> None:
-        """`count` steps of the first `rows` rows, a bucket; nothing waits. `width`: the pages of the longest table now."""
+        """`count` steps of the first `rows` rows, a bucket; nothing waits. `width`: the pages of
+        the longest table now.
+        """
         graph = self._captured(rows, shared and rows > 1) if self.captures else None
         self.buffers.at.zero_()
         for _ in range(count):
@@ -71,8 +78,8 @@ class Steps:
                 graph.replay()
 
     def _captured(self, rows: int, shared: bool) -> Graph:
-        """That bucket's graph. A batch shrinks, so with it come all smaller ones that are not there yet: the largest first, so that the
-        others find their memory in its pool.
+        """That bucket's graph. A batch shrinks, so with it come all smaller ones that are not there
+        yet: the largest first, so that the others find their memory in its pool.
         """
         if (rows, shared) not in self._graphs:
             kept = {name: getattr(self.buffers, name).clone() for name in _WRITTEN}
@@ -85,11 +92,15 @@ class Steps:
 
     def _capture(self, rows: int, shared: bool) -> Graph:
         """A graph of one step; it writes to the buffers, and to the page of nobody."""
-        b, given = self.buffers, (self.model, self.kv, self.rope, self.buffers, rows, self.pages, shared)
+        b, given = (
+            self.buffers,
+            (self.model, self.kv, self.rope, self.buffers, rows, self.pages, shared),
+        )
         with torch.cuda.device(b.token.device):
             aside = torch.cuda.Stream()
             aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):  # compiles kernels and makes workspaces, which a capture may not
+            # compiles kernels and makes workspaces, which a capture may not
+            with torch.cuda.stream(aside):
                 b.left.zero_()
                 b.at.zero_()
                 run_step(*given)

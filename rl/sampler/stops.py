@@ -1,6 +1,7 @@
 """When a response ends: EOS tokens, stop ids, stop strings.
 
-`stop=None` keeps the model's EOS tokens; `[]` disables every stop; strings and ids stop in addition to EOS.
+`stop=None` keeps the model's EOS tokens; `[]` disables every stop; strings and ids stop in addition
+to EOS.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ class StopCondition:
     strings: tuple[str, ...]
 
 
-def stop_condition(stop: str | Sequence[str] | Sequence[int] | None, eos_token_ids: Sequence[int]) -> StopCondition:
+def stop_condition(
+    stop: str | Sequence[str] | Sequence[int] | None, eos_token_ids: Sequence[int]
+) -> StopCondition:
     """The request's `stop` together with the model's EOS tokens."""
     if stop is None:
         return StopCondition(frozenset(eos_token_ids), ())
@@ -30,12 +33,16 @@ def stop_condition(stop: str | Sequence[str] | Sequence[int] | None, eos_token_i
     strings = tuple(entry for entry in entries if isinstance(entry, str))
     ids = frozenset(int(entry) for entry in entries if not isinstance(entry, str))
     if "" in strings:
-        raise ValueError(f"stop={stop!r} holds an empty string, which would stop at once: leave it out, or pass [] for no stop")
+        raise ValueError(
+            f"stop={stop!r} holds an empty string, which would stop at once: leave it out, or pass [] for no stop"
+        )
     return StopCondition(ids | frozenset(eos_token_ids), strings)
 
 
 class StopTable:
-    """Stop conditions as rows of a [conditions, V] table, so that a whole batch of tokens is looked up at once."""
+    """Stop conditions as rows of a [conditions, V] table, so that a whole batch of tokens is looked
+    up at once.
+    """
 
     def __init__(self, vocab: int):
         self.vocab = vocab
@@ -56,8 +63,8 @@ class StopTable:
 class StopStrings:
     """Finds stop strings in the decoded text of growing responses.
 
-    A response is looked at only when its newest token can complete a stop string, and then only its tail is decoded: the cost
-    does not grow with the length of the response.
+    A response is looked at only when its newest token can complete a stop string, and then only its
+    tail is decoded: the cost does not grow with the length of the response.
     """
 
     def __init__(self, tokenizer: Any):
@@ -65,10 +72,14 @@ class StopStrings:
         self._completing: dict[tuple[str, ...], dict[int, bool]] = {}
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(
+            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
     def found(self, strings: tuple[str, ...], tokens: np.ndarray) -> bool:
-        """Whether the text of `tokens` (the response so far, [T]) holds a stop string, given that it did not one token ago."""
+        """Whether the text of `tokens` (the response so far, [T]) holds a stop string, given that
+        it did not one token ago.
+        """
         newest = int(tokens[-1])
         known = self._completing.setdefault(strings, {})
         if newest not in known:
@@ -76,21 +87,29 @@ class StopStrings:
         return known[newest] and any(string in self._tail(strings, tokens) for string in strings)
 
     def _may_complete(self, strings: tuple[str, ...], token: int) -> bool:
-        """Whether a stop string can end in this token. In doubt yes: parts of characters; spaces, which decoders drop."""
+        """Whether a stop string can end in this token. In doubt yes: parts of characters; spaces,
+        which decoders drop.
+        """
         text = self.decode([token])
         last_characters = {string[-1] for string in strings}
-        return not text or "\ufffd" in text or any(c in text or c.isspace() for c in last_characters)
+        return (
+            not text or "\ufffd" in text or any(c in text or c.isspace() for c in last_characters)
+        )
 
     def _tail(self, strings: tuple[str, ...], tokens: np.ndarray) -> str:
         """The end of the text: every occurrence that ends in the newest token lies within it.
 
-        Long enough for the longest string before the newest token's own text; one more character as a tokenizer may drop a
-        leading space, and twice as many tokens until it is (a character may be several tokens).
+        Long enough for the longest string before the newest token's own text; one more character as
+        a tokenizer may drop a leading space, and twice as many tokens until it is (a character may
+        be several tokens).
         """
         longest = max(len(string) for string in strings)
         count = longest + 2
         while True:
             text = self.decode(tokens[-count:].tolist())
-            if count >= len(tokens) or len(text) > longest + len(self.decode(tokens[-1:].tolist())) + 1:
+            if (
+                count >= len(tokens)
+                or len(text) > longest + len(self.decode(tokens[-1:].tolist())) + 1
+            ):
                 return text
             count *= 2

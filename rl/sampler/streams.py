@@ -1,8 +1,10 @@
-"""Counter-based uniforms: the random number of a token is a function of who it is, not of what was drawn before it.
+"""Counter-based uniforms: the random number of a token is a function of who it is, not of what was
+drawn before it.
 
-Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3"), vectorised over rows in numpy.
-Key: the seed. Counter: the position in the response, the index in the group and the problem. So a sample's stream depends
-neither on the batch around it, nor on the number of ranks, nor on the order of requests.
+Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3"),
+vectorised over rows in numpy. Key: the seed. Counter: the position in the response, the index in
+the group and the problem. So a sample's stream depends neither on the batch around it, nor on the
+number of ranks, nor on the order of requests.
 """
 
 from __future__ import annotations
@@ -22,22 +24,35 @@ def as_uint64(value: int) -> np.uint64:
     return np.uint64(value & _MASK64)
 
 
-def philox4x32(counter: tuple[np.ndarray, ...], key: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
-    """Ten Philox rounds. Four counter words and two key words, each an uint64 array holding 32 bits; four such words back."""
+def philox4x32(
+    counter: tuple[np.ndarray, ...], key: tuple[np.ndarray, ...]
+) -> tuple[np.ndarray, ...]:
+    """Ten Philox rounds. Four counter words and two key words, each an uint64 array holding 32
+    bits; four such words back.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
         product0 = _MULTIPLIERS[0] * c0  # 32 x 32 bits fit in 64
         product1 = _MULTIPLIERS[1] * c2
-        c0, c1, c2, c3 = (product1 >> _HALF) ^ c1 ^ k0, product1 & _LOW, (product0 >> _HALF) ^ c3 ^ k1, product0 & _LOW
+        c0, c1, c2, c3 = (
+            (product1 >> _HALF) ^ c1 ^ k0,
+            product1 & _LOW,
+            (product0 >> _HALF) ^ c3 ^ k1,
+            product0 & _LOW,
+        )
         k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
     return c0, c1, c2, c3
 
 
-def uniforms(seed: np.ndarray, problem: np.ndarray, index: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Uniforms in [0, 1) with 53 bits, float64, one for each row of the (broadcast) uint64 arguments.
+def uniforms(
+    seed: np.ndarray, problem: np.ndarray, index: np.ndarray, position: np.ndarray
+) -> np.ndarray:
+    """Uniforms in [0, 1) with 53 bits, float64, one for each row of the (broadcast) uint64
+    arguments.
 
-    `index` (of the sample in its group) and `position` (of the token in its response) count modulo 2^32.
+    `index` (of the sample in its group) and `position` (of the token in its response) count modulo
+    2^32.
     """
     seed, problem, index, position = np.broadcast_arrays(seed, problem, index, position)
     counter = (position & _LOW, index & _LOW, problem & _LOW, problem >> _HALF)

@@ -1,6 +1,8 @@
-"""From logits to a token and its logprob: temperature, min-p, top-k, top-p, inverse CDF. All rows at once, on the logits' device.
+"""From logits to a token and its logprob: temperature, min-p, top-k, top-p, inverse CDF. All rows
+at once, on the logits' device.
 
-Shapes: N rows, V vocabulary, B blocks of the vocabulary. Softmax and logprobs are in float32 whatever the logits' dtype.
+Shapes: N rows, V vocabulary, B blocks of the vocabulary. Softmax and logprobs are in float32
+whatever the logits' dtype.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from torch import Tensor
 
 from rl.sampler import cpu_kernels
 
-_BLOCK = 512  # vocabularies above this are searched in two levels: first the block, then the token in it
+# vocabularies above this are searched in two levels: first the block, then the token in it
+_BLOCK = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +24,9 @@ class RowSettings:
     """How each row draws. None stands for the common case, which then costs nothing.
 
     `temperature_N` float32, 0 for greedy (None: 1 everywhere); `greedy_N` bool (None: nowhere);
-    `truncated` the rows with min-p, top-k or top-p (None: no row), with their `min_p`, `top_k` (vocabulary size for none) and `top_p`;
-    `untruncated_logprobs` those of them whose logprob is of the whole distribution all the same (None: no row).
+    `truncated` the rows with min-p, top-k or top-p (None: no row), with their `min_p`, `top_k`
+    (vocabulary size for none) and `top_p`; `untruncated_logprobs` those of them whose logprob is of
+    the whole distribution all the same (None: no row).
     """
 
     temperature_N: Tensor | None = None
@@ -44,20 +48,29 @@ def row_settings(
     vocab: int,
     device: torch.device,
 ) -> RowSettings:
-    """Settings of the running rows ([N] each; top_k -1, top_p 1 and min_p 0 for no truncation) as tensors on the device."""
+    """Settings of the running rows ([N] each; top_k -1, top_p 1 and min_p 0 for no truncation) as
+    tensors on the device.
+    """
     temperature = torch.tensor(temperatures, dtype=torch.float32)
     top_k = torch.tensor(top_ks, dtype=torch.int64)
     top_p = torch.tensor(top_ps, dtype=torch.float64)
     min_p = torch.zeros_like(top_p) if min_ps is None else torch.tensor(min_ps, dtype=torch.float64)
     top_k = torch.where((top_k < 1) | (top_k > vocab), vocab, top_k)
     greedy = temperature == 0
-    # Greedy keeps its one token under any truncation, and reports the logprob of the whole distribution.
+    # Greedy keeps its one token under any truncation, and reports the logprob of the whole
+    # distribution.
     cut_N = ((top_k < vocab) | (top_p < 1) | (min_p > 0)) & ~greedy
     truncated = torch.nonzero(cut_N).squeeze(1)
-    whole = truncated[:0] if untruncated_logprobs is None else torch.nonzero(cut_N & torch.tensor(untruncated_logprobs)).squeeze(1)
+    whole = (
+        truncated[:0]
+        if untruncated_logprobs is None
+        else torch.nonzero(cut_N & torch.tensor(untruncated_logprobs)).squeeze(1)
+    )
     plain_temperature = bool((temperature[~greedy] == 1).all())
     return RowSettings(
-        temperature_N=None if plain_temperature else torch.where(greedy, 1.0, temperature).to(device),
+        temperature_N=None
+        if plain_temperature
+        else torch.where(greedy, 1.0, temperature).to(device),
         greedy_N=greedy.to(device) if bool(greedy.any()) else None,
         truncated=truncated.to(device) if len(truncated) else None,
         top_k=top_k[truncated].to(device) if len(truncated) else None,
@@ -70,20 +83,31 @@ def row_settings(
 def draw(logits_NV: Tensor, uniform_N: Tensor, settings: RowSettings) -> tuple[Tensor, Tensor]:
     """One token (int64) and its logprob (float32) for each row; `uniform_N` float64 in [0, 1).
 
-    The logprob is that of the distribution the token was drawn from: softmax(logits / T), renormalised over its support where
-    min-p, top-k or top-p cut it, except in rows of `untruncated_logprobs`, which report softmax(logits / T). Greedy rows take the largest
-    logit (ties: the lowest id) and report the untempered logprob.
+    The logprob is that of the distribution the token was drawn from: softmax(logits / T),
+    renormalised over its support where min-p, top-k or top-p cut it, except in rows of
+    `untruncated_logprobs`, which report softmax(logits / T). Greedy rows take the largest logit
+    (ties: the lowest id) and report the untempered logprob.
 
-    On a CPU rows that nothing is cut from are drawn by one call of `CpuKernels`, others and other devices by torch's operations. How
-    a row is drawn depends on its own settings alone, not on who else is in the batch.
+    On a CPU rows that nothing is cut from are drawn by one call of `CpuKernels`, others and other
+    devices by torch's operations. How a row is drawn depends on its own settings alone, not on who
+    else is in the batch.
     """
     logits_NV = logits_NV.float()
-    kernels = cpu_kernels.load() if logits_NV.device.type == "cpu" and type(logits_NV) is Tensor else None
+    kernels = (
+        cpu_kernels.load() if logits_NV.device.type == "cpu" and type(logits_NV) is Tensor else None
+    )
     if kernels is None:
         return draw_by_torch(logits_NV, uniform_N, settings)
-    token_N, logprob_N = kernels.draw(logits_NV.contiguous(), uniform_N.double().contiguous(), settings.temperature_N, settings.greedy_N)
+    token_N, logprob_N = kernels.draw(
+        logits_NV.contiguous(),
+        uniform_N.double().contiguous(),
+        settings.temperature_N,
+        settings.greedy_N,
+    )
     if (rows := settings.truncated) is not None:
-        token_N[rows], logprob_N[rows] = draw_by_torch(logits_NV[rows], uniform_N[rows], _of_rows(settings, rows))
+        token_N[rows], logprob_N[rows] = draw_by_torch(
+            logits_NV[rows], uniform_N[rows], _of_rows(settings, rows)
+        )
     return token_N, logprob_N
 
 
@@ -100,13 +124,18 @@ def _of_rows(settings: RowSettings, rows: Tensor) -> RowSettings:
     )
 
 
-def draw_by_torch(scaled_NV: Tensor, uniform_N: Tensor, settings: RowSettings) -> tuple[Tensor, Tensor]:
+def draw_by_torch(
+    scaled_NV: Tensor, uniform_N: Tensor, settings: RowSettings
+) -> tuple[Tensor, Tensor]:
     """`draw` of float32 logits on any device."""
     if settings.temperature_N is not None:
-        scaled_NV = scaled_NV / settings.temperature_N.unsqueeze(1)  # not indexed: that asks a device even of fake tensors
+        # not indexed: that asks a device even of fake tensors
+        scaled_NV = scaled_NV / settings.temperature_N.unsqueeze(1)
     whole_NV = scaled_NV
     if settings.truncated is not None and settings.top_k is not None and settings.top_p is not None:
-        cut = truncate(scaled_NV[settings.truncated], settings.top_k, settings.top_p, settings.min_p)
+        cut = truncate(
+            scaled_NV[settings.truncated], settings.top_k, settings.top_p, settings.min_p
+        )
         scaled_NV = scaled_NV.index_copy(0, settings.truncated, cut)
     largest_N1 = scaled_NV.amax(-1, keepdim=True)
     token_N, sum_N = inverse_cdf((scaled_NV - largest_N1).exp_(), uniform_N)
@@ -121,12 +150,15 @@ def draw_by_torch(scaled_NV: Tensor, uniform_N: Tensor, settings: RowSettings) -
     return token_N, logprob_N
 
 
-def truncate(scaled_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor | None = None) -> Tensor:
-    """Logits with everything outside min-p, then outside top-k, then outside top-p of what is left, set to -inf.
+def truncate(
+    scaled_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor | None = None
+) -> Tensor:
+    """Logits with everything outside min-p, then outside top-k, then outside top-p of what is left,
+    set to -inf.
 
-    Min-p keeps a token whose probability is at least min_p times the largest. For the others tokens are ranked by logit, ties by the
-    lower id. Top-p keeps a token while the probability before it is below p: the
-    smallest set that reaches p, and always the first.
+    Min-p keeps a token whose probability is at least min_p times the largest. For the others tokens
+    are ranked by logit, ties by the lower id. Top-p keeps a token while the probability before it
+    is below p: the smallest set that reaches p, and always the first.
     """
     sorted_NV, order_NV = scaled_NV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(scaled_NV.shape[-1], device=scaled_NV.device)
@@ -141,10 +173,11 @@ def truncate(scaled_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tenso
 
 
 def inverse_cdf(weight_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
-    """The token at which the cumulative weight passes u times its total, and that total. Never a token of weight zero.
+    """The token at which the cumulative weight passes u times its total, and that total. Never a
+    token of weight zero.
 
-    The weights are unnormalised probabilities. Sums are in float64; a large vocabulary is searched block by block, so that a
-    cumulative sum over all of it is never stored.
+    The weights are unnormalised probabilities. Sums are in float64; a large vocabulary is searched
+    block by block, so that a cumulative sum over all of it is never stored.
     """
     vocab = weight_NV.shape[-1]
     if vocab <= _BLOCK:
@@ -152,22 +185,33 @@ def inverse_cdf(weight_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
         total_N = cumulative_NV.select(1, -1)
         return _first_above(cumulative_NV, uniform_N * total_N), total_N
     blocks = -(-vocab // _BLOCK)
-    weight_NBb = torch.nn.functional.pad(weight_NV, (0, blocks * _BLOCK - vocab)).view(-1, blocks, _BLOCK)
+    weight_NBb = torch.nn.functional.pad(weight_NV, (0, blocks * _BLOCK - vocab)).view(
+        -1, blocks, _BLOCK
+    )
     cumulative_NB = weight_NBb.sum(-1, dtype=torch.float64).cumsum(-1)
     total_N = cumulative_NB.select(1, -1)
     target_N = uniform_N * total_N
     block_N = _first_above(cumulative_NB, target_N)
-    before_N = cumulative_NB.gather(1, (block_N - 1).clamp_min(0).unsqueeze(1)).squeeze(1).masked_fill(block_N < 1, 0.0)
-    inside_Nb = weight_NBb.gather(1, block_N.view(-1, 1, 1).expand(-1, 1, _BLOCK)).squeeze(1).cumsum(-1, dtype=torch.float64)
+    before_N = (
+        cumulative_NB.gather(1, (block_N - 1).clamp_min(0).unsqueeze(1))
+        .squeeze(1)
+        .masked_fill(block_N < 1, 0.0)
+    )
+    inside_Nb = (
+        weight_NBb.gather(1, block_N.view(-1, 1, 1).expand(-1, 1, _BLOCK))
+        .squeeze(1)
+        .cumsum(-1, dtype=torch.float64)
+    )
     token_N = block_N * _BLOCK + _first_above(inside_Nb, target_N - before_N)
     return token_N.clamp_max(vocab - 1), total_N
 
 
 def _first_above(cumulative_NX: Tensor, target_N: Tensor) -> Tensor:
-    """First index whose cumulative sum is above the target: the sum rises there, so its own weight is not zero.
+    """First index whose cumulative sum is above the target: the sum rises there, so its own weight
+    is not zero.
 
-    Rounding may bring a target up to the total, above which nothing is; it is kept one unit below. Sums that are NaN give some
-    index within bounds, and their logprob tells (see `Engine`).
+    Rounding may bring a target up to the total, above which nothing is; it is kept one unit below.
+    Sums that are NaN give some index within bounds, and their logprob tells (see `Engine`).
     """
     total_N = cumulative_NX.select(1, -1)
     below_N = torch.minimum(target_N, torch.nextafter(total_N, torch.zeros_like(total_N)))

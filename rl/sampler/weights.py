@@ -1,8 +1,10 @@
-"""A decoder's own weights: fused buffers of which every model parameter is a slice, found by the model's own names.
+"""A decoder's own weights: fused buffers of which every model parameter is a slice, found by the
+model's own names.
 
-Matrices that read the same input (q, k and v; gate and up; the A matrices of their adapters) lie one below the other in one
-buffer, so that one matmul serves them. Where ranks hold a decoder together, each has its part of a parameter (rl.sampler.split) and
-takes it from the whole one, which is given one at a time. Shapes: I inputs, O outputs, R ranks.
+Matrices that read the same input (q, k and v; gate and up; the A matrices of their adapters) lie
+one below the other in one buffer, so that one matmul serves them. Where ranks hold a decoder
+together, each has its part of a parameter (rl.sampler.split) and takes it from the whole one, which
+is given one at a time. Shapes: I inputs, O outputs, R ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Part:
 
 
 class Weights:
-    """Buffers by key, parameters by name. Buffers with a trainable piece are copied by a fork, the others shared.
+    """Buffers by key, parameters by name. Buffers with a trainable piece are copied by a fork, the
+    others shared.
 
     `team`: the ranks that hold them together, each its part; None: all are here.
     """
@@ -62,18 +65,26 @@ class Weights:
     ) -> None:
         """Stack what is held of parameters along their first dimension into the buffer `key`.
 
-        It is the buffer of `base`, shared, where that holds the same numbers under this key and none of them is trained.
+        It is the buffer of `base`, shared, where that holds the same numbers under this key and
+        none of them is trained.
         """
         start, trained = 0, any(part.parameter.requires_grad for part in parts)
         for part in parts:
             whole, length = part.parameter, part.cut.rows(part.parameter)
             for name in part.names:
-                self.pieces[name] = Piece(key, start, length, whole.requires_grad, whole.shape, part.cut)
+                self.pieces[name] = Piece(
+                    key, start, length, whole.requires_grad, whole.shape, part.cut
+                )
             start += length
         own = [part.cut.of(part.parameter.detach()) for part in parts]
         shared = None if base is None or trained else base.buffers.get(key)
-        if shared is not None and len(shared) == start and all(
-            same(self._of(shared, part.names[0]), one) for part, one in zip(parts, own, strict=True)
+        if (
+            shared is not None
+            and len(shared) == start
+            and all(
+                same(self._of(shared, part.names[0]), one)
+                for part, one in zip(parts, own, strict=True)
+            )
         ):
             self.buffers[key] = shared
             self.shared.add(key)
@@ -95,10 +106,14 @@ class Weights:
         for name, tensor in named_tensors:
             if name not in self.pieces:
                 known = sorted(self.pieces)
-                raise ValueError(f"no parameter {name!r} among the decoder's {len(known)}, such as {known[0]!r}, {known[-1]!r}")
+                raise ValueError(
+                    f"no parameter {name!r} among the decoder's {len(known)}, such as {known[0]!r}, {known[-1]!r}"
+                )
             own, piece = self.view(name), self.pieces[name]
             if piece.whole != tensor.shape:
-                raise ValueError(f"{name} has shape {tuple(piece.whole)} in the decoder, got {tuple(tensor.shape)}")
+                raise ValueError(
+                    f"{name} has shape {tuple(piece.whole)} in the decoder, got {tuple(tensor.shape)}"
+                )
             given = piece.cut.of(tensor.detach())
             if piece.buffer in self.shared:
                 refuse_change_of_shared(name, own, given)
@@ -106,11 +121,16 @@ class Weights:
                 own.copy_(given)
 
     def fork(self) -> Weights:
-        """A second set: buffers with a trainable piece copied, the others shared by both from now on."""
+        """A second set: buffers with a trainable piece copied, the others shared by both from now
+        on.
+        """
         trained = {piece.buffer for piece in self.pieces.values() if piece.trainable}
         other = Weights(self.team)
         other.pieces = self.pieces
-        other.buffers = {key: buffer.clone() if key in trained else buffer for key, buffer in self.buffers.items()}
+        other.buffers = {
+            key: buffer.clone() if key in trained else buffer
+            for key, buffer in self.buffers.items()
+        }
         self.shared = other.shared = set(self.buffers) - trained
         return other
 
@@ -121,7 +141,9 @@ def same(own: Tensor, new: Tensor) -> bool:
 
 
 def refuse_change_of_shared(name: str, own: Tensor, new: Tensor) -> None:
-    """A frozen weight that forks share may be given again but not changed: it would change the other versions too."""
+    """A frozen weight that forks share may be given again but not changed: it would change the
+    other versions too.
+    """
     if not same(own, new):
         raise ValueError(
             f"{name} is frozen and shared by forked decoders, so it cannot take another value: "
@@ -129,7 +151,7 @@ def refuse_change_of_shared(name: str, own: Tensor, new: Tensor) -> None:
         )
 
 
-# ----------------------------------------------------------------------------------------------------- reading a model
+# ---------------------------------------------------------------------------------- reading a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +165,9 @@ class Wrapped:
 
 
 def unwrap(module: nn.Module) -> Wrapped:
-    """A plain nn.Linear / nn.Embedding, or PEFT's LoRA around one. Raises `Unsupported` for everything else."""
+    """A plain nn.Linear / nn.Embedding, or PEFT's LoRA around one. Raises `Unsupported` for
+    everything else.
+    """
     if type(module) in (nn.Linear, nn.Embedding):
         return Wrapped(module)
     if not type(module).__module__.startswith("peft."):
@@ -155,14 +179,18 @@ def unwrap(module: nn.Module) -> Wrapped:
     base, active = module.get_base_layer(), list(module.active_adapters)
     adapters = [name for name in active if name in module.scaling]
     if type(base) not in (nn.Linear, nn.Embedding) or module.merged or len(adapters) > 1:
-        raise Unsupported(f"an adapter that is merged, or one of several active ({active}), or around a {type(base).__name__}")
+        raise Unsupported(
+            f"an adapter that is merged, or one of several active ({active}), or around a {type(base).__name__}"
+        )
     if not adapters or module.disable_adapters:
         raise Unsupported("adapters that are disabled")
     name = adapters[0]
     if module.use_dora.get(name) or module.lora_bias.get(name):
         raise Unsupported("an adapter with DoRA or a bias")
     if isinstance(module, lora.Embedding):
-        return Wrapped(base, module.lora_embedding_A[name], module.lora_embedding_B[name], module.scaling[name])
+        return Wrapped(
+            base, module.lora_embedding_A[name], module.lora_embedding_B[name], module.scaling[name]
+        )
     a, b = module.lora_A[name].get_parameter("weight"), module.lora_B[name].get_parameter("weight")
     return Wrapped(base, a, b, module.scaling[name])
 
@@ -175,9 +203,16 @@ class Builder:
     """Adds a model's modules to `Weights` under the names that its parameters have."""
 
     def __init__(
-        self, model: nn.Module, dtype: torch.dtype, device: torch.device, base: Weights | None = None, team: Team | None = None
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        device: torch.device,
+        base: Weights | None = None,
+        team: Team | None = None,
     ):
-        """`base`: whose buffers are taken rather than filled, where they hold what the model's do. `team`: see `Weights`."""
+        """`base`: whose buffers are taken rather than filled, where they hold what the model's do.
+        `team`: see `Weights`.
+        """
         self.weights, self.base, self.team = Weights(team), base, team
         self.dtype, self.device = dtype, device
         self.names: dict[int, list[str]] = {}
@@ -186,11 +221,15 @@ class Builder:
 
     def _named(self, parameters: Iterable[Tensor], dim: int | None = None) -> list[Part]:
         """With all their names; `dim`: along which they are cut."""
-        cuts = ((p, WHOLE if dim is None else cut(p.shape[dim], dim, self.team)) for p in parameters)
+        cuts = (
+            (p, WHOLE if dim is None else cut(p.shape[dim], dim, self.team)) for p in parameters
+        )
         return [Part(self.names[id(parameter)], parameter, own) for parameter, own in cuts]
 
     def tensor(self, key: str, parameter: Tensor, dim: int | None = None) -> str:
-        """One parameter by itself (a norm's weight, an embedding). `dim`: along which a team cuts it (None: whole on every rank)."""
+        """One parameter by itself (a norm's weight, an embedding). `dim`: along which a team cuts
+        it (None: whole on every rank).
+        """
         self.weights.add(key, self._named([parameter], dim), self.dtype, self.device, self.base)
         return key
 
@@ -204,15 +243,30 @@ class Builder:
         self.weights.add(key, self._named([parameter], dim), parameter.dtype, self.device)
         return key
 
-    def projection(self, key: str, modules: Sequence[nn.Module], tied_to: str | None = None, *, inputs: bool = False) -> ProjectionSpec:
-        """Linear layers that read the same input, fused; `tied_to` names the buffer of a weight that is already there.
+    def projection(
+        self,
+        key: str,
+        modules: Sequence[nn.Module],
+        tied_to: str | None = None,
+        *,
+        inputs: bool = False,
+    ) -> ProjectionSpec:
+        """Linear layers that read the same input, fused; `tied_to` names the buffer of a weight
+        that is already there.
 
-        A team cuts their outputs; `inputs`: their inputs, and what each rank computes is its part of a sum.
+        A team cuts their outputs; `inputs`: their inputs, and what each rank computes is its part
+        of a sum.
         """
         parts = [unwrap(module) for module in modules]
         weight, bias, lora_a = tied_to or f"{key}.weight", None, None
         if tied_to is None:
-            self.weights.add(weight, self._named((part.base.weight for part in parts), int(inputs)), self.dtype, self.device, self.base)
+            self.weights.add(
+                weight,
+                self._named((part.base.weight for part in parts), int(inputs)),
+                self.dtype,
+                self.device,
+                self.base,
+            )
         biased = [part.base.bias for part in parts if part.base.bias is not None]
         if biased:
             if len(biased) < len(parts):
@@ -231,9 +285,18 @@ class Builder:
             ranks = slice(first_rank, first_rank + len(part.lora_a))
             first_rank = ranks.stop
             b_key = f"{key}.lora_b.{i}"
-            adapters.append(Adapter(self.adapter(b_key, part.lora_b, None if inputs else 0), part.scale, columns, ranks))
+            adapters.append(
+                Adapter(
+                    self.adapter(b_key, part.lora_b, None if inputs else 0),
+                    part.scale,
+                    columns,
+                    ranks,
+                )
+            )
         matrices = [part.lora_a for part in parts if part.lora_a is not None]
         if matrices:
             lora_a = f"{key}.lora_a"
-            self.weights.add(lora_a, self._named(matrices, 1 if inputs else None), matrices[0].dtype, self.device)
+            self.weights.add(
+                lora_a, self._named(matrices, 1 if inputs else None), matrices[0].dtype, self.device
+            )
         return ProjectionSpec(weight, bias, lora_a, tuple(adapters))

@@ -14,12 +14,16 @@ _COLLECTIONS = (list, tuple, set, frozenset, deque)
 
 
 def exact(value: Any, expected: Any) -> bool:
-    """Equal with equal types of numbers and containers, but a tuple is as good as a list. Of texts: character by character."""
+    """Equal with equal types of numbers and containers, but a tuple is as good as a list. Of texts:
+    character by character.
+    """
     return _same(value, expected, _equal)
 
 
 def trimmed(value: Any, expected: Any) -> bool:
-    """Texts line by line, without spaces at the ends of lines and empty lines at the end. Else as exact."""
+    """Texts line by line, without spaces at the ends of lines and empty lines at the end. Else as
+    exact.
+    """
     if isinstance(value, str) and isinstance(expected, str):
         return _lines(value) == _lines(expected)
     return exact(value, expected)
@@ -33,18 +37,23 @@ def tokens(value: Any, expected: Any) -> bool:
 
 
 def floats(value: Any, expected: Any) -> bool:
-    """As tokens, but a float is equal to a number within 1e-6, relative or absolute. Integers are equal or not; a float in place of an
-    expected integer has to be nearest to it as well."""
+    """As tokens, but a float is equal to a number within 1e-6, relative or absolute. Integers are
+    equal or not; a float in place of an expected integer has to be nearest to it as well.
+    """
     if isinstance(value, str) and isinstance(expected, str):
         ours, theirs = value.split(), expected.split()
-        return len(ours) == len(theirs) and all(a == b or _near_texts(a, b) for a, b in zip(ours, theirs, strict=True))
+        return len(ours) == len(theirs) and all(
+            a == b or _near_texts(a, b) for a, b in zip(ours, theirs, strict=True)
+        )
     return _same(value, expected, _near)
 
 
 def sets(value: Any, expected: Any) -> bool:
     """In any order: lines of texts, items of a list, tuple, set or deque (each as often)."""
     if isinstance(value, str) and isinstance(expected, str):
-        return sorted(line.split() for line in _lines(value)) == sorted(line.split() for line in _lines(expected))
+        return sorted(line.split() for line in _lines(value)) == sorted(
+            line.split() for line in _lines(expected)
+        )
     if not (isinstance(value, _COLLECTIONS) and isinstance(expected, _COLLECTIONS)):
         return exact(value, expected)
     rest = list(expected)
@@ -56,7 +65,13 @@ def sets(value: Any, expected: Any) -> bool:
     return not rest
 
 
-COMPARERS: dict[str, Callable[[Any, Any], bool]] = {"exact": exact, "trimmed": trimmed, "tokens": tokens, "floats": floats, "sets": sets}
+COMPARERS: dict[str, Callable[[Any, Any], bool]] = {
+    "exact": exact,
+    "trimmed": trimmed,
+    "tokens": tokens,
+    "floats": floats,
+    "sets": sets,
+}
 
 
 def _lines(text: str) -> list[str]:
@@ -70,7 +85,9 @@ def _same(a: Any, b: Any, equal: Callable[[Any, Any], bool], deep: int = 0) -> b
     if deep > _DEEPEST:
         return False
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(_same(x, y, equal, deep + 1) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(
+            _same(x, y, equal, deep + 1) for x, y in zip(a, b, strict=True)
+        )
     if isinstance(a, dict) and isinstance(b, dict):
         return _typed(a) == _typed(b) and all(_same(a[key], b[key], equal, deep + 1) for key in a)
     return equal(a, b)
@@ -88,12 +105,20 @@ def _typed(items: Any) -> set[tuple[type, Any]]:
 
 
 def _near(value: Any, expected: Any) -> bool:
-    """Numbers within the tolerance; an expected integer is also the nearest one to the value, and so equal to a value that is one."""
+    """Numbers within the tolerance; an expected integer is also the nearest one to the value, and
+    so equal to a value that is one.
+    """
     numbers = (int, float)
-    if isinstance(value, bool) or isinstance(expected, bool) or not (isinstance(value, numbers) and isinstance(expected, numbers)):
+    if (
+        isinstance(value, bool)
+        or isinstance(expected, bool)
+        or not (isinstance(value, numbers) and isinstance(expected, numbers))
+    ):
         return _equal(value, expected)
     try:
-        near = value == expected or math.isclose(value, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        near = value == expected or math.isclose(
+            value, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE
+        )
     except OverflowError:  # an integer beyond every float
         return False
     return near and (isinstance(expected, float) or round(value) == expected)
@@ -105,8 +130,12 @@ _INTEGER = re.compile(r"[+-]?\d{1,300}\Z", re.ASCII)  # a longer one is beyond e
 
 
 def _near_texts(value: str, expected: str) -> bool:
-    """Numbers of which one is written as a float. Two integers are equal as texts, which the caller has compared."""
-    if not (_NUMBER.match(value) and _NUMBER.match(expected)) or (value.lstrip("+-").isdigit() and expected.lstrip("+-").isdigit()):
+    """Numbers of which one is written as a float. Two integers are equal as texts, which the caller
+    has compared.
+    """
+    if not (_NUMBER.match(value) and _NUMBER.match(expected)) or (
+        value.lstrip("+-").isdigit() and expected.lstrip("+-").isdigit()
+    ):
         return False
     a, b = (int(text) if _INTEGER.match(text) else float(text) for text in (value, expected))
     return not math.isinf(a) and not math.isinf(b) and _near(a, b)

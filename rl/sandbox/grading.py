@@ -19,7 +19,8 @@ from rl.sandbox.styles import Asserts, Calls, Compare, Dialogues, Pytest, Tests
 Verdict = tuple[bool, str]
 _BUILD_SECONDS = 30.0
 _END_SECONDS = 10.0
-LONGEST_RANGE = 1 << 24  # numbers that the ranges of one value may stand for, outside of the sandbox
+# numbers that the ranges of one value may stand for, outside of the sandbox
+LONGEST_RANGE = 1 << 24
 _IMPORT_SECONDS = 10.0  # of pytest, before its first verdict
 
 
@@ -45,10 +46,21 @@ def verdicts(job: Job, tests: Tests, limits: Limits, early_stop: bool) -> Iterat
 def case(language: str, stdin: str, limits: Limits, clean: bool = False) -> dict[str, Any]:
     """The message that runs a program once."""
     about = LANGUAGES[language]
-    message: dict[str, Any] = {"do": "case", "mode": "script", "stdin": stdin, "wall_s": limits.wall_s, "clean": clean}
+    message: dict[str, Any] = {
+        "do": "case",
+        "mode": "script",
+        "stdin": stdin,
+        "wall_s": limits.wall_s,
+        "clean": clean,
+    }
     if about.start:
         argv = [word.replace("{tool}", command_of(language)) for word in about.start]
-        message |= {"mode": "exec", "argv": argv, "address_space": about.address_space, "environment": about.environment}
+        message |= {
+            "mode": "exec",
+            "argv": argv,
+            "address_space": about.address_space,
+            "environment": about.environment,
+        }
     return message
 
 
@@ -58,7 +70,12 @@ def build(job: Job, language: str, limits: Limits) -> dict[str, Any] | None:
     if not about.build:
         return None
     argv = [word.replace("{tool}", command_of(language)) for word in about.build]
-    message = {**case(language, "", limits), "argv": argv, "address_space": False, "wall_s": _BUILD_SECONDS}
+    message = {
+        **case(language, "", limits),
+        "argv": argv,
+        "address_space": False,
+        "wall_s": _BUILD_SECONDS,
+    }
     reply = job.ask(message, _BUILD_SECONDS)
     return None if reply["code"] == 0 and not reply["by"] else reply
 
@@ -85,11 +102,15 @@ def calls(job: Job, tests: Calls, limits: Limits) -> Iterator[Verdict]:
         request: dict[str, Any] = {"do": "call", "name": tests.function}
         try:
             if isinstance(arguments, Mapping):
-                request["named"] = {str(key): values.encode(item) for key, item in arguments.items()}
+                request["named"] = {
+                    str(key): values.encode(item) for key, item in arguments.items()
+                }
             else:
                 request["arguments"] = [values.encode(item) for item in arguments]
         except values.NotPlain as error:
-            raise UserError(f"arguments of {tests.function} are plain data (numbers, texts, lists, ...): {error}") from error
+            raise UserError(
+                f"arguments of {tests.function} are plain data (numbers, texts, lists, ...): {error}"
+            ) from error
         reply = job.ask({"do": "call", "request": request, "wall_s": limits.wall_s}, limits.wall_s)
         verdict = _ended(reply, limits, serving=True)
         if verdict is None:
@@ -103,13 +124,16 @@ def calls(job: Job, tests: Calls, limits: Limits) -> Iterator[Verdict]:
         yield verdict
 
 
-def _answered(answer: replies.Returned | replies.Raised, compare: Compare, expected: Any) -> Verdict:
+def _answered(
+    answer: replies.Returned | replies.Raised, compare: Compare, expected: Any
+) -> Verdict:
     """Raises Forged where the value is not encoded as it must be."""
     if isinstance(answer, replies.Raised):
         return False, f"error: {answer.text[:300]}"
     try:
         value = values.decode(answer.value, longest_range=LONGEST_RANGE)
-        for item in answer.arguments or []:  # which nobody here needs, but they too are what a server sends, or forged
+        # which nobody here needs, but they too are what a server sends, or forged
+        for item in answer.arguments or []:
             values.decode(item)
     except values.NotPlain as error:
         return False, f"wrong: no plain data ({str(error)[:200]})"
@@ -119,8 +143,14 @@ def _answered(answer: replies.Returned | replies.Raised, compare: Compare, expec
 def compared(compare: Compare, value: Any, expected: Any) -> Verdict:
     """A comparer may raise on what it does not expect: that is a failed test."""
     try:
-        ok = bool(COMPARERS[compare](value, expected) if isinstance(compare, str) else compare(value, expected))
-    except Exception as error:  # boundary: the caller's own function, or a value that compares with nothing
+        ok = bool(
+            COMPARERS[compare](value, expected)
+            if isinstance(compare, str)
+            else compare(value, expected)
+        )
+    except (
+        Exception
+    ) as error:  # boundary: the caller's own function, or a value that compares with nothing
         return False, f"error: the comparer: {type(error).__name__}: {str(error)[:300]}"
     return (True, "ok") if ok else (False, f"wrong: {show(value)!r}")
 
@@ -169,15 +199,27 @@ def asserts(job: Job, tests: Asserts, limits: Limits, early_stop: bool) -> Itera
 
 
 def pytest(job: Job, tests: Pytest, limits: Limits, early_stop: bool) -> Iterator[Verdict]:
-    """A verdict for each test that pytest collected; one failed verdict if it collected none. A candidate that is lost fails the test it
-    was lost in and the tests after it."""
-    message = {"do": "tests", "files": dict(tests.files), "module": tests.module, "packages": PACKAGES, "early_stop": early_stop}
-    reply = job.ask({**message, "wall_s": limits.wall_s + _IMPORT_SECONDS, "total_s": limits.total_s}, limits.total_s)
+    """A verdict for each test that pytest collected; one failed verdict if it collected none. A
+    candidate that is lost fails the test it was lost in and the tests after it.
+    """
+    message = {
+        "do": "tests",
+        "files": dict(tests.files),
+        "module": tests.module,
+        "packages": PACKAGES,
+        "early_stop": early_stop,
+    }
+    reply = job.ask(
+        {**message, "wall_s": limits.wall_s + _IMPORT_SECONDS, "total_s": limits.total_s},
+        limits.total_s,
+    )
     passed = [(bool(ok), str(why)) for ok, why in reply["verdicts"]]
     rest = "skipped" if early_stop else "error: not run"
     if reply["by"]:
         by = "" if reply["by"] == "tester" else reply["by"]
-        passed.append(_ended({**reply, "by": by}, limits, serving=True) or (False, "error: no verdict"))
+        passed.append(
+            _ended({**reply, "by": by}, limits, serving=True) or (False, "error: no verdict")
+        )
         rest = f"{passed[-1][1].partition(':')[0]}: not run, the program had ended"
     yield from passed
     yield from [(False, rest)] * (reply["collected"] - len(passed))

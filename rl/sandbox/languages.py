@@ -11,9 +11,11 @@ from rl.errors import UserError
 
 @dataclass(frozen=True)
 class Language:
-    """`file`: what the program is called. `build`, `start`: commands; {tool} is the first of `needs` that is installed, {here} the
-    program's folder.
-    `address_space`: whether the limit on memory holds for addresses too, which some run times reserve by gigabytes."""
+    """`file`: what the program is called. `build`, `start`: commands; {tool} is the first of
+    `needs` that is installed, {here} the program's folder.
+    `address_space`: whether the limit on memory holds for addresses too, which some run times
+    reserve by gigabytes.
+    """
 
     file: str
     needs: tuple[str, ...] = ()
@@ -47,5 +49,7 @@ def command_of(language: str) -> str:
         if place is not None:
             return place
     if found.needs:
-        raise UserError(f"no program to run {language} with ({' or '.join(found.needs)} in {_PLACES}): install {found.remedy}")
+        raise UserError(
+            f"no program to run {language} with ({' or '.join(found.needs)} in {_PLACES}): install {found.remedy}"
+        )
     return ""

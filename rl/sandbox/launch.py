@@ -1,4 +1,6 @@
-"""The outer walls: how the zygote is started under bubblewrap, sandlock or with no more than limits."""
+"""The outer walls: how the zygote is started under bubblewrap, sandlock or with no more than
+limits.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ _START_SECONDS = 30.0
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _ETC = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
 _HERE = Path(__file__).resolve().parent / "inside"
-# One arena for all threads: each further one reserves 64 MB of addresses, which count against a run's memory. One thread for BLAS, as
-# a run has one core.
+# One arena for all threads: each further one reserves 64 MB of addresses, which count against a
+# run's memory. One thread for BLAS, as a run has one core.
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
     "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
@@ -42,7 +44,9 @@ def find_bubblewrap() -> str | None:
 
 
 def user_inside() -> int:
-    """Whom root becomes inside, where limits on processes do not hold for root; 0 where there is nobody else, or this is not root."""
+    """Whom root becomes inside, where limits on processes do not hold for root; 0 where there is
+    nobody else, or this is not root.
+    """
     if os.getuid() != 0:
         return 0
     for line in Path("/proc/self/uid_map").read_text().splitlines():
@@ -59,14 +63,33 @@ def interpreter() -> str:
 def packages() -> str | None:
     """The folder that pytest is installed in."""
     spec = importlib.util.find_spec("pytest")
-    return str(Path(spec.origin).resolve().parent.parent) if spec is not None and spec.origin else None
+    return (
+        str(Path(spec.origin).resolve().parent.parent) if spec is not None and spec.origin else None
+    )
 
 
-def bubblewrap_command(bubblewrap: str, up: set[str], user: int, places: Mapping[str, str] | None = None) -> list[str]:
-    """The outer walls, up to the program's own words. `places`: files and folders that programs may import, by name."""
-    line = [bubblewrap, "--die-with-parent", "--new-session", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--unshare-pid"]
-    rights = ["CAP_SETUID", "CAP_SETGID", *["CAP_SYS_ADMIN"] * ("proc" in up)]  # the zygote gives them up before its first job
-    line += ["--cap-drop", "ALL", *(word for right in rights for word in ("--cap-add", right))] if user else ["--unshare-user"]
+def bubblewrap_command(
+    bubblewrap: str, up: set[str], user: int, places: Mapping[str, str] | None = None
+) -> list[str]:
+    """The outer walls, up to the program's own words. `places`: files and folders that programs may
+    import, by name.
+    """
+    line = [
+        bubblewrap,
+        "--die-with-parent",
+        "--new-session",
+        "--unshare-ipc",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+        "--unshare-pid",
+    ]
+    # the zygote gives them up before its first job
+    rights = ["CAP_SETUID", "CAP_SETGID", *["CAP_SYS_ADMIN"] * ("proc" in up)]
+    line += (
+        ["--cap-drop", "ALL", *(word for right in rights for word in ("--cap-add", right))]
+        if user
+        else ["--unshare-user"]
+    )
     if "network" in up:
         line.append("--unshare-net")
     if "environment" in up:
@@ -90,15 +113,37 @@ def bubblewrap_command(bubblewrap: str, up: set[str], user: int, places: Mapping
             line += _bound(str(packages()), PACKAGES)
     else:
         folder = code_folder(up)
-        line += ["--ro-bind", "/", "/", "--tmpfs", os.path.dirname(folder), *_bound(str(_HERE), f"{folder}/rl/sandbox/inside")]
+        line += [
+            "--ro-bind",
+            "/",
+            "/",
+            "--tmpfs",
+            os.path.dirname(folder),
+            *_bound(str(_HERE), f"{folder}/rl/sandbox/inside"),
+        ]
     for name, place in (places or {}).items():
         line += _bound(place, f"{importable(code_folder(up))}/{name}")
-    line += ["--proc", "/proc", "--dev", "/dev", "--perms", "0777", "--tmpfs", "/tmp", "--perms", "0777", "--tmpfs", "/dev/shm"]
+    line += [
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        "--perms",
+        "0777",
+        "--tmpfs",
+        "/tmp",
+        "--perms",
+        "0777",
+        "--tmpfs",
+        "/dev/shm",
+    ]
     return [*line, "--remount-ro", "/", "--chdir", "/"] if "root" in up else [*line, "--chdir", "/"]
 
 
 def source_folder(places: Mapping[str, str]) -> str:
-    """A folder in which what runs inside is found by its name, and `places` as in `bubblewrap_command`; nothing else of this project."""
+    """A folder in which what runs inside is found by its name, and `places` as in
+    `bubblewrap_command`; nothing else of this project.
+    """
     folder = tempfile.mkdtemp(prefix="sandbox-")
     os.makedirs(f"{folder}/rl/sandbox")
     os.symlink(_HERE, f"{folder}/rl/sandbox/inside")
@@ -109,7 +154,9 @@ def source_folder(places: Mapping[str, str]) -> str:
 
 
 def importable(code: str) -> str:
-    """The folder of the packages that programs may import, where the zygote's code is in the folder `code`."""
+    """The folder of the packages that programs may import, where the zygote's code is in the folder
+    `code`.
+    """
     return f"{code}/importable"
 
 
@@ -119,19 +166,29 @@ def code_folder(up: set[str]) -> str:
 
 
 def _bound(place: str, inside: str) -> list[str]:
-    """Read-only at `inside`, below folders that everybody may pass: those that bubblewrap makes are its user's alone."""
+    """Read-only at `inside`, below folders that everybody may pass: those that bubblewrap makes are
+    its user's alone.
+    """
     above = [str(folder) for folder in reversed(Path(inside).parents) if str(folder) != "/"]
-    return [word for folder in above for word in ("--perms", "0755", "--dir", folder)] + ["--ro-bind", place, inside]
+    return [word for folder in above for word in ("--perms", "0755", "--dir", folder)] + [
+        "--ro-bind",
+        place,
+        inside,
+    ]
 
 
-def zygote_command(control: int, up: set[str], user: int, code: str = INSIDE, sandlock: str = "") -> list[str]:
+def zygote_command(
+    control: int, up: set[str], user: int, code: str = INSIDE, sandlock: str = ""
+) -> list[str]:
     start = f"main({control}, {','.join(sorted(up))!r}, {user}, {importable(code)!r}, {sandlock!r})"
     program = f"import sys; sys.path.insert(0, {code!r}); from rl.sandbox.inside.zygote import main; {start}"
     return [interpreter(), "-s", "-S", "-P", "-B", "-c", program]
 
 
 class Zygote:
-    """A started zygote: `control` is the socket that takes jobs. Raises RuntimeError with what it said where it did not come up."""
+    """A started zygote: `control` is the socket that takes jobs. Raises RuntimeError with what it
+    said where it did not come up.
+    """
 
     def __init__(
         self,

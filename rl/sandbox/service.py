@@ -1,4 +1,6 @@
-"""A sandbox behind a URL: a service with SandboxFusion's `POST /run_code`. Its walls are its own; what is expected stays here."""
+"""A sandbox behind a URL: a service with SandboxFusion's `POST /run_code`. Its walls are its own;
+what is expected stays here.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from rl.sandbox.styles import Asserts, Calls, Dialogues, Tests
 
 _LANGUAGES = {"python": "python", "c++": "cpp", "bash": "bash", "javascript": "nodejs"}
 _NETWORK_SECONDS = 10.0
-# After the program: calls its function for each case, and prints what came, as JSON after a word that only this run has.
+# After the program: calls its function for each case, and prints what came, as JSON after a word
+# that only this run has.
 _DRIVER = """
 import json as _json
 def _plain(x):
@@ -59,23 +62,34 @@ class Service:
             raise UserError(f"the sandbox service {self.url} does not answer: {why}") from error
         if run.stdout.strip() != "42":
             gave = f"{run.stdout[:200]!r} {run.stderr[:200]!r}"
-            raise UserError(f"the sandbox service {self.url} runs no Python: it gave {gave} for print(6 * 7), expected 42")
+            raise UserError(
+                f"the sandbox service {self.url} runs no Python: it gave {gave} for print(6 * 7), expected 42"
+            )
 
-    def run(self, program: str, language: str, stdin: str, files: Mapping[str, str], limits: Limits) -> Run:
+    def run(
+        self, program: str, language: str, stdin: str, files: Mapping[str, str], limits: Limits
+    ) -> Run:
         """Raises Lost where the service does not answer as it should."""
         if language not in _LANGUAGES:
             raise UserError(f"language {language!r} is unknown: one of {', '.join(_LANGUAGES)}")
         coded = {name: base64.b64encode(text.encode()).decode() for name, text in files.items()}
         asked = {"code": program, "language": _LANGUAGES[language], "stdin": stdin, "files": coded, "run_timeout": limits.wall_s,
                  "memory_limit_MB": limits.memory_mb}  # fmt: skip
-        request = urllib.request.Request(f"{self.url}/run_code", json.dumps(asked).encode(), {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            f"{self.url}/run_code", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        )
         start = time.monotonic()
         try:
-            with urllib.request.urlopen(request, timeout=limits.wall_s + _NETWORK_SECONDS) as answer:
+            with urllib.request.urlopen(
+                request, timeout=limits.wall_s + _NETWORK_SECONDS
+            ) as answer:
                 found = json.loads(answer.read())
             ran = found.get("run_result") or found.get("compile_result") or {}
             status, code = str(ran.get("status", found.get("status"))), ran.get("return_code")
-            out, err = str(ran.get("stdout") or ""), str(ran.get("stderr") or found.get("message") or "")
+            out, err = (
+                str(ran.get("stdout") or ""),
+                str(ran.get("stderr") or found.get("message") or ""),
+            )
             seconds = float(ran.get("execution_time") or time.monotonic() - start)
         except (OSError, urllib.error.URLError, ValueError, AttributeError, TypeError) as error:
             raise Lost(f"{type(error).__name__}: {error}") from error
@@ -91,16 +105,34 @@ class Service:
                 if run.ok:
                     yield compared(tests.compare, run.stdout, expected)
                 else:
-                    yield False, f"{run.ended_by}:" if run.ended_by else f"error: exit code {run.returncode}: {run.stderr[-300:]}"
+                    yield (
+                        False,
+                        f"{run.ended_by}:"
+                        if run.ended_by
+                        else f"error: exit code {run.returncode}: {run.stderr[-300:]}",
+                    )
             return
-        calls, compare = ([tests], tests.compare) if isinstance(tests, Calls) else (self._as_calls(tests), lambda a, b: a == b)
+        calls, compare = (
+            ([tests], tests.compare)
+            if isinstance(tests, Calls)
+            else (self._as_calls(tests), lambda a, b: a == b)
+        )
         for one in calls:
             yield from self._calls(program, one, compare, limits)
 
     def _calls(self, program: str, tests: Calls, compare: Any, limits: Limits) -> Iterator[Verdict]:
         nonce = secrets.token_hex(16)
-        cases = [([], dict(given)) if isinstance(given, Mapping) else (list(given), {}) for given, _ in tests.cases]
-        run = self.run(program + _DRIVER.format(cases=cases, nonce=nonce, function=tests.function), "python", "", {}, limits)
+        cases = [
+            ([], dict(given)) if isinstance(given, Mapping) else (list(given), {})
+            for given, _ in tests.cases
+        ]
+        run = self.run(
+            program + _DRIVER.format(cases=cases, nonce=nonce, function=tests.function),
+            "python",
+            "",
+            {},
+            limits,
+        )
         said = [line[len(nonce) :] for line in run.stdout.splitlines() if line.startswith(nonce)]
         for number, (_, expected) in enumerate(tests.cases):
             if number >= len(said) or len(said) > len(tests.cases):
@@ -108,17 +140,29 @@ class Service:
                 continue
             try:
                 reply = replies.parse(said[number])
-                value = values.decode(reply["value"], longest_range=LONGEST_RANGE) if reply.keys() == {"value"} else None
+                value = (
+                    values.decode(reply["value"], longest_range=LONGEST_RANGE)
+                    if reply.keys() == {"value"}
+                    else None
+                )
             except (replies.Forged, values.NotPlain):
                 yield False, f"forged: {said[number][:300]}"
                 continue
-            yield compared(compare, value, expected) if "value" in reply else (False, f"error: {said[number][:300]}")
+            yield (
+                compared(compare, value, expected)
+                if "value" in reply
+                else (False, f"error: {said[number][:300]}")
+            )
 
     def _as_calls(self, tests: Tests) -> list[Calls]:
-        """Asserts of the form `assert f(literals) == literal`: the calls go over, comparing is done here."""
+        """Asserts of the form `assert f(literals) == literal`: the calls go over, comparing is done
+        here.
+        """
         if not isinstance(tests, Asserts) or tests.setup.strip():
             given = f"{type(tests).__name__} with more than that need a local sandbox"
-            raise UserError(f"a service takes dialogues, calls and asserts `f(literals) == literal`; {given}")
+            raise UserError(
+                f"a service takes dialogues, calls and asserts `f(literals) == literal`; {given}"
+            )
         found = []
         for text in tests.asserts:
             try:
@@ -126,9 +170,20 @@ class Service:
                 assert isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare)
                 assert isinstance(node.test.ops[0], ast.Eq)
                 call, (right,) = node.test.left, node.test.comparators
-                assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.keywords
-                found.append(Calls(call.func.id, [([ast.literal_eval(item) for item in call.args], ast.literal_eval(right))]))
+                assert (
+                    isinstance(call, ast.Call)
+                    and isinstance(call.func, ast.Name)
+                    and not call.keywords
+                )
+                found.append(
+                    Calls(
+                        call.func.id,
+                        [([ast.literal_eval(item) for item in call.args], ast.literal_eval(right))],
+                    )
+                )
             except (AssertionError, ValueError, SyntaxError) as error:
                 needs = f"this one needs a local sandbox: {text[:200]!r}"
-                raise UserError(f"a service takes asserts `f(literals) == literal`; {needs}") from error
+                raise UserError(
+                    f"a service takes asserts `f(literals) == literal`; {needs}"
+                ) from error
         return found

@@ -12,9 +12,10 @@ from rl.sandbox.slots import Job, Lost, Slot, Slots
 
 @dataclass(frozen=True)
 class Turn:
-    """What a turn printed; `value`: the repr of its last expression, None where that is None or there is none.
-    `ended_by`: "" where the state lives on, else why it is lost (timeout, cpu, memory, processes, output, exit, signal,
-    forged, lost)."""
+    """What a turn printed; `value`: the repr of its last expression, None where that is None or
+    there is none. `ended_by`: "" where the state lives on, else why it is lost (timeout, cpu,
+    memory, processes, output, exit, signal, forged, lost).
+    """
 
     stdout: str
     stderr: str
@@ -29,8 +30,10 @@ class Turn:
 
 
 class Session:
-    """`run` a turn after another in one interpreter. One that ends it (a limit, an exit) leaves a new, empty one for the next turn.
-    One thread at a time. Close it: it holds an interpreter of its own."""
+    """`run` a turn after another in one interpreter. One that ends it (a limit, an exit) leaves a
+    new, empty one for the next turn. One thread at a time. Close it: it holds an interpreter of its
+    own.
+    """
 
     def __init__(self, slots: Slots, slot: Slot, job: dict[str, Any]):
         self._slots, self._slot, self._message = slots, slot, job
@@ -41,7 +44,10 @@ class Session:
         seconds = wall_s or self._message["limits"]["wall_s"]
         try:
             self._job = self._job or self._slot.open(self._message)
-            reply = self._job.ask({"do": "call", "request": {"do": "session", "code": code}, "wall_s": seconds}, seconds)
+            reply = self._job.ask(
+                {"do": "call", "request": {"do": "session", "code": code}, "wall_s": seconds},
+                seconds,
+            )
         except Lost as error:
             self._end(lost=True)
             return Turn("", str(error), None, "lost", seconds)

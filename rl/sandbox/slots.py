@@ -24,7 +24,9 @@ class Lost(Exception):
 
 
 class Slot:
-    """One zygote, started when first needed, again where it was lost. `cores`: those that its programs run on."""
+    """One zygote, started when first needed, again where it was lost. `cores`: those that its
+    programs run on.
+    """
 
     def __init__(self, start: Callable[[], Zygote], cores: list[int]):
         self.start, self.cores = start, cores
@@ -94,8 +96,9 @@ class Job:
 
 
 class Slots:
-    """`count` slots, each pinned to one of the cores; and one thread that starts zygotes, since a child that is to die with its parent
-    dies with the thread that started it."""
+    """`count` slots, each pinned to one of the cores; and one thread that starts zygotes, since a
+    child that is to die with its parent dies with the thread that started it.
+    """
 
     def __init__(self, start: Callable[[], Zygote], count: int):
         self._start = start
@@ -133,7 +136,9 @@ class Slots:
                 opened.socket.close()
                 slot.drop()
                 raise
-            except BaseException:  # the caller's own, an interrupt too: the slot is for the next all the same
+            except (
+                BaseException
+            ):  # the caller's own, an interrupt too: the slot is for the next all the same
                 slot.close(opened)
                 raise
             else:

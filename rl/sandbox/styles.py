@@ -17,11 +17,13 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 @dataclass(frozen=True)
 class Asserts:
-    """Python statements that raise where the program is wrong (MBPP's asserts, HumanEval's `check(candidate)`), a test each.
+    """Python statements that raise where the program is wrong (MBPP's asserts, HumanEval's
+    `check(candidate)`), a test each.
 
-    They run in a process of their own in which the program's names are references: a call goes over to the candidate, plain data comes
-    back. `setup` runs once before them. `entry_point`: the name under test, which is then the program's even where Python or the setup
-    has one; a text that only defines `check` is called with it.
+    They run in a process of their own in which the program's names are references: a call goes over
+    to the candidate, plain data comes back. `setup` runs once before them. `entry_point`: the name
+    under test, which is then the program's even where Python or the setup has one; a text that only
+    defines `check` is called with it.
     """
 
     setup: str
@@ -29,7 +31,9 @@ class Asserts:
     entry_point: str | None = None
 
     def entries(self) -> list[str]:
-        """Names that are the program's in any case: the one given, or called ones that are built-in where no other name is called."""
+        """Names that are the program's in any case: the one given, or called ones that are built-in
+        where no other name is called.
+        """
         if self.entry_point is not None:
             return [self.entry_point]
         called: list[str] = []
@@ -38,15 +42,21 @@ class Asserts:
                 tree = ast.parse(text)
             except (SyntaxError, ValueError) as error:
                 raise UserError(f"a test is no Python: {text[:120]!r} ({error})") from error
-            called += [n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
+            called += [
+                n.func.id
+                for n in ast.walk(tree)
+                if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+            ]
         others = [name for name in called if not hasattr(builtins, name)]
         return sorted(set(others)) or sorted(set(called[:1]))
 
 
 @dataclass(frozen=True)
 class Dialogues:
-    """Programs that read stdin and write stdout: (input, expected output) a test each. `compare`: a name of rl.sandbox.COMPARERS, or a
-    function of (printed, expected), which is called outside the sandbox."""
+    """Programs that read stdin and write stdout: (input, expected output) a test each. `compare`: a
+    name of rl.sandbox.COMPARERS, or a function of (printed, expected), which is called outside the
+    sandbox.
+    """
 
     cases: Sequence[tuple[str, str]]
     compare: Compare = "tokens"
@@ -58,8 +68,10 @@ class Dialogues:
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls of `function` ("name", "Class.method"; a method of a class Solution by its own name): (arguments, expected value) a test
-    each. Arguments are a list or tuple, or a mapping for named ones; values are plain data."""
+    """Calls of `function` ("name", "Class.method"; a method of a class Solution by its own name):
+    (arguments, expected value) a test each. Arguments are a list or tuple, or a mapping for named
+    ones; values are plain data.
+    """
 
     function: str
     cases: Sequence[tuple[Sequence[Any] | Mapping[str, Any], Any]]
@@ -71,8 +83,10 @@ class Calls:
 
 @dataclass(frozen=True)
 class Pytest:
-    """Test files of pytest, which import the program by `module`. They run as Asserts do: in a process of their own, in which the
-    module's names are references to the candidate's. One verdict for each test function of the files."""
+    """Test files of pytest, which import the program by `module`. They run as Asserts do: in a
+    process of their own, in which the module's names are references to the candidate's. One verdict
+    for each test function of the files.
+    """
 
     files: Mapping[str, str]
     module: str = "solution"
@@ -83,13 +97,17 @@ Tests = Asserts | Dialogues | Calls | Pytest
 
 def _known(compare: Compare) -> None:
     if isinstance(compare, str) and compare not in COMPARERS:
-        raise UserError(f"compare={compare!r} is unknown: one of {', '.join(COMPARERS)}, or a function of (value, expected)")
+        raise UserError(
+            f"compare={compare!r} is unknown: one of {', '.join(COMPARERS)}, or a function of (value, expected)"
+        )
 
 
 def helpers_of(head: str, entry_point: str) -> str:
-    """Return the source of `head` without the function `entry_point`, as a setup for its tests; "" if no function or class remains.
+    """Return the source of `head` without the function `entry_point`, as a setup for its tests; ""
+    if no function or class remains.
 
-    A program that has to repeat the head's helpers could replace them: in a setup they are the tests' own.
+    A program that has to repeat the head's helpers could replace them: in a setup they are the
+    tests' own.
     """
     tree = _parsed(head)
     rest = [node for node in tree.body if getattr(node, "name", None) != entry_point]
@@ -98,7 +116,9 @@ def helpers_of(head: str, entry_point: str) -> str:
     lines = head.split("\n")
     parts = []
     for node in rest:
-        first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
+        first = min(
+            [node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))]
+        )
         parts.append("\n".join(lines[first - 1 : node.end_lineno]) + "\n")
     return "".join(parts)
 

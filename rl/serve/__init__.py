@@ -1,4 +1,6 @@
-"""The clients over a network: Tinker's protocol and an OpenAI-style endpoint, for programs that run elsewhere."""
+"""The clients over a network: Tinker's protocol and an OpenAI-style endpoint, for programs that run
+elsewhere.
+"""
 
 from rl.serve.app import make_app
 from rl.serve.desk import Desk
@@ -6,4 +8,14 @@ from rl.serve.main import Served, main
 from rl.serve.refusals import Refused
 from rl.serve.settings import Limits, ServedBase, ServeSettings, owner_of
 
-__all__ = ["Desk", "Limits", "Refused", "ServeSettings", "Served", "ServedBase", "main", "make_app", "owner_of"]
+__all__ = [
+    "Desk",
+    "Limits",
+    "Refused",
+    "ServeSettings",
+    "Served",
+    "ServedBase",
+    "main",
+    "make_app",
+    "owner_of",
+]

@@ -1,4 +1,6 @@
-"""JSON that can always be written: half of a surrogate pair, which a client may have sent, is escaped; a number that is none is null."""
+"""JSON that can always be written: half of a surrogate pair, which a client may have sent, is
+escaped; a number that is none is null.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,14 @@ from rl.jsonl import finite
 
 
 class JsonAnswer(JSONResponse):
-    """As Starlette's, which raises for both: an answer that cannot be written would be an error of the server's."""
+    """As Starlette's, which raises for both: an answer that cannot be written would be an error of
+    the server's.
+    """
 
     def render(self, content: Any) -> bytes:
         try:
             return json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
         except ValueError:
-            return json.dumps(finite(content), separators=(",", ":"), allow_nan=False).encode("ascii")
+            return json.dumps(finite(content), separators=(",", ":"), allow_nan=False).encode(
+                "ascii"
+            )

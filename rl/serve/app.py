@@ -1,4 +1,6 @@
-"""The application: who may ask, how much, and what is noted of it. What is answered is in the routes of the two protocols."""
+"""The application: who may ask, how much, and what is noted of it. What is answered is in the
+routes of the two protocols.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ def refusal(status: int, message: str, retry_after: float | None = None) -> Json
     if status == 408:
         headers["connection"] = "close"  # the rest of the body is not waited for
     kind = "invalid_request_error" if status < 500 else "server_error"
-    body = {"detail": message, "error": {"message": message, "type": kind, "param": None, "code": status}}
+    body = {
+        "detail": message,
+        "error": {"message": message, "type": kind, "param": None, "code": status},
+    }
     return JsonAnswer(body, status_code=status, headers=headers)
 
 
@@ -66,25 +71,34 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _no_such(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return refusal(error.status_code, f"{request.method} {shown_path(request.url.path)}: {error.detail}")
+    return refusal(
+        error.status_code, f"{request.method} {shown_path(request.url.path)}: {error.detail}"
+    )
 
 
 async def _broken(request: Request, error: Exception) -> Response:
     message, category = told(error, "the request")
     if category == "user":
         return refusal(400, message)
-    log.error("a request failed", extra={"path": shown_path(request.url.path), "error": type(error).__name__}, exc_info=error)
+    log.error(
+        "a request failed",
+        extra={"path": shown_path(request.url.path), "error": type(error).__name__},
+        exc_info=error,
+    )
     return refusal(500, message)
 
 
 class Guard:
-    """Around every request: a key where keys are set, a body no larger than allowed, not too many at once, a line in the log."""
+    """Around every request: a key where keys are set, a body no larger than allowed, not too many
+    at once, a line in the log.
+    """
 
     def __init__(self, app: Any, desk: Desk):
         self.app = app
         self.desk = desk
         self.open = 0
-        self._open_of: Counter[str | None] = Counter()  # by owner; None: those without a key, which are refused at once
+        # by owner; None: those without a key, which are refused at once
+        self._open_of: Counter[str | None] = Counter()
         self._keys = [(key.encode(), owner_of(key)) for key in desk.settings.keys]
         desk.tally.gauges["open_requests"] = lambda: float(self.open)
 
@@ -118,11 +132,22 @@ class Guard:
 
     def _refusal(self, owner: str) -> Refused | None:
         """Why one more open request of that owner is not answered."""
-        limit, total, mine = self.desk.settings.limits.open_requests, self.open - 1, self._open_of[owner] - 1
+        limit, total, mine = (
+            self.desk.settings.limits.open_requests,
+            self.open - 1,
+            self._open_of[owner] - 1,
+        )
         if total >= limit:
             return Refused(503, "too many requests are open: try again", retry_after=1.0)
         try:
-            check_share("open requests (--open-requests)", limit, total, mine, len(self._keys) > 1, retry_after=1.0)
+            check_share(
+                "open requests (--open-requests)",
+                limit,
+                total,
+                mine,
+                len(self._keys) > 1,
+                retry_after=1.0,
+            )
         except Refused as refused:
             return refused
         return None
@@ -131,18 +156,25 @@ class Guard:
         headers = dict(scope["headers"])
         limits = self.desk.settings.limits
         if owner is None:
-            await refusal(401, "this server asks for a key: x-api-key, or authorization: Bearer")(scope, receive, send)
+            await refusal(401, "this server asks for a key: x-api-key, or authorization: Bearer")(
+                scope, receive, send
+            )
             return
         # A health check is answered however much is open.
         if scope["path"] not in OPEN_PATHS and (refused := self._refusal(owner)) is not None:
-            await refusal(refused.status, refused.message, refused.retry_after)(scope, receive, send)
+            await refusal(refused.status, refused.message, refused.retry_after)(
+                scope, receive, send
+            )
             return
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > limits.body_bytes:
-            await refusal(413, f"a body may have {limits.body_bytes} bytes here: send less at once")(scope, receive, send)
+            await refusal(
+                413, f"a body may have {limits.body_bytes} bytes here: send less at once"
+            )(scope, receive, send)
             return
         scope.setdefault("state", {})["owner"] = owner
-        with contextlib.suppress(Exception):  # `_broken` has answered and noted it, and Starlette raises it once more
+        # `_broken` has answered and noted it, and Starlette raises it once more
+        with contextlib.suppress(Exception):
             await self.app(scope, bounded(receive, limits.body_bytes, limits.body_seconds), send)
 
     def _owner(self, headers: dict[bytes, bytes]) -> str | None:
@@ -160,7 +192,12 @@ class Guard:
         self.desk.tally.add("requests_total", route=route, status=str(status))
         self.desk.tally.add("request_seconds_total", seconds, route=route)
         owner = scope.get("state", {}).get("owner", "")
-        fields = {"method": scope["method"], "path": shown_path(scope["path"]), "status": status, "owner": owner}
+        fields = {
+            "method": scope["method"],
+            "path": shown_path(scope["path"]),
+            "status": status,
+            "owner": owner,
+        }
         fields["ms"] = round(seconds * 1e3, 1)
         log.info("request", extra=fields)
 
@@ -174,12 +211,29 @@ def shown_path(path: str) -> str:
 
 
 class JsonLines(logging.Formatter):
-    """A line of JSON for each event: when, how grave, what, and its own fields. No prompts, no keys."""
+    """A line of JSON for each event: when, how grave, what, and its own fields. No prompts, no
+    keys.
+    """
 
-    FIELDS = ("method", "path", "status", "ms", "owner", "what", "error", "model", "session", "seconds", "address")
+    FIELDS = (
+        "method",
+        "path",
+        "status",
+        "ms",
+        "owner",
+        "what",
+        "error",
+        "model",
+        "session",
+        "seconds",
+        "address",
+    )
 
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {"time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"), "level": record.levelname.lower()}
+        line: dict[str, Any] = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+        }
         line["event"] = record.getMessage()
         line |= {name: getattr(record, name) for name in self.FIELDS if hasattr(record, name)}
         if record.exc_info and record.exc_info[2] is not None:

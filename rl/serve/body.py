@@ -14,8 +14,11 @@ MOST_BYTES = 32 * 2**20
 
 
 def json_of(raw: bytes) -> Any:
-    """What the bytes say. ValueError for what is no JSON, and for half of a surrogate pair, which no text holds and nothing can write."""
-    text = raw.decode("utf-8-sig")  # json itself takes other encodings, and halves of pairs as bytes
+    """What the bytes say. ValueError for what is no JSON, and for half of a surrogate pair, which
+    no text holds and nothing can write.
+    """
+    # json itself takes other encodings, and halves of pairs as bytes
+    text = raw.decode("utf-8-sig")
     found = json.loads(text)
     if "\\u" in text:  # only so can one be written
         try:
@@ -26,9 +29,14 @@ def json_of(raw: bytes) -> Any:
 
 
 def check_size(raw: bytes, limit: int = MOST_BYTES) -> None:
-    """Raise Refused (413) for a JSON body that would stop the event loop: it is read in one piece, at about 20 ms a MiB."""
+    """Raise Refused (413) for a JSON body that would stop the event loop: it is read in one piece,
+    at about 20 ms a MiB.
+    """
     if len(raw) > limit:
-        raise Refused(413, f"a body in JSON has {len(raw)} bytes, and {limit} are the most here: send less at once")
+        raise Refused(
+            413,
+            f"a body in JSON has {len(raw)} bytes, and {limit} are the most here: send less at once",
+        )
 
 
 class Body:
@@ -75,7 +83,10 @@ class Body:
 
     def words(self, name: str) -> dict[str, str]:
         """A map of words of the caller's own; what is no text becomes it."""
-        return {str(key): value if isinstance(value, str) else json.dumps(value) for key, value in (self.maybe(name, dict) or {}).items()}
+        return {
+            str(key): value if isinstance(value, str) else json.dumps(value)
+            for key, value in (self.maybe(name, dict) or {}).items()
+        }
 
     def _need(self, name: str, found: T | None) -> T:
         if found is None:

@@ -1,4 +1,6 @@
-"""/v1/chat/completions, and what all OpenAI-style routes share: bodies, sessions, errors, answers that come too late."""
+"""/v1/chat/completions, and what all OpenAI-style routes share: bodies, sessions, errors, answers
+that come too late.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,10 @@ SESSION_HEADER = "x-session-id"
 KEEP_ALIVE_SECONDS = 10.0  # between two signs of life in a stream
 _log = logging.getLogger("whetstone.serve")
 
-Answer = tuple[dict[str, Any], Callable[[], Writer] | None]  # the whole, and what makes events of it where a stream was asked for
-# (serving, the request's body, its session, what has been drawn so far where a stream was asked for)
+# the whole, and what makes events of it where a stream was asked for
+Answer = tuple[dict[str, Any], Callable[[], Writer] | None]
+# (serving, the request's body, its session, what has been drawn so far where a stream was asked
+# for)
 Handler = Callable[["Serving", Any, Session, Live | None], Coroutine[Any, Any, Answer]]
 
 
@@ -51,7 +55,10 @@ class Serving:
         async def endpoint(request: Request) -> Response:
             return await self._answered(request, answer)
 
-        return [Route(prefix + path, endpoint, methods=["POST"]) for prefix in ("", "/session/{session}")]
+        return [
+            Route(prefix + path, endpoint, methods=["POST"])
+            for prefix in ("", "/session/{session}")
+        ]
 
     async def _answered(self, request: Request, answer: Handler) -> Response:
         try:
@@ -64,13 +71,16 @@ class Serving:
             if session is None:
                 work = asyncio.ensure_future(answer(self, body, Session(owner_of(request)), live))
             else:
-                work = asyncio.ensure_future(session.once(key, again, lambda: answer(self, body, session, live)))
+                work = asyncio.ensure_future(
+                    session.once(key, again, lambda: answer(self, body, session, live))
+                )
             if live is not None:
                 return await _streamed(work, live, alone=session is None)
             while not (await asyncio.wait({work}, timeout=1.0))[0]:
                 if await request.is_disconnected():
                     if session is not None:
-                        session.lost(key)  # it is drawn all the same, for a request that comes again
+                        # it is drawn all the same, for a request that comes again
+                        session.lost(key)
                     work.cancel()
                     return Response(status_code=499)
             return JsonAnswer(work.result()[0])
@@ -79,7 +89,9 @@ class Serving:
 
 
 def owner_of(request: Request) -> str:
-    """Whose request it is: what the application around these routes noted of the key. "" where keys are not asked for."""
+    """Whose request it is: what the application around these routes noted of the key. "" where keys
+    are not asked for.
+    """
     return str(getattr(request.state, "owner", "") or "")
 
 
@@ -106,20 +118,36 @@ def as_refused(error: BaseException) -> Refused:
         return error
     if isinstance(error, Interrupted):
         return Refused("the server is shutting down: try again", status=503, retry_after=5.0)
-    status = getattr(error, "status", None) or (error.status_code if isinstance(error, APIStatusError) else None)
+    status = getattr(error, "status", None) or (
+        error.status_code if isinstance(error, APIStatusError) else None
+    )
     if isinstance(status, int) and 400 <= status < 600:
         text = str(error)
         code = "context_length_exceeded" if "context" in text and status == 400 else None
-        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(status)
-        return Refused(text, status=status, code=code, kind=kind, retry_after=getattr(error, "retry_after", None))
+        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
+            status
+        )
+        return Refused(
+            text,
+            status=status,
+            code=code,
+            kind=kind,
+            retry_after=getattr(error, "retry_after", None),
+        )
     if isinstance(error, ValueError):
-        return Refused(str(error), code="context_length_exceeded" if "context" in str(error) else None)
+        return Refused(
+            str(error), code="context_length_exceeded" if "context" in str(error) else None
+        )
     _log.error("a request failed: %s", type(error).__name__, exc_info=error)
-    return Refused(f"the request failed in the server ({type(error).__name__}); its log says why", status=500)
+    return Refused(
+        f"the request failed in the server ({type(error).__name__}); its log says why", status=500
+    )
 
 
 async def _streamed(work: asyncio.Future[Answer], live: Live, alone: bool) -> Response:
-    """Events. What is refused at once is an error answer; what fails later is an event with the error. `alone`: of no session."""
+    """Events. What is refused at once is an error answer; what fails later is an event with the
+    error. `alone`: of no session.
+    """
     await _stirred(work, live, 0.2)
     if work.done():
         work.result()  # raises what was refused
@@ -136,14 +164,19 @@ async def _streamed(work: asyncio.Future[Answer], live: Live, alone: bool) -> Re
                 work.cancel()  # whoever asked has gone
         try:
             whole, make = work.result()
-            writer = live.writer or (make and make())  # of a request that came again, the first has the other
+            # of a request that came again, the first has the other
+            writer = live.writer or (make and make())
             for piece in writer.rest(whole) if writer is not None else [whole]:
                 yield _event(piece)
         except Exception as error:  # boundary: the answer has begun, so its failure is an event
             yield _event(as_refused(error).as_json())
         yield b"data: [DONE]\n\n"
 
-    return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+    return StreamingResponse(
+        events(),
+        media_type="text/event-stream",
+        headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+    )
 
 
 async def _stirred(work: asyncio.Future[Answer], live: Live, seconds: float) -> bool:
@@ -158,7 +191,11 @@ async def _stirred(work: asyncio.Future[Answer], live: Live, seconds: float) -> 
 
 
 def _event(value: Any) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n\n"
+    return (
+        b"data: "
+        + json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace")
+        + b"\n\n"
+    )
 
 
 def routes(serving: Serving) -> list[Route]:
@@ -169,7 +206,10 @@ async def chat(serving: Serving, body: Any, session: Session, live: Live | None)
     """An answer to a chat completion's body, whose turns are noted in the session."""
     asked = read_chat(body)
     if asked.top_logprobs and not session.reads_again:
-        raise Refused("top_logprobs is not served in an episode that is trained on: logprobs of the drawn tokens are", "top_logprobs")
+        raise Refused(
+            "top_logprobs is not served in an episode that is trained on: logprobs of the drawn tokens are",
+            "top_logprobs",
+        )
     desk = serving.desk
     renderer = await session.renderer(desk, asked.model)
     try:
@@ -202,9 +242,17 @@ async def chat(serving: Serving, body: Any, session: Session, live: Live | None)
     choices, within = [], opens_thoughts(with_tools, prompt)
     for index, sequence in enumerate(response.sequences):
         message, ended = parsed(with_tools, stops, sequence)
-        top = await top_logprobs(session, desk, asked.model, prompt, sequence, asked.top_logprobs) if asked.top_logprobs else None
-        seen = shown(StopsAt(with_tools, stops) if stops else with_tools, sequence.tokens, within, ended=True)
+        top = (
+            await top_logprobs(session, desk, asked.model, prompt, sequence, asked.top_logprobs)
+            if asked.top_logprobs
+            else None
+        )
+        seen = shown(
+            StopsAt(with_tools, stops) if stops else with_tools, sequence.tokens, within, ended=True
+        )
         choices.append(choice(asked, with_tools, index, sequence, seen, top))
         (back,) = read_messages([choices[-1]["message"]])
         session.note(Turn(prompt, sequence, message, ended, asked.messages, asked.tools), back)
-    return reply(asked, head, prompt, choices, response.sequences), writer if live is not None else None
+    return reply(
+        asked, head, prompt, choices, response.sequences
+    ), writer if live is not None else None

@@ -1,4 +1,6 @@
-"""The fields of a request: what is taken, what is taken only where it asks for nothing, and how the rest is refused."""
+"""The fields of a request: what is taken, what is taken only where it asks for nothing, and how the
+rest is refused.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ MOST_BIASES = 1024  # OpenAI's
 
 
 class Refused(Exception):
-    """A request that is not served. `status`, `param`, `code`, `kind`: as OpenAI's errors have them (`kind` is their "type").
+    """A request that is not served. `status`, `param`, `code`, `kind`: as OpenAI's errors have them
+    (`kind` is their "type").
 
     `retry_after`: seconds after which it may be.
     """
@@ -38,11 +41,27 @@ class Refused(Exception):
         self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
 
     def as_json(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
 
 
 # Fields that change no answer: labels, and hints of how to store or bill it.
-LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "request_id", "priority")
+LABELS = (
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "service_tier",
+    "request_id",
+    "priority",
+)
 
 # Fields that are taken where they ask for nothing; every other value is refused by name.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -75,7 +94,15 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _FREE = "what the model writes is not constrained to a grammar here; ask for the form in the messages, and check what comes"
 REASONS: Mapping[str, str] = {
     **dict.fromkeys(
-        ("guided_choice", "guided_grammar", "guided_json", "guided_regex", "response_format", "structured_outputs"), _FREE
+        (
+            "guided_choice",
+            "guided_grammar",
+            "guided_json",
+            "guided_regex",
+            "response_format",
+            "structured_outputs",
+        ),
+        _FREE,
     ),
     **dict.fromkeys(
         ("frequency_penalty", "presence_penalty", "repetition_penalty"),
@@ -85,7 +112,9 @@ REASONS: Mapping[str, str] = {
 
 
 class Fields:
-    """A request's body, read field by field; `close` refuses what was not read. Errors name the field."""
+    """A request's body, read field by field; `close` refuses what was not read. Errors name the
+    field.
+    """
 
     def __init__(self, body: Any, place: str = ""):
         if not isinstance(body, Mapping):
@@ -109,13 +138,23 @@ class Fields:
         value = self.get(name, default)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most or value != math.floor(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not least <= value <= most
+            or value != math.floor(value)
+        ):
             raise self.wrong(name, value, f"a whole number from {least} to {most}")
         return int(value)
 
     def number(self, name: str, default: float, least: float, most: float) -> float:
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:  # NaN compares false
+        # NaN compares false
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not least <= value <= most
+        ):
             raise self.wrong(name, value, f"a number from {least:g} to {most:g}")
         return float(value)
 
@@ -126,12 +165,17 @@ class Fields:
         return value
 
     def close(self) -> None:
-        """Refuses every field that nobody asked for, unless it is a label or says what would happen anyway."""
+        """Refuses every field that nobody asked for, unless it is a label or says what would happen
+        anyway.
+        """
         for name, value in self.body.items():
             if name in self.known or name in LABELS or value is None:
                 continue
             if name in NEUTRAL:
-                if any(value == fine and isinstance(value, bool) == isinstance(fine, bool) for fine in NEUTRAL[name]):
+                if any(
+                    value == fine and isinstance(value, bool) == isinstance(fine, bool)
+                    for fine in NEUTRAL[name]
+                ):
                     continue
                 fine = " or ".join(repr(one) for one in NEUTRAL[name]) or "null"
                 why = f", for {REASONS[name]}" if name in REASONS else ""
@@ -139,7 +183,11 @@ class Fields:
                 raise Refused(text, self.place + name)
             near = nearest(name, {*self.known, *NEUTRAL})
             hint = f"; did you mean {near!r}?" if near else ""
-            raise Refused(f"unknown parameter: {self.place + name!r}{hint}", self.place + name, code="unknown_parameter")
+            raise Refused(
+                f"unknown parameter: {self.place + name!r}{hint}",
+                self.place + name,
+                code="unknown_parameter",
+            )
 
     def wrong(self, name: str, value: Any, wanted: str) -> Refused:
         return Refused(f"{self.place}{name} is {wanted}, got {_short(value)}", self.place + name)
@@ -150,11 +198,14 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def sampling_params(fields: Fields, max_tokens: int | None, *, own_stops: Sequence[str | int] = ()) -> SamplingParams:
-    """How tokens are drawn: temperature, top_p, top_k, min_p, logit_bias, min_tokens, ignore_eos, seed, stop, stop_token_ids.
+def sampling_params(
+    fields: Fields, max_tokens: int | None, *, own_stops: Sequence[str | int] = ()
+) -> SamplingParams:
+    """How tokens are drawn: temperature, top_p, top_k, min_p, logit_bias, min_tokens, ignore_eos,
+    seed, stop, stop_token_ids.
 
-    `own_stops`: what ends an answer anyway. Logprobs are of the whole distribution at the temperature, before a bias, and whatever top_p,
-    top_k and min_p cut off it.
+    `own_stops`: what ends an answer anyway. Logprobs are of the whole distribution at the
+    temperature, before a bias, and whatever top_p, top_k and min_p cut off it.
     """
     temperature = fields.number("temperature", 1.0, 0.0, 100.0)
     if 0 < temperature < 1e-3:
@@ -193,12 +244,17 @@ def sampling_params(fields: Fields, max_tokens: int | None, *, own_stops: Sequen
 
 def _bias(fields: Fields) -> dict[int, float] | None:
     """logit_bias: token ids, as JSON spells keys, and what is added to their logits."""
-    given, wanted = fields.get("logit_bias", {}), f"an object of at most {MOST_BIASES} token ids with numbers from -100 to 100"
+    given, wanted = (
+        fields.get("logit_bias", {}),
+        f"an object of at most {MOST_BIASES} token ids with numbers from -100 to 100",
+    )
     if not isinstance(given, Mapping) or len(given) > MOST_BIASES:
         raise fields.wrong("logit_bias", given, wanted)
     bias: dict[int, float] = {}
     for token, value in given.items():
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and -100 <= value <= 100
+        number = (
+            isinstance(value, (int, float)) and not isinstance(value, bool) and -100 <= value <= 100
+        )
         if not number or not (token.isascii() and token.isdigit() and len(token) < 10):
             raise fields.wrong("logit_bias", {token: value}, wanted)
         bias[int(token)] = float(value)
@@ -208,8 +264,14 @@ def _bias(fields: Fields) -> dict[int, float] | None:
 def _stops(fields: Fields) -> list[str | int]:
     given = fields.get("stop", [])
     texts = [given] if isinstance(given, str) else given
-    if not isinstance(texts, list) or len(texts) > MOST_STOPS or not all(isinstance(text, str) and text for text in texts):
-        raise fields.wrong("stop", given, f"a text or a list of at most {MOST_STOPS} texts, none of them empty")
+    if (
+        not isinstance(texts, list)
+        or len(texts) > MOST_STOPS
+        or not all(isinstance(text, str) and text for text in texts)
+    ):
+        raise fields.wrong(
+            "stop", given, f"a text or a list of at most {MOST_STOPS} texts, none of them empty"
+        )
     ids = fields.get("stop_token_ids", [])
     if not token_ids(ids):
         raise fields.wrong("stop_token_ids", ids, "a list of token ids")
@@ -218,23 +280,27 @@ def _stops(fields: Fields) -> list[str | int]:
 
 @contextlib.contextmanager
 def naming_words(param: str) -> Iterator[None]:
-    """Refuses what the tokenizer has no token for: the library (tokenizers) raises a bare Exception for a word that it does not know."""
+    """Refuses what the tokenizer has no token for: the library (tokenizers) raises a bare Exception
+    for a word that it does not know.
+    """
     try:
         yield
     except Exception as error:
         if type(error) is not Exception:
             raise
-        raise Refused(f"{param} holds what the model's tokenizer has no token for ({error})"[:300], param) from error
+        raise Refused(
+            f"{param} holds what the model's tokenizer has no token for ({error})"[:300], param
+        ) from error
 
 
 def token_ids(value: Any) -> bool:
     """Whether it is a list of whole numbers from 0 on."""
-    return isinstance(value, list) and all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in value)
+    return isinstance(value, list) and all(
+        isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in value
+    )
 
 
 def own_texts(params: SamplingParams, renderer_stops: Sequence[str | int]) -> list[str]:
     """The stop texts of the request itself, which are no part of an answer's text."""
     own = set(renderer_stops)
     return [one for one in params.stop or () if isinstance(one, str) and one not in own]
-
-

@@ -18,7 +18,12 @@ from rl.serve.episodes import Desk, Sessions
 def routes(desk: Desk, sessions: Sessions | None = None) -> list[Route]:
     """`sessions`: where turns are kept that carry a session; by default the application's own."""
     serving = Serving(desk, sessions or Sessions())
-    found = [*chat.routes(serving), *completions.routes(serving), *generate.routes(serving), *episodes_routes.routes(serving)]
+    found = [
+        *chat.routes(serving),
+        *completions.routes(serving),
+        *generate.routes(serving),
+        *episodes_routes.routes(serving),
+    ]
 
     async def models(request: Request) -> Response:
         found = await asyncio.to_thread(desk.models, owner_of(request))
@@ -29,15 +34,32 @@ def routes(desk: Desk, sessions: Sessions | None = None) -> list[Route]:
         for one in await asyncio.to_thread(desk.models, owner_of(request)):
             if one.name == name:
                 return JsonAnswer(_model(one))
-        said = {"message": f"there is no model {name!r:.200}", "type": "not_found_error", "param": "model", "code": "model_not_found"}
+        said = {
+            "message": f"there is no model {name!r:.200}",
+            "type": "not_found_error",
+            "param": "model",
+            "code": "model_not_found",
+        }
         return JsonAnswer({"error": said}, 404)
 
     for prefix in ("", "/session/{session}"):
-        found += [Route(prefix + "/v1/models", models), Route(prefix + "/v1/models/{model:path}", model)]
+        found += [
+            Route(prefix + "/v1/models", models),
+            Route(prefix + "/v1/models/{model:path}", model),
+        ]
     return found
 
 
 def _model(one: Any) -> dict[str, Any]:
-    """`max_model_len`: prompt and answer together, by which clients refuse what is too long before they send it."""
-    longest = None if one.max_context is None else one.max_context + 1  # the last token is never read
-    return {"id": one.name, "object": "model", "created": one.created, "owned_by": "whetstone", "max_model_len": longest}
+    """`max_model_len`: prompt and answer together, by which clients refuse what is too long before
+    they send it.
+    """
+    # the last token is never read
+    longest = None if one.max_context is None else one.max_context + 1
+    return {
+        "id": one.name,
+        "object": "model",
+        "created": one.created,
+        "owned_by": "whetstone",
+        "max_model_len": longest,
+    }

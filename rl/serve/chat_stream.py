@@ -1,4 +1,6 @@
-"""Answers as server-sent events, as they are drawn: what of a text is certain is sent, the rest when the answer is whole."""
+"""Answers as server-sent events, as they are drawn: what of a text is certain is sent, the rest
+when the answer is whole.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Writer(Protocol):
 
 
 class Live:
-    """Between the thread that draws and the loop that answers: `writer`, once there is one, is to write `take()` at each `news`."""
+    """Between the thread that draws and the loop that answers: `writer`, once there is one, is to
+    write `take()` at each `news`.
+    """
 
     def __init__(self) -> None:
         self.news = asyncio.Event()
@@ -33,10 +37,14 @@ class Live:
         self._drawn: dict[int, SampledSequence] = {}
 
     def show(self, first: int = 0) -> Callable[[Samples], None]:
-        """To be called from any thread with what has been drawn; its sample 0 is the choice `first`."""
+        """To be called from any thread with what has been drawn; its sample 0 is the choice
+        `first`.
+        """
 
         def shown(samples: Samples) -> None:
-            self._loop.call_soon_threadsafe(self._put, {first + i: sequence for i, sequence in samples.items()})
+            self._loop.call_soon_threadsafe(
+                self._put, {first + i: sequence for i, sequence in samples.items()}
+            )
 
         return shown
 
@@ -51,16 +59,26 @@ class Live:
 
 
 class ChatWriter:
-    """Of a chat completion. Logprobs and ids come with their tokens; texts, and calls piece by piece, when they are certain."""
+    """Of a chat completion. Logprobs and ids come with their tokens; texts, and calls piece by
+    piece, when they are certain.
+    """
 
-    def __init__(self, asked: ChatAsk, head: Mapping[str, Any], renderer: Renderer, stops: Sequence[str], prompt: Sequence[int]):
+    def __init__(
+        self,
+        asked: ChatAsk,
+        head: Mapping[str, Any],
+        renderer: Renderer,
+        stops: Sequence[str],
+        prompt: Sequence[int],
+    ):
         self.asked, self.renderer = asked, renderer
         self.reader = StopsAt(renderer, stops) if stops else renderer
         self.head = {**head, "object": "chat.completion.chunk"}
         self.prompt = {"prompt_token_ids": list(prompt)} if asked.return_token_ids else {}
         self.within_thoughts = opens_thoughts(renderer, prompt)
         self.sent: dict[int, dict[str, str]] = {}  # texts, by choice
-        self.calls: dict[int, list[str]] = {}  # of each of a choice's calls, the arguments that were sent
+        # of each of a choice's calls, the arguments that were sent
+        self.calls: dict[int, list[str]] = {}
         self.tokens: dict[int, int] = {}  # how many of a choice's are sent
 
     def more(self, samples: Samples) -> Iterator[Event]:
@@ -79,9 +97,14 @@ class ChatWriter:
             index, message = choice["index"], choice["message"]
             yield from self._begin(index)
             deltas, begin = self._new(index, message), self.tokens.get(index, 0)
-            news: dict[str, Any] = {"token_ids": choice["token_ids"][begin:]} if "token_ids" in choice else {}
+            news: dict[str, Any] = (
+                {"token_ids": choice["token_ids"][begin:]} if "token_ids" in choice else {}
+            )
             if choice["logprobs"] is not None:
-                news["logprobs"] = {**choice["logprobs"], "content": choice["logprobs"]["content"][begin:]}
+                news["logprobs"] = {
+                    **choice["logprobs"],
+                    "content": choice["logprobs"]["content"][begin:],
+                }
             yield self._event(index, deltas[0] if deltas else {"content": ""}, **news)
             for delta in deltas[1:]:
                 yield self._event(index, delta)
@@ -96,7 +119,9 @@ class ChatWriter:
             yield {**self._event(index, {"role": "assistant", "content": ""}), **first}
 
     def _new(self, index: int, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What of the message was not sent yet. A text that turned out otherwise (see `shown`) is sent behind what was."""
+        """What of the message was not sent yet. A text that turned out otherwise (see `shown`) is
+        sent behind what was.
+        """
         deltas: list[dict[str, Any]] = []
         sent = self.sent[index]
         for name in ("reasoning_content", "content"):
@@ -109,10 +134,23 @@ class ChatWriter:
             arguments = call["function"]["arguments"]
             if i == len(begun):  # the first piece has its name and an id, as OpenAI's has
                 begun.append("")
-                first = {"id": call.get("id") or new_id("call"), "type": "function", "function": {**call["function"], "arguments": ""}}
+                first = {
+                    "id": call.get("id") or new_id("call"),
+                    "type": "function",
+                    "function": {**call["function"], "arguments": ""},
+                }
                 deltas.append({"tool_calls": [{"index": i, **first}]})
             if len(arguments) > len(begun[i]):
-                deltas.append({"tool_calls": [{"index": i, "function": {"arguments": arguments.removeprefix(begun[i])}}]})
+                deltas.append(
+                    {
+                        "tool_calls": [
+                            {
+                                "index": i,
+                                "function": {"arguments": arguments.removeprefix(begun[i])},
+                            }
+                        ]
+                    }
+                )
                 begun[i] = arguments
         return deltas
 
@@ -125,17 +163,29 @@ class ChatWriter:
         new = SampledSequence(sequence.tokens[begin:], sequence.logprobs[begin:])
         found: dict[str, Any] = {"token_ids": new.tokens} if self.asked.return_token_ids else {}
         if self.asked.logprobs:
-            found["logprobs"] = {"content": content_logprobs(self.renderer.tokenizer, new, self.asked.as_ids), "refusal": None}
+            found["logprobs"] = {
+                "content": content_logprobs(self.renderer.tokenizer, new, self.asked.as_ids),
+                "refusal": None,
+            }
         return found
 
     def _event(self, index: int, delta: dict[str, Any], **more: Any) -> Event:
-        return {**self.head, "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}]}
+        return {
+            **self.head,
+            "choices": [
+                {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+            ],
+        }
 
 
 class TextWriter:
-    """Of completions. `read(choice's number, tokens)`: the certain part of the text; logprobs come with the end of a choice."""
+    """Of completions. `read(choice's number, tokens)`: the certain part of the text; logprobs come
+    with the end of a choice.
+    """
 
-    def __init__(self, head: Mapping[str, Any], read: Callable[[int, Sequence[int]], str], usage: bool):
+    def __init__(
+        self, head: Mapping[str, Any], read: Callable[[int, Sequence[int]], str], usage: bool
+    ):
         self.head, self.read, self.usage = dict(head), read, usage
         self.sent: dict[int, str] = {}
 
@@ -153,4 +203,9 @@ class TextWriter:
     def _news(self, index: int, text: str) -> Iterator[Event]:
         piece, self.sent[index] = text.removeprefix(self.sent.get(index, "")), text
         if piece:
-            yield {**self.head, "choices": [{"index": index, "text": piece, "logprobs": None, "finish_reason": None}]}
+            yield {
+                **self.head,
+                "choices": [
+                    {"index": index, "text": piece, "logprobs": None, "finish_reason": None}
+                ],
+            }

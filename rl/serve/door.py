@@ -15,15 +15,23 @@ _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def take_address(settings: ServeSettings) -> list[socket.socket]:
-    """Sockets on host and port, one for each address that the host's name has here. They do not listen yet: who comes too early is
-    turned away, and nobody else gets the port. UserError where there is none to be had."""
+    """Sockets on host and port, one for each address that the host's name has here. They do not
+    listen yet: who comes too early is turned away, and nobody else gets the port. UserError where
+    there is none to be had.
+    """
     try:
-        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
     except (socket.gaierror, UnicodeError) as error:
-        raise UserError(f"--host {settings.host}: {getattr(error, 'strerror', None) or error}") from error
+        raise UserError(
+            f"--host {settings.host}: {getattr(error, 'strerror', None) or error}"
+        ) from error
     taken: list[socket.socket] = []
     refused: OSError | None = None
-    for family, _, _, _, (host, port, *more) in sorted(set(found), key=lambda one: one[0] != socket.AF_INET):
+    for family, _, _, _, (host, port, *more) in sorted(
+        set(found), key=lambda one: one[0] != socket.AF_INET
+    ):
         if taken:  # 0 stands for any, and all are to have the same
             port = taken[0].getsockname()[1]
         try:
@@ -39,13 +47,16 @@ def take_address(settings: ServeSettings) -> list[socket.socket]:
 
 
 def _bound(family: int, address: tuple) -> socket.socket:
-    """Linux lets two sockets take one port as long as neither listens and both said that they may: so it is said only where it has to
-    be, for a port whose last connections a server that has just ended left behind, and taken back until `listen_soon`."""
+    """Linux lets two sockets take one port as long as neither listens and both said that they may:
+    so it is said only where it has to be, for a port whose last connections a server that has just
+    ended left behind, and taken back until `listen_soon`.
+    """
     for again in (False, True):
         one = socket.socket(family, socket.SOCK_STREAM)
         try:
             if family == socket.AF_INET6:
-                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # the other family has a socket of its own
+                # the other family has a socket of its own
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(again))
             one.bind(address)
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
@@ -58,7 +69,9 @@ def _bound(family: int, address: tuple) -> socket.socket:
 
 
 def listen_soon(taken: list[socket.socket]) -> None:
-    """Before they listen: so that the next server on the port need not wait for connections of this one."""
+    """Before they listen: so that the next server on the port need not wait for connections of this
+    one.
+    """
     for one in taken:
         if os.name == "posix":
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

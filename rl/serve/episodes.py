@@ -1,8 +1,10 @@
-"""Sessions: the turns that one agent took, as a graph of exact id prefixes, and the `Trajectory` that they come to.
+"""Sessions: the turns that one agent took, as a graph of exact id prefixes, and the `Trajectory`
+that they come to.
 
-A turn is what the model read (ids), what it drew (ids, logprobs) and, where it was a chat, the messages that stood for it. The next
-request of a session that continues a turn's messages is written as those ids and the new messages behind them (`Renderer.bridge`):
-what was drawn is never decoded and tokenised again. A request that rewrites history begins a branch.
+A turn is what the model read (ids), what it drew (ids, logprobs) and, where it was a chat, the
+messages that stood for it. The next request of a session that continues a turn's messages is
+written as those ids and the new messages behind them (`Renderer.bridge`): what was drawn is never
+decoded and tokenised again. A request that rewrites history begins a branch.
 """
 
 from __future__ import annotations
@@ -23,10 +25,19 @@ from rl.types import Message, ModelInput, SampledSequence, SampleResponse, Sampl
 
 
 class Desk(Protocol):
-    """What draws: the models of a server, as far as these routes ask. Errors: UserError and ValueError are the caller's fault."""
+    """What draws: the models of a server, as far as these routes ask. Errors: UserError and
+    ValueError are the caller's fault.
+    """
 
     async def sample(
-        self, model: str | None, prompt_ids: list[int], num_samples: int, sampling_params: SamplingParams, *, owner: str, **what: Any
+        self,
+        model: str | None,
+        prompt_ids: list[int],
+        num_samples: int,
+        sampling_params: SamplingParams,
+        *,
+        owner: str,
+        **what: Any,
     ) -> SampleResponse: ...
 
     def models(self, owner: str) -> Sequence[Any]: ...
@@ -38,7 +49,9 @@ class Desk(Protocol):
 
 @dataclass(slots=True)
 class Turn:
-    """One draw. `messages`: what was asked, None where ids were; `answer`: as it was parsed; `text`: for people and rewards."""
+    """One draw. `messages`: what was asked, None where ids were; `answer`: as it was parsed;
+    `text`: for people and rewards.
+    """
 
     prompt: list[int]
     sequence: SampledSequence
@@ -51,7 +64,9 @@ class Turn:
 
 @dataclass
 class Session:
-    """One episode. Requests that came again after a lost answer are answered from `once`. `owner`: whose it is."""
+    """One episode. Requests that came again after a lost answer are answered from `once`. `owner`:
+    whose it is.
+    """
 
     owner: str = ""
     turns: list[Turn] = field(default_factory=list)
@@ -62,23 +77,37 @@ class Session:
     _once: dict[bytes, asyncio.Future[Any]] = field(default_factory=dict)
     _lost: set[bytes] = field(default_factory=set)
 
-    reads_again = True  # whether answers may be read once more, for the likeliest tokens beside them
+    # whether answers may be read once more, for the likeliest tokens beside them
+    reads_again = True
 
     async def renderer(self, desk: Desk, model: str | None) -> Renderer:
-        return await asyncio.to_thread(desk.renderer, model, self.owner)  # the model may have to be loaded
+        # the model may have to be loaded
+        return await asyncio.to_thread(desk.renderer, model, self.owner)
 
     async def tokenizer(self, desk: Desk, model: str | None) -> Any:
         return await asyncio.to_thread(desk.tokenizer, model, self.owner)
 
-    async def draw(self, desk: Desk, model: str | None, prompt: list[int], n: int, params: SamplingParams, **what: Any) -> SampleResponse:
+    async def draw(
+        self,
+        desk: Desk,
+        model: str | None,
+        prompt: list[int],
+        n: int,
+        params: SamplingParams,
+        **what: Any,
+    ) -> SampleResponse:
         return await desk.sample(model, prompt, n, params, owner=self.owner, **what)
 
-    # ------------------------------------------------------------------------------------------------------ what is read
+    # --------------------------------------------------------------------------------- what is read
 
-    def prompt(self, renderer: Renderer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The ids that a chat stands for: those of the longest turn that it continues, and what is new; else it is written anew.
+    def prompt(
+        self, renderer: Renderer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
+        """The ids that a chat stands for: those of the longest turn that it continues, and what is
+        new; else it is written anew.
 
-        Answers come back without what clients drop (thoughts): they are put back in, for the template to keep or leave out.
+        Answers come back without what clients drop (thoughts): they are put back in, for the
+        template to keep or leave out.
         """
         known, k, turn = self._continued(messages, tools)
         if turn is not None and k < len(known):
@@ -87,8 +116,12 @@ class Session:
                 return bridged.to_ints()
         return renderer.build_generation_prompt(known).to_ints()
 
-    def _continued(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[list[Message], int, Turn | None]:
-        """The messages with answers as they were drawn, how many of them the longest turn that they continue stands for, and that turn."""
+    def _continued(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[Message], int, Turn | None]:
+        """The messages with answers as they were drawn, how many of them the longest turn that they
+        continue stands for, and that turn.
+        """
         known, count, last = list(messages), 0, None
         for k, chain in enumerate(_chains(messages, tools)):
             turn = self._by_chain.get(chain)
@@ -106,14 +139,21 @@ class Session:
         turn.answer = clean
         turn.told = list(turn.messages)[self._continued(turn.messages, turn.tools)[1] :]
         for answer in (clean, *([] if back is None else [back])):
-            for said in (answer, {key: value for key, value in answer.items() if key != "reasoning_content"}):
+            for said in (
+                answer,
+                {key: value for key, value in answer.items() if key != "reasoning_content"},
+            ):
                 *_, chain = _chains([*turn.messages, said], turn.tools)
                 self._by_chain[chain] = turn
 
-    async def once(self, key: bytes, repeated: bool, do: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """What `do` gives; for a request that is sent again, what it gave (or is about to give) the first time.
+    async def once(
+        self, key: bytes, repeated: bool, do: Callable[[], Coroutine[Any, Any, Any]]
+    ) -> Any:
+        """What `do` gives; for a request that is sent again, what it gave (or is about to give) the
+        first time.
 
-        It is done to its end, whoever waits. `key`: of the request's body. A request of a connection that was `lost` counts as repeated.
+        It is done to its end, whoever waits. `key`: of the request's body. A request of a
+        connection that was `lost` counts as repeated.
         """
         task = self._once.get(key) if repeated or key in self._lost else None
         if task is None:
@@ -129,12 +169,21 @@ class Session:
         """Whoever asked is gone, unanswered."""
         self._lost.add(key)
 
-    # ------------------------------------------------------------------------------------------------- what comes of it
+    # ----------------------------------------------------------------------------- what comes of it
 
     def trajectory(self) -> Trajectory:
-        """The turns as transitions, in the order they were drawn; the reward is the last one's. `trajectory_to_datums` merges them."""
+        """The turns as transitions, in the order they were drawn; the reward is the last one's.
+        `trajectory_to_datums` merges them.
+        """
         made = [
-            Transition(ModelInput.from_ints(turn.prompt), turn.sequence, 0.0, False, {"ended": float(turn.ended)}, logs_of(turn))
+            Transition(
+                ModelInput.from_ints(turn.prompt),
+                turn.sequence,
+                0.0,
+                False,
+                {"ended": float(turn.ended)},
+                logs_of(turn),
+            )
             for turn in self.turns
         ]
         if made:
@@ -147,13 +196,31 @@ class Session:
         turns = []
         for turn in self.turns:
             sequence = turn.sequence
-            drawn: dict[str, Any] = {"token_ids": sequence.tokens, "logprobs": sequence.logprobs, "temperature": sequence.temperature}
+            drawn: dict[str, Any] = {
+                "token_ids": sequence.tokens,
+                "logprobs": sequence.logprobs,
+                "temperature": sequence.temperature,
+            }
             drawn |= {"stop_reason": sequence.stop_reason, "version": sequence.version}
-            turns.append({"prompt_token_ids": turn.prompt, **drawn, "parent": self._parent(turn), **logs_of(turn)})
-        return {"turns": turns, "reward": self.reward, "metrics": self.metrics, "done": self.reward is not None}
+            turns.append(
+                {
+                    "prompt_token_ids": turn.prompt,
+                    **drawn,
+                    "parent": self._parent(turn),
+                    **logs_of(turn),
+                }
+            )
+        return {
+            "turns": turns,
+            "reward": self.reward,
+            "metrics": self.metrics,
+            "done": self.reward is not None,
+        }
 
     def _parent(self, turn: Turn) -> int | None:
-        """Which earlier turn it continues, by exact ids: the longest; None for the beginning of a conversation or branch."""
+        """Which earlier turn it continues, by exact ids: the longest; None for the beginning of a
+        conversation or branch.
+        """
         best: int | None = None
         length = 0
         for i, other in enumerate(self.turns):
@@ -168,23 +235,39 @@ class Session:
 def logs_of(turn: Turn) -> dict[str, Any]:
     """A turn's texts, as rollouts show them."""
     said: dict[str, Any] = {"response": with_calls(turn.answer), "told": list(turn.told)}
-    return said | ({"tool_calls": [call["function"] for call in turn.answer["tool_calls"]]} if turn.answer.get("tool_calls") else {})
+    return said | (
+        {"tool_calls": [call["function"] for call in turn.answer["tool_calls"]]}
+        if turn.answer.get("tool_calls")
+        else {}
+    )
 
 
 def _chains(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
-    """For each message, a digest of it, of all before it, and of the tools that the model was told of."""
+    """For each message, a digest of it, of all before it, and of the tools that the model was told
+    of.
+    """
     found = []
-    digest = hashlib.blake2b(json.dumps(list(tools), sort_keys=True).encode("utf-8", "backslashreplace"), digest_size=16)
+    digest = hashlib.blake2b(
+        json.dumps(list(tools), sort_keys=True).encode("utf-8", "backslashreplace"), digest_size=16
+    )
     for message in messages:
         calls = [call["function"] for call in message.get("tool_calls") or ()]
-        parts = [message["role"], message["content"], message.get("name"), message.get("reasoning_content"), calls]
+        parts = [
+            message["role"],
+            message["content"],
+            message.get("name"),
+            message.get("reasoning_content"),
+            calls,
+        ]
         digest.update(json.dumps(parts, sort_keys=True).encode("utf-8", "backslashreplace") + b"\0")
         found.append(digest.copy().digest())
     return found
 
 
 class Sessions:
-    """Sessions by their owner and name, at most `most`: of the owner that has most, the one that was used longest ago is forgotten."""
+    """Sessions by their owner and name, at most `most`: of the owner that has most, the one that
+    was used longest ago is forgotten.
+    """
 
     def __init__(self, most: int = 10_000, longest: int = 10_000):
         self.most, self.longest = most, longest
@@ -200,13 +283,18 @@ class Sessions:
             most = max(counts.values())
             del self._by_name[next(key for key in self._by_name if counts[key[0]] == most)]
         if len(session.turns) >= self.longest:
-            raise Refused(f"the session {name!r} has {len(session.turns)} turns, the most that are kept", code="session_full")
+            raise Refused(
+                f"the session {name!r} has {len(session.turns)} turns, the most that are kept",
+                code="session_full",
+            )
         return session
 
     def find(self, owner: str, name: str) -> Session:
         session = self._by_name.get((owner, name))
         if session is None:
-            raise Refused(f"there is no session {name[:80]!r}", status=404, code="session_not_found")
+            raise Refused(
+                f"there is no session {name[:80]!r}", status=404, code="session_not_found"
+            )
         return session
 
     def names(self, owner: str) -> list[str]:
@@ -219,4 +307,6 @@ class Sessions:
 
 def check_name(name: str) -> None:
     if not 0 < len(name) <= 200 or not name.isprintable() or "/" in name:
-        raise Refused("a session's name has 1 to 200 printable characters and no slash", "X-Session-ID")
+        raise Refused(
+            "a session's name has 1 to 200 printable characters and no slash", "X-Session-ID"
+        )

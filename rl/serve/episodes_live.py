@@ -1,6 +1,8 @@
-"""Episodes that are under way in this process: a program's requests become the observations of a rollout, its actions their answers.
+"""Episodes that are under way in this process: a program's requests become the observations of a
+rollout, its actions their answers.
 
-All of it happens in the loop of one server on loopback; the rollout hears of it through each episode's queue of events.
+All of it happens in the loop of one server on loopback; the rollout hears of it through each
+episode's queue of events.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class Ask:
 
 @dataclass(frozen=True)
 class Ended:
-    """The program is gone. `code`: its exit code, None where none started; `late`: it was out of time; `printed`: its last words."""
+    """The program is gone. `code`: its exit code, None where none started; `late`: it was out of
+    time; `printed`: its last words.
+    """
 
     code: int | None
     late: bool
@@ -54,7 +58,9 @@ class Ended:
 
 
 class Episode(Session):
-    """One program and its requests. `overruled`: settings of its requests in whose place the run's were taken."""
+    """One program and its requests. `overruled`: settings of its requests in whose place the run's
+    were taken.
+    """
 
     reads_again = False
 
@@ -78,7 +84,9 @@ class Episode(Session):
     async def tokenizer(self, desk: Desk, model: str | None) -> Any:
         return self._renderer.tokenizer
 
-    def prompt(self, renderer: Renderer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+    def prompt(
+        self, renderer: Renderer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
         return super().prompt(renderer, self._begun(messages), tools)
 
     def _begun(self, messages: Sequence[Message]) -> Sequence[Message]:
@@ -86,10 +94,20 @@ class Episode(Session):
         own = self.system_prompt is None or messages[0]["role"] == "system"
         return messages if own else [{"role": "system", "content": self.system_prompt}, *messages]
 
-    async def draw(self, desk: Desk, model: str | None, prompt: list[int], n: int, params: SamplingParams, **what: Any) -> SampleResponse:
+    async def draw(
+        self,
+        desk: Desk,
+        model: str | None,
+        prompt: list[int],
+        n: int,
+        params: SamplingParams,
+        **what: Any,
+    ) -> SampleResponse:
         what.pop("show", None)  # actions are whole: a rollout draws them
         if what:
-            raise Refused("prompts are not scored in an episode that is trained on: leave out echo, or logprobs")
+            raise Refused(
+                "prompts are not scored in an episode that is trained on: leave out echo, or logprobs"
+            )
         self._overrule(params)
         return SampleResponse([await self._ask(prompt, params) for _ in range(n)])
 
@@ -114,13 +132,26 @@ class Episode(Session):
         return sequence
 
     def _overrule(self, params: SamplingParams) -> None:
-        """The run says how tokens are drawn. What a request asks instead is noted, or refused where `strict`."""
+        """The run says how tokens are drawn. What a request asks instead is noted, or refused where
+        `strict`.
+        """
         usual = SamplingParams()
-        for name in ("temperature", "top_p", "top_k", "min_p", "logit_bias", "min_tokens", "ignore_eos", "seed"):
+        for name in (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "logit_bias",
+            "min_tokens",
+            "ignore_eos",
+            "seed",
+        ):
             wanted = getattr(params, name)
             if wanted != getattr(usual, name):
                 if self.strict:
-                    raise Refused(f"{name}={wanted}: the run says how tokens are drawn; leave it out", name)
+                    raise Refused(
+                        f"{name}={wanted}: the run says how tokens are drawn; leave it out", name
+                    )
                 self.overruled[name] = wanted
 
     def note(self, turn: Turn, back: Message | None = None) -> None:
@@ -133,7 +164,7 @@ class Episode(Session):
             text = prompt_text(asked) if asked else self._renderer.tokenizer.decode(turn.prompt)
             ask.logs |= {**logs_of(turn), "prompt": text, "answer_text": turn.answer["content"]}
 
-    # ------------------------------------------------------------------------------------------- what the rollout says
+    # ------------------------------------------------------------------------ what the rollout says
 
     def give(self, ask: Ask, sequence: SampledSequence) -> None:
         """The action, in answer to a request."""
@@ -150,11 +181,15 @@ class Episode(Session):
         for ask in list(self._waiting):
             ask.dead = True
             if not ask.answer.done():
-                ask.answer.set_exception(Refused("the episode has ended", status=410, code="episode_over"))
+                ask.answer.set_exception(
+                    Refused("the episode has ended", status=410, code="episode_over")
+                )
 
 
 class _Clock:
-    """Counts while a program works, and not while it waits for an answer. `late`: called when the time is over. Of the loop's thread."""
+    """Counts while a program works, and not while it waits for an answer. `late`: called when the
+    time is over. Of the loop's thread.
+    """
 
     def __init__(self, seconds: float):
         self.left = self.seconds = seconds
@@ -187,7 +222,9 @@ class _Episodes(Sessions):
     def find(self, owner: str, name: str) -> Session:
         episode = self.live.get(name)
         if episode is None:
-            raise Refused("there is no such episode, or it has ended", status=404, code="session_not_found")
+            raise Refused(
+                "there is no such episode, or it has ended", status=404, code="session_not_found"
+            )
         return episode
 
     def names(self, owner: str) -> list[str]:
@@ -201,19 +238,27 @@ class _Nobody:
     """What draws without an episode: nobody."""
 
     async def sample(self, *_: Any, **__: Any) -> SampleResponse:
-        raise Refused("answers are drawn for an episode alone: take OPENAI_BASE_URL as it was given", status=404)
+        raise Refused(
+            "answers are drawn for an episode alone: take OPENAI_BASE_URL as it was given",
+            status=404,
+        )
 
     def models(self, owner: str) -> Sequence[Any]:
         return [ServedModel(MODEL, None, 0)]
 
     def tokenizer(self, model: str | None, owner: str) -> Any:
-        raise Refused("there is an answer for an episode alone: take OPENAI_BASE_URL as it was given", status=404)
+        raise Refused(
+            "there is an answer for an episode alone: take OPENAI_BASE_URL as it was given",
+            status=404,
+        )
 
     renderer = tokenizer
 
 
 class LiveEndpoint:
-    """The server of a trainer's episodes. `begin` starts an episode's program; `end` kills it and all it started, if it runs."""
+    """The server of a trainer's episodes. `begin` starts an episode's program; `end` kills it and
+    all it started, if it runs.
+    """
 
     def __init__(self) -> None:
         self.episodes = _Episodes()
@@ -243,8 +288,12 @@ class LiveEndpoint:
         episode.end()
         episode.clock.late()
 
-    async def _live(self, episode: Episode, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """A program's life. So many at once are on their way to their first request: an interpreter's start is a second of a core."""
+    async def _live(
+        self, episode: Episode, words: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        """A program's life. So many at once are on their way to their first request: an
+        interpreter's start is a second of a core.
+        """
         folder = tempfile.mkdtemp(prefix="whetstone-episode-")
         gone = asyncio.Event()
         late = False
@@ -281,7 +330,9 @@ class LiveEndpoint:
                 program.let_go()
             code = None if program is None else await asyncio.to_thread(program.ended)
             printed = "" if program is None else program.printed
-        except Exception as error:  # boundary: whatever goes wrong with a program is told of its episode
+        except (
+            Exception
+        ) as error:  # boundary: whatever goes wrong with a program is told of its episode
             code, printed = None, str(error)
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, True)

@@ -1,4 +1,6 @@
-"""--environment endpoint: an episode is a program that calls OPENAI_BASE_URL, answered by the policy's samples."""
+"""--environment endpoint: an episode is a program that calls OPENAI_BASE_URL, answered by the
+policy's samples.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +54,13 @@ class Endpoint(Environment):
         except ValueError as error:
             raise UserError(f"program={self.program!r} is no command line: {error}") from error
         if not self.words:
-            raise UserError("program is empty: give the program that is an episode, such as 'python agent.py'")
+            raise UserError(
+                "program is empty: give the program that is an episode, such as 'python agent.py'"
+            )
         if shutil.which(self.words[0]) is None:
-            raise UserError(f"program={self.program!r}: there is no program {self.words[0]!r} here, nor on PATH")
+            raise UserError(
+                f"program={self.program!r}: there is no program {self.words[0]!r} here, nor on PATH"
+            )
         if self.grader is not None:
             _grader(self.grader)
 
@@ -62,7 +68,15 @@ class Endpoint(Environment):
     def needs_rows(self) -> bool:  # type: ignore[override]
         return self.dataset_rows or self.grader is not None
 
-    def group(self, problem: Problem, group_size: int, renderer: Renderer, *, limits: Limits, system_prompt: str | None) -> ProgramGroup:
+    def group(
+        self,
+        problem: Problem,
+        group_size: int,
+        renderer: Renderer,
+        *,
+        limits: Limits,
+        system_prompt: str | None,
+    ) -> ProgramGroup:
         return ProgramGroup(self, problem, group_size, renderer, limits, system_prompt)
 
 
@@ -75,27 +89,52 @@ class ProgramGroup(EnvGroupBuilder):
     """A group's programs: the same row and seed."""
 
     def __init__(
-        self, settings: Endpoint, problem: Problem, group_size: int, renderer: Renderer, limits: Limits, system_prompt: str | None = None
+        self,
+        settings: Endpoint,
+        problem: Problem,
+        group_size: int,
+        renderer: Renderer,
+        limits: Limits,
+        system_prompt: str | None = None,
     ):
-        self.settings, self.problem, self.group_size, self.renderer = settings, problem, group_size, renderer
+        self.settings, self.problem, self.group_size, self.renderer = (
+            settings,
+            problem,
+            group_size,
+            renderer,
+        )
         self.limits, self.system_prompt = limits, system_prompt
         self.tag, self.problem_index = problem.tag, problem.index
-        self.max_turns, self.max_tokens = 1_000_000, limits.tokens  # turns are counted where they are asked for
-        self.seed = int(problem.meta.get("seed", derive_seed("environment", "endpoint", problem.index)))
-        self.row: dict[str, Any] = finite({**problem.meta, **({"messages": list(problem.messages)} if problem.messages else {})})
+        # turns are counted where they are asked for
+        self.max_turns, self.max_tokens = 1_000_000, limits.tokens
+        self.seed = int(
+            problem.meta.get("seed", derive_seed("environment", "endpoint", problem.index))
+        )
+        self.row: dict[str, Any] = finite(
+            {**problem.meta, **({"messages": list(problem.messages)} if problem.messages else {})}
+        )
 
     def make_envs(self) -> Sequence[Env]:
         return [ProgramEnv(self, member, endpoint()) for member in range(self.group_size)]
 
     def words(self, row_file: str) -> list[str]:
         """The program and its arguments, of this row."""
-        fillers = {key: value if isinstance(value, str) else json.dumps(value) for key, value in self.row.items()}
-        fillers |= {"seed": str(self.seed), "row": row_file, "prompt": prompt_text(self.problem.messages) if self.problem.messages else ""}
+        fillers = {
+            key: value if isinstance(value, str) else json.dumps(value)
+            for key, value in self.row.items()
+        }
+        fillers |= {
+            "seed": str(self.seed),
+            "row": row_file,
+            "prompt": prompt_text(self.problem.messages) if self.problem.messages else "",
+        }
         return [_filled(word, fillers) for word in self.settings.words]
 
 
 def _filled(word: str, fillers: Mapping[str, str]) -> str:
-    """`word` with {name} replaced where the name is known; a text that is put in is not looked through again."""
+    """`word` with {name} replaced where the name is known; a text that is put in is not looked
+    through again.
+    """
     parts, rest = [], word
     while (begin := rest.find("{")) >= 0:
         end = rest.find("}", begin)
@@ -110,12 +149,16 @@ def _filled(word: str, fillers: Mapping[str, str]) -> str:
 
 
 class ProgramEnv(Env):
-    """One episode. Each request of the program is an observation; when it has ended, so has the episode."""
+    """One episode. Each request of the program is an observation; when it has ended, so has the
+    episode.
+    """
 
     def __init__(self, group: ProgramGroup, member: int, live: LiveEndpoint):
         self.group, self.live = group, live
         self.name = f"the program of episode {member} of row {group.problem_index}"
-        self.episode = Episode(group.renderer, group.limits, group.system_prompt, group.settings.strict)
+        self.episode = Episode(
+            group.renderer, group.limits, group.system_prompt, group.settings.strict
+        )
         self.folder: str | None = None
         self.ask: Ask | None = None
         self.last: Ask | None = None
@@ -144,14 +187,27 @@ class ProgramEnv(Env):
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    # ------------------------------------------------------------------------------------------------------ what came of it
+    # ------------------------------------------------------------------------------ what came of it
 
     def _environment(self, row: str) -> dict[str, str]:
         own = f"{self.live.server.url}/session/{self.episode.name}"
-        given = {"OPENAI_BASE_URL": f"{own}/v1", "OPENAI_API_BASE": f"{own}/v1", "OPENAI_API_KEY": self.episode.name, "OPENAI_MODEL": MODEL}
-        given |= {"WHETSTONE_REWARD_URL": f"{own}/reward", "WHETSTONE_SEED": str(self.group.seed), "WHETSTONE_ROW": row}
+        given = {
+            "OPENAI_BASE_URL": f"{own}/v1",
+            "OPENAI_API_BASE": f"{own}/v1",
+            "OPENAI_API_KEY": self.episode.name,
+            "OPENAI_MODEL": MODEL,
+        }
+        given |= {
+            "WHETSTONE_REWARD_URL": f"{own}/reward",
+            "WHETSTONE_SEED": str(self.group.seed),
+            "WHETSTONE_ROW": row,
+        }
         given |= {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
-        return {"PYTHONHASHSEED": "0", **environment_of_rewards(self.group.settings.pass_env), **given}
+        return {
+            "PYTHONHASHSEED": "0",
+            **environment_of_rewards(self.group.settings.pass_env),
+            **given,
+        }
 
     def _next(self) -> Ask | Ended:
         """The program's next request that still waits; or its end."""
@@ -187,12 +243,17 @@ class ProgramEnv(Env):
 
     def _ended(self, event: Ask | Ended) -> StepResult:
         """What an episode came to whose program has ended. Raises EpisodeFailed."""
-        assert isinstance(event, Ended)  # nothing is asked any more where it is called for lack of room
+        # nothing is asked any more where it is called for lack of room
+        assert isinstance(event, Ended)
         episode, cut = self.episode, self.episode.over
         if event.late or (event.code != 0 and cut is None):
             raise EpisodeFailed(f"{self.name} {self._how(event)}")
         reward, metrics = self._score(cut)
-        figures = {"truncated": float(cut is not None), "program/seconds": event.seconds, "program/requests": float(episode.asked)}
+        figures = {
+            "truncated": float(cut is not None),
+            "program/seconds": event.seconds,
+            "program/requests": float(episode.asked),
+        }
         if self.ask is not None and episode.overruled:
             self.ask.logs["overruled"] = dict(episode.overruled)
         return StepResult(reward, True, metrics={**figures, **metrics}, truncated=cut is not None)
@@ -202,7 +263,9 @@ class ProgramEnv(Env):
         grader = self.group.settings.grader
         if grader is None:
             if posted is None and cut is None:
-                raise EpisodeFailed(f'{self.name} posted no score: {{"reward": 1.0}} to $WHETSTONE_REWARD_URL, or set a grader')
+                raise EpisodeFailed(
+                    f'{self.name} posted no score: {{"reward": 1.0}} to $WHETSTONE_REWARD_URL, or set a grader'
+                )
             return posted or 0.0, metrics
         last = self.last.logs.get("answer_text", "") if self.last is not None else ""
         row = {key: value for key, value in self.group.row.items() if key != "messages"}
@@ -219,7 +282,11 @@ class ProgramEnv(Env):
             return f"was not done within its {self.group.limits.seconds:g} s{said}"
         if event.code is None:
             return f"did not start: {plain_text(event.printed, 300)}"
-        return (f"was killed by signal {-event.code}" if event.code < 0 else f"ended with exit code {event.code}") + said
+        return (
+            f"was killed by signal {-event.code}"
+            if event.code < 0
+            else f"ended with exit code {event.code}"
+        ) + said
 
 
 class _Pending:

@@ -19,7 +19,9 @@ MOST_METRICS = 100
 
 
 def routes(serving: Serving) -> list[Route]:
-    """GET /sessions; GET and DELETE /session/NAME; POST /session/NAME/reward {"reward": 1.0, "metrics": {...}}."""
+    """GET /sessions; GET and DELETE /session/NAME; POST /session/NAME/reward {"reward": 1.0,
+    "metrics": {...}}.
+    """
     sessions = serving.sessions
 
     async def names(request: Request) -> Any:
@@ -38,12 +40,16 @@ def routes(serving: Serving) -> list[Route]:
         session.metrics |= metrics
         return {"reward": session.reward, "turns": len(session.turns)}
 
-    paths = {"": reward, "/v1": reward}  # beside the routes that a program calls by OPENAI_BASE_URL, and within them
+    # beside the routes that a program calls by OPENAI_BASE_URL, and within them
+    paths = {"": reward, "/v1": reward}
     return [
         Route("/sessions", _said(names)),
         Route("/session/{session}", _said(show), methods=["GET"]),
         Route("/session/{session}", _said(drop), methods=["DELETE"]),
-        *(Route(f"/session/{{session}}{prefix}/reward", _said(do), methods=["POST"]) for prefix, do in paths.items()),
+        *(
+            Route(f"/session/{{session}}{prefix}/reward", _said(do), methods=["POST"])
+            for prefix, do in paths.items()
+        ),
     ]
 
 
@@ -64,13 +70,23 @@ def read_reward(body: Any) -> tuple[float, dict[str, float]]:
     if not _number(reward):
         raise fields.wrong("reward", reward, "a finite number")
     metrics = fields.get("metrics", {})
-    fine = isinstance(metrics, dict) and len(metrics) <= MOST_METRICS and all(_number(value) for value in metrics.values())
+    fine = (
+        isinstance(metrics, dict)
+        and len(metrics) <= MOST_METRICS
+        and all(_number(value) for value in metrics.values())
+    )
     if not fine:
-        raise fields.wrong("metrics", metrics, f"at most {MOST_METRICS} finite numbers by their names")
+        raise fields.wrong(
+            "metrics", metrics, f"at most {MOST_METRICS} finite numbers by their names"
+        )
     fields.known.add("reward")
     fields.close()
     return float(reward or 0.0), {str(key)[:100]: float(value) for key, value in metrics.items()}
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+    )

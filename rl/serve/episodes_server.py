@@ -17,25 +17,38 @@ HOST = "127.0.0.1"
 
 
 class LoopServer:
-    """`url`: where it listens, a free port of this machine alone. `close` ends it; it ends with the process as well."""
+    """`url`: where it listens, a free port of this machine alone. `close` ends it; it ends with the
+    process as well.
+    """
 
     def __init__(self, application: Callable[[], Any], name: str):
         try:
             import uvicorn
         except ImportError as error:
-            raise UserError(f"{name} needs uvicorn and starlette: pip install -r requirements-serve.txt") from error
+            raise UserError(
+                f"{name} needs uvicorn and starlette: pip install -r requirements-serve.txt"
+            ) from error
         self._socket = socket.socket()
         self._socket.bind((HOST, 0))
         self._socket.listen(2048)
         self.url = f"http://{HOST}:{self._socket.getsockname()[1]}"
-        config = uvicorn.Config(application(), log_config=None, access_log=False, lifespan="off", timeout_keep_alive=300, ws="none")
+        config = uvicorn.Config(
+            application(),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=300,
+            ws="none",
+        )
         self._server = uvicorn.Server(config)
         self._began = threading.Event()
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         if not self._began.wait(_START_SECONDS):
-            raise UserError(f"{name} did not start listening at {self.url} within {_START_SECONDS:g} s")
+            raise UserError(
+                f"{name} did not start listening at {self.url} within {_START_SECONDS:g} s"
+            )
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)

@@ -1,4 +1,6 @@
-"""/inference/v1/generate: ids in, ids and their logprobs out, as trainers that keep their own tokens ask for it."""
+"""/inference/v1/generate: ids in, ids and their logprobs out, as trainers that keep their own
+tokens ask for it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def routes(serving: Serving) -> list[Route]:
 
 
 async def generate(serving: Serving, body: Any, session: Session, live: Live | None) -> Answer:
-    """A choice for each sample; its end mark is the last of its ids. Tokens of logprobs are spelt token_id:<id>."""
+    """A choice for each sample; its end mark is the last of its ids. Tokens of logprobs are spelt
+    token_id:<id>.
+    """
     fields = Fields(body)
     model, prompt = fields.text("model"), fields.get("token_ids")
     if not token_ids(prompt) or not prompt:
@@ -33,7 +37,9 @@ async def generate(serving: Serving, body: Any, session: Session, live: Live | N
     logprobs = own.whole("logprobs", None, 0, 1)
     if own.get("prompt_logprobs") is not None:
         name = "sampling_params.prompt_logprobs"
-        raise Refused(f"{name} is not supported: /v1/completions scores prompts, with echo and logprobs", name)
+        raise Refused(
+            f"{name} is not supported: /v1/completions scores prompts, with echo and logprobs", name
+        )
     own.switch("skip_special_tokens", True)  # there is no text in the answer
     own.close()
     fields.close()
@@ -41,7 +47,25 @@ async def generate(serving: Serving, body: Any, session: Session, live: Live | N
     tokenizer, choices = await session.tokenizer(serving.desk, model), []
     for index, sequence in enumerate(response.sequences):
         text = str(tokenizer.decode(list(sequence.tokens))) if tokenizer is not None else ""
-        session.note(Turn(list(prompt), sequence, {"role": "assistant", "content": text}, sequence.stop_reason == "stop"))
-        said = None if logprobs is None else {"content": content_logprobs(tokenizer, sequence, as_ids=True)}
-        choices.append({"index": index, "token_ids": list(sequence.tokens), "finish_reason": sequence.stop_reason, "logprobs": said})
+        session.note(
+            Turn(
+                list(prompt),
+                sequence,
+                {"role": "assistant", "content": text},
+                sequence.stop_reason == "stop",
+            )
+        )
+        said = (
+            None
+            if logprobs is None
+            else {"content": content_logprobs(tokenizer, sequence, as_ids=True)}
+        )
+        choices.append(
+            {
+                "index": index,
+                "token_ids": list(sequence.tokens),
+                "finish_reason": sequence.stop_reason,
+                "logprobs": said,
+            }
+        )
     return {"request_id": new_id("gen"), "choices": choices, "prompt_token_ids": list(prompt)}, None

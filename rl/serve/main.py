@@ -42,13 +42,23 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
     keys = [key.strip() for key in os.environ.get(KEYS, "").split(",")]
     if args.keys_file:
         try:
-            keys += [line.strip() for line in Path(args.keys_file).read_text().splitlines() if not line.startswith("#")]
+            keys += [
+                line.strip()
+                for line in Path(args.keys_file).read_text().splitlines()
+                if not line.startswith("#")
+            ]
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--keys-file {args.keys_file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    given = {name: value for name in vars(Limits()) if (value := getattr(args, name, None)) is not None}
+            raise UserError(
+                f"--keys-file {args.keys_file} cannot be read: {getattr(error, 'strerror', None) or error}"
+            ) from error
+    given = {
+        name: value for name in vars(Limits()) if (value := getattr(args, name, None)) is not None
+    }
     return ServeSettings(
         bases=tuple(ServedBase.parse(text) for text in args.base_model),
-        output_dir=Path(args.output_dir or Path("runs") / f"served-{time.strftime('%Y%m%d-%H%M%S')}"),
+        output_dir=Path(
+            args.output_dir or Path("runs") / f"served-{time.strftime('%Y%m%d-%H%M%S')}"
+        ),
         host=args.host,
         port=args.port,
         keys=tuple(dict.fromkeys(key for key in keys if key)),
@@ -76,27 +86,47 @@ class Served:
 
     @classmethod
     def of(cls, settings: ServeSettings) -> Served:
-        """Makes them (other ranks serve rank 0 in here, and end here). UserError for a folder that another server wrote."""
+        """Makes them (other ranks serve rank 0 in here, and end here). UserError for a folder that
+        another server wrote.
+        """
         book = Book(settings.output_dir, settings.limits)
         if book.found_there() and not settings.resume:
-            raise UserError(f"{settings.output_dir} holds what another server wrote: --resume goes on with it, or give another folder")
+            raise UserError(
+                f"{settings.output_dir} holds what another server wrote: --resume goes on with it, or give another folder"
+            )
         together = settings.worker.sampler.tp
         for base in settings.bases if together > 1 else ():  # before anything is loaded
             check_team_holds(Skeleton(base.where, base.tokenizer, None).shape, together)
         worker = replace(settings.worker, share_bases=True)
-        desk = Desk(ServiceClient(output_dir=settings.output_dir, seed=settings.seed, settings=worker), settings)
+        desk = Desk(
+            ServiceClient(output_dir=settings.output_dir, seed=settings.seed, settings=worker),
+            settings,
+        )
         limits = settings.limits
-        tenants, promises = Tenants(desk, book), Promises(limits.result_seconds, limits.told_seconds, limits.held_bytes)
+        tenants, promises = (
+            Tenants(desk, book),
+            Promises(limits.result_seconds, limits.told_seconds, limits.held_bytes),
+        )
         promises.others = tenants.others
         desk.tally.gauges["held_bytes"] = lambda: float(promises.held)
         if settings.resume and book.found_there():
             book.read_again({base.name: base for base in settings.bases})
             for model in book.models.values():
                 if model.last is not None:
-                    told = Promise(f"{model.model_id}:{model.last['seq']}", model.owner, "optim_step", session=model.session)
+                    told = Promise(
+                        f"{model.model_id}:{model.last['seq']}",
+                        model.owner,
+                        "optim_step",
+                        session=model.session,
+                    )
                     promises.add(settled(told, model.last["result"]))
         parts = (desk, book, tenants, promises)
-        routes = [*Tinker(*parts).routes(), *Samples(*parts).routes(), *Rest(*parts).routes(), *openai_routes(desk)]
+        routes = [
+            *Tinker(*parts).routes(),
+            *Samples(*parts).routes(),
+            *Rest(*parts).routes(),
+            *openai_routes(desk),
+        ]
         return cls(*parts, make_app(desk, routes))
 
     async def look_after(self) -> None:
@@ -106,17 +136,27 @@ class Served:
             try:
                 self.look()
             except Exception as error:  # boundary: a full disk, say; the next look is a second away
-                log.error("looking after sessions failed", extra={"error": type(error).__name__}, exc_info=error)
+                log.error(
+                    "looking after sessions failed",
+                    extra={"error": type(error).__name__},
+                    exc_info=error,
+                )
 
     def look(self) -> None:
         self.tenants.pass_gaps()
         self.promises.sweep()
         silent = time.monotonic() - self.desk.settings.limits.session_seconds
-        for session in [one for one in list(self.book.sessions.values()) if one.finished is None and one.beat < silent]:
+        for session in [
+            one
+            for one in list(self.book.sessions.values())
+            if one.finished is None and one.beat < silent
+        ]:
             end_session(self.desk, self.tenants, session, "silent")
 
     def end(self, seconds: float = 90.0) -> None:
-        """Finish what runs, for a third of `seconds`, write the models, and answer the rest with "try again"."""
+        """Finish what runs, for a third of `seconds`, write the models, and answer the rest with
+        "try again".
+        """
         end = time.monotonic() + seconds
         self.desk.end(seconds / 3)
         self.tenants.give_up_waiting()
@@ -126,10 +166,15 @@ class Served:
 
 
 def exit_in_time(seconds: float) -> threading.Timer:
-    """End the process after so many seconds, whatever still runs in it: a load, a long kernel, a disk that hangs."""
+    """End the process after so many seconds, whatever still runs in it: a load, a long kernel, a
+    disk that hangs.
+    """
 
     def leave() -> None:
-        log.error("the server did not end in time: what had not been written is lost", extra={"seconds": seconds})
+        log.error(
+            "the server did not end in time: what had not been written is lost",
+            extra={"seconds": seconds},
+        )
         logging.shutdown()
         os._exit(1)
 
@@ -143,7 +188,8 @@ def main(args: argparse.Namespace) -> int:
     """Serves until it is asked to stop."""
     settings = settings_of(args)
     check_certificate(settings.tls_cert, settings.tls_key)
-    taken = take_address(settings) if os.environ.get("RANK", "0") == "0" else None  # the other ranks work for the first
+    # the other ranks work for the first
+    taken = take_address(settings) if os.environ.get("RANK", "0") == "0" else None
     _log_lines()
     served = Served.of(settings)
     served.desk.start()
@@ -170,7 +216,8 @@ async def _serve(served: Served, settings: ServeSettings, taken: list[socket.soc
         access_log=False,
         lifespan="off",
         server_header=False,
-        timeout_graceful_shutdown=max(1, int(settings.stop_grace / 6)),  # for answers that are on their way
+        # for answers that are on their way
+        timeout_graceful_shutdown=max(1, int(settings.stop_grace / 6)),
     )
     server = Server(config)
     loop = asyncio.get_running_loop()

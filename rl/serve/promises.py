@@ -1,6 +1,8 @@
-"""What was asked for and may be asked after: each request once, its answer again for a while, all of it within so many bytes.
+"""What was asked for and may be asked after: each request once, its answer again for a while, all
+of it within so many bytes.
 
-A request counts with the bytes of its body until it has run, and with the bytes of its answer from then on.
+A request counts with the bytes of its body until it has run, and with the bytes of its answer from
+then on.
 """
 
 from __future__ import annotations
@@ -22,14 +24,16 @@ from rl.serve.stored import StoredAnswer, stored
 
 @dataclass
 class Promise:
-    """A request that was taken. `digest`: of its body, so that what is sent again under its number is known to be the same
-    (empty: an earlier server took it)."""
+    """A request that was taken. `digest`: of its body, so that what is sent again under its number
+    is known to be the same (empty: an earlier server took it).
+    """
 
     request_id: str
     owner: str
     what: str
     digest: bytes = b""
-    done: Future = field(default_factory=Future)  # of the work; the result is dropped once it is stored
+    # of the work; the result is dropped once it is stored
+    done: Future = field(default_factory=Future)
     session: str = ""
     sequence_ids: list[str] | None = None
     tenant: str = ""
@@ -53,8 +57,9 @@ class Promises:
     """By request id. Only the owner is answered: to another one there is no such request.
 
     keep_seconds    how long an answer is kept that nobody asked for
-    told_seconds    how long an answer is kept that was sent: a client whose connection broke asks again
-    held_bytes      of all requests and answers; where they do not suffice, answers that nobody asked for in `told_seconds` go
+    told_seconds    how long an answer is kept that was sent: a client whose connection broke asks
+    again held_bytes      of all requests and answers; where they do not suffice, answers that
+    nobody asked for in `told_seconds` go
     """
 
     def __init__(self, keep_seconds: float, told_seconds: float = 60.0, held_bytes: int = 2**30):
@@ -77,17 +82,29 @@ class Promises:
             return self._held.total()
 
     def known(self, request_id: str, digest: bytes) -> Promise | None:
-        """The promise of that id, where the same was asked for before. Refused (409 would be tried again: 400) for something else."""
+        """The promise of that id, where the same was asked for before. Refused (409 would be tried
+        again: 400) for something else.
+        """
         promise = self._all.get(request_id)
         if promise is not None and promise.digest and promise.digest != digest:
-            raise Refused(400, f"{request_id} was asked for before, and was something else: a number stands for one request")
+            raise Refused(
+                400,
+                f"{request_id} was asked for before, and was something else: a number stands for one request",
+            )
         return promise
 
     def check_room(self, tenant: str, size: int) -> None:
-        """Raise Refused (429) if a request of `size` bytes exceeds the bytes that are held, or the tenant's part of them."""
-        late: list[Promise] | None = None  # oldest last; a scan of everything, so only where it is needed
+        """Raise Refused (429) if a request of `size` bytes exceeds the bytes that are held, or the
+        tenant's part of them.
+        """
+        # oldest last; a scan of everything, so only where it is needed
+        late: list[Promise] | None = None
         while (refusal := self._refusal(tenant, size)) is not None:
-            late = [promise for promise in self._late() if promise.tenant == tenant][::-1] if late is None else late
+            late = (
+                [promise for promise in self._late() if promise.tenant == tenant][::-1]
+                if late is None
+                else late
+            )
             if not late:
                 raise refusal
             self._forget(late.pop())
@@ -99,7 +116,9 @@ class Promises:
             return None  # a tenant that holds nothing may have one request
         try:
             what = "bytes held of requests and of answers that were not fetched (--held-bytes)"
-            check_share(what, self.held_bytes, total, mine, self.others(tenant), more=size, retry_after=1.0)
+            check_share(
+                what, self.held_bytes, total, mine, self.others(tenant), more=size, retry_after=1.0
+            )
         except Refused as refusal:
             return refusal
         return None
@@ -113,7 +132,9 @@ class Promises:
         return promise
 
     def _store(self, promise: Promise, done: Future) -> None:
-        """Keep the bytes of a result in the place of the result. Runs on the thread that settled `done`."""
+        """Keep the bytes of a result in the place of the result. Runs on the thread that settled
+        `done`.
+        """
         answer = stored(done, promise.what)
         with self._lock:
             if promise.request_id in self._all:
@@ -121,17 +142,22 @@ class Promises:
                 promise.size = len(answer.body)
         promise.finished = time.monotonic()
         promise.ready.set_result(answer)
-        promise.done = promise.ready  # only now: whoever cancels `done` must not meet a `ready` that is still open
+        # only now: whoever cancels `done` must not meet a `ready` that is still open
+        promise.done = promise.ready
 
     def find(self, request_id: str, owner: str) -> Promise:
         promise = self._all.get(request_id)
         if promise is None or promise.owner != owner:
             kept = f"answers are kept for {self.told_seconds:.0f} s after they were sent, unsent ones for {self.keep_seconds:.0f} s"
-            raise Refused(410, f"unknown request id: it has expired ({kept}), or was of an earlier server")
+            raise Refused(
+                410, f"unknown request id: it has expired ({kept}), or was of an earlier server"
+            )
         return promise
 
     def sweep(self) -> None:
-        """Forget expired answers, at most every so often. A request that never ends keeps no other one."""
+        """Forget expired answers, at most every so often. A request that never ends keeps no other
+        one.
+        """
         now = time.monotonic()
         if now - self._swept < self.told_seconds / 64:
             return
@@ -150,7 +176,11 @@ class Promises:
     def _late(self) -> list[Promise]:
         """The answers that nobody asked for in `told_seconds`, the oldest first."""
         late = time.monotonic() - self.told_seconds
-        return [one for one in list(self._all.values()) if one.told is None and one.finished is not None and one.finished < late]
+        return [
+            one
+            for one in list(self._all.values())
+            if one.told is None and one.finished is not None and one.finished < late
+        ]
 
     def _forget(self, promise: Promise) -> None:
         with self._lock:

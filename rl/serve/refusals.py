@@ -1,4 +1,6 @@
-"""What a client is told when it does not get what it asked for: a status, a sentence, whose fault it is. Never a traceback."""
+"""What a client is told when it does not get what it asked for: a status, a sentence, whose fault
+it is. Never a traceback.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ Category = Literal["user", "server", "unknown"]  # the SDK raises at once for th
 
 
 class Refused(Exception):
-    """An answer with this HTTP status. `category` as in Tinker's failed futures; `retry_after` seconds where another try may work."""
+    """An answer with this HTTP status. `category` as in Tinker's failed futures; `retry_after`
+    seconds where another try may work.
+    """
 
     def __init__(self, status: int, message: str, *, retry_after: float | None = None):
         super().__init__(message)
@@ -28,7 +32,9 @@ class Interrupted(Exception):
 
 
 def told(error: BaseException, what: str) -> tuple[str, Category]:
-    """(message, category) of what failed, for whoever asked. What is not the caller's to mend is named, not shown."""
+    """(message, category) of what failed, for whoever asked. What is not the caller's to mend is
+    named, not shown.
+    """
     if isinstance(error, Refused):
         return error.message, error.category
     if isinstance(error, Interrupted):
@@ -39,7 +45,9 @@ def told(error: BaseException, what: str) -> tuple[str, Category]:
 
 
 def drop_traceback(error: BaseException | None) -> None:
-    """Clear the tracebacks of an error and its causes, so that a stored error keeps no request body alive."""
+    """Clear the tracebacks of an error and its causes, so that a stored error keeps no request body
+    alive.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

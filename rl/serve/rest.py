@@ -1,4 +1,6 @@
-"""Tinker's REST part: what there is (runs, checkpoints, sessions), removing it, its time to live, and taking it along."""
+"""Tinker's REST part: what there is (runs, checkpoints, sessions), removing it, its time to live,
+and taking it along.
+"""
 
 from __future__ import annotations
 
@@ -66,20 +68,34 @@ class Rest:
             ("GET", "sessions", self.sessions),
             ("GET", "sessions/{session_id}", self.session),
         ]
-        return [Route(f"/api/v1/{path}", answer, methods=[method]) for method, path, answer in table]
+        return [
+            Route(f"/api/v1/{path}", answer, methods=[method]) for method, path, answer in table
+        ]
 
     async def capabilities(self, request: Request) -> Response:
         lengths = await self.desk.run(request.state.owner, "capabilities", self.desk.bases)
         models = [
-            {"model_name": one.name, "max_context_length": one.max_context, "trainable": True, "sampleable": True} for one in lengths
+            {
+                "model_name": one.name,
+                "max_context_length": one.max_context,
+                "trainable": True,
+                "sampleable": True,
+            }
+            for one in lengths
         ]
         return JsonAnswer({"supported_models": models})
 
-    # ------------------------------------------------------------------------------------------------ runs, checkpoints
+    # ---------------------------------------------------------------------------- runs, checkpoints
 
     def _run(self, model: Model) -> dict[str, Any]:
-        found = sorted((self._checkpoint(model, *one) for one in self.book.checkpoints(model)), key=lambda one: one["time"])
-        last = {kind: next((one for one in reversed(found) if one["checkpoint_type"] == kind), None) for kind in ("training", "sampler")}
+        found = sorted(
+            (self._checkpoint(model, *one) for one in self.book.checkpoints(model)),
+            key=lambda one: one["time"],
+        )
+        last = {
+            kind: next((one for one in reversed(found) if one["checkpoint_type"] == kind), None)
+            for kind in ("training", "sampler")
+        }
         return {
             "training_run_id": model.model_id,
             "base_model": model.base.name,
@@ -108,7 +124,11 @@ class Rest:
         }
 
     async def runs(self, request: Request) -> Response:
-        models = sorted(self.book.models_of(request.state.owner), key=lambda model: model.last_request, reverse=True)
+        models = sorted(
+            self.book.models_of(request.state.owner),
+            key=lambda model: model.last_request,
+            reverse=True,
+        )
         page, cursor = _page(request, models)
         shown = await asyncio.to_thread(lambda: [self._run(model) for model in page])
         return JsonAnswer({"training_runs": shown, "cursor": cursor})
@@ -124,18 +144,28 @@ class Rest:
 
     async def checkpoints(self, request: Request) -> Response:
         model = self._model(request)
-        found = await asyncio.to_thread(lambda: [self._checkpoint(model, *one) for one in self.book.checkpoints(model)])
+        found = await asyncio.to_thread(
+            lambda: [self._checkpoint(model, *one) for one in self.book.checkpoints(model)]
+        )
         return JsonAnswer({"checkpoints": found})
 
     async def all_checkpoints(self, request: Request) -> Response:
         models = self.book.models_of(request.state.owner)
-        found = await asyncio.to_thread(lambda: [self._checkpoint(model, *one) for model in models for one in self.book.checkpoints(model)])
+        found = await asyncio.to_thread(
+            lambda: [
+                self._checkpoint(model, *one)
+                for model in models
+                for one in self.book.checkpoints(model)
+            ]
+        )
         page, cursor = _page(request, sorted(found, key=lambda one: one["time"], reverse=True))
         return JsonAnswer({"checkpoints": page, "cursor": cursor})
 
     def _folder(self, request: Request) -> Path:
         where = request.path_params
-        return self.book.folder_of(f"tinker://{where['model_id']}/{where['kind']}/{where['name']}", request.state.owner)[1]
+        return self.book.folder_of(
+            f"tinker://{where['model_id']}/{where['kind']}/{where['name']}", request.state.owner
+        )[1]
 
     async def delete(self, request: Request) -> Response:
         await asyncio.to_thread(lambda: checkpoint.remove(self._folder(request)))
@@ -151,26 +181,45 @@ class Rest:
         body = await Body.of(request)
         path = body.text("tinker_path")
         model, folder = await asyncio.to_thread(self.book.folder_of, path, request.state.owner)
-        info = await asyncio.to_thread(lambda: RestClient().get_weights_info_by_tinker_path(str(folder)).result())
-        flags = {name: getattr(info, name) for name in ("is_lora", "lora_rank", "train_unembed", "train_mlp", "train_attn")}
+        info = await asyncio.to_thread(
+            lambda: RestClient().get_weights_info_by_tinker_path(str(folder)).result()
+        )
+        flags = {
+            name: getattr(info, name)
+            for name in ("is_lora", "lora_rank", "train_unembed", "train_mlp", "train_attn")
+        }
         return JsonAnswer({"base_model": model.base.name, **flags})
 
-    # ------------------------------------------------------------------------------------------------- taking it along
+    # ------------------------------------------------------------------------------ taking it along
 
     async def archive(self, request: Request) -> Response:
-        """A redirect to a link for the folder as a tar file, which needs no key and works for an hour."""
+        """A redirect to a link for the folder as a tar file, which needs no key and works for an
+        hour.
+        """
         folder = await asyncio.to_thread(self._folder, request)
         await asyncio.to_thread(checkpoint.verify, folder)
         expires = int(time.time()) + _LINK_SECONDS
-        headers = {"location": self._link(request, expires, ARCHIVE), "expires": formatdate(expires, usegmt=True)}
+        headers = {
+            "location": self._link(request, expires, ARCHIVE),
+            "expires": formatdate(expires, usegmt=True),
+        }
         return Response(status_code=302, headers=headers)
 
     async def file_urls(self, request: Request) -> Response:
         """A link for each file that needs no key, and works for an hour."""
         folder = await asyncio.to_thread(self._folder, request)
         expires, hidden = int(time.time()) + _LINK_SECONDS, (checkpoint.MANIFEST, "state.json")
-        names = [file.relative_to(folder).as_posix() for file in files_of(folder) if file.name not in hidden]
-        return JsonAnswer({"urls": {name: self._link(request, expires, name) for name in names}, "expires": _moment(expires)})
+        names = [
+            file.relative_to(folder).as_posix()
+            for file in files_of(folder)
+            if file.name not in hidden
+        ]
+        return JsonAnswer(
+            {
+                "urls": {name: self._link(request, expires, name) for name in names},
+                "expires": _moment(expires),
+            }
+        )
 
     def _link(self, request: Request, expires: int, name: str) -> str:
         where = request.path_params
@@ -185,7 +234,9 @@ class Rest:
         place = f"{where['model_id']}/{where['kind']}/{where['name']}/{where['file']}"
         model, expires = self.book.models.get(where["model_id"]), where["expires"]
         known = expires.isascii() and expires.isdigit() and len(expires) < 12
-        known = known and hmac.compare_digest(self._sign(int(expires), place).encode(), where["sign"].encode())
+        known = known and hmac.compare_digest(
+            self._sign(int(expires), place).encode(), where["sign"].encode()
+        )
         if not known or model is None or where["kind"] not in KINDS or int(expires) < time.time():
             raise Refused(404, "the link is none of this server's, or has expired")
         tinker_path = f"tinker://{model.model_id}/{where['kind']}/{where['name']}"
@@ -203,7 +254,7 @@ class Rest:
             raise Refused(404, "there is no such file")
         return FileResponse(file)
 
-    # ------------------------------------------------------------------------------------------------------- who is there
+    # --------------------------------------------------------------------------------- who is there
 
     async def sampler(self, request: Request) -> Response:
         sampler = self.book.sampler(request.path_params["sampler_id"], request.state.owner)
@@ -211,18 +262,38 @@ class Rest:
         if sampler.path is not None:
             model_id = f"{sampler.path.parent.parent.parent.name}:train:{sampler.path.parent.parent.name.removeprefix('train-')}"
             path = f"tinker://{model_id}/{sampler.path.parent.name}/{sampler.path.name}"
-        return JsonAnswer({"sampler_id": sampler.sampler_id, "base_model": sampler.base.name, "model_path": path})
+        return JsonAnswer(
+            {"sampler_id": sampler.sampler_id, "base_model": sampler.base.name, "model_path": path}
+        )
 
     async def sessions(self, request: Request) -> Response:
-        mine = [session.session_id for session in list(self.book.sessions.values()) if session.owner == request.state.owner]
+        mine = [
+            session.session_id
+            for session in list(self.book.sessions.values())
+            if session.owner == request.state.owner
+        ]
         page, _ = _page(request, mine[::-1])
         return JsonAnswer({"sessions": page})
 
     async def session(self, request: Request) -> Response:
-        session = self.book.session(request.path_params["session_id"], request.state.owner, alive=False)
-        models = [model.model_id for model in list(self.book.models.values()) if model.session == session.session_id]
-        samplers = [one.sampler_id for one in list(self.book.samplers.values()) if one.session == session.session_id]
-        found = {"training_run_ids": models, "sampler_ids": samplers, "user_metadata": session.user_metadata}
+        session = self.book.session(
+            request.path_params["session_id"], request.state.owner, alive=False
+        )
+        models = [
+            model.model_id
+            for model in list(self.book.models.values())
+            if model.session == session.session_id
+        ]
+        samplers = [
+            one.sampler_id
+            for one in list(self.book.samplers.values())
+            if one.session == session.session_id
+        ]
+        found = {
+            "training_run_ids": models,
+            "sampler_ids": samplers,
+            "user_metadata": session.user_metadata,
+        }
         return JsonAnswer({**found, "display_name": session.display_name})
 
 
@@ -231,9 +302,14 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def tar_of(folder: Path) -> Iterator[bytes]:
-    """Yield a tar file of a folder, a piece at a time; no copy is written. With the first piece, an empty one, all files are open."""
+    """Yield a tar file of a folder, a piece at a time; no copy is written. With the first piece, an
+    empty one, all files are open.
+    """
     with contextlib.ExitStack() as stack:
-        opened = [(file.relative_to(folder).as_posix(), stack.enter_context(file.open("rb"))) for file in files_of(folder)]
+        opened = [
+            (file.relative_to(folder).as_posix(), stack.enter_context(file.open("rb")))
+            for file in files_of(folder)
+        ]
         if checkpoint.MANIFEST not in dict(opened):
             raise FileNotFoundError(folder)
         yield b""
@@ -255,11 +331,18 @@ def tar_of(folder: Path) -> Iterator[bytes]:
 
 def _page(request: Request, found: list[Any]) -> tuple[list[Any], dict[str, int]]:
     """What `limit` and `offset` ask for, and where that lies in the whole."""
-    asked = {name: request.query_params.get(name, default) for name, default in (("limit", "20"), ("offset", "0"))}
+    asked = {
+        name: request.query_params.get(name, default)
+        for name, default in (("limit", "20"), ("offset", "0"))
+    }
     if not all(value.isdigit() and len(value) < 10 for value in asked.values()):
         raise Refused(400, f"limit and offset are whole numbers, got {asked}")
     limit, offset = int(asked["limit"]), int(asked["offset"])
-    return found[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(found)}
+    return found[offset : offset + limit], {
+        "offset": offset,
+        "limit": limit,
+        "total_count": len(found),
+    }
 
 
 def _moment(seconds: float) -> str:

@@ -21,7 +21,8 @@ from rl.serve.refusals import Refused
 from rl.serve.tenants import Tenants
 from rl.types import ModelInput, SamplingParams
 
-_BYTES_AT_ONCE = 16384  # of a body whose fields are read on the event loop; those of larger ones in a thread
+# of a body whose fields are read on the event loop; those of larger ones in a thread
+_BYTES_AT_ONCE = 16384
 
 
 class Samples:
@@ -41,7 +42,9 @@ class Samples:
             "join_sampling_session": self.join_sampling_session,
             "asample": self.asample,
         }
-        return [Route(f"/api/v1/{path}", answer, methods=["POST"]) for path, answer in posts.items()]
+        return [
+            Route(f"/api/v1/{path}", answer, methods=["POST"]) for path, answer in posts.items()
+        ]
 
     async def create_sampling_session(self, request: Request) -> Response:
         body = await Body.of(request)
@@ -52,13 +55,19 @@ class Samples:
             base, folder = self.desk.settings.base(body.text("base_model")), None
         else:
             kinds = ("weights", "sampler_weights")
-            model, folder = await asyncio.to_thread(lambda: self.book.folder_of(path, session.owner, kinds=kinds))
+            model, folder = await asyncio.to_thread(
+                lambda: self.book.folder_of(path, session.owner, kinds=kinds)
+            )
             base = model.base
         known = self.book.samplers.get(sampler_id)
         if known is not None and (known.base, known.path) != (base, folder):
-            raise Refused(400, f"there is a sampling session {sampler_id} already, of other weights")
+            raise Refused(
+                400, f"there is a sampling session {sampler_id} already, of other weights"
+            )
         if known is None:
-            self.book.add_sampler(Sampler(sampler_id, session.owner, session.session_id, base, folder))
+            self.book.add_sampler(
+                Sampler(sampler_id, session.owner, session.session_id, base, folder)
+            )
         return JsonAnswer({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
     async def join_sampling_session(self, request: Request) -> Response:
@@ -71,30 +80,52 @@ class Samples:
         body = await Body.of(request)
         owner, raw = request.state.owner, await request.body()
         if body.maybe("sampling_session_id", str) is None:
-            raise Refused(400, "asample takes a sampling_session_id, as create_sampling_session gave it")
-        sampler, seq = self.book.sampler(body.text("sampling_session_id"), owner), body.whole("seq_id", 0, 2**63 - 1)
+            raise Refused(
+                400, "asample takes a sampling_session_id, as create_sampling_session gave it"
+            )
+        sampler, seq = (
+            self.book.sampler(body.text("sampling_session_id"), owner),
+            body.whole("seq_id", 0, 2**63 - 1),
+        )
         self.book.session(sampler.session, owner)
-        count, request_id = body.maybe_whole("num_samples", 1, 1_000_000) or 1, f"{sampler.sampler_id}:{seq}"
+        count, request_id = (
+            body.maybe_whole("num_samples", 1, 1_000_000) or 1,
+            f"{sampler.sampler_id}:{seq}",
+        )
         digest, read = digest_of(raw), None
         if self.promises.known(request_id, digest) is None and len(raw) > _BYTES_AT_ONCE:
             read = await asyncio.to_thread(self._read, count, body)
-        promise = self.promises.known(request_id, digest)  # once more: the same may have come meanwhile
+        # once more: the same may have come meanwhile
+        promise = self.promises.known(request_id, digest)
         if promise is None:
             ids = [f"{request_id}:{i}" for i in range(count)]
             tenant, size = self.desk.tenant(owner, sampler.session), len(raw)
             self.promises.check_room(tenant, size)
-            promise = Promise(request_id, owner, "sample", digest, session=sampler.session, sequence_ids=ids, tenant=tenant, size=size)
+            promise = Promise(
+                request_id,
+                owner,
+                "sample",
+                digest,
+                session=sampler.session,
+                sequence_ids=ids,
+                tenant=tenant,
+                size=size,
+            )
             read = read or self._read(count, body)
             if isinstance(read, Exception):
                 settled(promise, error=read)
             else:
                 prompt, params, what = read
                 client = functools.partial(self.tenants.sampling_client, sampler)
-                promise.done = self.desk.ask_sample(client, owner, prompt, count, params, tenant=tenant, sequence_ids=ids, **what)
+                promise.done = self.desk.ask_sample(
+                    client, owner, prompt, count, params, tenant=tenant, sequence_ids=ids, **what
+                )
             self.promises.add(promise)
         return JsonAnswer({"request_id": request_id, "sample_sequence_ids": promise.sequence_ids})
 
-    def _read(self, count: int, body: Body) -> tuple[ModelInput, SamplingParams, dict[str, Any]] | Exception:
+    def _read(
+        self, count: int, body: Body
+    ) -> tuple[ModelInput, SamplingParams, dict[str, Any]] | Exception:
         """Return what is asked for, or why it cannot be drawn, which is the request's answer."""
         try:
             return self._checked(count, body)
@@ -104,8 +135,13 @@ class Samples:
     def _checked(self, count: int, body: Body) -> tuple[ModelInput, SamplingParams, dict[str, Any]]:
         for name in ("topk_sample_logprobs", "prompt_alt_tokens_k"):
             if body.fields.get(name):
-                raise BadRequestError(f"{name} is not computed here: topk_prompt_logprobs, or a forward of the training client, may serve")
-        prompt, params = convert.prompt(body.fields.get("prompt")), convert.sampling_params(body.fields.get("sampling_params") or {})
+                raise BadRequestError(
+                    f"{name} is not computed here: topk_prompt_logprobs, or a forward of the training client, may serve"
+                )
+        prompt, params = (
+            convert.prompt(body.fields.get("prompt")),
+            convert.sampling_params(body.fields.get("sampling_params") or {}),
+        )
         limit = self.desk.settings.limits.tokens
         if convert.tokens_of(prompt) + count * (params.max_tokens or 1) > limit:
             text = f"{convert.tokens_of(prompt)} tokens and {count} answers of {params.max_tokens}"

@@ -15,7 +15,9 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True)
 class ServedBase:
-    """A base model under the name that clients ask for, and where it is (a hub name, a folder, tiny:<preset>)."""
+    """A base model under the name that clients ask for, and where it is (a hub name, a folder,
+    tiny:<preset>).
+    """
 
     name: str
     where: str
@@ -27,13 +29,17 @@ class ServedBase:
         name, _, rest = text.partition("=")
         where, _, tokenizer = rest.partition(",")
         if not name or (rest and not where):
-            raise UserError(f"--base-model is NAME, NAME=WHERE or NAME=WHERE,TOKENIZER; got {text!r}")
+            raise UserError(
+                f"--base-model is NAME, NAME=WHERE or NAME=WHERE,TOKENIZER; got {text!r}"
+            )
         return cls(name, where or name, tokenizer or None)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one server takes on at once. Beyond it a request is refused by name, at once, and what is running goes on."""
+    """What one server takes on at once. Beyond it a request is refused by name, at once, and what
+    is running goes on.
+    """
 
     body_bytes: int = 256 * 2**20
     header_seconds: float = 20.0  # for a request's line and headers to come
@@ -55,7 +61,9 @@ class Limits:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not value > 0:
-                raise UserError(f"--{name.replace('_', '-')} is {value}: a server that takes nothing serves nobody; give more than 0")
+                raise UserError(
+                    f"--{name.replace('_', '-')} is {value}: a server that takes nothing serves nobody; give more than 0"
+                )
 
 
 @dataclass(frozen=True)
@@ -88,21 +96,29 @@ class ServeSettings:
                 "WHETSTONE_SERVE_KEYS)"
             )
         if not self.stop_grace >= 1:
-            raise UserError(f"--stop-grace is a number of seconds of at least 1, got {self.stop_grace}")
+            raise UserError(
+                f"--stop-grace is a number of seconds of at least 1, got {self.stop_grace}"
+            )
         if not 0 <= self.port <= 65535:
             raise UserError(f"--port is 0 (any that is free) to 65535, got {self.port}")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise UserError("TLS takes both --tls-cert and --tls-key")
         short = [key for key in self.keys if len(key) < 16]
         if short:
-            raise UserError(f"a key has {len(short[0])} characters: at least 16, such as tml-$(openssl rand -hex 24)")
+            raise UserError(
+                f"a key has {len(short[0])} characters: at least 16, such as tml-$(openssl rand -hex 24)"
+            )
 
     def base(self, name: str | None) -> ServedBase:
-        """The base of that name, the first without one. Raises UserError, which names those there are."""
+        """The base of that name, the first without one. Raises UserError, which names those there
+        are.
+        """
         for base in self.bases:
             if name in (None, base.name):
                 return base
-        raise UserError(f"there is no base model {name!r} here: {', '.join(base.name for base in self.bases)}")
+        raise UserError(
+            f"there is no base model {name!r} here: {', '.join(base.name for base in self.bases)}"
+        )
 
 
 def owner_of(key: str) -> str:

@@ -1,8 +1,10 @@
-"""One rule of fairness for everything that tenants share: the queue, sessions, models, samplers, open requests, bytes.
+"""One rule of fairness for everything that tenants share: the queue, sessions, models, samplers,
+open requests, bytes.
 
-While there are other tenants, each may hold half of what they leave free, so that whoever comes next finds room. (Routers bound flows
-that share a buffer by this rule: Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998, with
-their factor at 1.) A tenant is a key, or a session where the server has no keys.
+While there are other tenants, each may hold half of what they leave free, so that whoever comes
+next finds room. (Routers bound flows that share a buffer by this rule: Choudhury and Hahne,
+"Dynamic queue length thresholds for shared-memory packet switches", 1998, with their factor at 1.)
+A tenant is a key, or a session where the server has no keys.
 """
 
 from __future__ import annotations
@@ -16,12 +18,24 @@ T = TypeVar("T")
 
 
 def part_of(limit: int, total: int, mine: int) -> int:
-    """Return how much of `limit` a tenant may hold that holds `mine` of the `total` that is taken. At least 1."""
+    """Return how much of `limit` a tenant may hold that holds `mine` of the `total` that is taken.
+    At least 1.
+    """
     return max(1, (limit - (total - mine)) // 2)
 
 
-def check_share(what: str, limit: int, total: int, mine: int, others: bool, *, more: int = 1, retry_after: float = 5.0) -> None:
-    """Raise Refused (429) if `more` does not fit beside the `total` that is taken, or exceeds the tenant's part.
+def check_share(
+    what: str,
+    limit: int,
+    total: int,
+    mine: int,
+    others: bool,
+    *,
+    more: int = 1,
+    retry_after: float = 5.0,
+) -> None:
+    """Raise Refused (429) if `more` does not fit beside the `total` that is taken, or exceeds the
+    tenant's part.
 
     `others`: whether other tenants may ask. `what` names the resource, and its flag, in the plural.
     """
@@ -35,7 +49,9 @@ def check_share(what: str, limit: int, total: int, mine: int, others: bool, *, m
 
 
 def surplus(holders: Mapping[T, str], oldest_first: Iterable[T], count: int) -> list[T]:
-    """Choose `count` items to give up: each time the oldest one of the tenant that holds most. `holders`: the tenant of each item."""
+    """Choose `count` items to give up: each time the oldest one of the tenant that holds most.
+    `holders`: the tenant of each item.
+    """
     counts: dict[str, int] = {}
     for tenant in holders.values():
         counts[tenant] = counts.get(tenant, 0) + 1

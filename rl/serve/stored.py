@@ -1,4 +1,6 @@
-"""Answers as bytes: a finished request keeps what travels, in protobuf where its kind has one, and no object, request or traceback."""
+"""Answers as bytes: a finished request keeps what travels, in protobuf where its kind has one, and
+no object, request or traceback.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,15 @@ class StoredAnswer:
     body: bytes
 
     def response(self, protobuf: bool) -> Response:
-        """Return the answer in the form that a client takes. Raises Refused (503) if the server ended before it ran the request."""
+        """Return the answer in the form that a client takes. Raises Refused (503) if the server
+        ended before it ran the request.
+        """
         if self.kind == "interrupted":
-            raise Refused(503, "the server is shutting down, and had not begun with this: try again", retry_after=5.0)
+            raise Refused(
+                503,
+                "the server is shutting down, and had not begun with this: try again",
+                retry_after=5.0,
+            )
         if self.kind in ("json", "error"):
             return Response(self.body, media_type="application/json")
         if protobuf:
@@ -59,8 +67,12 @@ def _encoded(result: Any) -> StoredAnswer:
         return StoredAnswer("outputs", convert.forward_backward_output(result))
     if isinstance(result, SampleResponse):
         return StoredAnswer("samples", convert.sample_response(result))
-    return StoredAnswer("json", json.dumps(finite(result), separators=(",", ":"), allow_nan=False).encode("ascii"))
+    return StoredAnswer(
+        "json", json.dumps(finite(result), separators=(",", ":"), allow_nan=False).encode("ascii")
+    )
 
 
 def _error(message: str, category: Category) -> StoredAnswer:
-    return StoredAnswer("error", json.dumps({"error": message[:10_000], "category": category}).encode("ascii"))
+    return StoredAnswer(
+        "error", json.dumps({"error": message[:10_000], "category": category}).encode("ascii")
+    )

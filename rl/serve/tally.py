@@ -1,4 +1,6 @@
-"""What a server has done, for Prometheus: https://prometheus.io/docs/instrumenting/exposition_formats (text, 0.0.4)."""
+"""What a server has done, for Prometheus:
+https://prometheus.io/docs/instrumenting/exposition_formats (text, 0.0.4).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ _HELP = {
     "trained_tokens_total": ("counter", "Tokens of datums that went forward, or forward and back."),
     "work_total": ("counter", "Verbs that were executed, by verb and outcome."),
     "work_seconds_total": ("counter", "Time spent executing, by verb."),
-    "written_out_total": ("counter", "Models that were written to disk to make room, and read back, by which."),
+    "written_out_total": (
+        "counter",
+        "Models that were written to disk to make room, and read back, by which.",
+    ),
     "open_requests": ("gauge", "Requests being answered now."),
     "queued": ("gauge", "Requests that were taken and have not begun."),
     "held_bytes": ("gauge", "Bytes of requests that wait and of answers that are kept."),
@@ -48,14 +53,20 @@ class Tally:
         for name, ask in self.gauges.items():
             found = ask()
             table = found if isinstance(found, Mapping) else {"": found}
-            counts[name] = {((("state", label),) if label else ()): value for label, value in table.items()}
+            counts[name] = {
+                ((("state", label),) if label else ()): value for label, value in table.items()
+            }
         lines = []
         for name in sorted(counts):
             kind, text = _HELP[name]
             lines += [f"# HELP whetstone_{name} {text}", f"# TYPE whetstone_{name} {kind}"]
             for key, value in sorted(counts[name].items()):
                 labels = ",".join(f'{label}="{_escaped(said)}"' for label, said in key)
-                lines.append(f"whetstone_{name}{{{labels}}} {value:g}" if labels else f"whetstone_{name} {value:g}")
+                lines.append(
+                    f"whetstone_{name}{{{labels}}} {value:g}"
+                    if labels
+                    else f"whetstone_{name} {value:g}"
+                )
         return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,6 @@
-"""What the desk's thread does for tenants: their models in memory or written out, their requests in order, their samplers."""
+"""What the desk's thread does for tenants: their models in memory or written out, their requests in
+order, their samplers.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,15 @@ from rl.types import AdamParams, Datum
 
 Steps = Generator[None, None, Any]
 SAVED = "sampler_weights"
-_KEPT_SNAPSHOTS = 8  # of weights that were saved for samplers, so that the sampler that comes next needs not read them
+# of weights that were saved for samplers, so that the sampler that comes next needs not read them
+_KEPT_SNAPSHOTS = 8
 _GAP_SECONDS = 10.0  # how long a number that an earlier server took is waited for
 
 
 class Tenants:
-    """Executes verbs on models. Everything that is a generator runs on the desk's thread, a slice at a time."""
+    """Executes verbs on models. Everything that is a generator runs on the desk's thread, a slice
+    at a time.
+    """
 
     def __init__(self, desk: Desk, book: Book):
         self.desk = desk
@@ -36,29 +41,43 @@ class Tenants:
         desk.turns.others = book.others = self.others
         desk.tally.gauges["models"] = self._where
         desk.tally.gauges["samplers"] = lambda: float(len(book.samplers))
-        desk.tally.gauges["sessions"] = lambda: float(sum(session.finished is None for session in book.sessions.values()))
+        desk.tally.gauges["sessions"] = lambda: float(
+            sum(session.finished is None for session in book.sessions.values())
+        )
 
     def others(self, tenant: str) -> bool:
         """Whether somebody else may ask: another key, or another session that is alive."""
         if self.desk.settings.keys:
             return len(self.desk.settings.keys) > 1
-        return any(session.finished is None and session.session_id != tenant for session in list(self.book.sessions.values()))
+        return any(
+            session.finished is None and session.session_id != tenant
+            for session in list(self.book.sessions.values())
+        )
 
     def _where(self) -> dict[str, float]:
         held = sum(model.client is not None for model in list(self.book.models.values()))
         return {"in_memory": float(held), "written_out": float(len(self.book.models) - held)}
 
-    # ---------------------------------------------------------------------------------------------- requests, in order
+    # --------------------------------------------------------------------------- requests, in order
 
     def ask(self, model: Model, seq: int, promise: Promise, work: Callable[[], Steps]) -> None:
-        """Queues what a model is asked, in the order of `seq`: what comes before its turn waits for it."""
+        """Queues what a model is asked, in the order of `seq`: what comes before its turn waits for
+        it.
+        """
         if seq < model.next_seq:
             message = f"{model.model_id} was asked its request {seq} before, and has forgotten the answer; it goes on with {model.next_seq}"
             promise.done.set_exception(Refused(400, message))
             return
         tenant = self.desk.tenant(model.owner, model.session)
         self.desk.turns.check_room(tenant, next_one=seq == model.next_seq and bool(model.waiting))
-        job = Job(model.owner, model.model_id, promise.what, lambda: self._run(model, seq, work), promise.done, tenant=tenant)
+        job = Job(
+            model.owner,
+            model.model_id,
+            promise.what,
+            lambda: self._run(model, seq, work),
+            promise.done,
+            tenant=tenant,
+        )
         model.waiting[seq] = job
         self.desk.turns.early(tenant, 1)
         self.release(model)
@@ -75,7 +94,9 @@ class Tenants:
             model.gap_since = model.gap_since or time.monotonic()
 
     def pass_gaps(self) -> None:
-        """Requests that an earlier server answered, and whose effect it lost, never come again: says so rather than wait for them."""
+        """Requests that an earlier server answered, and whose effect it lost, never come again:
+        says so rather than wait for them.
+        """
         for model in list(self.book.models.values()):
             if model.gap_since is not None and time.monotonic() - model.gap_since > _GAP_SECONDS:
                 model.failed = model.failed or (
@@ -107,7 +128,7 @@ class Tenants:
             model.busy = False
             model.used = time.monotonic()
 
-    # --------------------------------------------------------------------------------------------------- models in memory
+    # ----------------------------------------------------------------------------- models in memory
 
     def create(self, model: Model, make: Callable[[], TrainingClient]) -> Steps:
         """`make` in the room that is made for it. A model that cannot be made leaves no files."""
@@ -124,7 +145,9 @@ class Tenants:
             self.book.forget_model(model, fresh)
             for job in self.taken_back(model):  # nobody would find them any more
                 if job.done.set_running_or_notify_cancel():
-                    job.done.set_exception(UserError(f"{model.model_id} could not be made: {error}"))
+                    job.done.set_exception(
+                        UserError(f"{model.model_id} could not be made: {error}")
+                    )
             raise
         return model.answer
 
@@ -137,14 +160,21 @@ class Tenants:
                     "(rest_client.list_checkpoints), and start the server with --durable to lose none"
                 )
             self._make_room()
-            model.client = self.desk.service.create_training_client_from_state_with_optimizer(str(model.live)).result()
+            model.client = self.desk.service.create_training_client_from_state_with_optimizer(
+                str(model.live)
+            ).result()
             self.desk.tally.add("written_out_total", which="read_back")
         return model.client
 
     def _make_room(self) -> None:
-        """Write out the least recently used model of the tenant that holds most, until one more fits. One with a gradient stays."""
+        """Write out the least recently used model of the tenant that holds most, until one more
+        fits. One with a gradient stays.
+        """
         held = [model for model in list(self.book.models.values()) if model.client is not None]
-        idle = sorted((model for model in held if not model.gradient and not model.busy), key=lambda model: model.used)
+        idle = sorted(
+            (model for model in held if not model.gradient and not model.busy),
+            key=lambda model: model.used,
+        )
         tenants = {model.model_id: tenant_of(model) for model in idle}
         count = len(held) + 1 - self.desk.settings.limits.models_in_memory
         for model in [self.book.models[name] for name in surplus(tenants, list(tenants), count)]:
@@ -153,8 +183,9 @@ class Tenants:
             self.desk.tally.add("written_out_total", which="written_out")
 
     def write_out(self, model: Model) -> None:
-        """The model as it is now into `live/`, with how far it came and what its last update was answered, which the next server may have
-        to tell again; nothing where it lies there already."""
+        """The model as it is now into `live/`, with how far it came and what its last update was
+        answered, which the next server may have to tell again; nothing where it lies there already.
+        """
         if model.client is None or model.written:
             return
         state = {"next_seq": model.ran + 1, "failed": model.failed, "last": model.last}
@@ -162,9 +193,11 @@ class Tenants:
         model.written = True
 
     def commit(self, model: Model, what: str, gradient: bool = False) -> None:
-        """With --durable: write a change of the model to the disk before it is answered, or undo it. `gradient`: it ended one.
+        """With --durable: write a change of the model to the disk before it is answered, or undo
+        it. `gradient`: it ended one.
 
-        Raises Refused (507) if writing failed. The model is then what lies in `live/`, the state before the change.
+        Raises Refused (507) if writing failed. The model is then what lies in `live/`, the state
+        before the change.
         """
         if not self.desk.settings.durable:
             return
@@ -177,7 +210,10 @@ class Tenants:
                 model.written = True  # the new folder is in its place: what failed came after that
                 return
             if saved is None:
-                raise Refused(507, f"{what} was done, but the model could not be written ({type(error).__name__})") from error
+                raise Refused(
+                    507,
+                    f"{what} was done, but the model could not be written ({type(error).__name__})",
+                ) from error
             self.let_go(model)
             model.written, model.last = True, saved["last"]
             if gradient:
@@ -193,14 +229,20 @@ class Tenants:
             model.client = None
 
     def end_session(self, session_id: str) -> Steps:
-        """Gives back what a session has in memory: a gradient that nobody will step on is dropped, the models are written out."""
+        """Gives back what a session has in memory: a gradient that nobody will step on is dropped,
+        the models are written out.
+        """
         yield
-        for model in [model for model in list(self.book.models.values()) if model.session == session_id]:
+        for model in [
+            model for model in list(self.book.models.values()) if model.session == session_id
+        ]:
             self._drop_half(model, "its session ended")
             if model.client is not None:
                 self.write_out(model)
                 self.let_go(model)
-        for sampler in [one for one in list(self.book.samplers.values()) if one.session == session_id]:
+        for sampler in [
+            one for one in list(self.book.samplers.values()) if one.session == session_id
+        ]:
             sampler.client = None
             self.book.samplers.pop(sampler.sampler_id, None)
 
@@ -208,7 +250,9 @@ class Tenants:
         if model.client is not None and model.gradient:
             drop_gradients(model.client)
             model.gradient, model.written = False, False
-            model.failed = f"what was accumulated is gone, for {why}: repeat the forward_backward of this step"
+            model.failed = (
+                f"what was accumulated is gone, for {why}: repeat the forward_backward of this step"
+            )
 
     def write_all(self) -> None:
         """Before the server ends. The desk's thread has ended: this one is the only one left."""
@@ -220,10 +264,17 @@ class Tenants:
                 except Exception as error:  # boundary: the models after this one are written
                     log_unwritten(model.model_id, error)
 
-    # -------------------------------------------------------------------------------------------------------------- verbs
+    # ---------------------------------------------------------------------------------------- verbs
 
-    def forward_backward(self, model: Model, read: Callable[[], tuple[list[Datum], str, dict[str, Any]]], backward: bool) -> Steps:
-        """A slice is a micro-batch. What it cannot read, or what fails, fails the update that follows as well."""
+    def forward_backward(
+        self,
+        model: Model,
+        read: Callable[[], tuple[list[Datum], str, dict[str, Any]]],
+        backward: bool,
+    ) -> Steps:
+        """A slice is a micro-batch. What it cannot read, or what fails, fails the update that
+        follows as well.
+        """
         try:
             data, loss_fn, config = read()
             client = self.client_of(model)
@@ -232,9 +283,14 @@ class Tenants:
             output = yield from in_parts(client, data, loss_fn, config, backward=backward)
         except BaseException as error:
             if backward:
-                model.failed = model.failed or f"a forward_backward before it failed: {str(error)[:500]}"
+                model.failed = (
+                    model.failed or f"a forward_backward before it failed: {str(error)[:500]}"
+                )
             raise
-        self.desk.tally.add("trained_tokens_total", sum(len(one.array) for row in output.loss_fn_outputs for one in list(row.values())[:1]))
+        self.desk.tally.add(
+            "trained_tokens_total",
+            sum(len(one.array) for row in output.loss_fn_outputs for one in list(row.values())[:1]),
+        )
         return output
 
     def optim_step(self, model: Model, params: AdamParams) -> Steps:
@@ -253,28 +309,44 @@ class Tenants:
         self.commit(model, "optim_step", gradient=True)
         return result
 
-    def save_state(self, model: Model, name: str, ttl: int | None, overwrite: bool, words: dict[str, str]) -> Steps:
+    def save_state(
+        self, model: Model, name: str, ttl: int | None, overwrite: bool, words: dict[str, str]
+    ) -> Steps:
         yield
         client = self.client_of(model)
-        client.save_state(name, ttl, overwrite, {**model.user_metadata, **words}, folder=model.folder / "weights").result()
+        client.save_state(
+            name, ttl, overwrite, {**model.user_metadata, **words}, folder=model.folder / "weights"
+        ).result()
         return {"path": self.book.path_of(model, "weights", name), "type": "save_weights"}
 
-    def save_for_sampler(self, model: Model, name: str, ttl: int | None, words: dict[str, str]) -> Steps:
+    def save_for_sampler(
+        self, model: Model, name: str, ttl: int | None, words: dict[str, str]
+    ) -> Steps:
         yield
         client, folder = self.client_of(model), model.folder / "sampler_weights"
-        client.save_weights_for_sampler(name, ttl, {**model.user_metadata, **words}, folder=folder).result()
+        client.save_weights_for_sampler(
+            name, ttl, {**model.user_metadata, **words}, folder=folder
+        ).result()
         self._saved[folder / name] = client.save_weights_and_get_sampling_client().result()
         while len(self._saved) > _KEPT_SNAPSHOTS:
             self._saved.popitem(last=False)
-        return {"path": self.book.path_of(model, "sampler_weights", name), "type": "save_weights_for_sampler"}
+        return {
+            "path": self.book.path_of(model, "sampler_weights", name),
+            "type": "save_weights_for_sampler",
+        }
 
     def save_external(self, model: Model, name: str, ttl: int | None) -> Steps:
         """Whole weights as a Hugging Face folder: the adapter merged into its base."""
         yield
         client = self.client_of(model)
         folder = model.folder / "external_weights"
-        client.save_weights_for_sampler(name, ttl, model.user_metadata, merged=model.lora_rank is not None, folder=folder).result()
-        return {"path": self.book.path_of(model, "external_weights", name), "type": "save_weights_external"}
+        client.save_weights_for_sampler(
+            name, ttl, model.user_metadata, merged=model.lora_rank is not None, folder=folder
+        ).result()
+        return {
+            "path": self.book.path_of(model, "external_weights", name),
+            "type": "save_weights_external",
+        }
 
     def snapshot(self, model: Model, sampler: Sampler) -> Steps:
         yield
@@ -287,34 +359,51 @@ class Tenants:
         yield
         client = self.client_of(model)
         model.written = False
-        (client.load_state_with_optimizer if with_optimizer else client.load_state)(str(folder)).result()
+        (client.load_state_with_optimizer if with_optimizer else client.load_state)(
+            str(folder)
+        ).result()
         gradient = model.gradient or bool(model.failed or model.lost)
         model.gradient, model.failed, model.lost = False, None, None
         self.commit(model, "load_weights", gradient)
         return {"path": path, "model_id": model.model_id, "type": "load_weights"}
 
-    # ----------------------------------------------------------------------------------------------------------- samplers
+    # ------------------------------------------------------------------------------------- samplers
 
     def sampling_client(self, sampler: Sampler) -> SamplingClient:
-        """The client of a sampling session, made or read again where it has none. On the desk's thread."""
+        """The client of a sampling session, made or read again where it has none. On the desk's
+        thread.
+        """
         if sampler.client is None:
             if sampler.snapshot:
-                raise Refused(404, f"the weights of {sampler.sampler_id} were given back to make room: make a new sampling client")
+                raise Refused(
+                    404,
+                    f"the weights of {sampler.sampler_id} were given back to make room: make a new sampling client",
+                )
             kept = self._saved.get(sampler.path) if sampler.path is not None else None
             if kept is not None:
                 sampler.client = kept
             elif sampler.path is not None:
                 checkpoint.verify(sampler.path)
-                sampler.client = self.desk.service.create_sampling_client(model_path=str(sampler.path))
+                sampler.client = self.desk.service.create_sampling_client(
+                    model_path=str(sampler.path)
+                )
             else:
                 sampler.client = self.desk.base_client(sampler.base)
             self._forget_samplers()
         return sampler.client
 
     def _forget_samplers(self) -> None:
-        held = sorted((one for one in list(self.book.samplers.values()) if one.client is not None), key=lambda one: one.used)
-        by_id, tenants = {one.sampler_id: one for one in held}, {one.sampler_id: tenant_of(one) for one in held}
-        for name in surplus(tenants, list(tenants), len(held) - self.desk.settings.limits.samplers_in_memory):
+        held = sorted(
+            (one for one in list(self.book.samplers.values()) if one.client is not None),
+            key=lambda one: one.used,
+        )
+        by_id, tenants = (
+            {one.sampler_id: one for one in held},
+            {one.sampler_id: tenant_of(one) for one in held},
+        )
+        for name in surplus(
+            tenants, list(tenants), len(held) - self.desk.settings.limits.samplers_in_memory
+        ):
             by_id[name].client = None
 
     def by_name(self, model: str, owner: str) -> Callable[[], SamplingClient] | None:
@@ -325,16 +414,31 @@ class Tenants:
         if not model.startswith("tinker://"):
             return None
         found, folder = self.book.folder_of(model, owner)
-        ids: Sequence[str] = [one.sampler_id for one in list(self.book.samplers.values()) if one.path == folder and one.owner == owner]
+        ids: Sequence[str] = [
+            one.sampler_id
+            for one in list(self.book.samplers.values())
+            if one.path == folder and one.owner == owner
+        ]
         sampler_id = ids[0] if ids else f"{found.model_id}:{folder.parent.name}:{folder.name}"
         known = self.book.samplers.get(sampler_id)
-        of_path = known or self.book.add_sampler(Sampler(sampler_id, owner, found.session, found.base, folder))
+        of_path = known or self.book.add_sampler(
+            Sampler(sampler_id, owner, found.session, found.base, folder)
+        )
         return lambda: self.sampling_client(of_path)
 
     def names(self, owner: str) -> list[tuple[str, ServedBase]]:
-        """What `by_name` finds for this owner: weights that were saved for samplers, by their paths."""
-        found = [(model, folder) for model in self.book.models_of(owner) for kind, folder in self.book.checkpoints(model) if kind == SAVED]
-        return [(self.book.path_of(model, SAVED, folder.name), model.base) for model, folder in found]
+        """What `by_name` finds for this owner: weights that were saved for samplers, by their
+        paths.
+        """
+        found = [
+            (model, folder)
+            for model in self.book.models_of(owner)
+            for kind, folder in self.book.checkpoints(model)
+            if kind == SAVED
+        ]
+        return [
+            (self.book.path_of(model, SAVED, folder.name), model.base) for model, folder in found
+        ]
 
 
 def end_session(desk: Desk, tenants: Tenants, session: Session, reason: str) -> None:
@@ -343,7 +447,14 @@ def end_session(desk: Desk, tenants: Tenants, session: Session, reason: str) -> 
         return
     session.finished = reason
     tenants.book.keep(session)
-    for model in [model for model in list(tenants.book.models.values()) if model.session == session.session_id]:
+    for model in [
+        model for model in list(tenants.book.models.values()) if model.session == session.session_id
+    ]:
         for job in tenants.taken_back(model):
             job.done.set_exception(Refused(410, f"its session has ended ({reason})"))
-    desk.submit(session.owner, f"{session.session_id}:end", "end_session", lambda: tenants.end_session(session.session_id))
+    desk.submit(
+        session.owner,
+        f"{session.session_id}:end",
+        "end_session",
+        lambda: tenants.end_session(session.session_id),
+    )

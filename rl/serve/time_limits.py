@@ -9,13 +9,15 @@ from typing import Any
 
 from rl.serve.refusals import Refused
 
-_LEAST_RATE = 65_536  # bytes a second of a body: every one of them gives its sender that much more time
+# bytes a second of a body: every one of them gives its sender that much more time
+_LEAST_RATE = 65_536
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 def limited_protocol(header_seconds: float) -> type[asyncio.Protocol]:
-    """Return uvicorn's HTTP protocol, which closes a connection whose request's head has not come after so many seconds.
+    """Return uvicorn's HTTP protocol, which closes a connection whose request's head has not come
+    after so many seconds.
 
     uvicorn itself limits only how long a connection idles after an answer.
     """
@@ -32,7 +34,9 @@ def limited_protocol(header_seconds: float) -> type[asyncio.Protocol]:
             super().data_received(data)
             if self._answers():
                 self._stop_timer()
-            elif self._head_timer is None:  # the first bytes of another request; the rest of them does not move its limit
+            elif (
+                self._head_timer is None
+            ):  # the first bytes of another request; the rest of them does not move its limit
                 self._head_timer = self.loop.call_later(header_seconds, self._head_is_late)
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -57,7 +61,8 @@ def limited_protocol(header_seconds: float) -> type[asyncio.Protocol]:
 
 
 def bounded(receive: Receive, limit: int, seconds: float) -> Receive:
-    """Return a `receive` that raises Refused for a body of more than `limit` bytes (413), and for one that is too slow (408).
+    """Return a `receive` that raises Refused for a body of more than `limit` bytes (413), and for
+    one that is too slow (408).
 
     A body has `seconds`, and a second more for every 64 KiB that have come.
     """
@@ -66,12 +71,16 @@ def bounded(receive: Receive, limit: int, seconds: float) -> Receive:
     async def next_message() -> MutableMapping[str, Any]:
         nonlocal length, whole
         if whole:
-            return await receive()  # waits for the client to hang up, for as long as the answer takes
+            # waits for the client to hang up, for as long as the answer takes
+            return await receive()
         left = begin + seconds + length / _LEAST_RATE - time.monotonic()
         try:
             message = await asyncio.wait_for(receive(), max(left, 0.001))
         except TimeoutError:
-            raise Refused(408, f"only {length} bytes of the body came in {time.monotonic() - begin:.0f} s: send it faster") from None
+            raise Refused(
+                408,
+                f"only {length} bytes of the body came in {time.monotonic() - begin:.0f} s: send it faster",
+            ) from None
         length += len(message.get("body", b""))
         whole = message["type"] != "http.request" or not message.get("more_body", False)
         if length > limit:

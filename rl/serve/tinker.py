@@ -1,4 +1,6 @@
-"""Tinker's protocol, as its SDK (0.38) speaks it: sessions, models, requests with a number, and answers that are asked after."""
+"""Tinker's protocol, as its SDK (0.38) speaks it: sessions, models, requests with a number, and
+answers that are asked after.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ from rl.serve.stored import PROTOBUF
 from rl.serve.tenants import Tenants, end_session
 
 _SECONDS = 10 * 366 * 86400  # the longest that a checkpoint may be told to stay
-_BYTES_AT_ONCE = 16384  # of an answer that is turned into JSON on the event loop; larger ones take a thread
+# of an answer that is turned into JSON on the event loop; larger ones take a thread
+_BYTES_AT_ONCE = 16384
 Answer = Callable[[Request], Awaitable[Response]]
 
 
@@ -61,20 +64,34 @@ class Tinker:
             "load_weights": self.load_weights,
             "retrieve_future": self.retrieve_future,
             "cancel_future": self.cancel_future,
-            "create_custom_loss": _not_done("custom losses that run on the server: forward_backward_custom runs them in the script"),
-            "copy_weights": _not_done("copying weights: what was saved lies in the output folder, and any session of its key can load it"),
+            "create_custom_loss": _not_done(
+                "custom losses that run on the server: forward_backward_custom runs them in the script"
+            ),
+            "copy_weights": _not_done(
+                "copying weights: what was saved lies in the output folder, and any session of its key can load it"
+            ),
             "retrieve_futures": _not_done("many answers at once: retrieve_future gives each"),
             "auth/token": _not_done("exchanging a key for a token: keys are taken as they are"),
         }
-        return [Route(f"/api/v1/{path}", answer, methods=["POST"]) for path, answer in posts.items()]
+        return [
+            Route(f"/api/v1/{path}", answer, methods=["POST"]) for path, answer in posts.items()
+        ]
 
-    # -------------------------------------------------------------------------------------------------------- sessions
+    # ------------------------------------------------------------------------------------- sessions
 
     async def config(self, request: Request) -> Response:
-        """What the SDK may do here: chunks in parallel, keys as they are, bodies compressed where they come from another machine."""
+        """What the SDK may do here: chunks in parallel, keys as they are, bodies compressed where
+        they come from another machine.
+        """
         far = self.desk.settings.host not in LOOPBACK and reads_zstd()
-        flags = {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": far, "parallel_fwdbwd_chunks": True}
-        return JsonAnswer({**flags, "sample_use_retrieve_futures": False, "custom_loss_server_side": False})
+        flags = {
+            "pjwt_auth_enabled": False,
+            "proto_compress_fwdbwd": far,
+            "parallel_fwdbwd_chunks": True,
+        }
+        return JsonAnswer(
+            {**flags, "sample_use_retrieve_futures": False, "custom_loss_server_side": False}
+        )
 
     async def dynamic_config(self, request: Request) -> Response:
         return JsonAnswer({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
@@ -86,7 +103,11 @@ class Tinker:
 
     async def create_session(self, request: Request) -> Response:
         body = await Body.of(request)
-        owner, words, name = request.state.owner, body.words("user_metadata"), body.maybe("display_name", str)
+        owner, words, name = (
+            request.state.owner,
+            body.words("user_metadata"),
+            body.maybe("display_name", str),
+        )
         session = await asyncio.to_thread(self.book.open_session, owner, words, name)
         return JsonAnswer({"type": "create_session", "session_id": session.session_id})
 
@@ -97,54 +118,106 @@ class Tinker:
 
     async def finish(self, request: Request) -> Response:
         body = await Body.of(request)
-        session = self.book.session(request.path_params["session_id"], request.state.owner, alive=False)
+        session = self.book.session(
+            request.path_params["session_id"], request.state.owner, alive=False
+        )
         reason = (body.maybe("reason", dict) or {}).get("type", "success")
         end_session(self.desk, self.tenants, session, str(reason)[:40])
         return Response(status_code=204)
 
-    # ---------------------------------------------------------------------------------------------------------- models
+    # --------------------------------------------------------------------------------------- models
 
     async def create_model(self, request: Request) -> Response:
         body = await Body.of(request)
-        lora = Body(_need(body.maybe("lora_config", dict), "lora_config: full fine-tuning is not done over the network, a LoRA is"))
+        lora = Body(
+            _need(
+                body.maybe("lora_config", dict),
+                "lora_config: full fine-tuning is not done over the network, a LoRA is",
+            )
+        )
         session = self.book.session(body.text("session_id"), request.state.owner)
         base = self.desk.settings.base(body.text("base_model"))
         optimizer = (body.maybe("optimizer_config", dict) or {}).get("type", "adamw")
         if optimizer != "adamw":
-            raise Refused(400, f"there is AdamW alone here, got the optimizer {str(optimizer)[:40]!r}")
-        asked = {name: lora.fields.get(name, True) for name in ("train_mlp", "train_attn", "train_unembed")}
+            raise Refused(
+                400, f"there is AdamW alone here, got the optimizer {str(optimizer)[:40]!r}"
+            )
+        asked = {
+            name: lora.fields.get(name, True)
+            for name in ("train_mlp", "train_attn", "train_unembed")
+        }
         rank, seed = lora.whole("rank", 1, 4096), lora.maybe_whole("seed", 0, 2**63 - 1)
 
         def make() -> TrainingClient:
             service = self.desk.service
-            return service.create_lora_training_client(base.where, rank, seed, **asked, tokenizer=base.tokenizer)
+            return service.create_lora_training_client(
+                base.where, rank, seed, **asked, tokenizer=base.tokenizer
+            )
 
-        return self._created(session, body, base, make, await request.body(), {"type": "create_model"})
+        return self._created(
+            session, body, base, make, await request.body(), {"type": "create_model"}
+        )
 
     def _created(
-        self, session: Session, body: Body, base: Any, make: Callable[[], TrainingClient], raw: bytes, answer: dict[str, str]
+        self,
+        session: Session,
+        body: Body,
+        base: Any,
+        make: Callable[[], TrainingClient],
+        raw: bytes,
+        answer: dict[str, str],
     ) -> Response:
         """A model under its number in its session, made once however often it is asked for."""
         seq = body.whole("model_seq_id")
         request_id, digest = f"{session.session_id}:train:{seq}:0", digest_of(raw)
         promise = self.promises.known(request_id, digest)
         if promise is None:
-            tenant, model_id = self.desk.tenant(session.owner, session.session_id), f"{session.session_id}:train:{seq}"
+            tenant, model_id = (
+                self.desk.tenant(session.owner, session.session_id),
+                f"{session.session_id}:train:{seq}",
+            )
             self.desk.turns.check_room(tenant)
             known = self.book.models.get(model_id)
             if known is not None and known.digest and known.digest != digest.hex():
-                raise Refused(400, f"{model_id} was made for another request: a model_seq_id stands for one model of its session")
-            # there is nothing of what was in memory alone when an earlier server ended: it is made once more
+                raise Refused(
+                    400,
+                    f"{model_id} was made for another request: a model_seq_id stands for one model of its session",
+                )
+            # there is nothing of what was in memory alone when an earlier server ended: it is made
+            # once more
             if known is not None and (known.written or not known.resumed):
-                promise = Promise(request_id, session.owner, "create_model", digest, session=session.session_id, tenant=tenant)
+                promise = Promise(
+                    request_id,
+                    session.owner,
+                    "create_model",
+                    digest,
+                    session=session.session_id,
+                    tenant=tenant,
+                )
                 self.promises.add(settled(promise, known.answer))
                 return JsonAnswer({"request_id": request_id, "model_id": model_id})
             model = self.book.add_model(session, seq, base, body.words("user_metadata"))
             model.digest, model.answer = digest.hex(), {"model_id": model_id, **answer}
-            promise = Promise(request_id, session.owner, "create_model", digest, session=session.session_id, tenant=tenant)
+            promise = Promise(
+                request_id,
+                session.owner,
+                "create_model",
+                digest,
+                session=session.session_id,
+                tenant=tenant,
+            )
             self.promises.add(promise)
-            self.desk.submit(session.owner, model.model_id, "create_model", lambda: self.tenants.create(model, make), promise.done, tenant)
-        return JsonAnswer({"request_id": request_id, "model_id": f"{session.session_id}:train:{seq}"})
+            self.desk.submit(
+                session.owner,
+                model.model_id,
+                "create_model",
+                lambda: self.tenants.create(model, make),
+                promise.done,
+                tenant,
+            )
+        return JsonAnswer(
+            {"request_id": request_id, "model_id": f"{session.session_id}:train:{seq}"}
+        )
 
     async def unload_model(self, request: Request) -> Response:
         body = await Body.of(request)
@@ -154,8 +227,12 @@ class Tinker:
             self.tenants.write_out(model)
             self.tenants.let_go(model)
 
-        await self.desk.run(model.owner, "unload_model", away, self.desk.tenant(model.owner, model.session))
-        promise = Promise(f"{model.model_id}:unload:{time.monotonic_ns()}", model.owner, "unload_model")
+        await self.desk.run(
+            model.owner, "unload_model", away, self.desk.tenant(model.owner, model.session)
+        )
+        promise = Promise(
+            f"{model.model_id}:unload:{time.monotonic_ns()}", model.owner, "unload_model"
+        )
         self.promises.add(settled(promise, {"model_id": model.model_id, "type": "unload_model"}))
         return JsonAnswer({"request_id": promise.request_id, "model_id": model.model_id})
 
@@ -163,18 +240,36 @@ class Tinker:
         body = await Body.of(request)
         model = self.book.model(body.text("model_id"), request.state.owner)
         tenant = self.desk.tenant(model.owner, model.session)
-        info = await self.desk.run(model.owner, "get_info", lambda: self.tenants.client_of(model).info, tenant)
-        place = await asyncio.to_thread(tokenizer_place, model.base, info["tokenizer"], self.book.root)
+        info = await self.desk.run(
+            model.owner, "get_info", lambda: self.tenants.client_of(model).info, tenant
+        )
+        place = await asyncio.to_thread(
+            tokenizer_place, model.base, info["tokenizer"], self.book.root
+        )
         data = {"arch": info["arch"], "model_name": model.base.name, "tokenizer_id": place}
-        found = {"type": "get_info", "model_id": model.model_id, "model_data": data, "model_name": model.base.name}
-        return JsonAnswer({**found, "is_lora": info["lora_rank"] is not None, "lora_rank": info["lora_rank"]})
+        found = {
+            "type": "get_info",
+            "model_id": model.model_id,
+            "model_data": data,
+            "model_name": model.base.name,
+        }
+        return JsonAnswer(
+            {**found, "is_lora": info["lora_rank"] is not None, "lora_rank": info["lora_rank"]}
+        )
 
-    # ---------------------------------------------------------------------------------------- requests with a number
+    # ----------------------------------------------------------------------- requests with a number
 
     def _ask(
-        self, model: Model, seq: int, what: str, raw: bytes, work: Callable[[], Generator[None, None, Any]], size: int | None = None
+        self,
+        model: Model,
+        seq: int,
+        what: str,
+        raw: bytes,
+        work: Callable[[], Generator[None, None, Any]],
+        size: int | None = None,
     ) -> Response:
-        """Takes a model's request once, whatever number of times it comes. What is wrong with its values is its answer.
+        """Takes a model's request once, whatever number of times it comes. What is wrong with its
+        values is its answer.
 
         `raw`: its body, or a digest of it with the body's `size`.
         """
@@ -185,7 +280,15 @@ class Tinker:
         if self.promises.known(request_id, digest) is None:
             tenant = self.desk.tenant(model.owner, model.session)
             self.promises.check_room(tenant, size)
-            promise = Promise(request_id, model.owner, what, digest, session=model.session, tenant=tenant, size=size)
+            promise = Promise(
+                request_id,
+                model.owner,
+                what,
+                digest,
+                session=model.session,
+                tenant=tenant,
+                size=size,
+            )
             self.tenants.ask(model, seq, promise, work)
             self.promises.add(promise)
         return JsonAnswer({"request_id": request_id, "model_id": model.model_id})
@@ -193,8 +296,15 @@ class Tinker:
     async def forward_backward(self, request: Request) -> Response:
         raw = await request.body()
         if not request.headers.get("content-type", "").startswith(PROTOBUF):
-            raise Refused(415, f"forward_backward takes {PROTOBUF}, as the SDK from 0.30 on sends it: upgrade tinker")
-        encoding, most = request.headers.get("content-encoding", ""), self.desk.settings.limits.body_bytes
+            raise Refused(
+                415,
+                f"forward_backward takes {PROTOBUF}, as the SDK from 0.30 on sends it: upgrade tinker",
+            )
+        encoding, most = (
+            request.headers.get("content-encoding", ""),
+            self.desk.settings.limits.body_bytes,
+        )
+
         def parse() -> tuple[Any, bytes, int]:
             body = expanded(raw, encoding, most)
             return wire.parse("ForwardBackwardRequest", body), digest_of(raw), len(body)
@@ -206,14 +316,31 @@ class Tinker:
         backward = not message.forward_only
 
         def read() -> tuple[list[Any], str, dict[str, Any]]:
-            tokens = sum(len(chunk.encoded_text.tokens) // 4 for one in message.data for chunk in one.model_input)
+            tokens = sum(
+                len(chunk.encoded_text.tokens) // 4
+                for one in message.data
+                for chunk in one.model_input
+            )
             if tokens > self.desk.settings.limits.tokens:
-                raise BadRequestError(f"{tokens} tokens at once, and this server takes {self.desk.settings.limits.tokens}: send less")
+                raise BadRequestError(
+                    f"{tokens} tokens at once, and this server takes {self.desk.settings.limits.tokens}: send less"
+                )
             convert.check_cells(message.data)
-            return [convert.datum(one) for one in message.data], message.loss_fn, convert.loss_config(message)
+            return (
+                [convert.datum(one) for one in message.data],
+                message.loss_fn,
+                convert.loss_config(message),
+            )
 
         what = "forward_backward" if backward else "forward"
-        return self._ask(model, message.seq_id, what, digest, lambda: self.tenants.forward_backward(model, read, backward), size)
+        return self._ask(
+            model,
+            message.seq_id,
+            what,
+            digest,
+            lambda: self.tenants.forward_backward(model, read, backward),
+            size,
+        )
 
     async def optim_step(self, request: Request) -> Response:
         body = await Body.of(request)
@@ -221,8 +348,12 @@ class Tinker:
 
         def work() -> Generator[None, None, Any]:
             if body.fields.get("optimizer_params") is not None:
-                raise BadRequestError("there is AdamW alone here: optim_step takes types.AdamParams")
-            return self.tenants.optim_step(model, convert.adam_params(body.fields.get("adam_params")))
+                raise BadRequestError(
+                    "there is AdamW alone here: optim_step takes types.AdamParams"
+                )
+            return self.tenants.optim_step(
+                model, convert.adam_params(body.fields.get("adam_params"))
+            )
 
         return self._ask(model, seq, "optim_step", await request.body(), lambda: _late(work))
 
@@ -245,17 +376,32 @@ class Tinker:
 
         def work() -> Generator[None, None, Any]:
             if body.fields.get("kind", "snapshot") != "snapshot":
-                raise BadRequestError("kind is 'snapshot' here: make a new sampling client after each update")
+                raise BadRequestError(
+                    "kind is 'snapshot' here: make a new sampling client after each update"
+                )
             if body.fields.get("path") is not None:
-                return self.tenants.save_for_sampler(model, _name(body, seq), _ttl(body), body.words("user_metadata"))
+                return self.tenants.save_for_sampler(
+                    model, _name(body, seq), _ttl(body), body.words("user_metadata")
+                )
             sampler_id = f"{model.session}:sample:{body.whole('sampling_session_seq_id')}"
             if sampler_id in self.book.samplers:
                 raise BadRequestError(f"there is a sampling session {sampler_id} already")
-            return self.tenants.snapshot(model, Sampler(sampler_id, model.owner, model.session, model.base, snapshot=True))
+            return self.tenants.snapshot(
+                model, Sampler(sampler_id, model.owner, model.session, model.base, snapshot=True)
+            )
 
-        # the SDK counts its sampling sessions anew for each try: one whose answer was lost comes again with another number of those
-        same = {name: value for name, value in body.fields.items() if name != "sampling_session_seq_id"}
-        return self._ask(model, seq, "save_weights_for_sampler", json.dumps(same, sort_keys=True).encode(), lambda: _late(work))
+        # the SDK counts its sampling sessions anew for each try: one whose answer was lost comes
+        # again with another number of those
+        same = {
+            name: value for name, value in body.fields.items() if name != "sampling_session_seq_id"
+        }
+        return self._ask(
+            model,
+            seq,
+            "save_weights_for_sampler",
+            json.dumps(same, sort_keys=True).encode(),
+            lambda: _late(work),
+        )
 
     async def save_weights_external(self, request: Request) -> Response:
         body = await Body.of(request)
@@ -263,10 +409,14 @@ class Tinker:
 
         def work() -> Generator[None, None, Any]:
             if body.fields.get("age_encryption_recipients"):
-                raise BadRequestError("weights are not encrypted here: leave age_encryption_recipients out")
+                raise BadRequestError(
+                    "weights are not encrypted here: leave age_encryption_recipients out"
+                )
             return self.tenants.save_external(model, _name(body, seq), _ttl(body))
 
-        return self._ask(model, seq, "save_weights_external", await request.body(), lambda: _late(work))
+        return self._ask(
+            model, seq, "save_weights_external", await request.body(), lambda: _late(work)
+        )
 
     async def load_weights(self, request: Request) -> Response:
         body = await Body.of(request)
@@ -276,25 +426,39 @@ class Tinker:
             model, seq = self._numbered(body, request)
 
             def work() -> Generator[None, None, Any]:
-                return self.tenants.load(model, self.book.folder_of(path, owner, kinds=kinds)[1], with_optimizer, path)
+                return self.tenants.load(
+                    model, self.book.folder_of(path, owner, kinds=kinds)[1], with_optimizer, path
+                )
 
             return self._ask(model, seq, "load_weights", await request.body(), lambda: _late(work))
         session = self.book.session(body.text("session_id"), owner)
-        source, folder = await asyncio.to_thread(lambda: self.book.folder_of(path, owner, kinds=kinds))
-        base = source.base if body.maybe("base_model", str) is None else self.desk.settings.base(body.text("base_model"))
+        source, folder = await asyncio.to_thread(
+            lambda: self.book.folder_of(path, owner, kinds=kinds)
+        )
+        base = (
+            source.base
+            if body.maybe("base_model", str) is None
+            else self.desk.settings.base(body.text("base_model"))
+        )
         optimizer = (body.maybe("optimizer_config", dict) or {}).get("type", "adamw")
         if optimizer != "adamw":
-            raise Refused(400, f"there is AdamW alone here, got the optimizer {str(optimizer)[:40]!r}")
+            raise Refused(
+                400, f"there is AdamW alone here, got the optimizer {str(optimizer)[:40]!r}"
+            )
 
         def make() -> TrainingClient:
             service = self.desk.service
             if with_optimizer:
-                return service.create_training_client_from_state_with_optimizer(str(folder), base.where)
+                return service.create_training_client_from_state_with_optimizer(
+                    str(folder), base.where
+                )
             return service.create_training_client_from_state(str(folder), base.where)
 
-        return self._created(session, body, base, make, await request.body(), {"path": path, "type": "load_weights"})
+        return self._created(
+            session, body, base, make, await request.body(), {"path": path, "type": "load_weights"}
+        )
 
-    # --------------------------------------------------------------------------------------------------------- answers
+    # -------------------------------------------------------------------------------------- answers
 
     async def retrieve_future(self, request: Request) -> Response:
         """The answer, or 408 when it is not there after a while; the SDK asks again."""
@@ -319,7 +483,9 @@ class Tinker:
 
 
 def _late(work: Callable[[], Generator[None, None, Any]]) -> Generator[None, None, Any]:
-    """Reads what was asked for when its turn has come: what is wrong with it is its answer, and leaves no gap in the numbers."""
+    """Reads what was asked for when its turn has come: what is wrong with it is its answer, and
+    leaves no gap in the numbers.
+    """
     return (yield from work())
 
 
@@ -341,7 +507,9 @@ def _name(body: Body, seq: int) -> str:
     if name is None:
         return f"step-{seq:06d}"
     if not checkpoint.is_name(name):
-        raise BadRequestError(f"a checkpoint's name is letters, digits, '.', '_' and '-', got {name[:80]!r}")
+        raise BadRequestError(
+            f"a checkpoint's name is letters, digits, '.', '_' and '-', got {name[:80]!r}"
+        )
     return name
 
 

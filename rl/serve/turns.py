@@ -1,6 +1,8 @@
-"""Whose turn it is: work waits in lanes, one a model, and lanes take turns, first among owners and then among an owner's lanes.
+"""Whose turn it is: work waits in lanes, one a model, and lanes take turns, first among owners and
+then among an owner's lanes.
 
-Work is a generator that gives way between slices. Samples are no lane: all that wait are taken together, after each slice.
+Work is a generator that gives way between slices. Samples are no lane: all that wait are taken
+together, after each slice.
 
 The queue is shared by the rule of `rl/serve/shares.py`.
 """
@@ -34,7 +36,9 @@ class Job:
 
 @dataclass
 class SampleJob:
-    """A sample that waits to be drawn together with others. `client()` is asked for on the thread that draws."""
+    """A sample that waits to be drawn together with others. `client()` is asked for on the thread
+    that draws.
+    """
 
     owner: str
     client: Callable[[], Any]
@@ -42,7 +46,8 @@ class SampleJob:
     done: Future = field(default_factory=Future)
     prompt_tokens: int = 0  # once it has been read
     drawn_by: Any = None  # the client, once it has been asked for
-    show: Callable[[dict[int, Any]], None] | None = None  # is told what its samples have drawn so far, on the thread that draws
+    # is told what its samples have drawn so far, on the thread that draws
+    show: Callable[[dict[int, Any]], None] | None = None
     tenant: str = ""  # as of a `Job`
 
 
@@ -56,7 +61,8 @@ class Turns:
         self.limit = limit
         self.others: Callable[[str], bool] = lambda tenant: False
         self._held: Counter[str] = Counter()  # how much of what waits is each tenant's
-        self._early: Counter[str] = Counter()  # what else each has asked for, whose turn has not come
+        # what else each has asked for, whose turn has not come
+        self._early: Counter[str] = Counter()
         self.changed = threading.Condition()
         self._owners: OrderedDict[str, OrderedDict[str, deque[Job]]] = OrderedDict()
         self._samples: deque[SampleJob] = deque()
@@ -68,21 +74,30 @@ class Turns:
     def check_room(self, tenant: str, more: int = 1, *, next_one: bool = False) -> None:
         """Raises Refused (429) where the queue is full, or this tenant's part of it.
 
-        `next_one`: what others of its own wait for, which came before their turn: these are not counted, since they stay until it comes.
+        `next_one`: what others of its own wait for, which came before their turn: these are not
+        counted, since they stay until it comes.
         """
         with self.changed:
             if len(self) + more > self.limit // 2:
                 self._forget_gone()
-            all_wait, held, beside = len(self), self._held[tenant], any(one != tenant for one in self._held)
+            all_wait, held, beside = (
+                len(self),
+                self._held[tenant],
+                any(one != tenant for one in self._held),
+            )
             early = 0 if next_one else self._early[tenant]
         what = "requests that wait (--queued)"
         others = beside or self.others(tenant)
-        check_share(what, self.limit, all_wait + early, held + early, others, more=more, retry_after=1.0)
+        check_share(
+            what, self.limit, all_wait + early, held + early, others, more=more, retry_after=1.0
+        )
 
     def add(self, job: Job) -> None:
         with self.changed:
             job.tenant = job.tenant or job.owner
-            self._owners.setdefault(job.owner, OrderedDict()).setdefault(job.lane, deque()).append(job)
+            self._owners.setdefault(job.owner, OrderedDict()).setdefault(job.lane, deque()).append(
+                job
+            )
             self._waiting += 1
             self._held[job.tenant] += 1
             self.changed.notify()
@@ -96,7 +111,9 @@ class Turns:
             self.changed.notify()
 
     def early(self, tenant: str, more: int) -> None:
-        """So many more (or less) that a tenant has asked for wait for something else before they can wait here."""
+        """So many more (or less) that a tenant has asked for wait for something else before they
+        can wait here.
+        """
         with self.changed:
             self._early[tenant] += more
             if not self._early[tenant]:
@@ -132,7 +149,9 @@ class Turns:
             return bool(self._samples) and not self._owners
 
     def next(self) -> Job | None:
-        """The job whose turn it is; it stays at the head of its lane until `finish`, and its owner and lane go to the back."""
+        """The job whose turn it is; it stays at the head of its lane until `finish`, and its owner
+        and lane go to the back.
+        """
         with self.changed:
             if not self._owners:
                 return None
@@ -163,7 +182,9 @@ class Turns:
             for owner, lanes in lanes_of_all.items():
                 for lane, jobs in lanes.items():
                     if jobs[0].begun is not None:
-                        self._owners.setdefault(owner, OrderedDict())[lane] = deque([jobs.popleft()])
+                        self._owners.setdefault(owner, OrderedDict())[lane] = deque(
+                            [jobs.popleft()]
+                        )
                         self._waiting += 1
                     taken += jobs
             for job in taken:

@@ -1,8 +1,10 @@
-"""The protobuf messages of Tinker's protocol, from a table: https://protobuf.dev/programming-guides/encoding tells how they travel.
+"""The protobuf messages of Tinker's protocol, from a table:
+https://protobuf.dev/programming-guides/encoding tells how they travel.
 
-A line is a message: its name, then `field number type`, with `*` for a list, `?` for one whose absence is told, `{}` for a map
-of strings, and `a|b` after the type for a member of a oneof. Names and numbers are those of tinker 0.38 (tests/test_serve_sdk.py
-holds this table to the package's own descriptors).
+A line is a message: its name, then `field number type`, with `*` for a list, `?` for one whose
+absence is told, `{}` for a map of strings, and `a|b` after the type for a member of a oneof. Names
+and numbers are those of tinker 0.38 (tests/test_serve_sdk.py holds this table to the package's own
+descriptors).
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
 
 _ENUMS = {
     "StopReason": {"STOP_REASON_STOP": STOP, "STOP_REASON_LENGTH": LENGTH},
-    "DType": {"DTYPE_UNSPECIFIED": 0, "DTYPE_FLOAT32": FLOAT32, "DTYPE_INT64": INT64, "DTYPE_INT32": INT32, "DTYPE_BFLOAT16": BFLOAT16},
+    "DType": {
+        "DTYPE_UNSPECIFIED": 0,
+        "DTYPE_FLOAT32": FLOAT32,
+        "DTYPE_INT64": INT64,
+        "DTYPE_INT32": INT32,
+        "DTYPE_BFLOAT16": BFLOAT16,
+    },
 }
 _MESSAGES = """
 SampleResponse: sequences 1 *SampledSequence, prompt_logprobs 2 ?bytes, topk_prompt_logprobs 3 ?TopkLogprobs, \
@@ -50,7 +58,9 @@ DmelChunk: dmel 1 bytes
 
 def schema() -> descriptor_pb2.FileDescriptorProto:
     """The table as protobuf's own description of a file."""
-    file = descriptor_pb2.FileDescriptorProto(name="tinker_public.proto", package=PACKAGE, syntax="proto3")
+    file = descriptor_pb2.FileDescriptorProto(
+        name="tinker_public.proto", package=PACKAGE, syntax="proto3"
+    )
     for name, values in _ENUMS.items():
         enum = file.enum_type.add(name=name)
         for value, code in values.items():
@@ -81,10 +91,14 @@ def schema() -> descriptor_pb2.FileDescriptorProto:
 
 def _map_entry(message: descriptor_pb2.DescriptorProto, field: str, kind: str) -> str:
     """The nested message that a map is made of; the type to give the field."""
-    entry = message.nested_type.add(name="".join(part.capitalize() for part in field.split("_")) + "Entry")
+    entry = message.nested_type.add(
+        name="".join(part.capitalize() for part in field.split("_")) + "Entry"
+    )
     entry.options.map_entry = True
     for number, (name, of) in enumerate((("key", "string"), ("value", kind)), start=1):
-        one = entry.field.add(name=name, number=number, label=descriptor_pb2.FieldDescriptorProto.LABEL_OPTIONAL)
+        one = entry.field.add(
+            name=name, number=number, label=descriptor_pb2.FieldDescriptorProto.LABEL_OPTIONAL
+        )
         _set_type(one, of)
     return f"{message.name}.{entry.name}"
 
@@ -98,10 +112,14 @@ def _set_type(field: descriptor_pb2.FieldDescriptorProto, kind: str) -> None:
 
 
 def _classes() -> dict[str, Any]:
-    pool = descriptor_pool.DescriptorPool()  # of our own: the package's file of this name may be loaded beside it
+    # of our own: the package's file of this name may be loaded beside it
+    pool = descriptor_pool.DescriptorPool()
     file = pool.AddSerializedFile(schema().SerializeToString())
     names = list((file or pool.FindFileByName("tinker_public.proto")).message_types_by_name)
-    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.{name}")) for name in names}
+    return {
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.{name}"))
+        for name in names
+    }
 
 
 MESSAGES = _classes()
@@ -112,7 +130,9 @@ def parse(name: str, body: bytes) -> Any:
     try:
         return MESSAGES[name].FromString(body)
     except (DecodeError, ValueError, RecursionError):
-        raise Refused(400, f"the body is no protobuf {name}: it was cut off, or is something else") from None
+        raise Refused(
+            400, f"the body is no protobuf {name}: it was cut off, or is something else"
+        ) from None
 
 
 def make(name: str) -> Message:

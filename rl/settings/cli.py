@@ -1,8 +1,9 @@
 """The command line: `train.py [METHOD] [RECIPE.yaml] [--flags]` to a `Run`.
 
-Later words win: a setting's default, a recipe's top level, a recipe's stage, the flags on the line. A top-level setting and
-a flag reach every stage that has it, but for those in which it has no effect (an error where that is all of them). Every mistake
-found is shown in one box (exit code 2). Nothing heavy is imported here: help must come at once.
+Later words win: a setting's default, a recipe's top level, a recipe's stage, the flags on the line.
+A top-level setting and a flag reach every stage that has it, but for those in which it has no
+effect (an error where that is all of them). Every mistake found is shown in one box (exit code 2).
+Nothing heavy is imported here: help must come at once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ from typing import Any, NoReturn
 
 from rl.settings import help_pages, other_words
 from rl.settings.environment_tables import PREFIX, folded
-from rl.settings.fields import Given, SettingsError, as_flags, build, convert, fields_of, nearest, without_unused, words_of
+from rl.settings.fields import (
+    Given,
+    SettingsError,
+    as_flags,
+    build,
+    convert,
+    fields_of,
+    nearest,
+    without_unused,
+    words_of,
+)
 from rl.settings.flags import Flag, split_flags, with_dots
 from rl.settings.instead import either, two_rewards
 from rl.settings.recipe import Recipe, RecipeStage, read_recipe
@@ -25,7 +36,7 @@ from rl.settings.run_plan import MethodSpec, Run, StagePlan
 HELP_WORDS = ("-h", "--help")
 
 
-# ------------------------------------------------------------------------------------------------------ reading the line
+# --------------------------------------------------------------------------------- reading the line
 
 
 @dataclass(frozen=True)
@@ -40,11 +51,17 @@ class _Plan:
 
 def _from_here(path: Path) -> Path:
     """As a person would type it: relative where it lies below the working folder."""
-    return path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path
+    return (
+        path.relative_to(Path.cwd())
+        if path.is_absolute() and path.is_relative_to(Path.cwd())
+        else path
+    )
 
 
 def _recipes(folder: Path) -> list[Path]:
-    return sorted(path for path in [*folder.glob("*.yaml"), *folder.glob("*.yml")] if path.is_file())
+    return sorted(
+        path for path in [*folder.glob("*.yaml"), *folder.glob("*.yml")] if path.is_file()
+    )
 
 
 def _unknown_word(word: str, methods: Collection[str], folder: Path) -> str:
@@ -52,18 +69,32 @@ def _unknown_word(word: str, methods: Collection[str], folder: Path) -> str:
     by_stem = {path.stem: name for name, path in recipes.items()}
     if word.endswith((".yaml", ".yml")):
         near = by_stem.get(nearest(Path(word).stem, by_stem) or "") or nearest(word, recipes)
-        what, known = f"no recipe file {word!r}", f"recipes: {', '.join(recipes) or f'none in {folder}'}"
+        what, known = (
+            f"no recipe file {word!r}",
+            f"recipes: {', '.join(recipes) or f'none in {folder}'}",
+        )
     else:
         near = nearest(word, methods)
         near = near or by_stem.get(nearest(word, by_stem) or "")
-        what, known = f"unknown method {word!r}", f"methods: {', '.join(methods)}; a recipe's name ends in .yaml"
+        what, known = (
+            f"unknown method {word!r}",
+            f"methods: {', '.join(methods)}; a recipe's name ends in .yaml",
+        )
     return what + (f"; did you mean {near}?" if near else f" ({known})")
 
 
-def _of_folder(words: Sequence[str], flags: Sequence[Flag], options: Collection[str]) -> _Plan | None:
-    """The plan of the folder that --output-dir names, where it is to be resumed and no word says what it is a run of."""
+def _of_folder(
+    words: Sequence[str], flags: Sequence[Flag], options: Collection[str]
+) -> _Plan | None:
+    """The plan of the folder that --output-dir names, where it is to be resumed and no word says
+    what it is a run of.
+    """
     given = {flag.key: flag.given.words for flag in flags}
-    if words or len(given.get("output_dir", ())) != 1 or not any(name in given and given[name] in ((), ("True",)) for name in _AGAIN):
+    if (
+        words
+        or len(given.get("output_dir", ())) != 1
+        or not any(name in given and given[name] in ((), ("True",)) for name in _AGAIN)
+    ):
         return None
     found = read_folder(Path(given["output_dir"][0]), options)
     return None if found is None else _Plan(tuple(found[1]), found[2], None, found[0])
@@ -72,7 +103,12 @@ def _of_folder(words: Sequence[str], flags: Sequence[Flag], options: Collection[
 _AGAIN = ("resume", "auto_resume")
 
 
-def _read_words(words: Sequence[str], methods: Mapping[str, MethodSpec], default_recipe: Path, problems: list[str]) -> _Plan:
+def _read_words(
+    words: Sequence[str],
+    methods: Mapping[str, MethodSpec],
+    default_recipe: Path,
+    problems: list[str],
+) -> _Plan:
     """Method and recipe from the leading words."""
     left = list(words)
     method = left.pop(0) if left and left[0] in methods else None
@@ -80,18 +116,24 @@ def _read_words(words: Sequence[str], methods: Mapping[str, MethodSpec], default
     path = Path(left.pop(0)) if is_file else default_recipe if not words else None
     for word in left:
         if word in methods or (word.endswith((".yaml", ".yml")) and Path(word).is_file()):
-            problems.append(f"{word!r} is one word too many: at most one method, then at most one recipe, then --flags")
+            problems.append(
+                f"{word!r} is one word too many: at most one method, then at most one recipe, then --flags"
+            )
         else:
             problems.append(_unknown_word(word, list(methods), default_recipe.parent))
     if path is None:
         return _Plan((RecipeStage(method, None, 0),) if method else (), {}, None)
     if not path.is_file():
-        problems.append(f"no method given, and the default recipe {path} does not exist; name a method: {', '.join(methods)}")
+        problems.append(
+            f"no method given, and the default recipe {path} does not exist; name a method: {', '.join(methods)}"
+        )
         return _Plan((), {}, None)
     before = len(problems)
     recipe = read_recipe(path, problems)
     # An unreadable file has no stages; to complain of that as well would mislead.
-    stages = _stages_of(recipe, method, problems) if recipe.stages or len(problems) == before else []
+    stages = (
+        _stages_of(recipe, method, problems) if recipe.stages or len(problems) == before else []
+    )
     return _Plan(tuple(stages), recipe.shared, path)
 
 
@@ -99,25 +141,33 @@ def _stages_of(recipe: Recipe, method: str | None, problems: list[str]) -> list[
     """The recipe's stages, checked against a method on the line."""
     if not recipe.stages:
         if method is None:
-            problems.append(f"{recipe.path}: no `method:` and no `stages:`; add one, or put the method before the recipe")
+            problems.append(
+                f"{recipe.path}: no `method:` and no `stages:`; add one, or put the method before the recipe"
+            )
             return []
         return [RecipeStage(method, None, 0)]
     if method is not None and len(recipe.stages) > 1:
         names = ", ".join(str(stage.method) for stage in recipe.stages)
-        problems.append(f"{recipe.path} runs {len(recipe.stages)} stages ({names}); leave out {method!r} before it")
+        problems.append(
+            f"{recipe.path} runs {len(recipe.stages)} stages ({names}); leave out {method!r} before it"
+        )
     elif method is not None and recipe.stages[0].method != method:
         theirs = recipe.stages[0].method
-        problems.append(f"{recipe.path} is a recipe for {theirs}, not {method}; leave out {method!r} before it")
+        problems.append(
+            f"{recipe.path} is a recipe for {theirs}, not {method}; leave out {method!r} before it"
+        )
     return recipe.stages
 
 
-# ---------------------------------------------------------------------------------------- settings to stages and options
+# ------------------------------------------------------------------- settings to stages and options
 
 
 def _resolve_flags(
     flags: Sequence[Flag], known: Collection[str], elsewhere: Mapping[str, str], problems: list[str]
 ) -> dict[str, Given]:
-    """Flags by setting; `--no-x` turns x off; the last of equal flags wins. `elsewhere`: setting to the methods having it."""
+    """Flags by setting; `--no-x` turns x off; the last of equal flags wins. `elsewhere`: setting to
+    the methods having it.
+    """
     found: dict[str, Given] = {}
     for flag in flags:
         key, given = flag.key, flag.given
@@ -138,11 +188,15 @@ def _resolve_flags(
 
 
 def _is_setting(key: str, known: Collection[str]) -> bool:
-    """Whether a key is a setting, or one of an environment (which says itself what it has, when it is found)."""
+    """Whether a key is a setting, or one of an environment (which says itself what it has, when it
+    is found).
+    """
     return key in known or (key.startswith(PREFIX) and key != PREFIX and "environment" in known)
 
 
-def _check_keys(keys: Mapping[str, Given], known: Collection[str], whose: str, problems: list[str]) -> None:
+def _check_keys(
+    keys: Mapping[str, Given], known: Collection[str], whose: str, problems: list[str]
+) -> None:
     for key, given in keys.items():
         if not _is_setting(key, known):
             near = nearest(key, known)
@@ -159,24 +213,37 @@ def _elsewhere(methods: Mapping[str, MethodSpec]) -> dict[str, str]:
 
 
 def _variant(method: MethodSpec, given: Given | None) -> dict[str, Given]:
-    """The settings that a named variant stands for, as if they were written where it is. An unknown name is found later."""
+    """The settings that a named variant stands for, as if they were written where it is. An unknown
+    name is found later.
+    """
     if given is None or len(given.words) != 1:
         return {}
-    return {key: Given(words_of(value), given.place) for key, value in method.variants.get(given.words[0], {}).items()}
+    return {
+        key: Given(words_of(value), given.place)
+        for key, value in method.variants.get(given.words[0], {}).items()
+    }
 
 
 def _stage_names(stages: Sequence[RecipeStage]) -> list[str]:
     """The given names, or the methods'; numbered where they would repeat."""
-    wanted = [stage.name or str(stage.method).rpartition(":")[2] for stage in stages]  # of file.py:Class the class
-    return [f"{name}-{wanted[:i].count(name) + 1}" if wanted.count(name) > 1 else name for i, name in enumerate(wanted)]
+    # of file.py:Class the class
+    wanted = [stage.name or str(stage.method).rpartition(":")[2] for stage in stages]
+    return [
+        f"{name}-{wanted[:i].count(name) + 1}" if wanted.count(name) > 1 else name
+        for i, name in enumerate(wanted)
+    ]
 
 
 def _names_one_of(given: Given | None, names: Sequence[str]) -> bool:
-    """Whether a stage asks by name to begin from an earlier one: a model on the line is the one that the first begins from."""
+    """Whether a stage asks by name to begin from an earlier one: a model on the line is the one
+    that the first begins from.
+    """
     return given is not None and len(given.words) == 1 and given.words[0] in names
 
 
-def _known_stages(plan: _Plan, methods: Mapping[str, MethodSpec], problems: list[str]) -> list[RecipeStage]:
+def _known_stages(
+    plan: _Plan, methods: Mapping[str, MethodSpec], problems: list[str]
+) -> list[RecipeStage]:
     known = []
     for stage in plan.stages:
         if stage.method in methods:
@@ -184,74 +251,133 @@ def _known_stages(plan: _Plan, methods: Mapping[str, MethodSpec], problems: list
         elif stage.method is not None:
             near = nearest(stage.method, methods)
             hint = f"; did you mean {near}?" if near else f" (methods: {', '.join(methods)})"
-            problems.append(f"{plan.recipe} line {stage.line}: unknown method {stage.method!r}{hint}")
+            problems.append(
+                f"{plan.recipe} line {stage.line}: unknown method {stage.method!r}{hint}"
+            )
     return known
 
 
-def read(argv: Sequence[str], methods: Mapping[str, MethodSpec], default_recipe: Path, options: type) -> Run:
+def read(
+    argv: Sequence[str], methods: Mapping[str, MethodSpec], default_recipe: Path, options: type
+) -> Run:
     """As `parse`, but raises SettingsError (with every problem found) and takes no help words."""
     problems: list[str] = []
     words, flags = split_flags(argv, problems)
     flags = with_dots(flags)
     option_table = fields_of(options)
-    plan = _of_folder(words, flags, option_table) or _read_words(words, methods, default_recipe, problems)
+    plan = _of_folder(words, flags, option_table) or _read_words(
+        words, methods, default_recipe, problems
+    )
     stages = _known_stages(plan, methods, problems)
     tables = {str(s.method): fields_of(methods[str(s.method)].settings) for s in stages}
     for method, table in tables.items():
         if both := set(table) & set(option_table):
-            raise TypeError(f"settings of {method} and of the run share the names {sorted(both)}; flat names are unique")
+            raise TypeError(
+                f"settings of {method} and of the run share the names {sorted(both)}; flat names are unique"
+            )
     known = {*option_table, *(key for table in tables.values() for key in table)}
     everything = _elsewhere(methods)
     whole = len(stages) == len(plan.stages) > 0
-    # Where a method is unknown, its settings are too: then only what no method has is called a mistake.
+    # Where a method is unknown, its settings are too: then only what no method has is called a
+    # mistake.
     names = _stage_names(stages)
-    of_one = {flag.key: flag.given for flag in flags if "." in flag.key and not flag.key.startswith(PREFIX)}
+    of_one = {
+        flag.key: flag.given
+        for flag in flags
+        if "." in flag.key and not flag.key.startswith(PREFIX)
+    }
     flags = [flag for flag in flags if flag.key not in of_one]
     found = _resolve_flags(flags, known if whole else {*known, *everything}, everything, problems)
     if "change" in found:
         changed = changes(found["change"].words, problems)
-        of_one |= {key: given for key, given in changed.items() if "." in key and not key.startswith(PREFIX)}
+        of_one |= {
+            key: given
+            for key, given in changed.items()
+            if "." in key and not key.startswith(PREFIX)
+        }
         rest = [Flag(key, given) for key, given in changed.items() if key not in of_one]
         found |= _resolve_flags(rest, known, everything, problems)
-    by_stage = of_stages(of_one, names, {name: tables[str(stage.method)] for name, stage in zip(names, stages, strict=True)}, problems)
+    by_stage = of_stages(
+        of_one,
+        names,
+        {name: tables[str(stage.method)] for name, stage in zip(names, stages, strict=True)},
+        problems,
+    )
     named = " or ".join(tables) or "any method"
     _check_keys(plan.shared, known if whole else {*known, *everything}, named, problems)
 
-    typed = (found if plan.recipe else known) - methods.keys()  # what may stand in a recipe is called by its name there
-    options_value = _build(options, {k: v for k, v in {**plan.shared, **found}.items() if k in option_table}, problems, plan, typed)
+    # what may stand in a recipe is called by its name there
+    typed = (found if plan.recipe else known) - methods.keys()
+    options_value = _build(
+        options,
+        {k: v for k, v in {**plan.shared, **found}.items() if k in option_table},
+        problems,
+        plan,
+        typed,
+    )
     built: list[StagePlan] = []
     used: set[str] = set()
-    unused: dict[str, str] = {}  # what is given for all stages is for those in which it has an effect, if there is one
+    # what is given for all stages is for those in which it has an effect, if there is one
+    unused: dict[str, str] = {}
     for stage, name in zip(stages, names, strict=True):
         method = str(stage.method)
         for key in [key for key in stage.given if key in option_table]:
-            problems.append(f"{stage.given[key].place}: holds for the whole run; move it to the recipe's top level")
+            problems.append(
+                f"{stage.given[key].place}: holds for the whole run; move it to the recipe's top level"
+            )
         own = {key: value for key, value in stage.given.items() if key not in option_table}
         _check_keys(own, tables[method], method, problems)
-        line = {key: value for key, value in found.items() if key != "base_model" or not _names_one_of(own.get(key), names[: len(built)])}
+        line = {
+            key: value
+            for key, value in found.items()
+            if key != "base_model" or not _names_one_of(own.get(key), names[: len(built)])
+        }
         line |= by_stage[name]
         own = either(own, line) | by_stage[name]
         given = {**either(plan.shared, {**own, **line}), **own, **line}
         merged = folded({k: v for k, v in given.items() if _is_setting(k, tables[method])})
-        implied = {k: v for k, v in _variant(methods[method], merged.get("variant")).items() if k not in merged}
+        implied = {
+            k: v
+            for k, v in _variant(methods[method], merged.get("variant")).items()
+            if k not in merged
+        }
         prefix = f"stage {name}: " if len(stages) > 1 else ""
         # What a variant stands for gives way without a word to what was asked for.
-        shared = folded({**plan.shared, **line}).keys() - (own.keys() - line.keys()) if len(stages) > 1 else set()
+        shared = (
+            folded({**plan.shared, **line}).keys() - (own.keys() - line.keys())
+            if len(stages) > 1
+            else set()
+        )
         spare = {*implied, *shared} - by_stage[name].keys()
-        spare |= (merged.keys() - line.keys()) if plan.folder is not None else set()  # saved before it was an error
+        # saved before it was an error
+        spare |= (merged.keys() - line.keys()) if plan.folder is not None else set()
         merged, left_out = without_unused(methods[method].settings, {**implied, **merged}, spare)
         unused |= {key: f"{prefix}{text}" for key, text in left_out.items() if key not in implied}
         used |= merged.keys()
-        built.append(StagePlan(method, name, _build(methods[method].settings, merged, problems, plan, typed, prefix)))
-    problems += [*two_rewards(found), *(as_flags(text, typed) for key, text in unused.items() if key not in used)]
+        built.append(
+            StagePlan(
+                method,
+                name,
+                _build(methods[method].settings, merged, problems, plan, typed, prefix),
+            )
+        )
+    problems += [
+        *two_rewards(found),
+        *(as_flags(text, typed) for key, text in unused.items() if key not in used),
+    ]
     if problems:
         raise SettingsError(problems)
-    run_name = options_value.name or plan.folder or (plan.recipe.stem if plan.recipe else built[0].name)
+    run_name = (
+        options_value.name or plan.folder or (plan.recipe.stem if plan.recipe else built[0].name)
+    )
     return Run(run_name, tuple(built), options_value, str(plan.recipe) if plan.recipe else None)
 
 
-def override(sections: Sequence[Any], words: Sequence[str], own: Collection[str] = ()) -> tuple[Any, ...]:
-    """Sections of settings with the flags in `words` over what they hold. SettingsError where one is none of theirs, or is wrong.
+def override(
+    sections: Sequence[Any], words: Sequence[str], own: Collection[str] = ()
+) -> tuple[Any, ...]:
+    """Sections of settings with the flags in `words` over what they hold. SettingsError where one
+    is none of theirs, or is wrong.
 
     `own`: flags that a script has beside them, for "did you mean".
     """
@@ -260,7 +386,9 @@ def override(sections: Sequence[Any], words: Sequence[str], own: Collection[str]
     problems += [f"{word!r} is one word too many: flags begin with two dashes" for word in left]
     classes: list[Any] = [type(section) for section in sections]
     tables = [fields_of(cls) for cls in classes]
-    found = _resolve_flags(with_dots(flags), {*own, *(key for table in tables for key in table)}, {}, problems)
+    found = _resolve_flags(
+        with_dots(flags), {*own, *(key for table in tables for key in table)}, {}, problems
+    )
     built = []
     for section, table in zip(sections, tables, strict=True):
         given = {key: value for key, value in found.items() if key in table}
@@ -279,11 +407,21 @@ def override(sections: Sequence[Any], words: Sequence[str], own: Collection[str]
     return tuple(built)
 
 
-def _build(cls: type, given: Mapping[str, Given], problems: list[str], plan: _Plan, typed: Collection[str], prefix: str = "") -> Any:
+def _build(
+    cls: type,
+    given: Mapping[str, Given],
+    problems: list[str],
+    plan: _Plan,
+    typed: Collection[str],
+    prefix: str = "",
+) -> Any:
     """`build`; settings in `typed` are called by their flags in what their checks say."""
     found: list[str] = []
     built = build(cls, given, found, prefix)
-    problems += [p if plan.recipe is not None and p.startswith(f"{plan.recipe} line") else as_flags(p, typed) for p in found]
+    problems += [
+        p if plan.recipe is not None and p.startswith(f"{plan.recipe} line") else as_flags(p, typed)
+        for p in found
+    ]
     return built
 
 
@@ -299,21 +437,29 @@ def parse(
 
     `environments` prints the help of an environment by its name, or which there are (None).
 
-    `methods`: by name. `default_recipe`: run where no word is given; its folder is the one whose recipes help lists.
-    `options`: the run-level settings class (a `RunOptions`). Help is printed with exit code 0, mistakes in a box on stderr
-    with exit code 2. Of several processes (RANK is set), only rank 0 prints.
+    `methods`: by name. `default_recipe`: run where no word is given; its folder is the one whose
+    recipes help lists. `options`: the run-level settings class (a `RunOptions`). Help is printed
+    with exit code 0, mistakes in a box on stderr with exit code 2. Of several processes (RANK is
+    set), only rank 0 prints.
     """
     default_recipe = _from_here(default_recipe)
     try:
         if any(token in HELP_WORDS for token in argv):
-            _help([token for token in argv if token not in HELP_WORDS], methods, default_recipe, options, environments)
+            _help(
+                [token for token in argv if token not in HELP_WORDS],
+                methods,
+                default_recipe,
+                options,
+                environments,
+            )
         return read(argv, methods, default_recipe, options)
     except SettingsError as error:
-        named = [word for word in split_flags(argv, [])[0] if word in {*methods}]  # not in methods: that would import one's own again
+        # not in methods: that would import one's own again
+        named = [word for word in split_flags(argv, [])[0] if word in {*methods}]
         help_pages.fail(error.problems, see=" ".join(["python train.py", *named[:1], "--help"]))
 
 
-# ------------------------------------------------------------------------------------------------------------------ help
+# --------------------------------------------------------------------------------------------- help
 
 
 def _help(
@@ -323,16 +469,23 @@ def _help(
     options: type,
     environments: Callable[[str | None], None] | None,
 ) -> NoReturn:
-    """Print the index, or every setting of the method or recipe (and of the environment) that is named; then exit."""
+    """Print the index, or every setting of the method or recipe (and of the environment) that is
+    named; then exit.
+    """
     words, flags = split_flags(argv, [])
-    named = [flag.given.words[0] for flag in flags if flag.key == "environment" and flag.given.words]
+    named = [
+        flag.given.words[0] for flag in flags if flag.key == "environment" and flag.given.words
+    ]
     pages: list[tuple[str, Any, Any]] = []
     if len(words) == 1 and words[0] in methods:
         pages = [(words[0], None, None)]
     elif words:
         run = read(words, methods, default_recipe, options)
         pages = [(stage.method, stage.settings, run.options) for stage in run.stages]
-        found = [getattr(getattr(stage.settings, "env", None), "environment", None) for stage in run.stages]
+        found = [
+            getattr(getattr(stage.settings, "env", None), "environment", None)
+            for stage in run.stages
+        ]
         named = [name for name in dict.fromkeys(found) if name is not None]
     if os.environ.get("RANK", "0") == "0":
         with help_pages.reader_may_leave():

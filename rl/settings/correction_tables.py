@@ -11,7 +11,9 @@ from rl.settings.ranges import Range, check_ranges
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionSettings:
-    """Tokens drawn by other weights, or by a sampler of another precision: how much they count, and what ratios are taken against."""
+    """Tokens drawn by other weights, or by a sampler of another precision: how much they count, and
+    what ratios are taken against.
+    """
 
     correction: Literal["none", "truncate", "icepop", "mask"] = "none"
     """By the ratio of learner to sampler before the step. truncate: weigh by it, held within the bounds (TIS, Yao et al. 2025). icepop: weigh by it within the bounds, by 0 outside (arXiv 2510.18855). mask: leave out what lies outside and weigh nothing (Liu, Li et al. 2025, "When speed kills stability"). One more forward."""
@@ -30,9 +32,13 @@ class CorrectionSettings:
         why, remedy = "correction is none", "set correction to truncate, icepop or mask"
         only_with(self, ("correction_level", "correction_low", "correction_high"), on, why, remedy)
         if self.weighs and self.correction_level == "geometric":
-            raise ValueError("correction_level geometric is no importance weight: set correction to mask, or correction_level to token or sequence")
+            raise ValueError(
+                "correction_level geometric is no importance weight: set correction to mask, or correction_level to token or sequence"
+            )
         if on and self.proximal == "interpolated":
-            raise ValueError(f"correction {self.correction} takes the learner's logprobs before the step anyway: set proximal to learner")
+            raise ValueError(
+                f"correction {self.correction} takes the learner's logprobs before the step anyway: set proximal to learner"
+            )
         if self.weighs and self.proximal == "sampler":
             raise ValueError(
                 f"correction {self.correction} weighs by learner / sampler, which ratios against the sampler hold already: "

@@ -1,4 +1,6 @@
-"""The sections of settings that say what is asked and what scores an answer (see rl.settings.tables for the others). No torch here."""
+"""The sections of settings that say what is asked and what scores an answer (see rl.settings.tables
+for the others). No torch here.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,16 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from rl.settings.checks import only_with
-from rl.settings.ranges import POSITIVE, SIZE, NotNegative, Positive, Range, Seconds, Size, check_ranges
+from rl.settings.ranges import (
+    POSITIVE,
+    SIZE,
+    NotNegative,
+    Positive,
+    Range,
+    Seconds,
+    Size,
+    check_ranges,
+)
 
 DataFormat = Literal[
     "auto", "columns", "text", "messages", "sharegpt", "alpaca", "gsm8k", "math", "mbpp", "humaneval", "apps", "livecodebench",
@@ -100,15 +111,42 @@ class DataSettings:
     def __post_init__(self) -> None:
         check_ranges(self)
         steps = self.curriculum_steps
-        if self.curriculum == "steps" and (not steps or list(steps) != sorted(set(steps)) or steps[0] < 1):
-            raise ValueError(f"curriculum steps needs curriculum_steps, ascending and from 1 on, such as 10 30; got {steps}")
+        if self.curriculum == "steps" and (
+            not steps or list(steps) != sorted(set(steps)) or steps[0] < 1
+        ):
+            raise ValueError(
+                f"curriculum steps needs curriculum_steps, ascending and from 1 on, such as 10 30; got {steps}"
+            )
         if not self.curriculum_down < self.curriculum_up:
-            raise ValueError(f"curriculum_down lies from 0 to below curriculum_up, got {self.curriculum_down} and {self.curriculum_up}")
-        programs = any(name.startswith("code_") or ":" in name for name in (dict(self.rewards) or {self.reward or "": 1}))
-        only_with(self, ("code_score", "code_block", "sandbox_packages"), programs, "no reward runs programs", "set reward to code_tests")
+            raise ValueError(
+                f"curriculum_down lies from 0 to below curriculum_up, got {self.curriculum_down} and {self.curriculum_up}"
+            )
+        programs = any(
+            name.startswith("code_") or ":" in name
+            for name in (dict(self.rewards) or {self.reward or "": 1})
+        )
+        only_with(
+            self,
+            ("code_score", "code_block", "sandbox_packages"),
+            programs,
+            "no reward runs programs",
+            "set reward to code_tests",
+        )
         if self.rewards:
-            only_with(self, ("reward",), False, "rewards stands in its place", "add it to rewards with its weight")
-        only_with(self, ("curriculum_steps",), self.curriculum == "steps", f"curriculum is {self.curriculum}", "set curriculum to steps")
+            only_with(
+                self,
+                ("reward",),
+                False,
+                "rewards stands in its place",
+                "add it to rewards with its weight",
+            )
+        only_with(
+            self,
+            ("curriculum_steps",),
+            self.curriculum == "steps",
+            f"curriculum is {self.curriculum}",
+            "set curriculum to steps",
+        )
         self._check_sources()
 
     def _check_sources(self) -> None:
@@ -118,12 +156,18 @@ class DataSettings:
                 f"dataset_weights has one weight for dataset and one for each of more_datasets, {sets} in all; got {len(self.dataset_weights)}"
             )
         if self.prompt_template is not None and "{prompt}" not in self.prompt_template:
-            raise ValueError(f"prompt_template holds {{prompt}} where the prompt is to stand, got {self.prompt_template!r}")
+            raise ValueError(
+                f"prompt_template holds {{prompt}} where the prompt is to stand, got {self.prompt_template!r}"
+            )
         limited = self.max_prompt_tokens is not None or self.max_row_tokens is not None
         if self.on_too_long == "cut" and not limited:
-            raise ValueError("on_too_long cut needs to know where: give max_prompt_tokens, max_row_tokens or both")
+            raise ValueError(
+                "on_too_long cut needs to know where: give max_prompt_tokens, max_row_tokens or both"
+            )
         if self.stream and self.curriculum != "off":
-            raise ValueError("a curriculum needs to know every row's level before the first step: leave out stream or curriculum")
+            raise ValueError(
+                "a curriculum needs to know every row's level before the first step: leave out stream or curriculum"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,6 @@
-"""The section of settings that says what answers the policy over several turns, and its words on the line. No torch here."""
+"""The section of settings that says what answers the policy over several turns, and its words on
+the line. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -43,17 +45,41 @@ class EnvironmentSettings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        own: tuple[str, ...] = ("environment_settings", "environment_rows", "environment_isolation", "max_turns", "episode_tokens")
-        own += ("episode_seconds", "opponents", "opponents_every", "opponents_by", "players_temperature")
-        only_with(self, own, self.environment is not None, "no environment is named", "give environment")
+        own: tuple[str, ...] = (
+            "environment_settings",
+            "environment_rows",
+            "environment_isolation",
+            "max_turns",
+            "episode_tokens",
+        )
+        own += (
+            "episode_seconds",
+            "opponents",
+            "opponents_every",
+            "opponents_by",
+            "players_temperature",
+        )
+        only_with(
+            self, own, self.environment is not None, "no environment is named", "give environment"
+        )
 
 
 def folded(given: Mapping[str, Given]) -> dict[str, Given]:
-    """`given` with its "environment.x" as one `environment_settings`, and `environment: {name: ...}` of a recipe as these."""
+    """`given` with its "environment.x" as one `environment_settings`, and `environment: {name:
+    ...}` of a recipe as these.
+    """
     left = {key: value for key, value in given.items() if not key.startswith(PREFIX)}
-    own = {key.removeprefix(PREFIX): value for key, value in given.items() if key.startswith(PREFIX)}
+    own = {
+        key.removeprefix(PREFIX): value for key, value in given.items() if key.startswith(PREFIX)
+    }
     if own:
-        words = [word for key, value in own.items() for word in (key, shlex.join(value.words or ("True",)))]
+        words = [
+            word
+            for key, value in own.items()
+            for word in (key, shlex.join(value.words or ("True",)))
+        ]
         before = left["environment_settings"].words if "environment_settings" in left else ()
-        left["environment_settings"] = Given((*before, *words), ", ".join(value.place for value in own.values()))
+        left["environment_settings"] = Given(
+            (*before, *words), ", ".join(value.place for value in own.values())
+        )
     return left

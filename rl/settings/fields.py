@@ -1,11 +1,13 @@
 """Settings classes seen as one flat table of named fields.
 
-A settings class is a frozen, keyword-only dataclass whose fields are values, or sections that are such dataclasses again
-(two levels: `settings.optim.learning_rate`). On the command line, in a recipe and in config.json a field is known by its
-last name alone (`learning_rate`), so names are unique over the sections of a class.
+A settings class is a frozen, keyword-only dataclass whose fields are values, or sections that are
+such dataclasses again (two levels: `settings.optim.learning_rate`). On the command line, in a
+recipe and in config.json a field is known by its last name alone (`learning_rate`), so names are
+unique over the sections of a class.
 
-Conversion from text is tyro's (`tyro.constructors`), the same code that `tyro.cli` runs; what is done here is to convert
-field by field, so that every mistake is found and reported, not the first alone.
+Conversion from text is tyro's (`tyro.constructors`), the same code that `tyro.cli` runs; what is
+done here is to convert field by field, so that every mistake is found and reported, not the first
+alone.
 """
 
 from __future__ import annotations
@@ -21,13 +23,25 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo, UnsupportedTypeAnnotationError
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    UnsupportedTypeAnnotationError,
+)
 
 from rl.errors import UnusedSetting, UserError
 from rl.settings.ranges import Range, bare, complaint, numbers_in, range_of
 
 _SHOWN = 200  # characters (or words) of a value that a message repeats
-_TRUE_WORDS = {"true": "True", "yes": "True", "on": "True", "false": "False", "no": "False", "off": "False"}
+_TRUE_WORDS = {
+    "true": "True",
+    "yes": "True",
+    "on": "True",
+    "false": "False",
+    "no": "False",
+    "off": "False",
+}
 _FORMS = {"FLOAT": " (a number, like 0.5 or 3e-4)", "INT": " (a whole number, like 8)"}
 
 
@@ -41,7 +55,8 @@ class SettingsError(UserError):
 
 @dataclass(frozen=True)
 class Field:
-    """One setting: its flat name, the section that holds it (None: the class itself) and tyro's way of reading it.
+    """One setting: its flat name, the section that holds it (None: the class itself) and tyro's way
+    of reading it.
 
     `range`: of the numbers that it holds. `whole`: whether these are whole.
     """
@@ -61,7 +76,9 @@ class Field:
 
 @dataclass(frozen=True)
 class Given:
-    """A value as it was written: its words, and where ("--learning-rate" or "recipes/a.yaml line 4, learning_rate")."""
+    """A value as it was written: its words, and where ("--learning-rate" or "recipes/a.yaml line 4,
+    learning_rate").
+    """
 
     words: tuple[str, ...]
     place: str
@@ -71,8 +88,14 @@ class Given:
     def shown(self) -> str:
         if self.is_null:
             return "null"
-        text = " ".join(repr(word) if not word or " " in word else word for word in self.words[:_SHOWN])
-        return text if len(text) <= _SHOWN and len(self.words) <= _SHOWN else f"{text[:_SHOWN]}... ({len(self.words)} words)"
+        text = " ".join(
+            repr(word) if not word or " " in word else word for word in self.words[:_SHOWN]
+        )
+        return (
+            text
+            if len(text) <= _SHOWN and len(self.words) <= _SHOWN
+            else f"{text[:_SHOWN]}... ({len(self.words)} words)"
+        )
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -82,7 +105,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def as_flags(text: str, names: Iterable[str]) -> str:
-    """`text` with each of the settings `names` of two words and more as the flag it is: learning_rate as --learning-rate.
+    """`text` with each of the settings `names` of two words and more as the flag it is:
+    learning_rate as --learning-rate.
 
     What is part of a path, in quotes, or the name of a method or stage stays as it is.
     """
@@ -91,18 +115,23 @@ def as_flags(text: str, names: Iterable[str]) -> str:
     return re.sub(word, lambda m: "--" + m[0].replace("_", "-") if m[0] in known else m[0], text)
 
 
-# ------------------------------------------------------------------------------------------------------ the flat table
+# ----------------------------------------------------------------------------------- the flat table
 
 
 def _spec_of(owner: type, name: str, annotation: Any) -> PrimitiveConstructorSpec:
     annotation = bare(annotation)
     if typing.get_origin(annotation) is dict or annotation is dict:
-        # tyro's help turns the entries of a default dict into flags of their own, which would not be true here.
-        raise TypeError(f"{owner.__name__}.{name}: write a mapping as tuple[tuple[str, float], ...]; recipes may still map it")
+        # tyro's help turns the entries of a default dict into flags of their own, which would not
+        # be true here.
+        raise TypeError(
+            f"{owner.__name__}.{name}: write a mapping as tuple[tuple[str, float], ...]; recipes may still map it"
+        )
     try:
         spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(annotation, set()))
     except UnsupportedTypeAnnotationError as error:
-        raise TypeError(f"{owner.__name__}.{name}: {annotation!r} cannot be written as a setting") from error
+        raise TypeError(
+            f"{owner.__name__}.{name}: {annotation!r} cannot be written as a setting"
+        ) from error
     if not isinstance(spec, PrimitiveConstructorSpec):
         raise TypeError(f"{owner.__name__}.{name}: {annotation!r} cannot be written as a setting")
     return spec
@@ -117,15 +146,25 @@ def _default_of(field: dataclasses.Field) -> tuple[bool, Any]:
 
 @functools.cache
 def fields_of(cls: type) -> dict[str, Field]:
-    """The settings of `cls` by their flat names, in the order of the source. TypeError where a name occurs twice."""
+    """The settings of `cls` by their flat names, in the order of the source. TypeError where a name
+    occurs twice.
+    """
     table: dict[str, Field] = {}
 
-    def add(owner: type, field: dataclasses.Field, annotation: Any, section: str | None, base: Any) -> None:
+    def add(
+        owner: type, field: dataclasses.Field, annotation: Any, section: str | None, base: Any
+    ) -> None:
         if field.name in table:
-            raise TypeError(f"{cls.__name__} has two settings named {field.name!r}; flat names are unique over sections")
-        has_default, default = (True, getattr(base, field.name)) if base is not None else _default_of(field)
+            raise TypeError(
+                f"{cls.__name__} has two settings named {field.name!r}; flat names are unique over sections"
+            )
+        has_default, default = (
+            (True, getattr(base, field.name)) if base is not None else _default_of(field)
+        )
         spec, whole = _spec_of(owner, field.name, annotation), numbers_in(annotation) == {int}
-        table[field.name] = Field(field.name, section, spec, not has_default, default, range_of(annotation), whole)
+        table[field.name] = Field(
+            field.name, section, spec, not has_default, default, range_of(annotation), whole
+        )
 
     hints = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
@@ -133,16 +172,23 @@ def fields_of(cls: type) -> dict[str, Field]:
         if not dataclasses.is_dataclass(annotation):
             add(cls, field, annotation, None, None)
             continue
-        # A method may give a section other defaults than the section's own (`optim: Optim = Optim(learning_rate=3e-4)`).
+        # A method may give a section other defaults than the section's own (`optim: Optim =
+        # Optim(learning_rate=3e-4)`).
         has_base, base = _default_of(field)
         section_type = typing.cast(type, annotation)
         section_hints = typing.get_type_hints(section_type, include_extras=True)
         for inner in dataclasses.fields(section_type):
-            add(section_type, inner, section_hints[inner.name], field.name, base if has_base else None)
+            add(
+                section_type,
+                inner,
+                section_hints[inner.name],
+                field.name,
+                base if has_base else None,
+            )
     return table
 
 
-# ------------------------------------------------------------------------------------------------- from text to values
+# ------------------------------------------------------------------------------ from text to values
 
 
 def convert(field: Field, given: Given) -> Any:
@@ -160,18 +206,25 @@ def convert(field: Field, given: Given) -> Any:
     if allowed != "*" and len(words) not in allowed:
         wanted = " or ".join(str(count) for count in allowed)
         got = f"{len(words)}: {given.shown}" if words else "none"
-        raise ValueError(f"{given.place}: takes {wanted} value{'s' * (wanted != '1')} ({spec.metavar}), got {got}")
+        raise ValueError(
+            f"{given.place}: takes {wanted} value{'s' * (wanted != '1')} ({spec.metavar}), got {got}"
+        )
     if spec.choices is not None:
         for word in words:
             if word not in spec.choices:
                 near = nearest(word, spec.choices)
                 hint = f"; did you mean {near}?" if near else ""
-                raise ValueError(f"{given.place}: {Given((word,), given.place).shown} is not one of {', '.join(spec.choices)}{hint}")
+                raise ValueError(
+                    f"{given.place}: {Given((word,), given.place).shown} is not one of {', '.join(spec.choices)}{hint}"
+                )
     try:
         value = spec.instance_from_str(words)
     except (ValueError, TypeError, OverflowError) as error:  # what tyro's converters raise
         raise ValueError(wrong) from error
-    if field.range is not None and (outside := complaint(value, field.range, field.whole)) is not None:
+    if (
+        field.range is not None
+        and (outside := complaint(value, field.range, field.whole)) is not None
+    ):
         raise ValueError(f"{given.place} {outside}")
     return value
 
@@ -183,8 +236,17 @@ def show(value: Any) -> str:
     return str(value) if str(value) else "''"
 
 
-def _construct(cls: type, base: Any, values: dict[str, Any], prefix: str, problems: list[str], spare: Collection[str]) -> Any:
-    """`base` with `values` in place of its own, or a new `cls`; a ValueError of its checks becomes a problem."""
+def _construct(
+    cls: type,
+    base: Any,
+    values: dict[str, Any],
+    prefix: str,
+    problems: list[str],
+    spare: Collection[str],
+) -> Any:
+    """`base` with `values` in place of its own, or a new `cls`; a ValueError of its checks becomes
+    a problem.
+    """
     try:
         return cls(**values) if base is None else dataclasses.replace(base, **values)
     except ValueError as error:
@@ -194,8 +256,12 @@ def _construct(cls: type, base: Any, values: dict[str, Any], prefix: str, proble
         return None
 
 
-def without_unused(cls: type, given: Mapping[str, Given], spare: Collection[str]) -> tuple[dict[str, Given], dict[str, str]]:
-    """(`given` less those of `spare` that would have no effect in `cls`, what there was to say of each of them)."""
+def without_unused(
+    cls: type, given: Mapping[str, Given], spare: Collection[str]
+) -> tuple[dict[str, Given], dict[str, str]]:
+    """(`given` less those of `spare` that would have no effect in `cls`, what there was to say of
+    each of them).
+    """
     left = dict(given)
     unused: dict[str, str] = {}
     while True:
@@ -204,15 +270,23 @@ def without_unused(cls: type, given: Mapping[str, Given], spare: Collection[str]
             return left, unused
         except UnusedSetting as error:
             unused[error.name] = str(error)
-            spare = [name for name in spare if name != error.name]  # so that it ends, whatever a class's defaults are
+            # so that it ends, whatever a class's defaults are
+            spare = [name for name in spare if name != error.name]
             left.pop(error.name, None)
 
 
-def build(cls: type, given: Mapping[str, Given], problems: list[str], prefix: str = "", spare: Collection[str] = ()) -> Any:
+def build(
+    cls: type,
+    given: Mapping[str, Given],
+    problems: list[str],
+    prefix: str = "",
+    spare: Collection[str] = (),
+) -> Any:
     """An instance of `cls` with the given settings over its defaults.
 
-    Every mistake is appended to `problems` (with `prefix` where it has no place of its own); then the result is None.
-    `given` holds names of `fields_of(cls)` only. Raises UnusedSetting for one of `spare` that has no effect.
+    Every mistake is appended to `problems` (with `prefix` where it has no place of its own); then
+    the result is None. `given` holds names of `fields_of(cls)` only. Raises UnusedSetting for one
+    of `spare` that has no effect.
     """
     before = len(problems)
     values: dict[str | None, dict[str, Any]] = {}
@@ -225,9 +299,12 @@ def build(cls: type, given: Mapping[str, Given], problems: list[str], prefix: st
                 problems.append(str(error))
                 spoilt.add(field.section)
         elif field.required:
-            section = prefix if prefix.endswith(".") else ""  # "environment."; any other prefix is a place in a recipe
+            # "environment."; any other prefix is a place in a recipe
+            section = prefix if prefix.endswith(".") else ""
             flag = f"--{section}{field.name.replace('_', '-')}"
-            problems.append(f"{prefix}{field.name} is required: give it as {flag} {field.spec.metavar}")
+            problems.append(
+                f"{prefix}{field.name} is required: give it as {flag} {field.spec.metavar}"
+            )
             spoilt.add(field.section)
     top = dict(values.get(None, {}))
     hints = typing.get_type_hints(cls)
@@ -236,25 +313,30 @@ def build(cls: type, given: Mapping[str, Given], problems: list[str], prefix: st
             _, base = _default_of(item)
             base = None if base is dataclasses.MISSING else base
             section_type = typing.cast(type, hints[item.name])
-            top[item.name] = _construct(section_type, base, values.get(item.name, {}), prefix, problems, spare)
+            top[item.name] = _construct(
+                section_type, base, values.get(item.name, {}), prefix, problems, spare
+            )
     return None if len(problems) > before else _construct(cls, None, top, prefix, problems, spare)
 
 
-# ------------------------------------------------------------------------------------------------------ values as JSON
+# ----------------------------------------------------------------------------------- values as JSON
 
 
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)  # JSON has no infinity; tyro reads "inf" back
+        # JSON has no infinity; tyro reads "inf" back
+        return value if math.isfinite(value) else str(value)
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
-    raise TypeError(f"a setting of type {type(value).__name__} cannot be written as JSON: {value!r}")
+    raise TypeError(
+        f"a setting of type {type(value).__name__} cannot be written as JSON: {value!r}"
+    )
 
 
 def flatten(settings: Any) -> dict[str, Any]:
@@ -269,7 +351,11 @@ def flatten(settings: Any) -> dict[str, Any]:
 
 def defaults(cls: type, names: Collection[str]) -> dict[str, Any]:
     """Flat name to the default, as JSON, of those of `names` that have one."""
-    return {name: _plain(field.default) for name, field in fields_of(cls).items() if name in names and not field.required}
+    return {
+        name: _plain(field.default)
+        for name, field in fields_of(cls).items()
+        if name in names and not field.required
+    }
 
 
 def words_of(value: Any) -> tuple[str, ...]:
@@ -282,13 +368,17 @@ def words_of(value: Any) -> tuple[str, ...]:
 
 
 def unflatten(cls: type, flat: Mapping[str, Any], problems: list[str], place: str) -> Any:
-    """The inverse of `flatten`; settings that are absent take their defaults, mistakes go to `problems`."""
+    """The inverse of `flatten`; settings that are absent take their defaults, mistakes go to
+    `problems`.
+    """
     table = fields_of(cls)
     given = {}
     for name, value in flat.items():
         if name not in table:
             near = nearest(name, table)
-            problems.append(f"{place}: unknown setting {name!r}" + (f"; did you mean {near!r}?" if near else ""))
+            problems.append(
+                f"{place}: unknown setting {name!r}" + (f"; did you mean {near!r}?" if near else "")
+            )
         else:
             given[name] = Given(words_of(value), f"{place}, {name}", is_null=value is None)
     # What has no effect was saved before it was an error: it still has none.

@@ -16,14 +16,18 @@ class Flag:
 
 
 def split_flags(argv: Sequence[str], problems: list[str]) -> tuple[list[str], list[Flag]]:
-    """The leading words, and the flags with the words that follow each. "-3" is a value, "-x" is a mistake."""
+    """The leading words, and the flags with the words that follow each. "-3" is a value, "-x" is a
+    mistake.
+    """
     words: list[str] = []
     flags: list[tuple[str, list[str]]] = []
     for token in argv:
         if token.startswith("--") and len(token) > 2:
             name, equals, value = token.partition("=")
             flags.append((name, [value] if equals else []))
-        elif token.startswith("-") and token[1:2].isalpha() and token.lower() not in ("-inf", "-nan"):
+        elif (
+            token.startswith("-") and token[1:2].isalpha() and token.lower() not in ("-inf", "-nan")
+        ):
             problems.append(f"{token}: flags begin with two dashes, like --{token.lstrip('-')}")
             flags.append((token, []))  # takes the values that follow it
         elif flags:
@@ -35,7 +39,9 @@ def split_flags(argv: Sequence[str], problems: list[str]) -> tuple[list[str], li
 
 
 def with_dots(flags: Sequence[Flag], mappings: Collection[str] = ("template",)) -> list[Flag]:
-    """`--template.enable_thinking false --template.x 1` as the one flag `--template enable_thinking false x 1`."""
+    """`--template.enable_thinking false --template.x 1` as the one flag `--template enable_thinking
+    false x 1`.
+    """
     found: list[Flag] = []
     for flag in flags:
         holder, dot, _ = flag.key.partition(".")
@@ -43,7 +49,12 @@ def with_dots(flags: Sequence[Flag], mappings: Collection[str] = ("template",)) 
             found.append(flag)
             continue
         name = flag.given.place.partition(".")[2]  # as it was written: templates tell - from _
-        words = (*(old.given.words for old in found if old.key == holder), (name, *(flag.given.words or ("true",))))
+        words = (
+            *(old.given.words for old in found if old.key == holder),
+            (name, *(flag.given.words or ("true",))),
+        )
         found = [old for old in found if old.key != holder]
-        found.append(Flag(holder, Given(tuple(word for part in words for word in part), f"--{holder}")))
+        found.append(
+            Flag(holder, Given(tuple(word for part in words for word in part), f"--{holder}"))
+        )
     return found

@@ -1,4 +1,6 @@
-"""The section of methods' settings about who waits for whom: episodes, rewards, learner. No torch here."""
+"""The section of methods' settings about who waits for whom: episodes, rewards, learner. No torch
+here.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ class EpisodeFlowSettings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        only_with(self, ("max_waiting", "slice_steps"), self.continuous, "episodes is in_step", "set episodes to continuous")
+        only_with(
+            self,
+            ("max_waiting", "slice_steps"),
+            self.continuous,
+            "episodes is in_step",
+            "set episodes to continuous",
+        )
 
     @property
     def continuous(self) -> bool:
@@ -58,7 +66,13 @@ class FlowSettings(EpisodeFlowSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         late = self.max_steps_off_policy > 0
-        only_with(self, ("over_age", "recompute_cache"), late, "max_steps_off_policy is 0", "set max_steps_off_policy, such as 2")
+        only_with(
+            self,
+            ("over_age", "recompute_cache"),
+            late,
+            "max_steps_off_policy is 0",
+            "set max_steps_off_policy, such as 2",
+        )
 
     @property
     def parts(self) -> int:

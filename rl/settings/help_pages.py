@@ -19,10 +19,18 @@ if TYPE_CHECKING:
 _SHOWN = 40  # problems in one box
 
 
-def fail(problems: Sequence[str], *, see: str | None = None, outcome: str = "nothing was started", code: int = 2) -> NoReturn:
-    """One box on stderr with all `problems`, then exit code `code`. `see`: the command that tells more. Only rank 0 prints.
+def fail(
+    problems: Sequence[str],
+    *,
+    see: str | None = None,
+    outcome: str = "nothing was started",
+    code: int = 2,
+) -> NoReturn:
+    """One box on stderr with all `problems`, then exit code `code`. `see`: the command that tells
+    more. Only rank 0 prints.
 
-    What stands in a problem may be others' text (a file's, a library's): it is shown without control sequences, and bounded.
+    What stands in a problem may be others' text (a file's, a library's): it is shown without
+    control sequences, and bounded.
     """
     if os.environ.get("RANK", "0") == "0":
         from rich.console import Console, Group
@@ -45,17 +53,22 @@ def fail(problems: Sequence[str], *, see: str | None = None, outcome: str = "not
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """What is printed inside may have a reader that stops reading (`| head`): the rest goes nowhere, and that is no error."""
+    """What is printed inside may have a reader that stops reading (`| head`): the rest goes
+    nowhere, and that is no error.
+    """
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes when it ends
+        # what Python flushes when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except SystemExit:  # how rich leaves in that case
         pass
 
 
-def method(name: str, spec: MethodSpec, options: type, settings: Any = None, options_value: Any = None) -> None:
+def method(
+    name: str, spec: MethodSpec, options: type, settings: Any = None, options_value: Any = None
+) -> None:
     """tyro's page for one method, with the run-level settings as one more section.
 
     With `settings` and `options_value` (a recipe's), they are shown as the defaults.
@@ -63,14 +76,25 @@ def method(name: str, spec: MethodSpec, options: type, settings: Any = None, opt
     import tyro
 
     run_field = ("run", options, dataclasses.field(default_factory=options))
-    page = dataclasses.make_dataclass(spec.settings.__name__, [run_field], bases=(spec.settings,), frozen=True, kw_only=True)
+    page = dataclasses.make_dataclass(
+        spec.settings.__name__, [run_field], bases=(spec.settings,), frozen=True, kw_only=True
+    )
     default = {}
     if settings is not None:
-        values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+        values = {
+            field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)
+        }
         default["default"] = page(**values, run=options_value)
     config = (tyro.conf.OmitArgPrefixes,)
     try:
-        tyro.cli(page, prog=f"train.py {name}", description=spec.summary, args=["--help"], config=config, **default)
+        tyro.cli(
+            page,
+            prog=f"train.py {name}",
+            description=spec.summary,
+            args=["--help"],
+            config=config,
+            **default,
+        )
     except SystemExit:
         return  # tyro leaves after its page; a recipe of several stages has several pages
 
@@ -94,9 +118,17 @@ def index(methods: Mapping[str, MethodSpec], default_recipe: Path, recipes: Sequ
         console.print(Padding(table, (0, 0, 0, 2)))
 
     console.print(Text("Train a language model by reinforcement learning."))
-    console.print(Text("\naccelerate launch train.py [METHOD] [RECIPE.yaml] [--setting value ...]", style="bold"))
+    console.print(
+        Text(
+            "\naccelerate launch train.py [METHOD] [RECIPE.yaml] [--setting value ...]",
+            style="bold",
+        )
+    )
     section("Methods", [(name, spec.summary) for name, spec in methods.items()])
-    rows = [(str(path), summary(path) + (" (the default)" if path == default_recipe else "")) for path in recipes]
+    rows = [
+        (str(path), summary(path) + (" (the default)" if path == default_recipe else ""))
+        for path in recipes
+    ]
     section(f"Recipes in {default_recipe.parent}/", rows or [("none", "")])
     first = next(iter(methods))
     section(
@@ -105,6 +137,9 @@ def index(methods: Mapping[str, MethodSpec], default_recipe: Path, recipes: Sequ
             ("python train.py", f"run the default recipe, {default_recipe}"),
             (f"python train.py {first} --help", "every setting of a method, with its default"),
             ("python train.py RECIPE.yaml --help", "the same, with the recipe's values"),
-            ("python train.py RECIPE.yaml --seed 1", "a recipe with a setting changed; the last word wins"),
+            (
+                "python train.py RECIPE.yaml --seed 1",
+                "a recipe with a setting changed; the last word wins",
+            ),
         ],
     )

@@ -37,29 +37,50 @@ class LearnedRewardSettings:
     def __post_init__(self) -> None:
         check_ranges(self)
         if self.reward_models and self.reward_model is not None:
-            raise ValueError(f"reward_models stands in the place of reward_model: add {self.reward_model} to it with its weight, or leave it out")
+            raise ValueError(
+                f"reward_models stands in the place of reward_model: add {self.reward_model} to it with its weight, or leave it out"
+            )
         if len({name for name, _ in self.reward_models}) < len(self.reward_models):
-            raise ValueError(f"reward_models names a model twice: {', '.join(name for name, _ in self.reward_models)}")
+            raise ValueError(
+                f"reward_models names a model twice: {', '.join(name for name, _ in self.reward_models)}"
+            )
         if self.scoring and self.comparison_model is not None:
             name = "reward_models score" if self.reward_models else "reward_model scores"
-            raise ValueError(f"{name} answers and comparison_model compares them: name one of the two")
+            raise ValueError(
+                f"{name} answers and comparison_model compares them: name one of the two"
+            )
         if self.rubric_model is not None and len(self.named) > 1:
             raise ValueError(f"rubric_model judges by itself: leave out {self.named[0]}, or it")
         if self.other_reward_weight and not self.named:
-            raise ValueError("other_reward_weight stands beside a reward_model, reward_models, comparison_model or rubric_model: name one, or leave it out")
+            raise ValueError(
+                "other_reward_weight stands beside a reward_model, reward_models, comparison_model or rubric_model: name one, or leave it out"
+            )
         if (self.rubric_model is None) != (not self.rubric):
-            raise ValueError('rubric and rubric_model go together: --rubric-model NAME --rubric "Is the answer polite?" 1')
+            raise ValueError(
+                'rubric and rubric_model go together: --rubric-model NAME --rubric "Is the answer polite?" 1'
+            )
         own = ("rubric_reading", "rubric_renderer")
         only_with(self, own, self.rubric_model is not None, "no rubric_model is named", "name one")
         written = self.rubric_reading == "score"
-        only_with(self, ("rubric_scale", "rubric_max_tokens"), written, "rubric_reading is yes_no", "set rubric_reading to score")
+        only_with(
+            self,
+            ("rubric_scale", "rubric_max_tokens"),
+            written,
+            "rubric_reading is yes_no",
+            "set rubric_reading to score",
+        )
 
     @property
     def named(self) -> list[str]:
         """The models that were named, if any were."""
-        return [*(name for name, _ in self.scoring), *(name for name in (self.comparison_model, self.rubric_model) if name is not None)]
+        return [
+            *(name for name, _ in self.scoring),
+            *(name for name in (self.comparison_model, self.rubric_model) if name is not None),
+        ]
 
     @property
     def scoring(self) -> tuple[tuple[str, float], ...]:
         """The reward models and their weights: reward_models, or reward_model with weight 1."""
-        return self.reward_models or (() if self.reward_model is None else ((self.reward_model, 1.0),))
+        return self.reward_models or (
+            () if self.reward_model is None else ((self.reward_model, 1.0),)
+        )

@@ -1,15 +1,21 @@
-"""What settings are called elsewhere: TRL's, verl's and Hugging Face's words, each with what it is called here and what differs."""
+"""What settings are called elsewhere: TRL's, verl's and Hugging Face's words, each with what it is
+called here and what differs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-# word elsewhere: (setting here, what to know). Where there is no such setting, "" and what does its work.
+# word elsewhere: (setting here, what to know). Where there is no such setting, "" and what does its
+# work.
 _WORDS: dict[str, tuple[str, str]] = {
     "lr": ("learning_rate", ""),
     "max_steps": ("steps", "batches, each of one optimizer step or of num_substeps"),
     "num_steps": ("steps", ""),
-    "num_iterations": ("", "each batch is trained on once, in num_substeps optimizer steps; ppo has epochs"),
+    "num_iterations": (
+        "",
+        "each batch is trained on once, in num_substeps optimizer steps; ppo has epochs",
+    ),
     "total_steps": ("steps", ""),
     "num_generations": ("group_size", "batch_size counts problems, not answers"),
     "n_samples_per_prompt": ("group_size", "batch_size counts problems, not answers"),
@@ -22,8 +28,14 @@ _WORDS: dict[str, tuple[str, str]] = {
         "token_budget",
         "positions in one micro-batch: a batch is cut into as many as it takes, and the gradient does not depend on it",
     ),
-    "per_device_train_batch_size": ("batch_size", "problems a step, over all GPUs; memory is set by token_budget"),
-    "train_batch_size": ("batch_size", "problems a step, over all GPUs; memory is set by token_budget"),
+    "per_device_train_batch_size": (
+        "batch_size",
+        "problems a step, over all GPUs; memory is set by token_budget",
+    ),
+    "train_batch_size": (
+        "batch_size",
+        "problems a step, over all GPUs; memory is set by token_budget",
+    ),
     "ppo_mini_batch_size": ("num_substeps", "into how many optimizer steps a batch is split"),
     "ppo_micro_batch_size": ("token_budget", "positions in one micro-batch"),
     "micro_batch_size": ("token_budget", "positions in one micro-batch"),
@@ -35,8 +47,14 @@ _WORDS: dict[str, tuple[str, str]] = {
     "cliprange": ("clip_low", "a ratio: 1 - epsilon, such as 0.8; clip_high is 1 + epsilon"),
     "epsilon_high": ("clip_high", "a ratio: 1 + epsilon, such as 1.28"),
     "loss_type": ("variant", "dr_grpo, dapo, gspo, ...; or loss and normalise one by one"),
-    "scale_rewards": ("advantage", "mean_std divides by the group's standard deviation, mean does not"),
-    "mask_truncated_completions": ("", "cut_off_penalty and overlong_share are for answers that max_tokens cut off"),
+    "scale_rewards": (
+        "advantage",
+        "mean_std divides by the group's standard deviation, mean does not",
+    ),
+    "mask_truncated_completions": (
+        "",
+        "cut_off_penalty and overlong_share are for answers that max_tokens cut off",
+    ),
     "reward_funcs": ("reward", "several: rewards NAME WEIGHT ..."),
     "reward_weights": ("rewards", "rewards NAME WEIGHT NAME WEIGHT ..."),
     "model": ("base_model", ""),
@@ -62,7 +80,10 @@ _WORDS: dict[str, tuple[str, str]] = {
     "save_steps": ("save_every", ""),
     "eval_steps": ("eval_every", ""),
     "save_total_limit": ("keep_last", ""),
-    "report_to": ("wandb_project", "a project's name; metrics.jsonl and curves.png are always written"),
+    "report_to": (
+        "wandb_project",
+        "a project's name; metrics.jsonl and curves.png are always written",
+    ),
     "run_name": ("name", ""),
     "resume_from_checkpoint": ("resume", "with --output-dir; from the newest checkpoint"),
     "use_vllm": ("", "the sampler is in the same process"),
@@ -76,7 +97,9 @@ _WORDS: dict[str, tuple[str, str]] = {
 
 
 def hint(word: str, known: Collection[str]) -> str | None:
-    """What a setting of another library is called here; None for a word of none, or of what this run's methods have not."""
+    """What a setting of another library is called here; None for a word of none, or of what this
+    run's methods have not.
+    """
     if word not in _WORDS:
         return None
     here, more = _WORDS[word]

@@ -1,10 +1,12 @@
-"""Which numbers a setting may be: declared in the field's annotation, checked wherever a value enters.
+"""Which numbers a setting may be: declared in the field's annotation, checked wherever a value
+enters.
 
     learning_rate: Annotated[float | None, Range(0, 1, above=True)] = None
 
-On the line, in a recipe and in config.json a value is checked as it is read, and the place named; an instance made in Python
-is checked by `check_ranges`, which every settings class calls. Bounds are either the quantity's own (a share, a discount) or where
-nothing sensible is left: beyond them a number is a slip, and would be found after work was lost, if at all.
+On the line, in a recipe and in config.json a value is checked as it is read, and the place named;
+an instance made in Python is checked by `check_ranges`, which every settings class calls. Bounds
+are either the quantity's own (a share, a discount) or where nothing sensible is left: beyond them a
+number is a slip, and would be found after work was lost, if at all.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ _SHOWN = 40  # characters of a number in a message
 
 @dataclass(frozen=True)
 class Range:
-    """From `low` to `high`; `above`, `below`: without that end. `why`: what a value outside would do, or one that would do.
+    """From `low` to `high`; `above`, `below`: without that end. `why`: what a value outside would
+    do, or one that would do.
 
     NaN and infinity lie in no range.
     """
@@ -32,14 +35,24 @@ class Range:
     why: str = ""
 
     def holds(self, value: float) -> bool:
-        return (self.low < value if self.above else self.low <= value) and (value < self.high if self.below else value <= self.high)
+        return (self.low < value if self.above else self.low <= value) and (
+            value < self.high if self.below else value <= self.high
+        )
 
     def expected(self, value: float) -> str:
-        """What `value`, which lies outside, should be: both ends of a narrow range, of a wide one the end that it missed."""
+        """What `value`, which lies outside, should be: both ends of a narrow range, of a wide one
+        the end that it missed.
+        """
         if self.high <= _NARROW:
             low, high = _number(self.low), _number(self.high)
-            ends = {(False, False): f"from {low} to {high}", (False, True): f"from {low} to below {high}"}
-            ends |= {(True, True): f"between {low} and {high}", (True, False): f"above {low} and up to {high}"}
+            ends = {
+                (False, False): f"from {low} to {high}",
+                (False, True): f"from {low} to below {high}",
+            }
+            ends |= {
+                (True, True): f"between {low} and {high}",
+                (True, False): f"above {low} and up to {high}",
+            }
             text = f"lies {ends[self.above, self.below]}"
         elif value > self.high:
             text = f"is at most {_number(self.high)}"
@@ -60,7 +73,8 @@ INSIDE = Range(0, 1, above=True, below=True)
 POSITIVE, NOT_NEGATIVE, FINITE = Range(0, LARGE, above=True), Range(0, LARGE), Range(-LARGE, LARGE)
 WEIGHT = Range(0, 1e6)  # of a term in a loss
 SECONDS = Range(0, 1e7, above=True)  # up to four months
-RATE = Range(0, 1, above=True)  # AdamW moves every weight by about as much: at 1 nothing of a model is left
+# AdamW moves every weight by about as much: at 1 nothing of a model is left
+RATE = Range(0, 1, above=True)
 
 Count = Annotated[int, COUNT]
 Size = Annotated[int, SIZE]
@@ -82,12 +96,16 @@ def range_of(annotation: Any) -> Range | None:
     """The range declared in `Annotated[..., Range(...)]`; None where there is none."""
     if typing.get_origin(annotation) is not Annotated:
         return None
-    return next((extra for extra in typing.get_args(annotation)[1:] if isinstance(extra, Range)), None)
+    return next(
+        (extra for extra in typing.get_args(annotation)[1:] if isinstance(extra, Range)), None
+    )
 
 
 def bare(annotation: Any) -> Any:
     """The annotation without what was declared beside it."""
-    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
+    return (
+        typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
+    )
 
 
 def numbers_in(annotation: Any) -> set[type]:
@@ -100,23 +118,35 @@ def numbers_in(annotation: Any) -> set[type]:
 
 
 def complaint(value: Any, allowed: Range, whole: bool) -> str | None:
-    """What is wrong with `value` (a number, None, or a tuple that holds some): "is at least 0, got -1"; None where nothing is.
+    """What is wrong with `value` (a number, None, or a tuple that holds some): "is at least 0, got
+    -1"; None where nothing is.
 
-    Texts and None are no numbers, and are let through; a bool, which Python counts among numbers, is not. `whole`: no fractions.
+    Texts and None are no numbers, and are let through; a bool, which Python counts among numbers,
+    is not. `whole`: no fractions.
     """
     if isinstance(value, (tuple, list)):
-        return next((text for item in value if (text := complaint(item, allowed, whole)) is not None), None)
-    if isinstance(value, bool) or (whole and isinstance(value, Real) and not isinstance(value, Integral)):
+        return next(
+            (text for item in value if (text := complaint(item, allowed, whole)) is not None), None
+        )
+    if isinstance(value, bool) or (
+        whole and isinstance(value, Real) and not isinstance(value, Integral)
+    ):
         return f"is a {'whole ' if whole else ''}number, got {value}"
     if not isinstance(value, Real):
         return None
     number = typing.cast(float, value)
-    return None if allowed.holds(number) else f"{allowed.expected(number)}, got {_number(number) if isinstance(value, Integral) else value}"
+    return (
+        None
+        if allowed.holds(number)
+        else f"{allowed.expected(number)}, got {_number(number) if isinstance(value, Integral) else value}"
+    )
 
 
 @functools.cache
 def _declared(cls: type) -> tuple[tuple[str, Range, set[type], bool], ...]:
-    """(name, range, kinds of numbers, whether the value itself is a number) of each field with a range."""
+    """(name, range, kinds of numbers, whether the value itself is a number) of each field with a
+    range.
+    """
     hints = typing.get_type_hints(cls, include_extras=True)
     found = []
     for item in fields(cls):
@@ -124,12 +154,21 @@ def _declared(cls: type) -> tuple[tuple[str, Range, set[type], bool], ...]:
         if allowed is not None:
             inner = bare(hints[item.name])
             plain = inner in (int, float) or bool({int, float} & set(typing.get_args(inner)))
-            found.append((item.name, allowed, numbers_in(inner), plain and typing.get_origin(inner) is not tuple))
+            found.append(
+                (
+                    item.name,
+                    allowed,
+                    numbers_in(inner),
+                    plain and typing.get_origin(inner) is not tuple,
+                )
+            )
     return tuple(found)
 
 
 def check_ranges(settings: Any) -> None:
-    """Raises ValueError for the first field whose value is outside the range that its class declares, or no number."""
+    """Raises ValueError for the first field whose value is outside the range that its class
+    declares, or no number.
+    """
     for name, allowed, kinds, plain in _declared(settings.__class__):
         value = getattr(settings, name)
         if plain and value is not None and not isinstance(value, Real):

@@ -1,7 +1,8 @@
 """Recipes: YAML files of settings, read with the line of each, so that a mistake can be pointed at.
 
-Scalars stay the text that was written; the setting's own type decides what it means. So `3e-4` is a number where a number
-is wanted (YAML 1.1 would make it a string) and `no` is a word where a word is wanted (YAML 1.1 would make it false).
+Scalars stay the text that was written; the setting's own type decides what it means. So `3e-4` is a
+number where a number is wanted (YAML 1.1 would make it a string) and `no` is a word where a word is
+wanted (YAML 1.1 would make it false).
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ import yaml
 
 from rl.settings.fields import Given
 
-_LARGEST, _NODES, _DEEPEST = 1 << 18, 20_000, 16  # bytes; values; a stage's list of pairs is five deep
+# bytes; values; a stage's list of pairs is five deep
+_LARGEST, _NODES, _DEEPEST = 1 << 18, 20_000, 16
 _HALF = re.compile("[\ud800-\udfff]")
 _TOO_DEEP = f"nested more than {_DEEPEST} deep, or a value that holds itself; a recipe is a mapping of settings"
-# Checkpoints are called <name>-000020, so a stage's name has to fit theirs (rl.ranks.checkpoint; no torch is imported for it here).
+# Checkpoints are called <name>-000020, so a stage's name has to fit theirs (rl.ranks.checkpoint; no
+# torch is imported for it here).
 _FILE_NAME = re.compile(r"(?!.*\.partial-)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass
 class RecipeStage:
-    """One stage as written: `method` (None: not said), `name`, and the settings of this stage alone."""
+    """One stage as written: `method` (None: not said), `name`, and the settings of this stage
+    alone.
+    """
 
     method: str | None
     name: str | None
@@ -33,32 +38,44 @@ class RecipeStage:
 
 @dataclass
 class Recipe:
-    """A recipe as written. `shared`: settings at the top level. `stages` is empty for a file of settings without `method:`."""
+    """A recipe as written. `shared`: settings at the top level. `stages` is empty for a file of
+    settings without `method:`.
+    """
 
     path: Path
     shared: dict[str, Given] = field(default_factory=dict)
     stages: list[RecipeStage] = field(default_factory=list)
 
 
-def _pairs(node: yaml.MappingNode, path: Path, problems: list[str]) -> dict[str, tuple[yaml.Node, int]]:
-    """Key (with underscores) to (value, line from 1). A key given twice is a problem: YAML would keep the last in silence."""
+def _pairs(
+    node: yaml.MappingNode, path: Path, problems: list[str]
+) -> dict[str, tuple[yaml.Node, int]]:
+    """Key (with underscores) to (value, line from 1). A key given twice is a problem: YAML would
+    keep the last in silence.
+    """
     pairs: dict[str, tuple[yaml.Node, int]] = {}
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, yaml.ScalarNode):
-            problems.append(f"{path} line {line}: a key is a setting's name, not a list or a mapping")
+            problems.append(
+                f"{path} line {line}: a key is a setting's name, not a list or a mapping"
+            )
             continue
         key = key_node.value.replace("-", "_")
         if key in pairs:
-            problems.append(f"{path} line {line}: {key} is given twice (first in line {pairs[key][1]}); keep one")
+            problems.append(
+                f"{path} line {line}: {key} is given twice (first in line {pairs[key][1]}); keep one"
+            )
             continue
         pairs[key] = (value_node, line)
     return pairs
 
 
 def _misshapen(root: yaml.Node) -> str | None:
-    """What no recipe has: nodes within nodes without end (an alias of what holds it), more of them than anybody wrote (aliases of
-    aliases, each of which counts as all that it stands for), or text that is none. Escapes of half characters are put together."""
+    """What no recipe has: nodes within nodes without end (an alias of what holds it), more of them
+    than anybody wrote (aliases of aliases, each of which counts as all that it stands for), or text
+    that is none. Escapes of half characters are put together.
+    """
     waiting, seen = [(root, 0)], 0
     while waiting:
         node, depth = waiting.pop()
@@ -72,7 +89,9 @@ def _misshapen(root: yaml.Node) -> str | None:
         elif isinstance(node, yaml.SequenceNode):
             waiting += [(part, depth + 1) for part in node.value]
         elif _HALF.search(node.value):  # an escape as JSON writes what lies beyond 16 bits
-            node.value = node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+            node.value = node.value.encode("utf-16-le", "surrogatepass").decode(
+                "utf-16-le", "replace"
+            )
             if "\ufffd" in node.value:
                 return f"line {node.start_mark.line + 1} holds half a character (an escape from \\ud800 to \\udfff alone)"
     return None
@@ -94,8 +113,12 @@ def _given(key: str, node: yaml.Node, line: int, path: Path) -> Given:
     return Given(_words(node), f"{path} line {line}, {key}", is_null=_is_null(node))
 
 
-def _all_given(pairs: dict[str, tuple[yaml.Node, int]], path: Path, problems: list[str]) -> dict[str, Given]:
-    """The settings of a mapping; of `environment: {name: ..., key: value}` the name, and the keys as environment.key."""
+def _all_given(
+    pairs: dict[str, tuple[yaml.Node, int]], path: Path, problems: list[str]
+) -> dict[str, Given]:
+    """The settings of a mapping; of `environment: {name: ..., key: value}` the name, and the keys
+    as environment.key.
+    """
     found: dict[str, Given] = {}
     for key, (value, line) in pairs.items():
         if key != "environment" or not isinstance(value, yaml.MappingNode):
@@ -103,14 +126,18 @@ def _all_given(pairs: dict[str, tuple[yaml.Node, int]], path: Path, problems: li
             continue
         own = _pairs(value, path, problems)
         if "name" not in own:
-            problems.append(f"{path} line {line}: environment has no `name:`; it is a name, or a mapping of its name and settings")
+            problems.append(
+                f"{path} line {line}: environment has no `name:`; it is a name, or a mapping of its name and settings"
+            )
         for inner, (node, at) in own.items():
             name = key if inner == "name" else f"{key}.{inner}"
             found[name] = _given(name, node, at, path)
     return found
 
 
-def _word(key: str, pair: tuple[yaml.Node, int] | None, path: Path, problems: list[str]) -> str | None:
+def _word(
+    key: str, pair: tuple[yaml.Node, int] | None, path: Path, problems: list[str]
+) -> str | None:
     """The one word of `method:` or `name:`; None where it is not given."""
     if pair is None:
         return None
@@ -166,23 +193,33 @@ def read_recipe(path: Path, problems: list[str]) -> Recipe:
         problems.append(f"{path}: cannot be read: {error}")
         return recipe
     if not isinstance(root, yaml.MappingNode):
-        problems.append(f"{path}: a recipe is a mapping of settings, like `learning_rate: 3e-4`; this file is not")
+        problems.append(
+            f"{path}: a recipe is a mapping of settings, like `learning_rate: 3e-4`; this file is not"
+        )
         return recipe
     if (bad := _misshapen(root)) is not None:
         problems.append(f"{path}: {bad}")
         return recipe
     pairs = _pairs(root, path, problems)
     if "stages" in pairs and "method" in pairs:
-        problems.append(f"{path} line {pairs['method'][1]}: `method:` and `stages:` exclude each other")
+        problems.append(
+            f"{path} line {pairs['method'][1]}: `method:` and `stages:` exclude each other"
+        )
     method_pair, stages_pair = pairs.pop("method", None), pairs.pop("stages", None)
     if stages_pair is not None:
         node, line = stages_pair
         if not isinstance(node, yaml.SequenceNode) or not node.value:
-            problems.append(f"{path} line {line}: `stages:` is a list of mappings, each with `method:` and settings")
+            problems.append(
+                f"{path} line {line}: `stages:` is a list of mappings, each with `method:` and settings"
+            )
         else:
-            recipe.stages = [stage for item in node.value if (stage := _stage(item, path, problems)) is not None]
+            recipe.stages = [
+                stage for item in node.value if (stage := _stage(item, path, problems)) is not None
+            ]
     elif method_pair is not None:
-        recipe.stages = [RecipeStage(_word("method", method_pair, path, problems), None, method_pair[1])]
+        recipe.stages = [
+            RecipeStage(_word("method", method_pair, path, problems), None, method_pair[1])
+        ]
     recipe.shared = _all_given(pairs, path, problems)
     return recipe
 

@@ -1,4 +1,6 @@
-"""What a run's folder asks for: the words of `train.py --resume --output-dir RUN`, and settings changed on the way with --change."""
+"""What a run's folder asks for: the words of `train.py --resume --output-dir RUN`, and settings
+changed on the way with --change.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,28 @@ from typing import Any
 from rl.settings.fields import Given, nearest, words_of
 from rl.settings.recipe import RecipeStage
 
-_HOW = ("resume", "auto_resume", "overwrite", "output_dir", "plan", "change")  # of one start, not of the run
+# of one start, not of the run
+_HOW = ("resume", "auto_resume", "overwrite", "output_dir", "plan", "change")
 
 
-def read_folder(folder: Path, options: Collection[str]) -> tuple[str, list[RecipeStage], dict[str, Given]] | None:
-    """(name, stages, options of the run) as the config.json in `folder` has them; None where it holds no run's.
+def read_folder(
+    folder: Path, options: Collection[str]
+) -> tuple[str, list[RecipeStage], dict[str, Given]] | None:
+    """(name, stages, options of the run) as the config.json in `folder` has them; None where it
+    holds no run's.
 
-    Settings that there are no more (`options`: those of a run that there are) are left to be found as unknown.
+    Settings that there are no more (`options`: those of a run that there are) are left to be found
+    as unknown.
     """
     path = folder.expanduser() / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         stages = [_stage(stage, path) for stage in config["stages"]]
-        shared = {k: _given(k, v, path) for k, v in config["options"].items() if k in options and k not in _HOW}
+        shared = {
+            k: _given(k, v, path)
+            for k, v in config["options"].items()
+            if k in options and k not in _HOW
+        }
         name = config["name"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None  # what is wrong with it is told where the folder is opened
@@ -41,12 +52,16 @@ def _given(key: str, value: Any, path: Path) -> Given:
 
 
 def changes(words: Sequence[str], problems: list[str]) -> dict[str, Given]:
-    """`NAME=VALUE` and `STAGE.NAME=VALUE` by name; several values of one setting in one word, as a shell quotes them."""
+    """`NAME=VALUE` and `STAGE.NAME=VALUE` by name; several values of one setting in one word, as a
+    shell quotes them.
+    """
     found = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not name:
-            problems.append(f"--change {word!r}: NAME=VALUE is expected, such as learning_rate=1e-4 or grpo.learning_rate=1e-4")
+            problems.append(
+                f"--change {word!r}: NAME=VALUE is expected, such as learning_rate=1e-4 or grpo.learning_rate=1e-4"
+            )
             continue
         try:
             parts = tuple(shlex.split(value))
@@ -64,7 +79,10 @@ def plain(name: str) -> str:
 
 
 def of_stages(
-    found: Mapping[str, Given], names: Sequence[str], tables: Mapping[str, Collection[str]], problems: list[str]
+    found: Mapping[str, Given],
+    names: Sequence[str],
+    tables: Mapping[str, Collection[str]],
+    problems: list[str],
 ) -> dict[str, dict[str, Given]]:
     """`stage.setting` keys by stage. `tables`: the settings of each stage."""
     by_stage: dict[str, dict[str, Given]] = {name: {} for name in names}
@@ -75,11 +93,19 @@ def of_stages(
             hint = f"did you mean {near}?" if near else f"its stages are {', '.join(names)}"
             problems.append(f"{given.place}: this run has no stage {stage!r}; {hint}")
             continue
-        if setting not in tables[stage] and setting.startswith("no_") and setting[3:] in tables[stage] and not given.words:
+        if (
+            setting not in tables[stage]
+            and setting.startswith("no_")
+            and setting[3:] in tables[stage]
+            and not given.words
+        ):
             setting, given = setting[3:], Given(("False",), given.place)
         if setting not in tables[stage]:
             near = nearest(setting, tables[stage])
-            problems.append(f"{given.place}: no such setting of stage {stage}" + (f"; did you mean {near}?" if near else ""))
+            problems.append(
+                f"{given.place}: no such setting of stage {stage}"
+                + (f"; did you mean {near}?" if near else "")
+            )
             continue
         by_stage[stage][setting] = given
     return by_stage

@@ -20,12 +20,16 @@ class MethodSpec(Protocol):
 
     @property
     def variants(self) -> Mapping[str, Mapping[str, Any]]:
-        """By the value of the setting `variant`, the flat settings that this stands for where they are not given."""
+        """By the value of the setting `variant`, the flat settings that this stands for where they
+        are not given.
+        """
         ...
 
 
 class RunOptions(Protocol):
-    """What the run-level settings class must hold for this module; the rest of it is passed through."""
+    """What the run-level settings class must hold for this module; the rest of it is passed
+    through.
+    """
 
     @property
     def name(self) -> str | None: ...
@@ -42,7 +46,9 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Run:
-    """What was asked for: stages in order, run-level `options`, and the recipe it came from, if any."""
+    """What was asked for: stages in order, run-level `options`, and the recipe it came from, if
+    any.
+    """
 
     name: str
     stages: tuple[StagePlan, ...]
@@ -51,25 +57,49 @@ class Run:
 
 
 def resolved(run: Run) -> dict[str, Any]:
-    """Everything the run was asked for, as JSON: `name`, `recipe`, `options` and `stages`, settings by their flat names."""
-    stages = [{"method": s.method, "name": s.name, "settings": flatten(s.settings)} for s in run.stages]
-    return {"name": run.name, "recipe": run.recipe, "options": flatten(run.options), "stages": stages}
+    """Everything the run was asked for, as JSON: `name`, `recipe`, `options` and `stages`, settings
+    by their flat names.
+    """
+    stages = [
+        {"method": s.method, "name": s.name, "settings": flatten(s.settings)} for s in run.stages
+    ]
+    return {
+        "name": run.name,
+        "recipe": run.recipe,
+        "options": flatten(run.options),
+        "stages": stages,
+    }
 
 
 def from_resolved(
-    config: Mapping[str, Any], methods: Mapping[str, MethodSpec], *, options: type, place: str = "config.json"
+    config: Mapping[str, Any],
+    methods: Mapping[str, MethodSpec],
+    *,
+    options: type,
+    place: str = "config.json",
 ) -> Run:
-    """The inverse of `resolved`. SettingsError names what no longer fits (a method or setting that is gone, a wrong type)."""
+    """The inverse of `resolved`. SettingsError names what no longer fits (a method or setting that
+    is gone, a wrong type).
+    """
     problems: list[str] = []
     stages: list[StagePlan] = []
     missing = [key for key in ("name", "options", "stages") if key not in config]
     if missing:
-        raise SettingsError([f"{place}: no {key!r} in it; is it the config.json of a run?" for key in missing])
+        raise SettingsError(
+            [f"{place}: no {key!r} in it; is it the config.json of a run?" for key in missing]
+        )
     for stage in config["stages"]:
         if stage["method"] not in methods:
-            problems.append(f"{place}: unknown method {stage['method']!r} (methods: {', '.join(methods)})")
+            problems.append(
+                f"{place}: unknown method {stage['method']!r} (methods: {', '.join(methods)})"
+            )
             continue
-        settings = unflatten(methods[stage["method"]].settings, stage["settings"], problems, f"{place} stage {stage['name']}")
+        settings = unflatten(
+            methods[stage["method"]].settings,
+            stage["settings"],
+            problems,
+            f"{place} stage {stage['name']}",
+        )
         stages.append(StagePlan(stage["method"], stage["name"], settings))
     options_value = unflatten(options, config["options"], problems, place)
     if problems:
@@ -85,27 +115,41 @@ def difference(
     methods: Mapping[str, MethodSpec] | None = None,
     options: type | None = None,
 ) -> list[str]:
-    """One line for each setting that two `resolved` runs do not share ("stage grpo: learning_rate 0.0003 -> 0.001").
+    """One line for each setting that two `resolved` runs do not share ("stage grpo: learning_rate
+    0.0003 -> 0.001").
 
-    `methods`, `options`: whose defaults a setting has that `saved` lacks, because it is of before there was such a setting.
+    `methods`, `options`: whose defaults a setting has that `saved` lacks, because it is of before
+    there was such a setting.
     """
     lines: list[str] = []
 
-    def compare(prefix: str, old: Mapping[str, Any], new: Mapping[str, Any], cls: type | None) -> None:
+    def compare(
+        prefix: str, old: Mapping[str, Any], new: Mapping[str, Any], cls: type | None
+    ) -> None:
         old = {**({} if cls is None else defaults(cls, new.keys() - old.keys())), **old}
         for key in dict.fromkeys([*old, *new]):
             if key in ignore or (key in old and key in new and old[key] == new[key]):
                 continue
-            before, after = (show(one[key]) if key in one and one[key] is not None else "(not set)" for one in (old, new))
+            before, after = (
+                show(one[key]) if key in one and one[key] is not None else "(not set)"
+                for one in (old, new)
+            )
             lines.append(f"{prefix}{key} {before} -> {after}")
 
     compare("", saved["options"], asked["options"], options)
     old_stages, new_stages = saved["stages"], asked["stages"]
-    old_names, new_names = ([f"{s['name']} ({s['method']})" for s in stages] for stages in (old_stages, new_stages))
+    old_names, new_names = (
+        [f"{s['name']} ({s['method']})" for s in stages] for stages in (old_stages, new_stages)
+    )
     if old_names != new_names:
         return [*lines, f"stages {', '.join(old_names)} -> {', '.join(new_names)}"]
     for old, new in zip(old_stages, new_stages, strict=True):
         method = None if methods is None else methods.get(new["method"])
         cls = None if method is None else method.settings
-        compare(f"stage {old['name']}: " if len(old_stages) > 1 else "", old["settings"], new["settings"], cls)
+        compare(
+            f"stage {old['name']}: " if len(old_stages) > 1 else "",
+            old["settings"],
+            new["settings"],
+            cls,
+        )
     return lines

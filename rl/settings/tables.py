@@ -1,7 +1,8 @@
-"""The sections that methods' settings are made of (those of data: rl.settings.data_tables; of judges: rl.settings.judge_tables). No torch: the command line reads this first.
+"""The sections that methods' settings are made of (those of data: rl.settings.data_tables; of
+judges: rl.settings.judge_tables). No torch: the command line reads this first.
 
-Every leaf name is unique over the sections of a method, because on the line and in recipes settings are flat:
-`--learning-rate 1e-5`, `learning_rate: 1e-5`. The string under a field is its help.
+Every leaf name is unique over the sections of a method, because on the line and in recipes settings
+are flat: `--learning-rate 1e-5`, `learning_rate: 1e-5`. The string under a field is its help.
 """
 
 from __future__ import annotations
@@ -74,15 +75,20 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if self.output_dir is not None and str(self.output_dir).startswith("~"):  # a shell does so on the line; nobody in a recipe
+        # a shell does so on the line; nobody in a recipe
+        if self.output_dir is not None and str(self.output_dir).startswith("~"):
             try:
                 object.__setattr__(self, "output_dir", self.output_dir.expanduser())
             except RuntimeError as error:
                 raise ValueError(f"output_dir {self.output_dir}: {error}") from error
         if (self.resume or self.auto_resume) and self.overwrite:
-            raise ValueError("resume and auto_resume continue a run and overwrite replaces it: give one of them")
+            raise ValueError(
+                "resume and auto_resume continue a run and overwrite replaces it: give one of them"
+            )
         if self.change and not (self.resume or self.auto_resume):
-            raise ValueError("change alters a run that goes on: give it with resume (a new run takes its settings as flags)")
+            raise ValueError(
+                "change alters a run that goes on: give it with resume (a new run takes its settings as flags)"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +133,9 @@ class ModelSettings:
     def __post_init__(self) -> None:
         check_ranges(self)
         if self.precision == "fp32" and self.base_dtype in ("bf16", "4bit"):
-            raise ValueError(f"base_dtype {self.base_dtype} goes with bf16 arithmetic, and precision is fp32: set precision to bf16")
+            raise ValueError(
+                f"base_dtype {self.base_dtype} goes with bf16 arithmetic, and precision is fp32: set precision to bf16"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +177,9 @@ class SamplingSettings:
                 "distribution, so every ratio would be wrong; leave them at -1 and 1 (sample.py and evaluate.py take them)"
             )
         if self.eval_temperature is not None and 0 < self.eval_temperature < TEMPERATURE.low:
-            raise ValueError(f"eval_temperature is 0 (greedy) or at least {TEMPERATURE.low:g}, got {self.eval_temperature}")
+            raise ValueError(
+                f"eval_temperature is 0 (greedy) or at least {TEMPERATURE.low:g}, got {self.eval_temperature}"
+            )
         if self.sampler_cache == "paged" and self.sampler == "hf":
             raise ValueError(
                 "sampler_cache paged is of the fast decoder, and sampler is hf, the model's own forward: leave sampler_cache at auto, or sampler at auto or fast"
@@ -190,9 +200,13 @@ class SamplingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ShapingSettings:
-    """What rewards go through before they become advantages, in this order. Metrics show rewards as they were given."""
+    """What rewards go through before they become advantages, in this order. Metrics show rewards as
+    they were given.
+    """
 
-    overlong_share: Annotated[float, Range(0, 1, below=True, why="a share of max_tokens, such as 0.2; 0 is off")] = 0.0
+    overlong_share: Annotated[
+        float, Range(0, 1, below=True, why="a share of max_tokens, such as 0.2; 0 is off")
+    ] = 0.0
     """An answer in the last such share of max_tokens loses reward, linearly up to overlong_penalty (DAPO, arXiv 2503.14476, equation 13); 0: off."""
     overlong_penalty: NotNegative = 1.0
     """What an answer of max_tokens loses."""
@@ -207,7 +221,13 @@ class ShapingSettings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        only_with(self, ("overlong_penalty",), self.overlong_share > 0, "overlong_share is 0, which is off", "give overlong_share, such as 0.2")
+        only_with(
+            self,
+            ("overlong_penalty",),
+            self.overlong_share > 0,
+            "overlong_share is 0, which is off",
+            "give overlong_share, such as 0.2",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,13 +244,21 @@ class KlSettings:
     """kl_in loss: the estimator. k1, k2, k3 report different estimates of the same KL and have its gradient, each token weighted by its probability now over that when it was drawn (DeepSeek-V3.2, arXiv 2512.02556; 1 on policy); k3_pathwise is k3 differentiated as it stands and not weighted (GRPO's paper), whose gradient is another KL's."""
     kl_target: Annotated[float | None, Range(0, 1e6, above=True)] = None
     """Adapt kl_coef so that the KL a token stays about here (arXiv 1909.08593); it may start from 0."""
-    kl_rate: Annotated[float, Range(0, 1, above=True, why="from 5 on the price could fall below 0")] = 0.1
+    kl_rate: Annotated[
+        float, Range(0, 1, above=True, why="from 5 on the price could fall below 0")
+    ] = 0.1
     """How fast kl_coef adapts: by at most a fifth of this a batch."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
         only_with(self, ("kl_kind",), self.kl_in == "loss", "kl_in is reward", "set kl_in to loss")
-        only_with(self, ("kl_rate",), self.kl_target is not None, "without a kl_target kl_coef stays as it is", "give kl_target")
+        only_with(
+            self,
+            ("kl_rate",),
+            self.kl_target is not None,
+            "without a kl_target kl_coef stays as it is",
+            "give kl_target",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +278,9 @@ class OptimSettings:
     """AdamW."""
     beta2: BelowOne = 0.95
     """AdamW."""
-    adam_eps: Annotated[float, Range(1e-30, 1, why="in fp32 less is 0, and a weight without a gradient becomes NaN")] = 1e-8
+    adam_eps: Annotated[
+        float, Range(1e-30, 1, why="in fp32 less is 0, and a weight without a gradient becomes NaN")
+    ] = 1e-8
     """AdamW."""
     weight_decay: Annotated[float, Range(0, 1000)] = 0.0
     """AdamW, decoupled."""

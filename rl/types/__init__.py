@@ -1,14 +1,23 @@
-"""The nouns of every room: what a model reads, how it learns and samples, what is asked and what comes back.
+"""The nouns of every room: what a model reads, how it learns and samples, what is asked and what
+comes back.
 
-Names and fields follow Tinker's client, so that a script written for it needs only its imports changed;
-what is ours alone is marked "extension".
+Names and fields follow Tinker's client, so that a script written for it needs only its imports
+changed; what is ours alone is marked "extension".
 """
 
 from __future__ import annotations
 
 import sys
 
-from rl.types.inputs import Chunk, EncodedTextChunk, ImageAssetPointerChunk, ImageChunk, ModelInput, ModelInputChunk, PlacedImage
+from rl.types.inputs import (
+    Chunk,
+    EncodedTextChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ModelInput,
+    ModelInputChunk,
+    PlacedImage,
+)
 from rl.types.learning import (
     AdamOptimizerConfig,
     AdamParams,
@@ -99,7 +108,8 @@ __all__ = [
     "experts_from_text",
 ]
 
-# Tinker's client has each of these in a submodule of its own; scripts import some of them from there.
+# Tinker's client has each of these in a submodule of its own; scripts import some of them from
+# there.
 _SUBMODULES = (
     "checkpoint", "datum", "encoded_text_chunk", "forward_backward_output", "get_info_response", "get_server_capabilities_response",
     "image_asset_pointer_chunk", "image_chunk", "load_weights_response", "lora_config", "loss_fn_inputs", "loss_fn_output",

@@ -1,4 +1,6 @@
-"""How a model learns: an optimizer step's settings, an adapter's. Names and fields as in Tinker's client."""
+"""How a model learns: an optimizer step's settings, an adapter's. Names and fields as in Tinker's
+client.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from rl.types.training_data import TensorData
 
 @dataclass(frozen=True, slots=True)
 class AdamParams:
-    """AdamW for one optimizer step. `grad_clip_norm` 0 means no clipping; the norm is reported either way.
+    """AdamW for one optimizer step. `grad_clip_norm` 0 means no clipping; the norm is reported
+    either way.
 
     Raises ValueError for a number that no update can be made with.
     """
@@ -24,13 +27,41 @@ class AdamParams:
     grad_clip_norm: float = 0.0
 
     def __post_init__(self) -> None:
-        number("learning_rate", self.learning_rate, "a finite number of at least 0, such as 1e-4", least=0)
+        number(
+            "learning_rate",
+            self.learning_rate,
+            "a finite number of at least 0, such as 1e-4",
+            least=0,
+        )
         for name in ("beta1", "beta2"):
-            if number(name, getattr(self, name), "at least 0 and below 1, such as 0.9", least=0, most=1) == 1.0:
-                raise ValueError(f"{name} is at least 0 and below 1, such as 0.9, got {getattr(self, name)}")
-        number("eps", self.eps, "at least 1e-30, such as 1e-8: a weight without a gradient is divided by it", least=1e-30)
-        number("weight_decay", self.weight_decay, "a finite number of at least 0 (0: none)", least=0)
-        number("grad_clip_norm", self.grad_clip_norm, "a finite number of at least 0 (0: no clipping)", least=0)
+            if (
+                number(
+                    name,
+                    getattr(self, name),
+                    "at least 0 and below 1, such as 0.9",
+                    least=0,
+                    most=1,
+                )
+                == 1.0
+            ):
+                raise ValueError(
+                    f"{name} is at least 0 and below 1, such as 0.9, got {getattr(self, name)}"
+                )
+        number(
+            "eps",
+            self.eps,
+            "at least 1e-30, such as 1e-8: a weight without a gradient is divided by it",
+            least=1e-30,
+        )
+        number(
+            "weight_decay", self.weight_decay, "a finite number of at least 0 (0: none)", least=0
+        )
+        number(
+            "grad_clip_norm",
+            self.grad_clip_norm,
+            "a finite number of at least 0 (0: no clipping)",
+            least=0,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +89,13 @@ class LoraConfig:
     train_mlp: bool = True
     train_attn: bool = True
     train_unembed: bool = True
-    # extension; None: alpha = rank, so that the adapter's scale is 1, as in checkpoints that state no alpha
+    # extension; None: alpha = rank, so that the adapter's scale is 1, as in checkpoints that state
+    # no alpha
     alpha: float | None = None
-    train_vision: bool = False  # extension: of a model that sees, its vision tower and projector as well
-    train_experts: bool = False  # extension: of a model whose experts are one tensor [experts, .., ..], those as well
+    # extension: of a model that sees, its vision tower and projector as well
+    train_vision: bool = False
+    # extension: of a model whose experts are one tensor [experts, .., ..], those as well
+    train_experts: bool = False
 
     @property
     def effective_alpha(self) -> float:

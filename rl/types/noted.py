@@ -1,6 +1,8 @@
-"""A record of each token's experts (router replay) as text: what stored rollouts and checkpoints hold of it.
+"""A record of each token's experts (router replay) as text: what stored rollouts and checkpoints
+hold of it.
 
-"ROWSxCOLUMNS:" and then, in base64, the zlib stream of its int16 numbers, little end first, row by row.
+"ROWSxCOLUMNS:" and then, in base64, the zlib stream of its int16 numbers, little end first, row by
+row.
 """
 
 from __future__ import annotations
@@ -30,12 +32,15 @@ def experts_from_text(text: Any) -> np.ndarray:
             raise ValueError
         size = rows * columns * _KIND.itemsize
         reader = zlib.decompressobj()
-        data = reader.decompress(base64.b64decode(packed, validate=True), size + 1)  # no more than was promised
+        # no more than was promised
+        data = reader.decompress(base64.b64decode(packed, validate=True), size + 1)
         if len(data) != size or not reader.eof:
             raise ValueError
         found = np.frombuffer(data, _KIND).reshape(rows, columns).astype(np.int16)
         if found.min() < -1:
             raise ValueError
     except (AttributeError, TypeError, ValueError, OverflowError, binascii.Error, zlib.error):
-        raise ValueError(f"no record of experts as rollouts hold it (ROWSxCOLUMNS:base64): {str(text)[:60]!r}") from None
+        raise ValueError(
+            f"no record of experts as rollouts hold it (ROWSxCOLUMNS:base64): {str(text)[:60]!r}"
+        ) from None
     return found

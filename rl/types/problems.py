@@ -13,8 +13,9 @@ Message = dict[str, Any]  # {"role": "user" | "assistant" | "system" | "tool", "
 class StoredAnswer:
     """An answer that was sampled and rewarded earlier. `place`: its file and line.
 
-    `prompt_tokens`, `tokens`, `logprobs` (of `tokens`, at `temperature`): as it was drawn, where the file has them. `experts`: those of
-    each of these tokens but the last, where a run noted them (`experts_from_text` reads it).
+    `prompt_tokens`, `tokens`, `logprobs` (of `tokens`, at `temperature`): as it was drawn, where
+    the file has them. `experts`: those of each of these tokens but the last, where a run noted them
+    (`experts_from_text` reads it).
     """
 
     reward: float
@@ -31,12 +32,13 @@ class StoredAnswer:
 class Problem:
     """One row of a data set, ready to be asked.
 
-    `messages` go through a renderer. `meta` reaches the reward (its "answer" is the expected answer by convention).
-    `response`: a worked answer, where the data has one (supervised training). `tag` names the data set in metrics.
-    `index`: the row's position in its data set, the problem's identity in random streams and rollouts.
-    `rejected`: where the data has pairs, the answer that `response` was preferred to.
-    `answers`: where the data is of stored rollouts, those to this problem. `place`: file and line of a row that was read.
-    `chat`: whether the row's prompt was a list of messages.
+    `messages` go through a renderer. `meta` reaches the reward (its "answer" is the expected answer
+    by convention). `response`: a worked answer, where the data has one (supervised training). `tag`
+    names the data set in metrics. `index`: the row's position in its data set, the problem's
+    identity in random streams and rollouts. `rejected`: where the data has pairs, the answer that
+    `response` was preferred to. `answers`: where the data is of stored rollouts, those to this
+    problem. `place`: file and line of a row that was read. `chat`: whether the row's prompt was a
+    list of messages.
     """
 
     messages: Sequence[Message]

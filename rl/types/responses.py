@@ -1,4 +1,6 @@
-"""What the clients' verbs return. Names and fields follow Tinker's client; what is ours alone is marked "extension"."""
+"""What the clients' verbs return. Names and fields follow Tinker's client; what is ours alone is
+marked "extension".
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,25 @@ CheckpointType = Literal["training", "sampler"]
 
 @dataclass(slots=True)
 class SampledSequence:
-    """Sampled tokens (the stop token, if one was drawn, is the last) and the logprob of each as it was drawn."""
+    """Sampled tokens (the stop token, if one was drawn, is the last) and the logprob of each as it
+    was drawn.
+    """
 
     tokens: list[int]
     logprobs: list[float] | None = None
     stop_reason: StopReason = "stop"
     version: int | None = None  # extension: the version of the weights that drew it
     sequence_id: str = ""  # distinct for each sequence of a service
-    temperature: float | None = None  # extension: what it was drawn at; the logprobs are of the distribution at it (greedy, 0: at 1)
+    # extension: what it was drawn at; the logprobs are of the distribution at it (greedy, 0: at 1)
+    temperature: float | None = None
     topk_logprobs: list[list[tuple[int, float]] | None] | None = None
-    # extension, where experts are noted: those of each token that was fed, int16 [tokens, layers with experts * experts a token]
+    # extension, where experts are noted: those of each token that was fed, int16 [tokens, layers
+    # with experts * experts a token]
     experts: np.ndarray | None = None
-    beyond: bool = False  # extension: its prompt is longer than where the model's rotary frequencies change (longrope)
-    versions: list[int] | None = None  # extension: each token's, where new weights came while it was drawn; `version` is the oldest
+    # extension: its prompt is longer than where the model's rotary frequencies change (longrope)
+    beyond: bool = False
+    # extension: each token's, where new weights came while it was drawn; `version` is the oldest
+    versions: list[int] | None = None
 
     @property
     def tokens_np(self) -> np.ndarray:
@@ -42,7 +50,10 @@ class SampledSequence:
 
     def as_json(self) -> dict[str, Any]:
         """An extension: all of it, for a checkpoint."""
-        return {**asdict(self), "experts": None if self.experts is None else experts_as_text(self.experts)}
+        return {
+            **asdict(self),
+            "experts": None if self.experts is None else experts_as_text(self.experts),
+        }
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> SampledSequence:
@@ -57,24 +68,29 @@ class SampleResponse:
     prompt_logprobs: list[float | None] | None = None
     topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
     target_prompt_logprobs: TensorData | None = None
-    prompt_cache_hit_tokens: int = 0  # of the prompt, that another request of the same batch had read already
+    # of the prompt, that another request of the same batch had read already
+    prompt_cache_hit_tokens: int = 0
 
     @property
     def prompt_logprobs_np(self) -> np.ndarray | None:
         """Not a number where there is none (the first token)."""
         if self.prompt_logprobs is None:
             return None
-        return np.asarray([np.nan if logp is None else logp for logp in self.prompt_logprobs], dtype=np.float32)
+        return np.asarray(
+            [np.nan if logp is None else logp for logp in self.prompt_logprobs], dtype=np.float32
+        )
 
 
-# --------------------------------------------------------------------------------------------------- what verbs return
+# -------------------------------------------------------------------------------- what verbs return
 
 
 @dataclass(slots=True)
 class ForwardBackwardOutput:
-    """`loss_fn_outputs[i]["logprobs"]`: the learner's logprob of each target of datum i. Metric keys end in their reduction.
+    """`loss_fn_outputs[i]["logprobs"]`: the learner's logprob of each target of datum i. Metric
+    keys end in their reduction.
 
-    A client with a value head adds `["values"]`: the value at each position, having read the input up to and with it.
+    A client with a value head adds `["values"]`: the value at each position, having read the input
+    up to and with it.
     """
 
     loss_fn_outputs: list[dict[str, TensorData]]

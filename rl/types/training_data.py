@@ -1,4 +1,6 @@
-"""What a model learns on: arrays, training sequences, and where their tokens came from. Names and fields as in Tinker's client."""
+"""What a model learns on: arrays, training sequences, and where their tokens came from. Names and
+fields as in Tinker's client.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,12 @@ _DTYPES = {"int64": np.int64, "float32": np.float32}
 
 
 class TensorData:
-    """An array that travels between driver and workers: `data` (flat), `dtype` ("int64" | "float32"), `shape`.
+    """An array that travels between driver and workers: `data` (flat), `dtype` ("int64" |
+    "float32"), `shape`.
 
-    Kept as one numpy array (`array`), so no copy is made on the way. Rows in compressed form (`sparse_crow_indices`,
-    `sparse_col_indices`, with `shape`) are filled up with zeros. Raises ValueError for what is no rectangle of numbers, and for
-    ids that are no whole numbers.
+    Kept as one numpy array (`array`), so no copy is made on the way. Rows in compressed form
+    (`sparse_crow_indices`, `sparse_col_indices`, with `shape`) are filled up with zeros. Raises
+    ValueError for what is no rectangle of numbers, and for ids that are no whole numbers.
     """
 
     __slots__ = ("array",)
@@ -45,7 +48,8 @@ class TensorData:
             dtype = "int64" if array.dtype.kind in "iub" else "float32"
         if dtype == "int64":
             _check_whole(array)
-        with np.errstate(over="ignore"):  # a number beyond float32 is infinite, which is looked at where it counts
+        # a number beyond float32 is infinite, which is looked at where it counts
+        with np.errstate(over="ignore"):
             array = np.ascontiguousarray(array, dtype=_DTYPES[dtype])
         if sparse_crow_indices is not None or sparse_col_indices is not None:
             array = _filled(array, shape, sparse_crow_indices, sparse_col_indices)
@@ -106,24 +110,47 @@ def _shortly(value: Any) -> str:
 
 
 def _check_whole(array: np.ndarray) -> None:
-    if array.dtype.kind == "f" and not (np.isfinite(array).all() and (array == np.trunc(array)).all() and (np.abs(array) < 2**63).all()):
-        raise ValueError(f"int64 data holds whole numbers, got {_shortly(array.reshape(-1)[:6].tolist())}")
+    if array.dtype.kind == "f" and not (
+        np.isfinite(array).all()
+        and (array == np.trunc(array)).all()
+        and (np.abs(array) < 2**63).all()
+    ):
+        raise ValueError(
+            f"int64 data holds whole numbers, got {_shortly(array.reshape(-1)[:6].tolist())}"
+        )
     if array.dtype == np.uint64 and (array >= 2**63).any():
         raise ValueError(f"int64 data lies below 2**63, got {int(array.max())}")
 
 
 def _filled(values: np.ndarray, shape: Any, rows: Any, columns: Any) -> np.ndarray:
     """The array whose row i has values[rows[i]:rows[i + 1]] at those columns, and zeros elsewhere."""
-    if shape is None or len(shape) != 2 or rows is None or columns is None or len(rows) != shape[0] + 1 or len(columns) != len(values):
-        raise ValueError("compressed rows come with a shape of two numbers, sparse_crow_indices (one more than rows) and a column a value")
+    if (
+        shape is None
+        or len(shape) != 2
+        or rows is None
+        or columns is None
+        or len(rows) != shape[0] + 1
+        or len(columns) != len(values)
+    ):
+        raise ValueError(
+            "compressed rows come with a shape of two numbers, sparse_crow_indices (one more than rows) and a column a value"
+        )
     counts, array = np.diff(np.asarray(rows)), np.zeros(tuple(shape), dtype=values.dtype)
-    if (counts < 0).any() or counts.sum() != len(values) or (np.asarray(columns) >= shape[1]).any() or (np.asarray(columns) < 0).any():
-        raise ValueError(f"sparse_crow_indices or sparse_col_indices do not fit the shape {list(shape)} and {len(values)} values")
+    if (
+        (counts < 0).any()
+        or counts.sum() != len(values)
+        or (np.asarray(columns) >= shape[1]).any()
+        or (np.asarray(columns) < 0).any()
+    ):
+        raise ValueError(
+            f"sparse_crow_indices or sparse_col_indices do not fit the shape {list(shape)} and {len(values)} values"
+        )
     array[np.repeat(np.arange(shape[0]), counts), np.asarray(columns, dtype=np.int64)] = values
     return array
 
 
-# The loss inputs that are known, with their dtypes. Others (fields of a custom loss) are float32 unless integers.
+# The loss inputs that are known, with their dtypes. Others (fields of a custom loss) are float32
+# unless integers.
 LOSS_INPUT_DTYPES: Mapping[str, str] = {
     "target_tokens": "int64",
     "weights": "float32",
@@ -145,12 +172,20 @@ def _tensor_data(name: str, value: Any) -> TensorData:
     if isinstance(value, TensorData):
         data = value
     elif isinstance(value, (int, float)):
-        raise ValueError(f"loss_fn_inputs[{name!r}] is one number ({value!r}); it needs one value a token, e.g. [{value!r}] * n")
+        raise ValueError(
+            f"loss_fn_inputs[{name!r}] is one number ({value!r}); it needs one value a token, e.g. [{value!r}] * n"
+        )
     elif value is None:
-        raise ValueError(f"loss_fn_inputs[{name!r}] is None: leave the field out, or give one value a token")
+        raise ValueError(
+            f"loss_fn_inputs[{name!r}] is None: leave the field out, or give one value a token"
+        )
     else:
         try:
-            data = TensorData.from_torch(value) if type(value).__module__.startswith("torch") else TensorData(value)
+            data = (
+                TensorData.from_torch(value)
+                if type(value).__module__.startswith("torch")
+                else TensorData(value)
+            )
         except ValueError as error:
             raise ValueError(f"loss_fn_inputs[{name!r}]: {error}") from error
     dtype = LOSS_INPUT_DTYPES.get(name, data.dtype)
@@ -159,7 +194,9 @@ def _tensor_data(name: str, value: Any) -> TensorData:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptProvenanceSpan:
-    """A run of tokens that stood in a sampled sequence's prompt, at positions `offset` to `offset + length`."""
+    """A run of tokens that stood in a sampled sequence's prompt, at positions `offset` to `offset +
+    length`.
+    """
 
     sequence_id: str
     offset: int = 0
@@ -171,7 +208,9 @@ class PromptProvenanceSpan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledProvenanceSpan:
-    """A run of tokens that were sampled: tokens `offset` to `offset + length` of the sequence of that id."""
+    """A run of tokens that were sampled: tokens `offset` to `offset + length` of the sequence of
+    that id.
+    """
 
     sequence_id: str
     offset: int = 0
@@ -186,22 +225,28 @@ ProvenanceSpans = Sequence[PromptProvenanceSpan | SampledProvenanceSpan]
 
 def _check_span(span: PromptProvenanceSpan | SampledProvenanceSpan) -> None:
     if span.length < 0 or span.offset < 0 or not span.sequence_id:
-        raise ValueError(f"a span has a sequence_id, an offset and a length of at least 0; got {span!r}")
+        raise ValueError(
+            f"a span has a sequence_id, an offset and a length of at least 0; got {span!r}"
+        )
 
 
 @dataclass(slots=True)
 class Datum:
     """One training sequence: the input tokens and, for each position, what the loss needs there.
 
-    `loss_fn_inputs` takes lists, numpy arrays, torch tensors or TensorData; each has the length of `model_input`
-    (`target_tokens` and `weights` may be (N, K) for soft targets). Lengths are checked where the loss is known.
-    `model_input_spans`, `loss_fn_input_spans`: see `with_provenance`.
-    `episode_share` (extension): the share of its episode's action tokens that it holds, 1 unless the episode makes several datums.
-    `temperature` (extension): at which its actions were drawn, which the learner scores them at. None: it is told by the spans or
-    found by tokens and logprobs, where this process drew them.
-    `experts` (extension): those that each token went to when it was drawn, int16 [N, layers with experts * experts a token], -1 where it
-    is not known; a learner with router replay sends it there again.
-    `version` (extension): the learner's version whose weights drew its actions, where one did; else `loss_fn_inputs["versions"]` says it.
+    `loss_fn_inputs` takes lists, numpy arrays, torch tensors or TensorData; each has the length of
+    `model_input` (`target_tokens` and `weights` may be (N, K) for soft targets). Lengths are
+    checked where the loss is known. `model_input_spans`, `loss_fn_input_spans`: see
+    `with_provenance`.
+    `episode_share` (extension): the share of its episode's action tokens that it holds, 1 unless
+    the episode makes several datums. `temperature` (extension): at which its actions were drawn,
+    which the learner scores them at. None: it is told by the spans or found by tokens and logprobs,
+    where this process drew them.
+    `experts` (extension): those that each token went to when it was drawn, int16 [N, layers with
+    experts * experts a token], -1 where it is not known; a learner with router replay sends it
+    there again.
+    `version` (extension): the learner's version whose weights drew its actions, where one did; else
+    `loss_fn_inputs["versions"]` says it.
     """
 
     model_input: ModelInput
@@ -226,9 +271,13 @@ class Datum:
         version: int | None = None,
     ):
         if experts is not None and (experts.ndim != 2 or len(experts) != model_input.length):
-            raise ValueError(f"experts of shape {experts.shape} for an input of {model_input.length} tokens: one row a token is expected")
+            raise ValueError(
+                f"experts of shape {experts.shape} for an input of {model_input.length} tokens: one row a token is expected"
+            )
         if (model_input_spans is None) != (loss_fn_input_spans is None):
-            raise ValueError("provenance is of the model input and of the loss inputs: give both lists of spans or neither")
+            raise ValueError(
+                "provenance is of the model input and of the loss inputs: give both lists of spans or neither"
+            )
         self.model_input = model_input
         self.model_input_spans = model_input_spans
         self.loss_fn_input_spans = loss_fn_input_spans
@@ -236,23 +285,39 @@ class Datum:
         self.temperature = temperature
         self.experts = experts
         self.version = version
-        self.loss_fn_inputs = {name: _tensor_data(name, value) for name, value in (loss_fn_inputs or {}).items()}
+        self.loss_fn_inputs = {
+            name: _tensor_data(name, value) for name, value in (loss_fn_inputs or {}).items()
+        }
 
-    def with_provenance(self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans) -> Datum:
+    def with_provenance(
+        self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans
+    ) -> Datum:
         """The same datum, saying which sampled sequences its positions come from.
 
-        `model_input`: runs that make up the input; `loss_fn_inputs`: runs that make up the targets. Raises ValueError where the
-        runs are longer or shorter than that. The learner reads the temperature of the samples from them.
+        `model_input`: runs that make up the input; `loss_fn_inputs`: runs that make up the targets.
+        Raises ValueError where the runs are longer or shorter than that. The learner reads the
+        temperature of the samples from them.
         """
         targets = self.loss_fn_inputs.get("target_tokens")
-        lengths = {"model_input": self.model_input.length, "loss_fn_inputs": len(targets) if targets is not None else None}
+        lengths = {
+            "model_input": self.model_input.length,
+            "loss_fn_inputs": len(targets) if targets is not None else None,
+        }
         for name, spans in (("model_input", model_input), ("loss_fn_inputs", loss_fn_inputs)):
-            wrong = [span for span in spans if not isinstance(span, (PromptProvenanceSpan, SampledProvenanceSpan))]
+            wrong = [
+                span
+                for span in spans
+                if not isinstance(span, (PromptProvenanceSpan, SampledProvenanceSpan))
+            ]
             if wrong:
-                raise ValueError(f"with_provenance takes PromptProvenanceSpan and SampledProvenanceSpan, got {_shortly(wrong[0])}")
+                raise ValueError(
+                    f"with_provenance takes PromptProvenanceSpan and SampledProvenanceSpan, got {_shortly(wrong[0])}"
+                )
             covered = sum(span.length for span in spans)
             if lengths[name] is not None and covered != lengths[name]:
-                raise ValueError(f"with_provenance: the spans of {name} cover {covered} positions, it has {lengths[name]}")
+                raise ValueError(
+                    f"with_provenance: the spans of {name} cover {covered} positions, it has {lengths[name]}"
+                )
         datum = self.with_inputs(self.loss_fn_inputs)
         datum.model_input_spans, datum.loss_fn_input_spans = list(model_input), list(loss_fn_inputs)
         return datum
@@ -260,5 +325,10 @@ class Datum:
     def with_inputs(self, loss_fn_inputs: Mapping[str, Any]) -> Datum:
         """An extension: the same datum, of the same sample, with these loss inputs."""
         spans = (self.model_input_spans, self.loss_fn_input_spans)
-        own = {"episode_share": self.episode_share, "temperature": self.temperature, "experts": self.experts, "version": self.version}
+        own = {
+            "episode_share": self.episode_share,
+            "temperature": self.temperature,
+            "experts": self.experts,
+            "version": self.version,
+        }
         return Datum(self.model_input, loss_fn_inputs, *spans, **own)  # type: ignore[arg-type]

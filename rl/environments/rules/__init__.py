@@ -1,1 +1,3 @@
-"""The rules of the built-in games, and players that follow a rule: plain Python, no tokens and no models."""
+"""The rules of the built-in games, and players that follow a rule: plain Python, no tokens and no
+models.
+"""

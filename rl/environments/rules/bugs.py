@@ -1,6 +1,8 @@
-"""Small functions with a planted bug: generated, with the calls that show it. What runs them is elsewhere.
+"""Small functions with a planted bug: generated, with the calls that show it. What runs them is
+elsewhere.
 
-A program is a few numbered lines of Python; a fix is the whole function, or one line with its number ("2: return a + b").
+A program is a few numbered lines of Python; a fix is the whole function, or one line with its
+number ("2: return a + b").
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """A function with one wrong line. `line` (from 1) is where, `fixed` what it was. `cases`: the first one fails, and returns `got`."""
+    """A function with one wrong line. `line` (from 1) is where, `fixed` what it was. `cases`: the
+    first one fails, and returns `got`.
+    """
 
     lines: tuple[str, ...]
     line: int
@@ -44,16 +48,31 @@ class Bug:
 
     @property
     def solution(self) -> str:
-        return "\n".join([*self.lines[: self.line - 1], self.fixed, *self.lines[self.line :]]) + "\n"
+        return (
+            "\n".join([*self.lines[: self.line - 1], self.fixed, *self.lines[self.line :]]) + "\n"
+        )
 
     def numbered(self) -> str:
         return "\n".join(f"{number}: {text}" for number, text in enumerate(self.lines, 1))
 
 
-# Each level: lines, the number of that with {}, and what stands there when it is right, and when it is wrong.
+# Each level: lines, the number of that with {}, and what stands there when it is right, and when it
+# is wrong.
 _OPERATORS = ("+", "-", "*")
-_TOTAL = ("def f(xs):", "    total = {}", "    for x in xs:", "        total += x", "    return total")
-_COUNT = ("def f(n):", "    total = 0", "    for i in range({}):", "        total += i", "    return total")
+_TOTAL = (
+    "def f(xs):",
+    "    total = {}",
+    "    for x in xs:",
+    "        total += x",
+    "    return total",
+)
+_COUNT = (
+    "def f(n):",
+    "    total = 0",
+    "    for i in range({}):",
+    "        total += i",
+    "    return total",
+)
 _ABOVE = ("def f(xs, k):", "    return len([x for x in xs if x {} k])")
 
 
@@ -98,16 +117,22 @@ def _expected(level: str, right: str, arguments: Sequence[Any]) -> Any:
         return {"+": a + b, "-": a - b, "*": a * b}[right]
     if level == "bounds":
         (n,) = arguments
-        return sum({"n": range(n), "n + 1": range(n + 1), "1, n": range(1, n), "2, n": range(2, n)}[right])
+        return sum(
+            {"n": range(n), "n + 1": range(n + 1), "1, n": range(1, n), "2, n": range(2, n)}[right]
+        )
     if level == "start":
         (xs,) = arguments
         return {"0": 0, "1": 1, "-1": -1, "len(xs)": len(xs)}[right] + sum(xs)
     xs, k = arguments
-    return sum({"<": x < k, ">": x > k, "<=": x <= k, ">=": x >= k, "==": x == k}[right] for x in xs)
+    return sum(
+        {"<": x < k, ">": x > k, "<=": x <= k, ">=": x >= k, "==": x == k}[right] for x in xs
+    )
 
 
 def planted(seed: int | str, levels: Sequence[str] = ("operator",), cases: int = 4) -> Bug:
-    """A function with a planted bug and `cases` calls, of which the first tells right and wrong apart. A function of `seed`."""
+    """A function with a planted bug and `cases` calls, of which the first tells right and wrong
+    apart. A function of `seed`.
+    """
     draw = random.Random(f"bug {seed}")
     level = draw.choice(list(levels))
     template, line, right, wrong = _TEMPLATES[level](draw)
@@ -120,12 +145,22 @@ def planted(seed: int | str, levels: Sequence[str] = ("operator",), cases: int =
         case = Case(arguments, expected)
         if case not in found:
             found.append(case)
-    lines = tuple(text.format(wrong) if number == line else text for number, text in enumerate(template, 1))
-    return Bug(lines, line, template[line - 1].format(right), tuple(found), _expected(level, wrong, found[0].arguments), level)
+    lines = tuple(
+        text.format(wrong) if number == line else text for number, text in enumerate(template, 1)
+    )
+    return Bug(
+        lines,
+        line,
+        template[line - 1].format(right),
+        tuple(found),
+        _expected(level, wrong, found[0].arguments),
+        level,
+    )
 
 
 def patched(bug: Bug, reply: str) -> str | None:
-    """The program that a reply makes of the bug's: the function that it holds, or the program with the lines that it replaces.
+    """The program that a reply makes of the bug's: the function that it holds, or the program with
+    the lines that it replaces.
 
     A replaced line keeps the old one's indentation. None where the reply is neither.
     """
@@ -156,7 +191,9 @@ def other_fix(bug: Bug, draw: random.Random) -> str:
 
 
 def untried_fix(bug: Bug, tried: Sequence[str], draw: random.Random) -> str:
-    """As `other_fix`, but not the line as it stands, nor one of the replies `tried`: it asks for no more than remembering what failed."""
+    """As `other_fix`, but not the line as it stands, nor one of the replies `tried`: it asks for no
+    more than remembering what failed.
+    """
     failed = {bug.source, *(patched(bug, reply) for reply in tried)}
     while True:
         reply = other_fix(bug, draw)

@@ -17,10 +17,25 @@ class Motion:
 
 
 MOTIONS = (
-    Motion("cats are better than dogs", {"for": ("clean", "quiet", "small", "calm"), "against": ("loyal", "guard", "walk", "train")}),
-    Motion("tea is better than coffee", {"for": ("mild", "calm", "leaf", "cheap"), "against": ("strong", "awake", "bean", "taste")}),
-    Motion("towns are better than farms", {"for": ("jobs", "shops", "near", "music"), "against": ("air", "space", "food", "peace")}),
-    Motion("trains are better than cars", {"for": ("fast", "read", "safe", "clean"), "against": ("door", "free", "near", "load")}),
+    Motion(
+        "cats are better than dogs",
+        {
+            "for": ("clean", "quiet", "small", "calm"),
+            "against": ("loyal", "guard", "walk", "train"),
+        },
+    ),
+    Motion(
+        "tea is better than coffee",
+        {"for": ("mild", "calm", "leaf", "cheap"), "against": ("strong", "awake", "bean", "taste")},
+    ),
+    Motion(
+        "towns are better than farms",
+        {"for": ("jobs", "shops", "near", "music"), "against": ("air", "space", "food", "peace")},
+    ),
+    Motion(
+        "trains are better than cars",
+        {"for": ("fast", "read", "safe", "clean"), "against": ("door", "free", "near", "load")},
+    ),
 )
 
 
@@ -28,7 +43,9 @@ def words_of(text: str) -> list[str]:
     return re.findall(r"[a-z]+", text.lower())
 
 
-def points_made(motion: Motion, side: str, speech: str, said_before: frozenset[str] = frozenset()) -> frozenset[str]:
+def points_made(
+    motion: Motion, side: str, speech: str, said_before: frozenset[str] = frozenset()
+) -> frozenset[str]:
     """The side's points that a speech is the first to make."""
     return frozenset(motion.points[side]) & frozenset(words_of(speech)) - said_before
 

@@ -10,14 +10,22 @@ HIGHER, LOWER, RIGHT = "higher", "lower", "right"
 
 
 def guesses_needed(count: int) -> int:
-    """Guesses that find any of `count` numbers for sure: floor(log2 count) + 1 (each splits what is left around itself)."""
+    """Guesses that find any of `count` numbers for sure: floor(log2 count) + 1 (each splits what is
+    left around itself).
+    """
     return count.bit_length()
 
 
 def read_number(text: str) -> int | None:
-    """The number that a reply guesses: the only one in it. None where it holds none, or several different ones."""
+    """The number that a reply guesses: the only one in it. None where it holds none, or several
+    different ones.
+    """
     found = set(re.findall(r"-?\d+", text))
-    return int(found.pop()) if len(found) == 1 and max(map(len, re.findall(r"\d+", text))) <= 9 else None
+    return (
+        int(found.pop())
+        if len(found) == 1 and max(map(len, re.findall(r"\d+", text))) <= 9
+        else None
+    )
 
 
 @dataclass

@@ -55,7 +55,9 @@ def shown(board: str) -> str:
 
 @cache
 def value(board: str) -> int:
-    """What the board is worth to X with perfect play on both sides: 1 won, 0 drawn, -1 lost (minimax)."""
+    """What the board is worth to X with perfect play on both sides: 1 won, 0 drawn, -1 lost
+    (minimax).
+    """
     won = winner(board)
     if won is not None:
         return 1 if won == "X" else -1
@@ -76,12 +78,16 @@ def random_player(board: str, draw: random.Random) -> int:
 
 
 def perfect_player(board: str, draw: random.Random) -> int:
-    """One of the best moves, drawn evenly: it never loses. Of winning moves it does not seek the shortest way."""
+    """One of the best moves, drawn evenly: it never loses. Of winning moves it does not seek the
+    shortest way.
+    """
     return draw.choice(best_cells(board))
 
 
 def steady_player(board: str, draw: random.Random) -> int:
-    """Perfect, and always the same move in a position: one that wins at once, else of the best the first in `_ORDER`."""
+    """Perfect, and always the same move in a position: one that wins at once, else of the best the
+    first in `_ORDER`.
+    """
     mark = to_move(board)
     best = sorted(best_cells(board), key=_ORDER.index)
     return next((cell for cell in best if winner(put(board, cell, mark)) == mark), best[0])

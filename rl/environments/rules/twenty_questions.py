@@ -1,6 +1,8 @@
-"""Twenty questions: things with attributes, an answerer that follows a rule, and the questioner that needs the fewest.
+"""Twenty questions: things with attributes, an answerer that follows a rule, and the questioner
+that needs the fewest.
 
-The words of a question decide its answer: a thing's name (or another word for it) is a guess, an attribute's word asks for that attribute.
+The words of a question decide its answer: a thing's name (or another word for it) is a guess, an
+attribute's word asks for that attribute.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 
-# Each thing and what holds of it. Every attribute splits its half again, so that four questions tell sixteen things apart.
+# Each thing and what holds of it. Every attribute splits its half again, so that four questions
+# tell sixteen things apart.
 THINGS: dict[str, frozenset[str]] = {
     "dog": frozenset({"alive", "big"}),
     "horse": frozenset({"alive", "big", "plants"}),
@@ -44,12 +47,16 @@ def words_of(text: str) -> list[str]:
 
 
 def read_question(text: str, things: Iterable[str]) -> tuple[str, str] | None:
-    """("guess", thing) or ("ask", attribute); None where the words name nothing known, or several different things."""
+    """("guess", thing) or ("ask", attribute); None where the words name nothing known, or several
+    different things.
+    """
     words = words_of(text)
     named = {thing for thing in things if thing in words}
     if named:
         return ("guess", named.pop()) if len(named) == 1 else None
-    asked = {attribute for attribute, known in WORDS.items() if any(word in known for word in words)}
+    asked = {
+        attribute for attribute, known in WORDS.items() if any(word in known for word in words)
+    }
     return ("ask", asked.pop()) if len(asked) == 1 else None
 
 
@@ -76,14 +83,20 @@ def left_after(things: Iterable[str], text: str, answer: str) -> frozenset[str]:
 
 @cache
 def best_attribute(things: frozenset[str]) -> str | None:
-    """The attribute that splits the things most evenly (the first by name of equals); None where none splits them."""
+    """The attribute that splits the things most evenly (the first by name of equals); None where
+    none splits them.
+    """
     halves = {attribute: len(holding(attribute, things)) for attribute in sorted(WORDS)}
     splitting = [attribute for attribute, held in halves.items() if 0 < held < len(things)]
-    return min(splitting, key=lambda attribute: abs(2 * halves[attribute] - len(things)), default=None)
+    return min(
+        splitting, key=lambda attribute: abs(2 * halves[attribute] - len(things)), default=None
+    )
 
 
 def splitting(left: Sequence[str] | frozenset[str]) -> str:
-    """The text that the splitting questioner says next: an attribute, or once nothing splits what is left, a thing."""
+    """The text that the splitting questioner says next: an attribute, or once nothing splits what
+    is left, a thing.
+    """
     attribute = best_attribute(frozenset(left)) if len(left) > 1 else None
     return attribute if attribute is not None else sorted(left)[0]
 

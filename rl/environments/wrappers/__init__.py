@@ -1,1 +1,3 @@
-"""Environments that other people wrote, as environments here. Each needs its package, which nothing else does."""
+"""Environments that other people wrote, as environments here. Each needs its package, which nothing
+else does.
+"""

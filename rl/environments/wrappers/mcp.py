@@ -19,9 +19,11 @@ from rl.types import Message
 
 
 class McpServer:
-    """A connection to a server: `server` is a URL (streamable HTTP) or a command that speaks over its standard input and output.
+    """A connection to a server: `server` is a URL (streamable HTTP) or a command that speaks over
+    its standard input and output.
 
-    `tools()` are Tools for an environment's own `tools`; `names`: only these. Close it when the episode has ended.
+    `tools()` are Tools for an environment's own `tools`; `names`: only these. Close it when the
+    episode has ended.
     """
 
     def __init__(self, server: str, *, seconds: float = 30.0, names: tuple[str, ...] = ()):
@@ -47,13 +49,28 @@ class McpServer:
                 break
         missing = sorted(set(self.names) - {one.name for one in found})
         if missing:
-            raise UserError(f"the server {self.server} has no tool {', '.join(missing)}; it has {', '.join(one.name for one in found)}")
+            raise UserError(
+                f"the server {self.server} has no tool {', '.join(missing)}; it has {', '.join(one.name for one in found)}"
+            )
         return tuple(self._tool(one) for one in found if not self.names or one.name in self.names)
 
     def _tool(self, listed: Any) -> Tool:
-        parameters = getattr(listed, "input_schema", None) or getattr(listed, "inputSchema", None) or {"type": "object", "properties": {}}
-        schema = {"type": "function", "function": {"name": listed.name, "description": listed.description or "", "parameters": parameters}}
-        return Tool(self._caller(listed.name), seconds=self.seconds, name=listed.name, schema=schema)
+        parameters = (
+            getattr(listed, "input_schema", None)
+            or getattr(listed, "inputSchema", None)
+            or {"type": "object", "properties": {}}
+        )
+        schema = {
+            "type": "function",
+            "function": {
+                "name": listed.name,
+                "description": listed.description or "",
+                "parameters": parameters,
+            },
+        }
+        return Tool(
+            self._caller(listed.name), seconds=self.seconds, name=listed.name, schema=schema
+        )
 
     def _caller(self, name: str) -> Callable[..., str]:
         def call(**arguments: Any) -> str:
@@ -83,7 +100,9 @@ def _text(part: Any) -> str:
 
 @dataclass
 class McpTools(Environment):
-    """The rows of a data set with the tools of an MCP server at hand; the answer that calls none is scored by a reward."""
+    """The rows of a data set with the tools of an MCP server at hand; the answer that calls none is
+    scored by a reward.
+    """
 
     needs_rows: ClassVar[bool] = True
     server: str = ""
@@ -101,14 +120,20 @@ class McpTools(Environment):
         self.reward = resolve_reward(self.score, **json.loads(self.score_config))
 
     def start(self) -> list[Message]:
-        self.connection = McpServer(self.server, seconds=self.call_seconds, names=tuple(self.only.split()))
+        self.connection = McpServer(
+            self.server, seconds=self.call_seconds, names=tuple(self.only.split())
+        )
         self.tools = self.connection.tools()
         return [dict(message) for message in self.row.get("messages", ())]
 
     def step(self, answer: Message) -> Turn:
         asked = [str(m["content"]) for m in self.row.get("messages", ()) if m["role"] == "user"]
         found = self.reward.evaluate(asked[-1] if asked else "", str(answer["content"]), self.row)
-        return Turn(reward=found.reward, done=True, metrics={**found.metrics, "used_tool": float(bool(self.calls))})
+        return Turn(
+            reward=found.reward,
+            done=True,
+            metrics={**found.metrics, "used_tool": float(bool(self.calls))},
+        )
 
     def close(self) -> None:
         connection = getattr(self, "connection", None)

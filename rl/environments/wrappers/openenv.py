@@ -17,7 +17,9 @@ from rl.types import Message
 
 @dataclass
 class OpenEnv(Environment):
-    """An episode on a server of OpenEnv: `reset` begins it with this episode's seed, each answer is a `step`."""
+    """An episode on a server of OpenEnv: `reset` begins it with this episode's seed, each answer is
+    a `step`.
+    """
 
     url: str = ""
     """Of the server: http://localhost:8000."""
@@ -34,12 +36,16 @@ class OpenEnv(Environment):
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://", "ws://", "wss://")):
-            raise UserError(f"an OpenEnv server has a URL such as http://localhost:8000, got {self.url!r}")
+            raise UserError(
+                f"an OpenEnv server has a URL such as http://localhost:8000, got {self.url!r}"
+            )
         self.core = package("openenv.core.generic_client", "openenv")
         options(self.config, "config")
 
     def start(self) -> str:
-        self.session = Session(lambda: self.core.GenericEnvClient(base_url=self.url), self.wait_seconds)
+        self.session = Session(
+            lambda: self.core.GenericEnvClient(base_url=self.url), self.wait_seconds
+        )
         given = {"seed": self.seed % 2**31, **options(self.config, "config")}
         came = self.session.call(lambda client: _maybe(client.reset(**given)))
         return self._text(came.observation) or self.begin
@@ -51,12 +57,20 @@ class OpenEnv(Environment):
             try:
                 action = json.loads(text)
             except ValueError as error:
-                return Turn(f"Error: an action is a JSON object ({error})", metrics={"malformed_action": 1.0})
+                return Turn(
+                    f"Error: an action is a JSON object ({error})",
+                    metrics={"malformed_action": 1.0},
+                )
             if not isinstance(action, dict):
                 return Turn("Error: an action is a JSON object", metrics={"malformed_action": 1.0})
         came = self.session.call(lambda client: _maybe(client.step(action)))
         shown, done = self._text(came.observation), bool(came.done)
-        return Turn(shown or "(nothing)", float(came.reward or 0.0), done, logs={"observation": came.observation} if done else {})
+        return Turn(
+            shown or "(nothing)",
+            float(came.reward or 0.0),
+            done,
+            logs={"observation": came.observation} if done else {},
+        )
 
     def _text(self, observation: Any) -> str:
         if not isinstance(observation, Mapping):
@@ -65,10 +79,18 @@ class OpenEnv(Environment):
         if names:
             missing = [name for name in names if name not in observation]
             if missing:
-                raise KeyError(f"the observation has no {', '.join(missing)}; it has {', '.join(map(str, observation))}")
+                raise KeyError(
+                    f"the observation has no {', '.join(missing)}; it has {', '.join(map(str, observation))}"
+                )
             return "\n".join(_shown(observation[name]) for name in names)
-        texts = [value for value in observation.values() if isinstance(value, str) and value.strip()]
-        return "\n".join(texts) if texts else (json.dumps(dict(observation), default=str) if observation else "")
+        texts = [
+            value for value in observation.values() if isinstance(value, str) and value.strip()
+        ]
+        return (
+            "\n".join(texts)
+            if texts
+            else (json.dumps(dict(observation), default=str) if observation else "")
+        )
 
     def close(self) -> None:
         session = getattr(self, "session", None)

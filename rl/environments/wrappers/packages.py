@@ -10,14 +10,20 @@ from rl.errors import UserError
 
 
 def package(module: str, name: str) -> Any:
-    """The module. UserError with the line that installs `name` (as the package index knows it) where it is not there."""
+    """The module. UserError with the line that installs `name` (as the package index knows it)
+    where it is not there.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and module.split(".")[0] != error.name.split(".")[0]:
-            raise UserError(f"the package {name} is installed, but not {error.name}, which it needs: pip install {error.name}") from error
+            raise UserError(
+                f"the package {name} is installed, but not {error.name}, which it needs: pip install {error.name}"
+            ) from error
         file = f"requirements-{name}.txt"
-        raise UserError(f"this environment needs the package {name}: pip install -r {file}") from error
+        raise UserError(
+            f"this environment needs the package {name}: pip install -r {file}"
+        ) from error
 
 
 def options(given: str, what: str) -> dict[str, Any]:
@@ -25,7 +31,9 @@ def options(given: str, what: str) -> dict[str, Any]:
     try:
         found = json.loads(given or "{}")
     except ValueError as error:
-        raise UserError(f'{what} is a JSON object such as {{"max_number": 8}}, got {given!r} ({error})') from error
+        raise UserError(
+            f'{what} is a JSON object such as {{"max_number": 8}}, got {given!r} ({error})'
+        ) from error
     if not isinstance(found, dict):
         raise UserError(f'{what} is a JSON object such as {{"max_number": 8}}, got {given!r}')
     return found

@@ -20,7 +20,8 @@ _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 @dataclass
 class ReasoningGym(Environment):
-    """A task of reasoning-gym: its question, and its own score of the answer (0 to 1) as the reward.
+    """A task of reasoning-gym: its question, and its own score of the answer (0 to 1) as the
+    reward.
 
     The answer is what stands in <answer> tags, or everything where there are none.
     """
@@ -48,17 +49,25 @@ class ReasoningGym(Environment):
                 hint = f"did you mean {near}?" if near else f"there are {', '.join(sorted(known))}"
                 raise UserError(f"reasoning-gym has no task {name!r}: {hint}")
             if (self.level >= 0 or self.levels) and name not in curricula:
-                raise UserError(f"reasoning-gym has no curriculum of {name}: leave out level and levels; config says how hard it is")
+                raise UserError(
+                    f"reasoning-gym has no curriculum of {name}: leave out level and levels; config says how hard it is"
+                )
         if self.level >= 0 and self.levels:
             raise UserError("level asks one level and levels several: give one of them")
         options(self.config, "config")
 
     def rows(self, split: str, count: int) -> Sequence[Mapping[str, Any]]:
-        """A level's rows are spread over all of them, so that each batch has all the levels there are."""
+        """A level's rows are spread over all of them, so that each batch has all the levels there
+        are.
+        """
         made = []
         for i in range(count):
             level = i % self.levels if self.levels else self.level
-            row: dict[str, Any] = {"task": self.tasks[i % len(self.tasks)], "split": split, "index": i}
+            row: dict[str, Any] = {
+                "task": self.tasks[i % len(self.tasks)],
+                "split": split,
+                "index": i,
+            }
             made.append({**row, "level": level} if self.levels else row)
         return made
 
@@ -68,7 +77,11 @@ class ReasoningGym(Environment):
         seed = derive_seed("reasoning_gym", row.get("split", "train")) % 2**30
         self.data = _dataset(name, level, self.only_level, self.config, seed, 2**20)
         self.entry = self.data[row.get("index", self.seed % 2**20)]
-        return f"{self.entry['question']}\n{self.suffix}" if self.suffix else str(self.entry["question"])
+        return (
+            f"{self.entry['question']}\n{self.suffix}"
+            if self.suffix
+            else str(self.entry["question"])
+        )
 
     def step(self, answer: Message) -> Turn:
         text = str(answer["content"])
@@ -97,4 +110,6 @@ def _dataset(name: str, level: int, only: bool, config: str, seed: int, size: in
         raise UserError(f"reasoning-gym's curriculum of {name} has levels 0 to {most}, got {level}")
     curriculum.set_global_level(level)
     mode = RangeAttributeMode.UPPER_BOUND if only else RangeAttributeMode.INCLUSIVE
-    return gym.factory.DATASETS[name][0](curriculum.generate_configuration(own, DefaultCurriculumContext(mode=mode)))
+    return gym.factory.DATASETS[name][0](
+        curriculum.generate_configuration(own, DefaultCurriculumContext(mode=mode))
+    )

@@ -1,4 +1,6 @@
-"""A connection that one task of an event loop holds from its beginning to its end, for callers in other threads."""
+"""A connection that one task of an event loop holds from its beginning to its end, for callers in
+other threads.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,19 @@ _END_SECONDS = 5.0
 
 
 class Session:
-    """Opens `client` (an asynchronous context manager) in a task of its own and calls it there: what libraries on anyio ask for.
+    """Opens `client` (an asynchronous context manager) in a task of its own and calls it there:
+    what libraries on anyio ask for.
 
-    `call` waits; calls of several threads run side by side. A server that cannot be reached is an error of the constructor.
+    `call` waits; calls of several threads run side by side. A server that cannot be reached is an
+    error of the constructor.
     """
 
     def __init__(self, client: Callable[[], Any], seconds: float):
         self.seconds = seconds
         self._ready: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, args=(client,), name="session", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(client,), name="session", daemon=True
+        )
         self._thread.start()
         try:
             self._loop, error = self._ready.get(timeout=seconds)
@@ -32,7 +38,9 @@ class Session:
 
     def call(self, what: Callable[[Any], Awaitable[Any]], seconds: float | None = None) -> Any:
         """What `what(client)` comes to. Raises TimeoutError, and what it raises."""
-        future: Future[Any] = asyncio.run_coroutine_threadsafe(_call(what, self._client), self._loop)
+        future: Future[Any] = asyncio.run_coroutine_threadsafe(
+            _call(what, self._client), self._loop
+        )
         limit = self.seconds if seconds is None else seconds
         try:
             return future.result(limit)
@@ -48,7 +56,9 @@ class Session:
     def _run(self, client: Callable[[], Any]) -> None:
         try:
             asyncio.run(self._hold(client))
-        except BaseException as error:  # boundary: the library's; whoever waits for the session is told
+        except (
+            BaseException
+        ) as error:  # boundary: the library's; whoever waits for the session is told
             self._ready.put((None, error))
 
     async def _hold(self, client: Callable[[], Any]) -> None:

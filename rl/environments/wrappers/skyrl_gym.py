@@ -15,7 +15,9 @@ from rl.types import Message
 
 @dataclass
 class SkyRLGym(Environment):
-    """One of its environments, on the rows of a data set: what init and step return as observations is said to the model."""
+    """One of its environments, on the rows of a data set: what init and step return as observations
+    is said to the model.
+    """
 
     needs_rows: ClassVar[bool] = True
     env: str = "gsm8k"
@@ -31,17 +33,25 @@ class SkyRLGym(Environment):
             package(self.imports, self.imports)
         if self.env not in self.gym.registry:
             near = nearest(self.env, self.gym.registry)
-            hint = f"did you mean {near}?" if near else f"there are {', '.join(sorted(self.gym.registry))}"
+            hint = (
+                f"did you mean {near}?"
+                if near
+                else f"there are {', '.join(sorted(self.gym.registry))}"
+            )
             raise UserError(f"skyrl_gym has no environment {self.env!r}: {hint}")
         options(self.config, "config")
 
     def start(self) -> list[Message]:
-        extras = {key: value for key, value in self.row.items() if key not in ("messages", "prompt")}
+        extras = {
+            key: value for key, value in self.row.items() if key not in ("messages", "prompt")
+        }
         if "reward_spec" not in extras and extras.get("answer") is not None:
             extras["reward_spec"] = {"method": "rule", "ground_truth": extras["answer"]}
         extras.setdefault("extra_info", {})
         prompt = [dict(message) for message in self.row.get("messages", ())]
-        self.made = self.gym.make(self.env, env_config=options(self.config, "config"), extras=extras)
+        self.made = self.gym.make(
+            self.env, env_config=options(self.config, "config"), extras=extras
+        )
         found, self.info = self.made.init(prompt)
         return _messages(found)
 
@@ -50,10 +60,19 @@ class SkyRLGym(Environment):
         done, logs = bool(came["done"]), came.get("metadata") or came.get("info") or {}
         metrics: dict[str, float] = {}
         if done and hasattr(self.made, "get_metrics"):
-            figures = {str(key): plain_number(value) for key, value in (self.made.get_metrics() or {}).items()}
+            figures = {
+                str(key): plain_number(value)
+                for key, value in (self.made.get_metrics() or {}).items()
+            }
             metrics = {key: value for key, value in figures.items() if value is not None}
         noted = {"info": _plain(logs)} if logs else {}
-        return Turn(_messages(came["observations"]), float(came["reward"]), done, metrics=metrics, logs=noted)
+        return Turn(
+            _messages(came["observations"]),
+            float(came["reward"]),
+            done,
+            metrics=metrics,
+            logs=noted,
+        )
 
     def close(self) -> None:
         made = getattr(self, "made", None)
@@ -64,7 +83,9 @@ class SkyRLGym(Environment):
 def _messages(found: Any) -> list[Message]:
     if isinstance(found, str):
         return [{"role": "user", "content": found}]
-    if not isinstance(found, Sequence) or not all(isinstance(one, Mapping) and "content" in one for one in found):
+    if not isinstance(found, Sequence) or not all(
+        isinstance(one, Mapping) and "content" in one for one in found
+    ):
         raise TypeError(f"skyrl_gym gave the observations {found!r:.100}; messages are expected")
     return [{"role": str(one.get("role", "user")), "content": one["content"]} for one in found]
 

@@ -18,9 +18,11 @@ _MOST_IN_A_ROW = 1000  # moves of others before the policy is asked again
 
 
 class _OwnRandom:
-    """Stands for the module `random` in textarena's modules, whose games all draw from the one global generator.
+    """Stands for the module `random` in textarena's modules, whose games all draw from the one
+    global generator.
 
-    Each thread (an episode has its own) has a generator of its own, so that a game is a function of its seed, whatever else is played.
+    Each thread (an episode has its own) has a generator of its own, so that a game is a function of
+    its seed, whatever else is played.
     """
 
     def __init__(self) -> None:
@@ -39,7 +41,9 @@ _own_random = _OwnRandom()
 
 @dataclass
 class TextArena(Environment):
-    """A game of textarena; each player's reward is textarena's at the end (-1 to 1 of several players, 0 to 1 of one)."""
+    """A game of textarena; each player's reward is textarena's at the end (-1 to 1 of several
+    players, 0 to 1 of one).
+    """
 
     game: str = "GuessTheNumber-v0"
     """Its name there; the plain form (-raw) is taken where there is one, since this conversation keeps its own history."""
@@ -70,14 +74,18 @@ class TextArena(Environment):
         if f"{self.game}-raw" in known:
             self.game = f"{self.game}-raw"
         if self.others == "random" and not self.moves.split():
-            raise UserError('a random player chooses from moves: give them, such as --environment.moves "[0] [1] [2]"')
+            raise UserError(
+                'a random player chooses from moves: give them, such as --environment.moves "[0] [1] [2]"'
+            )
         options(self.config, "config")
 
     acts = 0
 
     def start(self) -> Turn:
         self.made = self.arena.make(self.game, **options(self.config, "config"))
-        for module in [found for name, found in list(sys.modules.items()) if name.split(".")[0] == "textarena"]:
+        for module in [
+            found for name, found in list(sys.modules.items()) if name.split(".")[0] == "textarena"
+        ]:
             if vars(module).get("random") is random:
                 vars(module)["random"] = _own_random
         count = self._begin()
@@ -86,7 +94,9 @@ class TextArena(Environment):
             self.mine: int | None = mine
         else:
             self.mine = None
-            self.seats = tuple(None if self.others == "policy" or i == mine else self.others for i in range(count))
+            self.seats = tuple(
+                None if self.others == "policy" or i == mine else self.others for i in range(count)
+            )
         return self._next({})
 
     def _begin(self) -> int:
@@ -98,7 +108,9 @@ class TextArena(Environment):
                 return count
             except (AssertionError, ValueError) as error:
                 refused = error
-        raise UserError(f"textarena's {self.game} does not take {self.players or 'up to 15'} players: {refused}")
+        raise UserError(
+            f"textarena's {self.game} does not take {self.players or 'up to 15'} players: {refused}"
+        )
 
     def step(self, answer: Message) -> Turn:
         return self._next(self._move(str(answer["content"])))
@@ -117,7 +129,9 @@ class TextArena(Environment):
             player, seen = self.made.get_observation()
             if self.mine is None or player == self.mine:
                 self.acts = player
-                return Turn(messages=self._text(player, seen), seat=player if self.mine is None else 0)
+                return Turn(
+                    messages=self._text(player, seen), seat=player if self.mine is None else 0
+                )
             came = self._move(self.rng.choice(self.moves.split()))
         raise RuntimeError(f"{self.game}: {_MOST_IN_A_ROW} moves of others in a row")
 
@@ -128,23 +142,37 @@ class TextArena(Environment):
         lines = []
         for sender, text, kind in seen:
             kind = getattr(kind, "name", str(kind))
-            if (kind == "PLAYER_ACTION" and sender == player) or (kind == "PROMPT" and not self.rules):
+            if (kind == "PLAYER_ACTION" and sender == player) or (
+                kind == "PROMPT" and not self.rules
+            ):
                 continue
-            lines.append(f"Player {sender}: {text}" if isinstance(sender, int) and sender >= 0 else str(text))
+            lines.append(
+                f"Player {sender}: {text}" if isinstance(sender, int) and sender >= 0 else str(text)
+            )
         return "\n".join(lines) or "Your move."
 
     def _end(self) -> Turn:
         rewards, info = self.made.close()
         earned = {int(player): float(reward) for player, reward in (rewards or {}).items()}
-        acted = self.acts  # whose answer was the last: the game itself may have gone on to another player
+        # whose answer was the last: the game itself may have gone on to another player
+        acted = self.acts
         won = {player: float(reward >= 1.0) for player, reward in earned.items()}
         paid = won if self.wins_only else earned
-        metrics = {"won": won.get(acted, 0.0), "invalid_move": float(bool((info or {}).get(acted, {}).get("invalid_move")))}
+        metrics = {
+            "won": won.get(acted, 0.0),
+            "invalid_move": float(bool((info or {}).get(acted, {}).get("invalid_move"))),
+        }
         turns = plain_number((info or {}).get(acted, {}).get("turn_count"))
         metrics |= {} if turns is None else {"moves": turns}
-        others = {player: reward for player, reward in paid.items() if player != acted and self.mine is None}
+        others = {
+            player: reward
+            for player, reward in paid.items()
+            if player != acted and self.mine is None
+        }
         logs = {"rewards": {str(player): reward for player, reward in earned.items()}}
-        return Turn(reward=paid.get(acted, 0.0), done=True, metrics=metrics, rewards=others, logs=logs)
+        return Turn(
+            reward=paid.get(acted, 0.0), done=True, metrics=metrics, rewards=others, logs=logs
+        )
 
     def close(self) -> None:
         """Nothing is held: textarena's own close gives the rewards."""

@@ -1,1 +1,3 @@
-"""What runs behind the walls: the zygote, a run's monitor, init, candidate and tester. Standard library alone, nothing of the rest."""
+"""What runs behind the walls: the zygote, a run's monitor, init, candidate and tester. Standard
+library alone, nothing of the rest.
+"""

@@ -1,4 +1,6 @@
-"""The process that runs the program. What it holds the program may read, what it says is a claim: values, never a verdict."""
+"""The process that runs the program. What it holds the program may read, what it says is a claim:
+values, never a verdict.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def _writer(descriptor: int, errors: str, line_buffering: bool = False) -> io.Te
 
 def prepare(name: str, source: str) -> types.ModuleType:
     """An empty module `name` in the place of what this interpreter ran so far."""
-    for key in [key for key in sys.modules if key == "__main__" or key == "rl" or key.startswith("rl.")]:
+    for key in [
+        key for key in sys.modules if key == "__main__" or key == "rl" or key.startswith("rl.")
+    ]:
         del sys.modules[key]
     sys.path.insert(0, os.getcwd())
     sys.argv = [FILE]
@@ -53,7 +57,8 @@ def prepare(name: str, source: str) -> types.ModuleType:
     module = types.ModuleType(name)
     module.__file__ = os.path.join(os.getcwd(), FILE)
     module.__dict__["__builtins__"] = builtins
-    sys.modules[name] = sys.modules["__main__"] = module  # which doctest and multiprocessing look for
+    # which doctest and multiprocessing look for
+    sys.modules[name] = sys.modules["__main__"] = module
     linecache.cache[module.__file__] = (len(source), None, source.splitlines(True), module.__file__)
     return module
 
@@ -103,10 +108,17 @@ def _print_traceback() -> None:
 
 
 class Server:
-    """Answers requests about one program's objects: calls, attributes, items, iteration. References are numbers of this table."""
+    """Answers requests about one program's objects: calls, attributes, items, iteration. References
+    are numbers of this table.
+    """
 
     def __init__(self, source: str, requests: int, replies: int, longest: int):
-        self.source, self.requests, self.replies, self.longest = source.removeprefix(_BYTE_ORDER_MARK), requests, replies, longest
+        self.source, self.requests, self.replies, self.longest = (
+            source.removeprefix(_BYTE_ORDER_MARK),
+            requests,
+            replies,
+            longest,
+        )
         self.objects: list[Any] = []
         self.numbers: dict[int, int] = {}
         self.space: dict[str, Any] = {}
@@ -126,7 +138,9 @@ class Server:
         module = prepare("solution", self.source)
         self.space = module.__dict__
         try:
-            exec(compile(self.source, module.__file__ or FILE, "exec", dont_inherit=True), self.space)
+            exec(
+                compile(self.source, module.__file__ or FILE, "exec", dont_inherit=True), self.space
+            )
         except SystemExit:
             return [_EXITED, "the program ended itself while it was loaded"]
         except BaseException as error:
@@ -137,7 +151,8 @@ class Server:
         try:
             result, arguments = self._do(request)
             reply = {"id": request.get("id"), "value": values.encode(result, self.refer)}
-            if result is None and arguments is not None:  # a function that returns nothing may have changed what it was given
+            # a function that returns nothing may have changed what it was given
+            if result is None and arguments is not None:
                 reply["arguments"] = [values.encode(item, self.refer) for item in arguments]
             return reply
         except SystemExit:
@@ -153,7 +168,10 @@ class Server:
             return run_cell(request["code"], self.space), None
         target = self.objects[request["of"]] if request.get("of") is not None else None
         arguments = [values.decode(item, self.referent) for item in request.get("arguments", [])]
-        named = {key: values.decode(item, self.referent) for key, item in request.get("named", {}).items()}
+        named = {
+            key: values.decode(item, self.referent)
+            for key, item in request.get("named", {}).items()
+        }
         if verb == "call":
             function = target if target is not None else self._function(request["name"])
             return function(*arguments, **named), arguments
@@ -192,7 +210,13 @@ class Server:
         """A function of the tester: called there."""
 
         def call(*arguments: Any) -> Any:
-            frames.send(self.replies, {"call": name, "arguments": [values.encode(item, self.refer) for item in arguments]})
+            frames.send(
+                self.replies,
+                {
+                    "call": name,
+                    "arguments": [values.encode(item, self.refer) for item in arguments],
+                },
+            )
             while True:
                 message = frames.receive(self.requests)
                 if "returned" in message:
@@ -231,7 +255,9 @@ def _name(of: type) -> str:
 
 
 def run_cell(code: str, space: dict[str, Any]) -> str | None:
-    """One turn of a session: run in `space`, the repr of a last expression; a traceback goes to stderr."""
+    """One turn of a session: run in `space`, the repr of a last expression; a traceback goes to
+    stderr.
+    """
     space["__name__"] = "__main__"
     try:
         tree = ast.parse(code.removeprefix(_BYTE_ORDER_MARK))
@@ -241,7 +267,9 @@ def run_cell(code: str, space: dict[str, Any]) -> str | None:
             return None
         tree.body.pop()
         exec(compile(tree, "<turn>", "exec", dont_inherit=True), space)
-        value = eval(compile(ast.Expression(last.value), "<turn>", "eval", dont_inherit=True), space)
+        value = eval(
+            compile(ast.Expression(last.value), "<turn>", "eval", dont_inherit=True), space
+        )
         return None if value is None else repr(value)
     except SystemExit:
         raise

@@ -1,4 +1,6 @@
-"""Texts about values that a candidate sent: short, printable, and quick to make whatever the value is."""
+"""Texts about values that a candidate sent: short, printable, and quick to make whatever the value
+is.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +18,40 @@ _BRACKETS: dict[type, tuple[str, str]] = {
 
 
 def show(value: Any, most: int = 200) -> str:
-    """Return the first `most` characters of str(value) for plain data. A number too long to be printed is told by its bits."""
+    """Return the first `most` characters of str(value) for plain data. A number too long to be
+    printed is told by its bits.
+    """
     pieces: list[str] = []
     _show(value, pieces, most, str)
     return make_printable("".join(pieces), most)
 
 
 def make_printable(text: str, most: int | None = None) -> str:
-    """Return the first `most` characters of `text`, a surrogate without its other half as "?": every file and tokenizer takes it."""
+    """Return the first `most` characters of `text`, a surrogate without its other half as "?":
+    every file and tokenizer takes it.
+    """
     return text[:most].encode("utf-8", "replace").decode("utf-8")
 
 
 def _show(value: Any, pieces: list[str], room: int, write: Callable[[Any], str] = repr) -> int:
-    """Append what `write` gives of `value` until `room` characters are used up. Return the room that is left."""
+    """Append what `write` gives of `value` until `room` characters are used up. Return the room
+    that is left.
+    """
     of = type(value)
     if of in _BRACKETS and (value or of in (list, tuple, dict)):
         return _show_items(value, pieces, room)
     if of is int and value.bit_length() > _LONGEST_NUMBER:
         text = f"<int of {value.bit_length()} bits>"
-    elif of is fractions.Fraction and max(value.numerator.bit_length(), value.denominator.bit_length()) > _LONGEST_NUMBER:
+    elif (
+        of is fractions.Fraction
+        and max(value.numerator.bit_length(), value.denominator.bit_length()) > _LONGEST_NUMBER
+    ):
         text = f"<Fraction of {value.numerator.bit_length()} and {value.denominator.bit_length()} bits>"
-    elif of is range and max(number.bit_length() for number in (value.start, value.stop, value.step)) > _LONGEST_NUMBER:
+    elif (
+        of is range
+        and max(number.bit_length() for number in (value.start, value.stop, value.step))
+        > _LONGEST_NUMBER
+    ):
         text = "<range of long ints>"
     else:
         text = write(value[: max(room, 0)] if of in (str, bytes, bytearray) else value)
@@ -45,7 +60,9 @@ def _show(value: Any, pieces: list[str], room: int, write: Callable[[Any], str] 
 
 
 def _show_items(value: Any, pieces: list[str], room: int) -> int:
-    """As `_show`, for a container. Each level takes room before the next one, so that depth is bounded too."""
+    """As `_show`, for a container. Each level takes room before the next one, so that depth is
+    bounded too.
+    """
     opening, closing = _BRACKETS[type(value)]
     pieces.append(opening)
     room -= len(opening)

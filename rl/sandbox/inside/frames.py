@@ -1,4 +1,6 @@
-"""JSON messages with a length before them, over a socket or a pair of pipes, and descriptors beside them."""
+"""JSON messages with a length before them, over a socket or a pair of pipes, and descriptors beside
+them.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def send(to: socket.socket | int, message: dict[str, Any], fds: tuple[int, ...] 
                 data = data[os.write(to, data) :]
         else:
             if fds:
-                sent = to.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
+                sent = to.sendmsg(
+                    [data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+                )
                 data = data[sent:]
             to.sendall(data)
     except (BrokenPipeError, ConnectionResetError) as error:
@@ -42,7 +46,9 @@ def send(to: socket.socket | int, message: dict[str, Any], fds: tuple[int, ...] 
 
 
 def encode_text(text: str) -> bytes:
-    """Return a text as a file or an input holds it. Bytes that were no UTF-8 come back as they were; no text raises."""
+    """Return a text as a file or an input holds it. Bytes that were no UTF-8 come back as they
+    were; no text raises.
+    """
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -61,7 +67,9 @@ def receive(of: socket.socket | int, longest: int = LONGEST) -> dict[str, Any]:
 
 
 def receive_bytes(of: socket.socket | int, longest: int = LONGEST) -> bytes:
-    """The bytes of the next message, unread. Raises Ended, TooLong, TimeoutError where the socket has a timeout."""
+    """The bytes of the next message, unread. Raises Ended, TooLong, TimeoutError where the socket
+    has a timeout.
+    """
     (size,) = _HEAD.unpack(_exactly(of, _HEAD.size))
     if size > longest:
         raise TooLong(f"a message of {size} bytes, the longest has {longest}")
@@ -94,7 +102,11 @@ def _exactly(of: socket.socket | int, size: int) -> bytes:
     parts = []
     while size:
         try:
-            part = os.read(of, min(size, 1 << 20)) if isinstance(of, int) else of.recv(min(size, 1 << 20))
+            part = (
+                os.read(of, min(size, 1 << 20))
+                if isinstance(of, int)
+                else of.recv(min(size, 1 << 20))
+            )
         except ConnectionResetError as error:
             raise Ended(str(error)) from error
         if not part:

@@ -1,4 +1,5 @@
-"""The first process of a run's own namespaces: starts the candidate when the monitor says so, takes away what it leaves behind.
+"""The first process of a run's own namespaces: starts the candidate when the monitor says so, takes
+away what it leaves behind.
 
 It knows neither the nonce nor what is expected, so a fork of it holds nothing worth reading.
 """
@@ -83,7 +84,7 @@ class Init:
     def _clean(self) -> None:
         """The folder as it was at the beginning, keeping what was built."""
         keep = set(self.job.get("keep", ()))
-        for place in ([HOME, "/dev/shm"] if "mounts" in self.up else [self.folder]):
+        for place in [HOME, "/dev/shm"] if "mounts" in self.up else [self.folder]:
             for entry in list(os.scandir(place)):
                 if entry.name in keep and place == self.folder:
                     continue
@@ -112,18 +113,23 @@ class Init:
             waiting.poll()
         finally:
             os.close(process)
-        # Either the candidate ended, or the monitor wants it to (it sends one message, and this one takes it).
+        # Either the candidate ended, or the monitor wants it to (it sends one message, and this one
+        # takes it).
         status = end_all_others(self.up, os.getpid(), pid)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        frames.send(self.monitor, {"ended": status, "cpu_s": cpu, "memory_mb": after.ru_maxrss / 1024})
+        frames.send(
+            self.monitor, {"ended": status, "cpu_s": cpu, "memory_mb": after.ru_maxrss / 1024}
+        )
         answer, _ = frames.receive_with_fds(self.monitor)
         if answer["do"] == "end":  # it crossed the candidate's own end
             frames.send(self.monitor, {"settled": True})
 
 
 def end_all_others(up: set[str], me: int, first: int | None = None) -> int:
-    """Ends all that was started below this process and waits for it. Returns the wait status of `first`, 0 where it has none."""
+    """Ends all that was started below this process and waits for it. Returns the wait status of
+    `first`, 0 where it has none.
+    """
     status = 0
     if first is not None:
         # One that has ended already keeps its own status: a later kill does not change it.
@@ -134,7 +140,8 @@ def end_all_others(up: set[str], me: int, first: int | None = None) -> int:
         try:
             if "pid" in up:
                 if me != 1:
-                    raise RuntimeError("not the first process of a namespace")  # where -1 would be everybody
+                    # where -1 would be everybody
+                    raise RuntimeError("not the first process of a namespace")
                 os.kill(-1, signal.SIGKILL)
             else:
                 for child in below(me):
@@ -164,7 +171,9 @@ def below(root: int) -> list[int]:
     return found
 
 
-def _become_candidate(job: dict[str, Any], message: dict[str, Any], fds: list[int], up: set[str], control: int) -> None:
+def _become_candidate(
+    job: dict[str, Any], message: dict[str, Any], fds: list[int], up: set[str], control: int
+) -> None:
     """In the new process: give up every right, then run. Never returns."""
     code = 1
     try:
@@ -201,4 +210,13 @@ def _run(job: dict[str, Any], message: dict[str, Any]) -> int:
     if mode == "serve":
         return candidate.Server(job["program"], 3, 4, job["limits"]["output_kb"] << 10).serve()
     argv = [word.replace("{here}", os.getcwd()) for word in message["argv"]]
-    os.execve(argv[0], argv, {**os.environ, "HOME": os.getcwd(), "TMPDIR": os.getcwd(), **message.get("environment", {})})
+    os.execve(
+        argv[0],
+        argv,
+        {
+            **os.environ,
+            "HOME": os.getcwd(),
+            "TMPDIR": os.getcwd(),
+            **message.get("environment", {}),
+        },
+    )

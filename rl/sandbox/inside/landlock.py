@@ -1,4 +1,6 @@
-"""Where namespaces are refused: the file system, sockets and signals of a program fenced by Landlock, through the package sandlock."""
+"""Where namespaces are refused: the file system, sockets and signals of a program fenced by
+Landlock, through the package sandlock.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,15 @@ def load(folder: str) -> None:
 
 
 def confine(folder: str) -> None:
-    """This process and all it starts, for good: reads the system and the interpreter, writes in `folder`."""
+    """This process and all it starts, for good: reads the system and the interpreter, writes in
+    `folder`.
+    """
     sandlock: Any = sys.modules["sandlock"]
     packages = os.environ["PYTHONPATH"]
     importable = [packages, *(os.path.realpath(entry.path) for entry in os.scandir(packages))]
-    readable = [place for place in (*_READABLE, *importable, os.path.realpath(sys.base_prefix)) if os.path.exists(place)]
+    readable = [
+        place
+        for place in (*_READABLE, *importable, os.path.realpath(sys.base_prefix))
+        if os.path.exists(place)
+    ]
     sandlock.confine(sandlock.Sandbox(fs_readable=readable, fs_writable=[folder]))

@@ -1,5 +1,6 @@
-"""The process beside a run, outside its namespaces: the only one that speaks to the caller. It counts time, output and memory, and ends
-what uses more. A run's verdicts pass through here with the caller's nonce, on a socket that no candidate has.
+"""The process beside a run, outside its namespaces: the only one that speaks to the caller. It
+counts time, output and memory, and ends what uses more. A run's verdicts pass through here with the
+caller's nonce, on a socket that no candidate has.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Monitor:
     def __init__(self, caller: socket.socket, up: set[str], user: int, group: int):
         self.caller, self.up = caller, up
         self.nonce = ""
-        # Before anything of the job is read here: what init knows, a candidate can find in its own memory.
+        # Before anything of the job is read here: what init knows, a candidate can find in its own
+        # memory.
         ours, theirs = socket.socketpair()
         self.init_pid = walls.fork_into(up)
         if self.init_pid == 0:
@@ -54,18 +56,25 @@ class Monitor:
         self.asked = 0
 
     def serve(self) -> None:
-        verbs = {"begin": self._begin, "case": self._case, "call": self._call, "tests": self._tests, "end": self._end}
+        verbs = {
+            "begin": self._begin,
+            "case": self._case,
+            "call": self._call,
+            "tests": self._tests,
+            "end": self._end,
+        }
         while True:
             message = frames.receive(self.caller)
             reply = verbs[message["do"]](message)
             frames.send(self.caller, {**reply, "nonce": self.nonce})
 
-    # -------------------------------------------------------------------------------------------------------- the verbs
+    # ------------------------------------------------------------------------------------ the verbs
 
     def _begin(self, job: dict[str, Any]) -> dict[str, Any]:
         self.nonce = job.pop("nonce")
         self.job = job
-        if "cores" in self.up and job["cores"]:  # counting costs time as well: on the run's own core, not on a neighbour's
+        # counting costs time as well: on the run's own core, not on a neighbour's
+        if "cores" in self.up and job["cores"]:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, job["cores"])
         frames.send(self.init, job)
@@ -102,21 +111,34 @@ class Monitor:
             if self.asked == 0:
                 failed = replies.read_loaded(self.watch.message(self.replies, until))
                 if failed is not None:
-                    return {**self._stop("load"), "text": failed[1], "wall_s": time.monotonic() - start}
+                    return {
+                        **self._stop("load"),
+                        "text": failed[1],
+                        "wall_s": time.monotonic() - start,
+                    }
             self.asked += 1
             self.watch.send(self.requests, {**message["request"], "id": self.asked}, until)
-            # Handed on unread: the caller reads it by the grammar of `replies`, once, and asks for the end of a candidate that forges.
+            # Handed on unread: the caller reads it by the grammar of `replies`, once, and asks for
+            # the end of a candidate that forges.
             body = self.watch.frame(self.replies, until).decode("utf-8")
             self.watch.drain()
             out, err = self.watch.take()
-            return {"reply": body, "number": self.asked, "stdout": out, "stderr": err, "wall_s": time.monotonic() - start}
+            return {
+                "reply": body,
+                "number": self.asked,
+                "stdout": out,
+                "stderr": err,
+                "wall_s": time.monotonic() - start,
+            }
         except (Stopped, frames.Ended) as stopped:
             return {**self._stop(getattr(stopped, "why", "")), "wall_s": time.monotonic() - start}
         except (replies.Forged, UnicodeDecodeError):
             return {**self._stop("forged"), "wall_s": time.monotonic() - start}
 
     def _tests(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Test texts in a tester that asks the candidate: verdicts up to the first test that ended one of the two."""
+        """Test texts in a tester that asks the candidate: verdicts up to the first test that ended
+        one of the two.
+        """
         start = time.monotonic()
         self._end({})
         self._serve_candidate()
@@ -150,7 +172,12 @@ class Monitor:
             os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(says)
-        return {**self._stop(by), "verdicts": found, "collected": collected, "wall_s": time.monotonic() - start}
+        return {
+            **self._stop(by),
+            "verdicts": found,
+            "collected": collected,
+            "wall_s": time.monotonic() - start,
+        }
 
     def _fork_tester(self, message: dict[str, Any], says: int, verdicts: int) -> int:
         """Asserts need no file, so theirs can write none; pytest's gets a /tmp of its own."""
@@ -166,9 +193,13 @@ class Monitor:
                 assert self.watch is not None
                 self.watch.close()
                 walls.settle(up, user, group)
-                walls.mount_private(up, int(self.job["limits"]["file_mb"]), int(self.job["limits"]["files"]))
+                walls.mount_private(
+                    up, int(self.job["limits"]["file_mb"]), int(self.job["limits"]["files"])
+                )
                 run = pytest_tester.run if files else None
-                tester.serve(message, self.requests, self.replies, verdicts, self.up, self.job["limits"], run)
+                tester.serve(
+                    message, self.requests, self.replies, verdicts, self.up, self.job["limits"], run
+                )
             finally:
                 os._exit(1)
         return pid
@@ -184,16 +215,26 @@ class Monitor:
                 os.kill(self.init_pid, signal.SIGKILL)
             os.waitpid(self.init_pid, 0)
 
-    # ---------------------------------------------------------------------------------------------------- the candidate
+    # -------------------------------------------------------------------------------- the candidate
 
     def _start(self, message: dict[str, Any], source: int, channel: list[int]) -> Watch:
-        """Has init start a candidate with `source` as its input; the descriptors are the candidate's own, closed here."""
+        """Has init start a candidate with `source` as its input; the descriptors are the
+        candidate's own, closed here.
+        """
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
         fds = (source, out_end, err_end, *channel)
         frames.send(self.init, {**message, "stdin": None, "do": "run"}, fds)
         for descriptor in fds:
             os.close(descriptor)
-        self.watch = Watch(self.init, self.caller, out, err, self.job["limits"], self.init_pid, counting="watch" in self.up)
+        self.watch = Watch(
+            self.init,
+            self.caller,
+            out,
+            err,
+            self.job["limits"],
+            self.init_pid,
+            counting="watch" in self.up,
+        )
         reply = frames.receive(self.init)
         if "started" not in reply:
             raise RuntimeError(reply.get("failed", "init started nothing"))
@@ -234,4 +275,12 @@ class Monitor:
         elif not by and watch.over_cpu(float(ended["cpu_s"])):
             by = "cpu"
         rest = {"cpu_s": ended["cpu_s"], "memory_mb": max(ended["memory_mb"], watch.most_mb)}
-        return {"ended": True, "by": by, "signal": signalled, "code": code, "stdout": out, "stderr": err, **rest}
+        return {
+            "ended": True,
+            "by": by,
+            "signal": signalled,
+            "code": code,
+            "stdout": out,
+            "stderr": err,
+            **rest,
+        }

@@ -1,4 +1,6 @@
-"""Test files of pytest in the tester's process: the program's module is a reference to the candidate's."""
+"""Test files of pytest in the tester's process: the program's module is a reference to the
+candidate's.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Verdicts:
     """A plugin that hands on what became of each test, setup and teardown included."""
 
     def __init__(self, say: Callable[[bool, str], None], tell: Callable[[int], None]):
-        """`say` takes each verdict, `tell` the number of verdicts to expect, before the first test runs."""
+        """`say` takes each verdict, `tell` the number of verdicts to expect, before the first test
+        runs.
+        """
         self.say, self.tell, self.failed, self.count = say, tell, dict[str, str](), 0
 
     def pytest_collection_finish(self, session: Any) -> None:
@@ -62,35 +66,51 @@ class Verdicts:
 
 
 def name_star_imports(files: dict[str, str], module: str, link: Link) -> dict[str, str]:
-    """Return test files with `from module import *` replaced by the names that they use and that neither they nor Python define.
+    """Return test files with `from module import *` replaced by the names that they use and that
+    neither they nor Python define.
 
     So a program cannot replace what a file takes from elsewhere, nor add tests or hooks of pytest.
     """
-    texts = {name: text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n") for name, text in files.items()}
-    trees = {name: tree for name, text in texts.items() if (tree := _parsed(name, text)) is not None}
+    texts = {
+        name: text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+        for name, text in files.items()
+    }
+    trees = {
+        name: tree for name, text in texts.items() if (tree := _parsed(name, text)) is not None
+    }
     if not any(_stars(tree, module) for tree in trees.values()):
         return files
     used, bound = set[str](), dict[str, set[str]]()
     for name in trees:
         free, bound[name] = _global_names(texts[name])
         used |= {item for item in free if not hasattr(builtins, item) and not item.startswith("_")}
-    modules = {item for item in used if item in _MODULES and all(_is_module(item, tree) for tree in trees.values())}
+    modules = {
+        item
+        for item in used
+        if item in _MODULES and all(_is_module(item, tree) for tree in trees.values())
+    }
     names = {item for item in used - modules if _exists(item, link)}
     return {name: _named(texts[name], trees[name], module, names - bound[name], modules - bound[name]) if name in trees else text
             for name, text in files.items()}  # fmt: skip
 
 
 def _named(text: str, tree: ast.Module, module: str, names: set[str], modules: set[str]) -> str:
-    """What another `import *` of the file brings comes last, so that the program does not replace that either."""
+    """What another `import *` of the file brings comes last, so that the program does not replace
+    that either.
+    """
     outer = [node for node in _stars(tree) if node in tree.body and node.module != module]
     others = {"." * node.level + (node.module or "") for node in outer}
-    parts = [f"import {', '.join(sorted(modules))}"] * bool(modules) + [f"from {module} import {', '.join(sorted(names))}"] * bool(names)
+    parts = [f"import {', '.join(sorted(modules))}"] * bool(modules) + [
+        f"from {module} import {', '.join(sorted(names))}"
+    ] * bool(names)
     parts += [f"from {other} import *" for other in sorted(others)]
     lines = [line.encode() for line in text.split("\n")]
     for node in reversed(_stars(tree, module)):
         end = node.end_lineno or node.lineno
         tail = lines[end - 1][node.end_col_offset :]
-        lines[node.lineno - 1 : end] = [lines[node.lineno - 1][: node.col_offset] + ("; ".join(parts) or "pass").encode() + tail]
+        lines[node.lineno - 1 : end] = [
+            lines[node.lineno - 1][: node.col_offset] + ("; ".join(parts) or "pass").encode() + tail
+        ]
     return b"\n".join(lines).decode()
 
 
@@ -103,15 +123,26 @@ def _parsed(name: str, text: str) -> ast.Module | None:
 
 
 def _stars(tree: ast.Module, module: str | None = None) -> list[ast.ImportFrom]:
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"]
-    return sorted((node for node in found if module in (None, node.module)), key=lambda node: (node.lineno, node.col_offset))
+    found = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
+    ]
+    return sorted(
+        (node for node in found if module in (None, node.module)),
+        key=lambda node: (node.lineno, node.col_offset),
+    )
 
 
 def _global_names(text: str) -> tuple[set[str], set[str]]:
     """The global names that a file uses without binding them, and those that it binds."""
     table = symtable.symtable(text, "tests", "exec")
     used, tables = set(), [table]
-    bound = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    bound = {
+        symbol.get_name()
+        for symbol in table.get_symbols()
+        if symbol.is_assigned() or symbol.is_imported()
+    }
     while tables:
         inner = tables.pop()
         tables += inner.get_children()
@@ -124,7 +155,10 @@ def _global_names(text: str) -> tuple[set[str], set[str]]:
 def _is_module(name: str, tree: ast.AST) -> bool:
     """Whether a file uses `name` for its attributes alone."""
     uses = sum(isinstance(node, ast.Name) and node.id == name for node in ast.walk(tree))
-    return uses == sum(isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == name for n in ast.walk(tree))
+    return uses == sum(
+        isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == name
+        for n in ast.walk(tree)
+    )
 
 
 def _exists(name: str, link: Link) -> bool:
@@ -159,7 +193,16 @@ def run(message: dict[str, Any], link: Link, verdicts: int) -> None:
         import pytest
 
         plugin = Verdicts(say, lambda count: frames.send(verdicts, {"collected": count}))
-        options = ["-q", "-p", "no:cacheprovider", "--rootdir", FOLDER, "-c", "/dev/null", *(["-x"] if message["early_stop"] else [])]
+        options = [
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--rootdir",
+            FOLDER,
+            "-c",
+            "/dev/null",
+            *(["-x"] if message["early_stop"] else []),
+        ]
         pytest.main([*options, FOLDER], plugins=[plugin])
         if plugin.count == 0:
             say(False, "error: pytest found no tests")

@@ -1,6 +1,8 @@
-"""The messages that a candidate's server sends, and nothing else: `candidate.Server` writes them, whoever reads them reads them here.
+"""The messages that a candidate's server sends, and nothing else: `candidate.Server` writes them,
+whoever reads them reads them here.
 
-Whoever holds the program holds the pipe, so each message is a claim by any sender of any bytes. What is not of these forms is `Forged`.
+Whoever holds the program holds the pipe, so each message is a claim by any sender of any bytes.
+What is not of these forms is `Forged`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ class Raised:
 
 @dataclass(frozen=True)
 class Returned:
-    """What a request gave, encoded. `arguments`: those of a call as it left them, encoded; None where the answer has none."""
+    """What a request gave, encoded. `arguments`: those of a call as it left them, encoded; None
+    where the answer has none.
+    """
 
     value: Any
     arguments: list[Any] | None
@@ -44,7 +48,9 @@ def parse(body: bytes | str) -> dict[str, Any]:
 
 
 def read_loaded(message: dict[str, Any]) -> tuple[str, str] | None:
-    """Return why the program did not load (load or exit, and a text), None where it did. Raises Forged."""
+    """Return why the program did not load (load or exit, and a text), None where it did. Raises
+    Forged.
+    """
     if message == {"loaded": True} and message["loaded"] is True:
         return None
     failed = message.get("failed")
@@ -57,10 +63,11 @@ def read_loaded(message: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def read_answer(message: dict[str, Any], number: int, arguments: int | None) -> Returned | Raised:
-    """Return the answer to request `number`. `arguments`: how many values were handed to a call, None where the request is no call.
+    """Return the answer to request `number`. `arguments`: how many values were handed to a call,
+    None where the request is no call.
 
-    Only a call that returns None may tell what became of its arguments: any other could change what its value is compared with.
-    Raises Forged.
+    Only a call that returns None may tell what became of its arguments: any other could change what
+    its value is compared with. Raises Forged.
     """
     keys = message.keys()
     if type(message.get("id")) is not int or message["id"] != number:
@@ -72,14 +79,23 @@ def read_answer(message: dict[str, Any], number: int, arguments: int | None) -> 
     if keys != {"id", "value", "arguments"}:
         raise Forged(f"a reply with {show(sorted(keys), 80)}")
     changed = message["arguments"]
-    if message["value"] is not None or arguments is None or type(changed) is not list or len(changed) != arguments:
+    if (
+        message["value"] is not None
+        or arguments is None
+        or type(changed) is not list
+        or len(changed) != arguments
+    ):
         raise Forged("arguments that this request cannot have changed")
     return Returned(None, changed)
 
 
 def read_callback(message: dict[str, Any]) -> tuple[str, list[Any]]:
     """Return the name of a tester's function and its encoded arguments. Raises Forged."""
-    if message.keys() != {"call", "arguments"} or type(message["call"]) is not str or type(message["arguments"]) is not list:
+    if (
+        message.keys() != {"call", "arguments"}
+        or type(message["call"]) is not str
+        or type(message["arguments"]) is not list
+    ):
         raise Forged(f"no call of a test's function: {show(message, 80)}")
     return message["call"], message["arguments"]
 
@@ -88,6 +104,8 @@ def _raised(raised: Any) -> Raised:
     if type(raised) is not list or len(raised) != 3:
         raise Forged(f"no exception: {show(raised, 80)}")
     name, family, text = raised
-    if not (is_name(name) and is_family(family) and type(text) is str and len(text) <= _LONGEST_TEXT):
+    if not (
+        is_name(name) and is_family(family) and type(text) is str and len(text) <= _LONGEST_TEXT
+    ):
         raise Forged(f"no exception: {show(raised, 80)}")
     return Raised(name, family, text)

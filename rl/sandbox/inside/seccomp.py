@@ -1,4 +1,6 @@
-"""The system calls that a program may not make, as a filter that the kernel keeps (seccomp, classic BPF)."""
+"""The system calls that a program may not make, as a filter that the kernel keeps (seccomp, classic
+BPF).
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,9 @@ _NR, _ARCH, _ARGUMENT = 0, 4, 16
 
 
 def program(network: bool = True) -> bytes:
-    """The filter for this machine. `network`: sockets for IP may be made, because a network of its own stands around the program.
-    Raises OSError where its numbers are not known."""
+    """The filter for this machine. `network`: sockets for IP may be made, because a network of its
+    own stands around the program. Raises OSError where its numbers are not known.
+    """
     machine = platform.machine()
     if machine not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no list of system calls for {machine}")
@@ -59,18 +62,29 @@ def program(network: bool = True) -> bytes:
         (_LOAD, 0, 0, _ARCH), (_JEQ, 1, 0, _ARCHITECTURES[machine]), (_RET, 0, 0, _KILL),
         (_LOAD, 0, 0, _NR), (_JGE, 0, 1, 0x40000000), (_RET, 0, 0, _KILL),
         (_JGE, 0, 1, _NEWEST + 1), (_RET, 0, 0, _ERRNO | errno.ENOSYS),
-        (_JEQ, 0, 1, _CLONE3[column]), (_RET, 0, 0, _ERRNO | errno.ENOSYS),  # its flags lie in memory; libraries fall back to clone
+        # its flags lie in memory; libraries fall back to clone
+        (_JEQ, 0, 1, _CLONE3[column]), (_RET, 0, 0, _ERRNO | errno.ENOSYS),
     ]  # fmt: skip
     for numbers in _NUMBERS.values():
         if numbers[column] is not None:
             code += [(_JEQ, 0, 1, int(numbers[column] or 0)), (_RET, 0, 0, _ERRNO | errno.EPERM)]
-    code += [(_JEQ, 0, 4, _CLONE[column]), (_LOAD, 0, 0, _ARGUMENT), (_JSET, 0, 1, _NEW_NAMESPACES), (_RET, 0, 0, _ERRNO | errno.EPERM)]
+    code += [
+        (_JEQ, 0, 4, _CLONE[column]),
+        (_LOAD, 0, 0, _ARGUMENT),
+        (_JSET, 0, 1, _NEW_NAMESPACES),
+        (_RET, 0, 0, _ERRNO | errno.EPERM),
+    ]
     code += [(_RET, 0, 0, _ALLOW)]
     families = _FAMILIES if network else ()
     known = [(_JEQ, len(families) - i, 0, family) for i, family in enumerate(families)]
     code += [(_JEQ, 0, len(known) + 3, _SOCKET[column]), (_LOAD, 0, 0, _ARGUMENT), *known]
     code += [(_RET, 0, 0, _ERRNO | errno.EAFNOSUPPORT), (_RET, 0, 0, _ALLOW)]
-    code += [(_JEQ, 0, 4, _IOCTL[column]), (_LOAD, 0, 0, _ARGUMENT + 8), (_JEQ, 0, 1, _TIOCSTI), (_RET, 0, 0, _ERRNO | errno.EPERM)]
+    code += [
+        (_JEQ, 0, 4, _IOCTL[column]),
+        (_LOAD, 0, 0, _ARGUMENT + 8),
+        (_JEQ, 0, 1, _TIOCSTI),
+        (_RET, 0, 0, _ERRNO | errno.EPERM),
+    ]
     code += [(_RET, 0, 0, _ALLOW), (_RET, 0, 0, _ALLOW)]
     return b"".join(struct.pack("HBBI", *line) for line in code)
 
@@ -80,6 +94,9 @@ def install(libc: Any, network: bool = True) -> None:
     lines = program(network)
     kept = ctypes.create_string_buffer(lines, len(lines))
     pointer = struct.pack("HxxxxxxQ", len(lines) // 8, ctypes.addressof(kept))
-    if libc.prctl(38, ctypes.c_ulong(1), 0, 0, 0) != 0 or libc.prctl(22, ctypes.c_ulong(2), ctypes.c_char_p(pointer), 0, 0) != 0:
+    if (
+        libc.prctl(38, ctypes.c_ulong(1), 0, 0, 0) != 0
+        or libc.prctl(22, ctypes.c_ulong(2), ctypes.c_char_p(pointer), 0, 0) != 0
+    ):
         code = ctypes.get_errno()
         raise OSError(code, f"no seccomp filter: {os.strerror(code)}")

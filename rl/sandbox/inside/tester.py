@@ -1,5 +1,6 @@
-"""The process that runs test texts. It holds what is expected and none of the program: names of the program are references that ask
-the candidate and get plain data back, so that comparing is done here, by Python's own types.
+"""The process that runs test texts. It holds what is expected and none of the program: names of the
+program are references that ask the candidate and get plain data back, so that comparing is done
+here, by Python's own types.
 """
 
 from __future__ import annotations
@@ -25,27 +26,37 @@ class CandidateError(Exception):
 
 
 class Link:
-    """The tester's end of the candidate's server. What comes is read by `replies`, and nothing else in it has an effect here.
+    """The tester's end of the candidate's server. What comes is read by `replies`, and nothing else
+    in it has an effect here.
 
-    `end(by, why)`: called where the candidate breaks the protocol ("forged", "output") or ends (""); does not return. A test must not be
-    able to catch that, as it may catch what the program raises.
+    `end(by, why)`: called where the candidate breaks the protocol ("forged", "output") or ends
+    (""); does not return. A test must not be able to catch that, as it may catch what the program
+    raises.
     """
 
-    def __init__(self, requests: int, replies: int, longest: int, end: Callable[[str, str], NoReturn]):
+    def __init__(
+        self, requests: int, replies: int, longest: int, end: Callable[[str, str], NoReturn]
+    ):
         self.requests, self.replies, self.longest, self.end = requests, replies, longest, end
         self.count = itertools.count(1)
         self.functions: dict[str, Callable[..., Any]] = {}
         self.exceptions: dict[str, type[BaseException]] = {}
 
-    def ask(self, verb: str, of: int | None = None, arguments: tuple[Any, ...] = (), **more: Any) -> Any:
+    def ask(
+        self, verb: str, of: int | None = None, arguments: tuple[Any, ...] = (), **more: Any
+    ) -> Any:
         number = next(self.count)
-        named = {key: values.encode(item, self.refer) for key, item in more.pop("named", {}).items()}
+        named = {
+            key: values.encode(item, self.refer) for key, item in more.pop("named", {}).items()
+        }
         sent = [values.encode(item, self.refer) for item in arguments]
         self._send({"id": number, "do": verb, "of": of, "arguments": sent, "named": named, **more})
         while "call" in (message := self._receive()):
             self._call_back(message)
         with self._ending_if_forged():
-            answer = replies.read_answer(message, number, len(arguments) if verb == "call" else None)
+            answer = replies.read_answer(
+                message, number, len(arguments) if verb == "call" else None
+            )
             if isinstance(answer, replies.Raised):
                 error = self.exception(answer.name, answer.family)
             else:
@@ -109,28 +120,44 @@ class Link:
 
     def referent(self, rest: list[Any]) -> Any:
         number, kind, name, family, _ = values.read_reference(rest)
-        return self.exception(name, family) if kind == "class" and family else Remote(self, number, name)
+        return (
+            self.exception(name, family)
+            if kind == "class" and family
+            else Remote(self, number, name)
+        )
 
     def exception(self, name: str, family: list[str]) -> type[BaseException]:
-        """The built-in exception of that name, or one made here that descends from the first built-in one of its family."""
+        """The built-in exception of that name, or one made here that descends from the first
+        built-in one of its family.
+        """
         known = _builtin_exception(name)
         if known is not None:
             return known
         if name not in self.exceptions:
-            base = next((of for of in map(_builtin_exception, family) if of is not None), CandidateError)
+            base = next(
+                (of for of in map(_builtin_exception, family) if of is not None), CandidateError
+            )
             called = name if name.isidentifier() else "CandidateError"
-            self.exceptions[name] = type(called, (base,), {"__init__": lambda self, *text: Exception.__init__(self, *text)})
+            self.exceptions[name] = type(
+                called, (base,), {"__init__": lambda self, *text: Exception.__init__(self, *text)}
+            )
         return self.exceptions[name]
 
 
 def _builtin_exception(name: str) -> type[Exception] | None:
     known = getattr(builtins, name, None)
-    is_known = isinstance(known, type) and issubclass(known, Exception) and not issubclass(known, BaseExceptionGroup)
+    is_known = (
+        isinstance(known, type)
+        and issubclass(known, Exception)
+        and not issubclass(known, BaseExceptionGroup)
+    )
     return known if is_known else None
 
 
 def _build_exception(of: type[BaseException], text: str) -> BaseException:
-    """An exception of this class with this text, whatever its constructor wants (UnicodeDecodeError: five arguments)."""
+    """An exception of this class with this text, whatever its constructor wants
+    (UnicodeDecodeError: five arguments).
+    """
     try:
         return of(text)
     except TypeError:
@@ -140,7 +167,9 @@ def _build_exception(of: type[BaseException], text: str) -> BaseException:
 
 
 class Remote:
-    """An object of the candidate. What is asked of it gives plain data; it equals no plain data, whatever its own __eq__ says."""
+    """An object of the candidate. What is asked of it gives plain data; it equals no plain data,
+    whatever its own __eq__ says.
+    """
 
     __slots__ = ("_link", "_number", "_name")
 
@@ -225,7 +254,9 @@ class Remote:
 
 
 class Space(dict[str, Any]):
-    """A test's global names: its own, then `entries` of the candidate, Python's own, modules that tests use, the candidate's others."""
+    """A test's global names: its own, then `entries` of the candidate, Python's own, modules that
+    tests use, the candidate's others.
+    """
 
     def __init__(self, link: Link, entries: list[str]):
         super().__init__()
@@ -251,7 +282,9 @@ def serve(
     message: dict[str, Any], requests: int, answers: int, verdicts: int, up: set[str], limits: dict[str, Any],
     run: Callable[[dict[str, Any], Link, int], None] | None = None,
 ) -> None:  # fmt: skip
-    """Runs the tests from `message["from"]` on, or as `run` does, a verdict each. `run` may write files. Never returns."""
+    """Runs the tests from `message["from"]` on, or as `run` does, a verdict each. `run` may write
+    files. Never returns.
+    """
 
     def end(by: str, why: str) -> NoReturn:
         """At once, whatever the test would catch: the test that is running has no verdict then."""
@@ -270,7 +303,9 @@ def serve(
             walls.drop_capabilities()
         if "seccomp" in up:
             seccomp.install(walls.libc)
-        (run or run_asserts)(message, Link(requests, answers, int(limits["output_kb"]) << 10, end), verdicts)
+        (run or run_asserts)(
+            message, Link(requests, answers, int(limits["output_kb"]) << 10, end), verdicts
+        )
     finally:
         os._exit(0)
 
@@ -290,7 +325,11 @@ def run_asserts(message: dict[str, Any], link: Link, verdicts: int) -> None:
         except Exception as error:
             failed = ("error", f"the tests' setup: {type(error).__name__}: {_text_of(error)}")
     for text in tests[first:]:
-        ok, why = (False, f"{failed[0]}: {failed[1]}") if failed else _one(text, space, message["entries"])
+        ok, why = (
+            (False, f"{failed[0]}: {failed[1]}")
+            if failed
+            else _one(text, space, message["entries"])
+        )
         say(ok, why)
         if not ok and message["early_stop"]:
             break
@@ -311,15 +350,23 @@ def _one(text: str, space: Space, entries: list[str]) -> tuple[bool, str]:
 
 
 def _text_of(error: BaseException) -> str:
-    """What an exception says. That may be an int too long to be written, or an object of the program, which may raise in its turn."""
+    """What an exception says. That may be an int too long to be written, or an object of the
+    program, which may raise in its turn.
+    """
     try:
         return str(error)[:300]
     except Exception:
-        return show(error.args[0], 300) if len(error.args) == 1 and type(error.args[0]) is not Remote else "it cannot be written"
+        return (
+            show(error.args[0], 300)
+            if len(error.args) == 1 and type(error.args[0]) is not Remote
+            else "it cannot be written"
+        )
 
 
 def _only_defines_check(text: str) -> bool:
     """HumanEval's form: a function `check(candidate)` that nobody calls yet."""
     body = ast.parse(text).body
     defines = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in body)
-    return defines and not any(isinstance(n, ast.Expr) and isinstance(n.value, ast.Call) for n in body)
+    return defines and not any(
+        isinstance(n, ast.Expr) and isinstance(n.value, ast.Call) for n in body
+    )

@@ -1,7 +1,9 @@
-"""Values as JSON that says their types, and back: plain data alone, so that nothing of the sender's code comes with it.
+"""Values as JSON that says their types, and back: plain data alone, so that nothing of the sender's
+code comes with it.
 
-A subclass of a plain type travels as its base (an `int` with its own `__eq__` arrives as an int), what is no plain data as a
-reference to the object where it lives. Scalars are JSON's own; the rest is a list whose first item says the type.
+A subclass of a plain type travels as its base (an `int` with its own `__eq__` arrives as an int),
+what is no plain data as a reference to the object where it lives. Scalars are JSON's own; the rest
+is a list whose first item says the type.
 """
 
 from __future__ import annotations
@@ -18,16 +20,28 @@ from typing import Any
 from rl.sandbox.inside.display import show
 
 DEEPEST = 400
-# Bounds of single numbers, which `encode` and `decode` both keep: below them no constructor takes longer than it takes to read the text.
+# Bounds of single numbers, which `encode` and `decode` both keep: below them no constructor takes
+# longer than it takes to read the text.
 INT_BITS = 1 << 22
 FRACTION_BITS = 1 << 16  # of numerator and denominator: lowest terms take time in the square of it
 DECIMAL_DIGITS = 1 << 17  # and the largest exponent
 _NAME_LENGTH, _FAMILY_LENGTH = 1000, 200
 _KEYS_AT_ONCE, _SECONDS, _SECONDS_PER_KEY = 256, 0.5, 5e-6
 _SMALL = 1 << 63
-_SEQUENCES: dict[str, type] = {"l": list, "t": tuple, "s": set, "f": frozenset, "q": collections.deque}
+_SEQUENCES: dict[str, type] = {
+    "l": list,
+    "t": tuple,
+    "s": set,
+    "f": frozenset,
+    "q": collections.deque,
+}
 _TAGS: dict[type, str] = {of: tag for tag, of in _SEQUENCES.items()}
-_MAPS: dict[str, type] = {"d": dict, "C": collections.Counter, "O": collections.OrderedDict, "D": collections.defaultdict}
+_MAPS: dict[str, type] = {
+    "d": dict,
+    "C": collections.Counter,
+    "O": collections.OrderedDict,
+    "D": collections.defaultdict,
+}
 _MAP_TAGS: dict[type, str] = {of: tag for tag, of in _MAPS.items()}
 _TEXTS: dict[str, tuple[type, Callable[[Any], str], re.Pattern[str], Callable[[str], Any]]] = {
     "i": (int, hex, re.compile(r"-?0x[0-9a-f]+"), lambda text: int(text, 16)),
@@ -39,8 +53,24 @@ _TEXTS: dict[str, tuple[type, Callable[[Any], str], re.Pattern[str], Callable[[s
     "da": (datetime.date, datetime.date.isoformat, re.compile(r"[0-9-]{1,12}"), datetime.date.fromisoformat),
     "ti": (datetime.time, datetime.time.isoformat, re.compile(r"[0-9:.+-]{1,40}"), datetime.time.fromisoformat),
 }  # fmt: skip
-# Types as values, plain ones alone: what is decoded may get called, and `eval` is a built-in as well.
-_PLAIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, type(None))
+# Types as values, plain ones alone: what is decoded may get called, and `eval` is a built-in as
+# well.
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bytearray,
+    list,
+    tuple,
+    dict,
+    set,
+    frozenset,
+    range,
+    type(None),
+)
 _TYPES: dict[str, type] = {of.__name__: of for of in _PLAIN}
 
 
@@ -49,11 +79,15 @@ class NotPlain(TypeError):
 
 
 class Forged(ValueError):
-    """A message that `encode` and an honest candidate never write: outside of the grammar or beyond its bounds."""
+    """A message that `encode` and an honest candidate never write: outside of the grammar or beyond
+    its bounds.
+    """
 
 
 def encode(value: Any, reference: Callable[[Any], list[Any]] | None = None, deep: int = 0) -> Any:
-    """JSON for `value`. `reference` gives it for what is no plain data; without it that is NotPlain."""
+    """JSON for `value`. `reference` gives it for what is no plain data; without it that is
+    NotPlain.
+    """
     of = type(value)
     if value is None or of is bool or of is str or of is float:
         return value
@@ -69,7 +103,10 @@ def encode(value: Any, reference: Callable[[Any], list[Any]] | None = None, deep
     if of is complex:
         return ["c", value.real, value.imag]
     if of is range:
-        return ["r", *[encode(int.__add__(number, 0)) for number in (value.start, value.stop, value.step)]]
+        return [
+            "r",
+            *[encode(int.__add__(number, 0)) for number in (value.start, value.stop, value.step)],
+        ]
     if of is fractions.Fraction:
         return ["R", encode(_check_bounds(value).numerator), encode(value.denominator)]
     for key, (base, text, _, _) in _TEXTS.items():
@@ -98,7 +135,10 @@ def _encode_other(value: Any, of: type, reference: Any, deep: int) -> Any:
         if base is dict and of.__module__ != "__main__":
             return _encode_map("d", value, reference, deep)
         if base in _TAGS:
-            return [_TAGS[base], *[encode(item, reference, deep + 1) for item in base.__iter__(value)]]
+            return [
+                _TAGS[base],
+                *[encode(item, reference, deep + 1) for item in base.__iter__(value)],
+            ]
         if base is bytes:
             return ["B", bytes.hex(value)]
     views = {"dict_keys": "l", "dict_values": "l", "dict_items": "l"}
@@ -117,10 +157,15 @@ def _check_bounds(value: Any) -> Any:
     """Return `value`. Raises NotPlain where it is a number beyond the bounds."""
     if isinstance(value, int) and value.bit_length() > INT_BITS:
         raise NotPlain(f"an int of {value.bit_length()} bits, at most {INT_BITS} travel")
-    if isinstance(value, fractions.Fraction) and max(value.numerator.bit_length(), value.denominator.bit_length()) > FRACTION_BITS:
+    if (
+        isinstance(value, fractions.Fraction)
+        and max(value.numerator.bit_length(), value.denominator.bit_length()) > FRACTION_BITS
+    ):
         raise NotPlain(f"a Fraction with more than {FRACTION_BITS} bits above or below its line")
     if isinstance(value, decimal.Decimal) and not _is_bounded_decimal(value):
-        raise NotPlain(f"a Decimal that signals, or with more than {DECIMAL_DIGITS} digits or a larger exponent")
+        raise NotPlain(
+            f"a Decimal that signals, or with more than {DECIMAL_DIGITS} digits or a larger exponent"
+        )
     return value
 
 
@@ -128,15 +173,23 @@ def _is_bounded_decimal(value: decimal.Decimal) -> bool:
     _, digits, exponent = value.as_tuple()
     if isinstance(exponent, str):  # infinity and nan; a nan may carry digits
         return exponent in ("F", "n") and len(digits) <= (exponent == "F")
-    return len(digits) <= DECIMAL_DIGITS and abs(value.adjusted()) <= DECIMAL_DIGITS and abs(exponent) <= 2 * DECIMAL_DIGITS
+    return (
+        len(digits) <= DECIMAL_DIGITS
+        and abs(value.adjusted()) <= DECIMAL_DIGITS
+        and abs(exponent) <= 2 * DECIMAL_DIGITS
+    )
 
 
-def decode(value: Any, referent: Callable[[list[Any]], Any] | None = None, longest_range: int | None = None) -> Any:
+def decode(
+    value: Any, referent: Callable[[list[Any]], Any] | None = None, longest_range: int | None = None
+) -> Any:
     """Return the value that `encode` wrote.
 
-    `referent`: gives the object for what `encode` had from its `reference`; without it a reference is NotPlain. `longest_range`: how many
-    numbers all ranges may stand for together; more are NotPlain, since a short text would then become a long list. Raises Forged on
-    anything else that `encode` does not write, whoever wrote it: no constructor is called on a text that was not checked before.
+    `referent`: gives the object for what `encode` had from its `reference`; without it a reference
+    is NotPlain. `longest_range`: how many numbers all ranges may stand for together; more are
+    NotPlain, since a short text would then become a long list. Raises Forged on anything else that
+    `encode` does not write, whoever wrote it: no constructor is called on a text that was not
+    checked before.
     """
     try:
         return _Decoder(referent, longest_range).read(value, 0)
@@ -145,11 +198,18 @@ def decode(value: Any, referent: Callable[[list[Any]], Any] | None = None, longe
 
 
 def read_reference(rest: Any) -> tuple[int, str, str, list[str], bool]:
-    """Return (number, kind, name, family, can be called) of an object of the candidate. Raises Forged on anything else."""
+    """Return (number, kind, name, family, can be called) of an object of the candidate. Raises
+    Forged on anything else.
+    """
     if len(rest) != 5:
         raise Forged(f"a reference of {len(rest)} items, expected 5")
     number, kind, name, family, can_call = rest
-    well_formed = type(number) is int and 0 <= number < _SMALL and kind in ("class", "object") and type(can_call) is bool
+    well_formed = (
+        type(number) is int
+        and 0 <= number < _SMALL
+        and kind in ("class", "object")
+        and type(can_call) is bool
+    )
     if not (well_formed and is_name(name) and is_family(family)):
         raise Forged(f"no reference: {show(rest, 80)}")
     return number, kind, name, family, can_call
@@ -160,7 +220,11 @@ def is_name(name: Any) -> bool:
 
 
 def is_family(family: Any) -> bool:
-    return type(family) is list and len(family) <= _FAMILY_LENGTH and all(is_name(name) for name in family)
+    return (
+        type(family) is list
+        and len(family) <= _FAMILY_LENGTH
+        and all(is_name(name) for name in family)
+    )
 
 
 class _Decoder:
@@ -215,10 +279,18 @@ class _Decoder:
         mapping: dict[Any, Any] = {}
         for i in range(0, len(pairs), _KEYS_AT_ONCE):
             self._hash(mapping.update, pairs[i : i + _KEYS_AT_ONCE])
-        return collections.defaultdict(None, mapping) if tag == "D" else mapping if tag == "d" else _MAPS[tag](mapping)
+        return (
+            collections.defaultdict(None, mapping)
+            if tag == "D"
+            else mapping
+            if tag == "d"
+            else _MAPS[tag](mapping)
+        )
 
     def _hash(self, update: Callable[[Any], None], keys: list[Any]) -> None:
-        """Keys of a set or mapping, a few at a time: whoever chooses them can choose many that fall into one place."""
+        """Keys of a set or mapping, a few at a time: whoever chooses them can choose many that fall
+        into one place.
+        """
         begun = time.thread_time()
         try:
             update(keys)
@@ -232,7 +304,12 @@ class _Decoder:
     def _text(self, tag: str, value: list[Any]) -> Any:
         if len(value) != 2 or type(value[1]) is not str or not _TEXTS[tag][2].fullmatch(value[1]):
             raise Forged(f"no encoded value: {show(value, 80)}")
-        if tag == "i" and len(value[1]) > INT_BITS // 4 + 3 or tag == "M" and len(value[1]) > 2 * DECIMAL_DIGITS + 20:
+        if (
+            tag == "i"
+            and len(value[1]) > INT_BITS // 4 + 3
+            or tag == "M"
+            and len(value[1]) > 2 * DECIMAL_DIGITS + 20
+        ):
             raise Forged(f"a number of {len(value[1])} characters")
         try:
             return _check_bounds(_TEXTS[tag][3](value[1]))
@@ -240,7 +317,9 @@ class _Decoder:
             raise Forged(f"no encoded value: {show(value, 80)} ({error})") from error
 
     def _numbers(self, value: list[Any], count: int, deep: int) -> list[int]:
-        numbers = [self.read(item, deep + 1) for item in value[1:]] if len(value) == count + 1 else []
+        numbers = (
+            [self.read(item, deep + 1) for item in value[1:]] if len(value) == count + 1 else []
+        )
         if len(numbers) != count or not all(type(number) is int for number in numbers):
             raise Forged(f"no encoded value: {show(value, 80)}")
         return numbers
@@ -250,14 +329,20 @@ class _Decoder:
             raise Forged("a range whose step is 0")
         if self.ranges_left is not None:
             start, stop, step = numbers
-            self.ranges_left -= max(0, -((start - stop) // step)) if step > 0 else max(0, -((stop - start) // -step))
+            self.ranges_left -= (
+                max(0, -((start - stop) // step))
+                if step > 0
+                else max(0, -((stop - start) // -step))
+            )
             if self.ranges_left < 0:
                 raise NotPlain("a range over more numbers than could be sent")
         return range(*numbers)
 
     def _fraction(self, above: int, below: int) -> fractions.Fraction:
         if below <= 0 or max(above.bit_length(), below.bit_length()) > FRACTION_BITS:
-            raise Forged(f"no fraction of numbers with {above.bit_length()} and {below.bit_length()} bits")
+            raise Forged(
+                f"no fraction of numbers with {above.bit_length()} and {below.bit_length()} bits"
+            )
         return fractions.Fraction(above, below)
 
 

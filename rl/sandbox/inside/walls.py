@@ -1,4 +1,6 @@
-"""The walls around one run that the process puts up itself: namespaces, mounts, capabilities, limits (seccomp: its own file)."""
+"""The walls around one run that the process puts up itself: namespaces, mounts, capabilities,
+limits (seccomp: its own file).
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,34 @@ import resource
 import signal
 from typing import Any
 
-# What stands around a candidate under bubblewrap. "user", which the next four need; what the process gives up; what the monitor and the
-# scheduler hold it to; the outer three.
-ALL = ("user", "pid", "ipc", "mounts", "proc", "capabilities", "seccomp", "limits", "watch", "cores", "network", "root", "environment")
+# What stands around a candidate under bubblewrap. "user", which the next four need; what the
+# process gives up; what the monitor and the scheduler hold it to; the outer three.
+ALL = (
+    "user",
+    "pid",
+    "ipc",
+    "mounts",
+    "proc",
+    "capabilities",
+    "seccomp",
+    "limits",
+    "watch",
+    "cores",
+    "network",
+    "root",
+    "environment",
+)
 WITHIN_USER = ("pid", "ipc", "mounts", "proc")
 _CLONE = {"mounts": 0x00020000, "ipc": 0x08000000, "user": 0x10000000, "pid": 0x20000000}
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MNT_DETACH = 1, 2, 4, 8, 2
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_SET_SUBREAPER = 1, 4, 24, 38, 36
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_SET_SUBREAPER = (
+    1,
+    4,
+    24,
+    38,
+    36,
+)
 libc: Any = ctypes.PyDLL(None, use_errno=True)
 
 
@@ -43,20 +65,29 @@ def become(user: int) -> None:
 
 
 def fork_into(walls: set[str]) -> int:
-    """fork() whose child is in new namespaces, those of `walls` that are such. In the child, call `settle` next."""
+    """fork() whose child is in new namespaces, those of `walls` that are such. In the child, call
+    `settle` next.
+    """
     flags = sum(flag for wall, flag in _CLONE.items() if wall in walls)
     if not flags:
         return os.fork()
     api = ctypes.pythonapi
     api.PyOS_BeforeFork()
-    pid = int(libc.syscall(_SYS_CLONE[platform.machine()], ctypes.c_ulong(flags | signal.SIGCHLD), 0, 0, 0, 0))
+    pid = int(
+        libc.syscall(
+            _SYS_CLONE[platform.machine()], ctypes.c_ulong(flags | signal.SIGCHLD), 0, 0, 0, 0
+        )
+    )
     if pid == 0:
         api.PyOS_AfterFork_Child()
     else:
         api.PyOS_AfterFork_Parent()
     if pid < 0:
         code = ctypes.get_errno()
-        raise OSError(code, f"no new namespaces ({' '.join(sorted(walls & set(_CLONE)))}): {os.strerror(code)}")
+        raise OSError(
+            code,
+            f"no new namespaces ({' '.join(sorted(walls & set(_CLONE)))}): {os.strerror(code)}",
+        )
     return pid
 
 
@@ -82,9 +113,11 @@ def mount_private(walls: set[str], megabytes: int, files: int) -> None:
 
 
 def mount_own_proc() -> None:
-    """Mount a read-only /proc that shows a program its own processes alone: /dev/stdin and /dev/fd lead there.
+    """Mount a read-only /proc that shows a program its own processes alone: /dev/stdin and /dev/fd
+    lead there.
 
-    It is empty instead where the kernel refuses one: where something lies over parts of every /proc that can be seen.
+    It is empty instead where the kernel refuses one: where something lies over parts of every /proc
+    that can be seen.
     """
     try:
         mount("/proc", "hidepid=ptraceable,subset=pid", _MS_RDONLY | _MS_NOEXEC, "proc")
@@ -93,7 +126,9 @@ def mount_own_proc() -> None:
 
 
 def uncover_proc() -> None:
-    """Take away what bubblewrap laid over parts of /proc, so that a run may mount a /proc of its own. Needs CAP_SYS_ADMIN."""
+    """Take away what bubblewrap laid over parts of /proc, so that a run may mount a /proc of its
+    own. Needs CAP_SYS_ADMIN.
+    """
     with open("/proc/self/mountinfo") as file:
         places = [line.split()[4] for line in file]
     for place in [place for place in places if place.startswith("/proc/")]:
@@ -104,7 +139,12 @@ def uncover_proc() -> None:
 
 def mount(place: str, options: str, flags: int = 0, kind: str = "tmpfs") -> None:
     flags |= _MS_NOSUID | _MS_NODEV
-    if libc.mount(kind.encode(), place.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()) != 0:
+    if (
+        libc.mount(
+            kind.encode(), place.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()
+        )
+        != 0
+    ):
         code = ctypes.get_errno()
         raise OSError(code, f"no {kind} at {place}: {os.strerror(code)}")
 
@@ -122,7 +162,9 @@ def drop_capabilities() -> None:
 
 
 def set_limits(limits: dict[str, Any], address_space: bool = True) -> None:
-    """`limits`: those of rl.sandbox.Limits. Per process; the monitor counts what a run's processes use together."""
+    """`limits`: those of rl.sandbox.Limits. Per process; the monitor counts what a run's processes
+    use together.
+    """
     memory = int(limits["memory_mb"]) << 20
     table = {
         resource.RLIMIT_CORE: 0,
@@ -134,13 +176,16 @@ def set_limits(limits: dict[str, Any], address_space: bool = True) -> None:
         resource.RLIMIT_CPU: max(1, int(limits["cpu_s"] + 0.999)),
     }
     if address_space:
-        table[resource.RLIMIT_AS] = memory + (64 << 20)  # what an interpreter maps before it runs anything
+        # what an interpreter maps before it runs anything
+        table[resource.RLIMIT_AS] = memory + (64 << 20)
     for what, most in table.items():
         hard = resource.getrlimit(what)[1]
         if hard != resource.RLIM_INFINITY:
             most = min(most, hard)
         if what == resource.RLIMIT_CPU:
-            resource.setrlimit(what, (most, min(most + 1, hard) if hard != resource.RLIM_INFINITY else most + 1))
+            resource.setrlimit(
+                what, (most, min(most + 1, hard) if hard != resource.RLIM_INFINITY else most + 1)
+            )
         else:
             resource.setrlimit(what, (most, most))
 

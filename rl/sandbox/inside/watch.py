@@ -1,4 +1,6 @@
-"""What a monitor sees of a run: its output as it comes, its end, and what its processes use together."""
+"""What a monitor sees of a run: its output as it comes, its end, and what its processes use
+together.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,29 @@ class Gone(Exception):
 
 
 class Watch:
-    """`init`: says when the candidate ended. `out`, `err`: its streams, read here. `limits`: as in rl.sandbox.Limits."""
+    """`init`: says when the candidate ended. `out`, `err`: its streams, read here. `limits`: as in
+    rl.sandbox.Limits.
+    """
 
-    def __init__(self, init: socket.socket, caller: socket.socket, out: int, err: int, limits: dict[str, Any], root: int, counting: bool):
-        self.init, self.caller, self.out, self.err, self.limits, self.root, self.counting = init, caller, out, err, limits, root, counting
+    def __init__(
+        self,
+        init: socket.socket,
+        caller: socket.socket,
+        out: int,
+        err: int,
+        limits: dict[str, Any],
+        root: int,
+        counting: bool,
+    ):
+        self.init, self.caller, self.out, self.err, self.limits, self.root, self.counting = (
+            init,
+            caller,
+            out,
+            err,
+            limits,
+            root,
+            counting,
+        )
         self.ended: dict[str, Any] | None = None
         self.most_mb = 0.0
         self.printed: dict[int, list[bytes]] = {out: [], err: []}
@@ -54,14 +75,18 @@ class Watch:
             self._attend(deadline, ())
 
     def message(self, source: int, deadline: float) -> dict[str, Any]:
-        """The next message from the pipe `source`, as `frame` and with its errors; Stopped("forged") where it is none."""
+        """The next message from the pipe `source`, as `frame` and with its errors;
+        Stopped("forged") where it is none.
+        """
         try:
             return replies.parse(self.frame(source, deadline))
         except replies.Forged:
             raise Stopped("forged") from None
 
     def frame(self, source: int, deadline: float) -> bytes:
-        """The next message from the pipe `source`, unread. Raises Stopped, frames.Ended where the candidate or the pipe ended before."""
+        """The next message from the pipe `source`, unread. Raises Stopped, frames.Ended where the
+        candidate or the pipe ended before.
+        """
         longest = int(self.limits["output_kb"]) << 10
         while True:
             if len(self._waiting) >= _HEAD.size:
@@ -69,7 +94,10 @@ class Watch:
                 if size > longest:
                     raise Stopped("output")
                 if len(self._waiting) >= _HEAD.size + size:
-                    body, self._waiting = self._waiting[_HEAD.size : _HEAD.size + size], self._waiting[_HEAD.size + size :]
+                    body, self._waiting = (
+                        self._waiting[_HEAD.size : _HEAD.size + size],
+                        self._waiting[_HEAD.size + size :],
+                    )
                     return body
             if source in self._attend(deadline, (source,)):
                 part = os.read(source, 1 << 18)
@@ -81,7 +109,9 @@ class Watch:
                 raise frames.Ended("the candidate ended")
 
     def send(self, to: int, message: dict[str, Any], deadline: float) -> None:
-        """Writes a message to the pipe `to`, which the candidate may leave unread. Raises Stopped, frames.Ended."""
+        """Writes a message to the pipe `to`, which the candidate may leave unread. Raises Stopped,
+        frames.Ended.
+        """
         data = memoryview(frames.pack(message))
         os.set_blocking(to, False)
         while data:
@@ -102,8 +132,12 @@ class Watch:
             while self.ended is None:
                 self._attend(soon, ())
 
-    def _attend(self, deadline: float, sources: tuple[int, ...], sinks: tuple[int, ...] = ()) -> list[Any]:
-        """Waits for something to happen, a tick at most; reads the streams. Raises Stopped at a limit, Gone."""
+    def _attend(
+        self, deadline: float, sources: tuple[int, ...], sinks: tuple[int, ...] = ()
+    ) -> list[Any]:
+        """Waits for something to happen, a tick at most; reads the streams. Raises Stopped at a
+        limit, Gone.
+        """
         now = time.monotonic()
         if now >= deadline:
             raise Stopped("timeout")
@@ -148,7 +182,9 @@ class Watch:
 
     def take(self) -> tuple[str, str]:
         """Output and errors since the last time."""
-        out, err = (b"".join(self.printed[d]).decode("utf-8", "replace") for d in (self.out, self.err))
+        out, err = (
+            b"".join(self.printed[d]).decode("utf-8", "replace") for d in (self.out, self.err)
+        )
         self.printed = {self.out: [], self.err: []}
         self.size = 0
         return out, err
@@ -164,10 +200,15 @@ class Watch:
     def _count(self) -> None:
         processes, memory, cpu = 0, 0.0, 0.0
         for pid in below(self.root):
-            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat") as file:
+            with (
+                contextlib.suppress(OSError, ValueError, IndexError),
+                open(f"/proc/{pid}/stat") as file,
+            ):
                 fields = file.read().rsplit(")", 1)[1].split()
                 processes += 1
-                cpu += (int(fields[11]) + int(fields[12]) + int(fields[13]) + int(fields[14])) / _CLOCK
+                cpu += (
+                    int(fields[11]) + int(fields[12]) + int(fields[13]) + int(fields[14])
+                ) / _CLOCK
                 memory += max(0.0, int(fields[21]) * _PAGE_MB - self._own_mb)
         self.most_mb = max(self.most_mb, memory)
         if memory > float(self.limits["memory_mb"]):

@@ -1,4 +1,5 @@
-"""The first program behind the outer walls: one interpreter that starts once and forks for each job, so that a job starts in milliseconds.
+"""The first program behind the outer walls: one interpreter that starts once and forks for each
+job, so that a job starts in milliseconds.
 
 It reads nothing of a job: each comes as a socket, handed on to a monitor unread.
 """
@@ -24,8 +25,9 @@ _MODULES = (
 
 
 def main(control_fd: int, names: str, user: int, importable: str, sandlock: str = "") -> None:
-    """`names`: the walls, with commas between. `user`: whom root becomes. `importable`: the folder of packages that programs may import.
-    `sandlock`: the folder that the package lies in."""
+    """`names`: the walls, with commas between. `user`: whom root becomes. `importable`: the folder
+    of packages that programs may import. `sandlock`: the folder that the package lies in.
+    """
     control = socket.socket(fileno=control_fd)
     up = set(names.split(","))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -69,7 +71,8 @@ def _job(control: socket.socket, descriptor: int, up: set[str]) -> None:
             os._exit(0)
     os.close(process)
     os.waitpid(pid, 0)
-    with contextlib.suppress(ChildProcessError):  # a monitor that was killed leaves its init, which dies with it
+    # a monitor that was killed leaves its init, which dies with it
+    with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
     frames.send(control, {"free": True})
