@@ -82,7 +82,7 @@ stages:
     learning_rate: 3e-4
     schedule: linear
     warmup_steps: 5
-    episodes: continuous
+    rollout_mode: async
     temperature: 1.0
     eval_every: {steps}
     eval_limit: 256

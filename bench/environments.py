@@ -97,7 +97,7 @@ def recipe(name: str, game: Game, data: Path) -> str:
 stages:
   - {{method: sft, base_model: "{game.model}", dataset: "{data}", learning_rate: 3e-3, schedule: cosine, warmup_steps: 20, beta2: 0.99,
      steps: {game.warm_up}, batch_size: {game.warm_up_batch}, eval_every: 0, save_every: 0}}
-  - {{method: grpo, environment: {environment}, environment_rows: {game.rows}, advantage: mean_std, episodes: continuous,
+  - {{method: grpo, environment: {environment}, environment_rows: {game.rows}, advantage: mean_std, rollout_mode: async,
      learning_rate: {game.rate}, schedule: linear, warmup_steps: 5, steps: {game.steps}, batch_size: {game.groups},
      group_size: {game.members}, eval_every: {game.steps}, eval_limit: {game.held_out}, save_every: 0, rollouts_every: 0}}
 max_tokens: {game.max_tokens}

@@ -183,7 +183,7 @@ def run_whetstone(
                 **{k: v for k, v in settings.items() if k != "kl_coef"},
             ),
             kl=KlSettings(
-                kl_coef=settings.get("kl_coef", 0.0), kl_in="loss", kl_kind="k3_pathwise"
+                kl_coef=settings.get("kl_coef", 0.0), kl_placement="loss", kl_kind="k3_pathwise"
             ),
             optim=OptimSettings(learning_rate=args.learning_rate, grad_clip_norm=0.0),
         )

@@ -111,7 +111,7 @@ def test_a_batch_in_parts_is_the_update_of_the_whole_batch(trained):
     # a smaller one makes steps of what is rounding in a gradient near 0
     whole = trained("whole", "--steps 2 --adam-eps 1e-3")
     for name, words in (
-        ("continuous", "--episodes continuous"),
+        ("continuous", "--rollout-mode async"),
         ("parts", "--stream-minibatches 4"),
         ("halves", "--stream-minibatches 2"),
     ):
@@ -166,11 +166,11 @@ def test_episodes_that_go_on_by_themselves_train_every_method_alike(method, tmp_
     def trained(folder: Path) -> dict[str, np.ndarray]:
         return weights(folder, f"{method}-final")
 
-    whole, alone = go("whole"), go("alone", "--episodes continuous --slice-steps 2")
+    whole, alone = go("whole"), go("alone", "--rollout-mode async --slice-steps 2")
     assert drawn(alone) == drawn(whole)
     for key, value in trained(whole).items():
         np.testing.assert_allclose(trained(alone)[key], value, atol=1e-6)
-    again = go("again", f"--episodes continuous --slice-steps 2 --replay {alone}")
+    again = go("again", f"--rollout-mode async --slice-steps 2 --replay {alone}")
     assert all((trained(again)[key] == value).all() for key, value in trained(alone).items())
 
 
@@ -212,7 +212,7 @@ def _turns(path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", ["--over-age redraw", "--recompute-cache"])
+@pytest.mark.parametrize("words", ["--on-stale resample", "--recompute-cache"])
 def test_settings_of_age_and_cache(trained, words):
     folder = trained(
         words.split()[0].strip("-"), f"--max-steps-off-policy 1 --slice-steps 2 {words}"
@@ -298,7 +298,7 @@ def test_a_token_older_than_the_bound_or_of_a_version_yet_to_come_ends_the_run()
 def test_what_does_not_go_together_is_refused_by_name(given, says):
     with pytest.raises(SettingsError, match=says):
         variant_settings("dr_grpo", **given)
-    for alone in ({"max_waiting": 3}, {"over_age": "redraw"}, {"recompute_cache": True}):
+    for alone in ({"max_waiting": 3}, {"on_stale": "resample"}, {"recompute_cache": True}):
         with pytest.raises(ValueError, match="no effect"):
             FlowSettings(**alone)
 

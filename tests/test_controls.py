@@ -379,8 +379,12 @@ def test_settings_that_mean_nothing_are_refused():
 WITHOUT_EFFECT = [
     ("reinforce --clip-low 0.5", "loss importance_sampling does not clip", "--loss ppo"),
     ("reinforce --clip-high 3", "loss importance_sampling does not clip", "--loss cispo"),
-    ("grpo --kl-kind k1", "--kl-in is reward", "--kl-in loss"),
-    ("grpo --kl-in loss --kl-discount 0.5", "--kl-in is loss", "--kl-in reward"),
+    ("grpo --kl-kind k1", "--kl-placement is reward", "--kl-placement loss"),
+    (
+        "grpo --kl-placement loss --kl-discount 0.5",
+        "--kl-placement is loss",
+        "--kl-placement reward",
+    ),
     ("ppo --kl-rate 0.3", "give --kl-target", "--kl-target 0.01"),
     ("grpo --reward-discount 0.9", "--step-rewards is sum", "--step-rewards to_go"),
     ("grpo --overlong-penalty 2", "give --overlong-share", "--overlong-share 0.1"),
@@ -528,3 +532,44 @@ def test_what_is_given_for_all_stages_is_for_those_that_use_it(tmp_path):
     # other mistakes are not passed over
     with pytest.raises(SettingsError, match="--reward-clip is positive"):
         stages_of("--reward-clip", "-1", "--dynamic-sampling", "3")
+
+
+@pytest.mark.parametrize(
+    ("former", "current"),
+    [
+        ("--episodes in_step", {"rollout_mode": "lockstep"}),
+        ("--episodes continuous", {"rollout_mode": "async"}),
+        ("--max-steps-off-policy 2 --over-age redraw", {"on_stale": "resample"}),
+        ("--max-steps-off-policy 2 --over-age finish", {"on_stale": "wait"}),
+        ("--kl-in loss", {"kl_placement": "loss"}),
+        ("--grpo.kl-in loss", {"kl_placement": "loss"}),
+    ],
+)
+def test_former_names_of_settings_are_read(former, current, tmp_path):
+    """Flags, flags of a stage and recipes accept the names that settings had before."""
+    words = ["grpo", "--base-model", "tiny:addition", "--dataset", "addition", *former.split()]
+
+    def settings_of(argv):
+        return flatten(
+            read(argv, METHODS, REPO / "recipes" / "addition.yaml", RunSettings).stages[0].settings
+        )
+
+    settings = settings_of(words)
+    assert {name: settings[name] for name in current} == current
+    if former.startswith("--grpo."):
+        return
+    pairs = former.removeprefix("--").replace("-", "_").split("__")
+    text = "".join(f"{pair.strip().replace(' ', ': ', 1)}\n" for pair in pairs if pair.strip())
+    recipe = tmp_path / "former.yaml"
+    recipe.write_text(f"method: grpo\nbase_model: tiny:addition\ndataset: addition\n{text}")
+    assert {name: settings_of([str(recipe)])[name] for name in current} == current
+
+
+def test_a_former_name_beside_the_current_one_is_an_error(tmp_path):
+    recipe = tmp_path / "both.yaml"
+    recipe.write_text(
+        "method: grpo\nbase_model: tiny:addition\ndataset: addition\n"
+        "kl_in: loss\nkl_placement: loss\n"
+    )
+    with pytest.raises(SettingsError, match="line 5: kl_in and kl_placement are one setting"):
+        read([str(recipe)], METHODS, REPO / "recipes" / "addition.yaml", RunSettings)

@@ -275,7 +275,7 @@ def test_kl_is_charged_in_the_reward_or_handed_to_the_loss():
         pytest.approx([0.5, 0.5]),
         pytest.approx([-0.5, -0.5]),
     ]
-    in_loss = credited(kl_coef=0.2, kl_in="loss")
+    in_loss = credited(kl_coef=0.2, kl_placement="loss")
     assert advantages(in_loss) == [[0.5, 0.5], [-0.5, -0.5]]
     assert in_loss[0].loss_fn_inputs["ref_logprobs"].array.tolist() == [-0.5, -2.0]
 

@@ -165,7 +165,7 @@ def test_the_pool_is_counted_as_the_engine_takes_it(tokens):
     decoder = make_decoder(load_model("tiny:addition", seed=0).model, kind="fast")
     words = ["--base-model", "tiny:addition", "--kv-cache-tokens", str(tokens), "--eval-limit", "2"]
     paged = [*words, "--sampler-cache", "paged"]
-    for more, sizes in (([], [(20, 4, 24)] * 8), (["--episodes", "continuous"], None)):
+    for more, sizes in (([], [(20, 4, 24)] * 8), (["--rollout-mode", "async"], None)):
         engine = SteppedEngine(decoder, kv_cache_tokens=tokens, sizes=sizes)
         counted = cache_of(HERE, *paged, *more)
         assert counted == sum(kv.nbytes for kv in engine._state.kv)

@@ -246,13 +246,15 @@ def expected(trajectory, final, coef, cut):
 
 
 @pytest.mark.parametrize("truncated", ["bootstrap", "end"])
-@pytest.mark.parametrize("kl", [{"kl_in": "reward"}, {"kl_in": "loss"}, {"kl_coef": 0.0}])
+@pytest.mark.parametrize(
+    "kl", [{"kl_placement": "reward"}, {"kl_placement": "loss"}, {"kl_coef": 0.0}]
+)
 def test_credit_by_walking_the_episodes(truncated, kl):
     method = Ppo(settings(ppo={"truncated": truncated}, kl=kl))
     models = Models(Values(), {"reference": Reference()})
     datums = method.credit([TrajectoryGroup(EPISODES, list(FINAL), [{}] * 4)], models)
     assert len(datums) == 5  # the second episode makes two
-    charged = 0.3 if kl == {"kl_in": "reward"} else 0.0
+    charged = 0.3 if kl == {"kl_placement": "reward"} else 0.0
     advantages, values = [], []
     for trajectory, final, cut in zip(EPISODES, FINAL, CUT, strict=True):
         a, v = expected(trajectory, final, charged, cut and truncated == "bootstrap")
@@ -267,7 +269,9 @@ def test_credit_by_walking_the_episodes(truncated, kl):
     np.testing.assert_allclose(fields["values_old"][masks], values, atol=1e-5)
     np.testing.assert_allclose(fields["returns"][masks], np.add(advantages, values), atol=1e-5)
     assert not any(field[~masks].any() for field in fields.values())
-    assert all(("ref_logprobs" in d.loss_fn_inputs) == (kl == {"kl_in": "loss"}) for d in datums)
+    assert all(
+        ("ref_logprobs" in d.loss_fn_inputs) == (kl == {"kl_placement": "loss"}) for d in datums
+    )
 
 
 @pytest.mark.parametrize("truncated", ["bootstrap", "end"])

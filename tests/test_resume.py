@@ -79,7 +79,7 @@ CASES: dict[str, dict[str, Case]] = {
             MOVING,
         ),
         "kl in the loss, lora": Case(
-            f"--variant gspo --group-size 4 --kl-in loss --lora-rank 2 --kl-coef 0.05 --entropy-coef 0.01 --truncated-is 2 {CHANGING}",
+            f"--variant gspo --group-size 4 --kl-placement loss --lora-rank 2 --kl-coef 0.05 --entropy-coef 0.01 --truncated-is 2 {CHANGING}",
             MOVING,
         ),
         "reward model": Case(
@@ -104,7 +104,7 @@ CASES: dict[str, dict[str, Case]] = {
             f"--kl-coef 0 --num-substeps 2 --group-size 2 {CHANGING}", MOVING
         ),
         "critic, lora, kl in the loss": Case(
-            "--critic-model policy --critic-learning-rate 1e-3 --lora-rank 2 --kl-target 0.001 --kl-in loss "
+            "--critic-model policy --critic-learning-rate 1e-3 --lora-rank 2 --kl-target 0.001 --kl-placement loss "
             "--reward FOLDER/rewards.py:digits",
             ("optim/kl_coef",),
         ),

@@ -97,7 +97,7 @@ def method_of(row: Row):
     flat |= (
         {"kl_target": KL_TARGET}
         if kl == "adaptive"
-        else {"kl_in": "loss", "kl_kind": kl}
+        else {"kl_placement": "loss", "kl_kind": kl}
         if kl.startswith("k")
         else {}
     )

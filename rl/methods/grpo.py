@@ -129,7 +129,7 @@ class PolicyGradient:
             datums, ref_D, self.kl.coefficient, self.settings.policy_gradient.kl_discount
         )
         self._kl_metrics["optim/kl_coef"] = self.kl.coefficient
-        if self.settings.kl.kl_in == "reward":
+        if self.settings.kl.kl_placement == "reward":
             return charged
         return [
             with_fields(datum, ref_logprobs=ref_T)
@@ -234,7 +234,7 @@ class PolicyGradient:
             config |= {"clip_low_threshold": pg.clip_low, "clip_high_threshold": pg.clip_high}
         if pg.entropy_coef:
             config["entropy_coef"] = pg.entropy_coef
-        if self.kl.active and settings.kl.kl_in == "loss":
+        if self.kl.active and settings.kl.kl_placement == "loss":
             config |= {"kl_coef": self.kl.coefficient, "kl_kind": settings.kl.kl_kind}
         return config
 

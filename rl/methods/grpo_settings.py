@@ -108,7 +108,7 @@ class PolicyGradientSettings:
     entropy_coef: Weight = 0.0
     """Bonus for the policy's entropy at each token, such as 0.01: keeps it exploring."""
     kl_discount: Share = 1.0
-    """kl_in reward: a token is charged for the KL of those k later times this to the power of k; 1: all of the answer's rest, 0: its own alone."""
+    """kl_placement reward: a token is charged for the KL of those k later times this to the power of k; 1: all of the answer's rest, 0: its own alone."""
 
     def __new__(cls, **given: Any) -> Self:
         """Raises ValueError for a variant without its settings: some belong to other sections, so
@@ -193,9 +193,9 @@ class GrpoSettings:
         only_with(
             self.policy_gradient,
             ("kl_discount",),
-            self.kl.kl_in == "reward",
-            "kl_in is loss",
-            "set kl_in to reward",
+            self.kl.kl_placement == "reward",
+            "kl_placement is loss",
+            "set kl_placement to reward",
         )
 
     @property

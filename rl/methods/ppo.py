@@ -137,7 +137,7 @@ class Ppo:
         ref_D = models.reference.logprobs(datums, self.settings.sampling.temperature)
         gaps_D = gaps(datums, ref_D)
         self._credited = {**kl_metrics(datums, gaps_D), "optim/kl_coef": self.kl.coefficient}
-        if self.settings.kl.kl_in == "loss":
+        if self.settings.kl.kl_placement == "loss":
             masks = [d.loss_fn_inputs["mask"].array != 0 for d in datums]
             fields = [
                 {"ref_logprobs": np.where(mask, ref, 0.0)}
@@ -237,7 +237,7 @@ class Ppo:
             config["value_coef"] = how.value_coef
             if how.value_clip is not None:
                 config["value_clip"] = how.value_clip
-        if self.kl.active and kl.kl_in == "loss":
+        if self.kl.active and kl.kl_placement == "loss":
             config |= {"kl_coef": self.kl.coefficient, "kl_kind": kl.kl_kind}
         return config
 

@@ -30,6 +30,7 @@ from rl.errors import RunFolderError
 from rl.jsonl import METRICS, finite, json_line, read_metrics, read_rows, write_atomically
 from rl.report import html, plots
 from rl.report.tracker import Tracker, Warner
+from rl.settings import current_settings
 
 CHECKPOINTS, CONFIG, ROLLOUTS, CURVES = "checkpoints.jsonl", "config.json", "rollouts", "curves.png"
 LOGS, LOCK = "logs", "run.lock"
@@ -178,6 +179,8 @@ def saved_config(folder: Path) -> dict[str, Any]:
         raise RunFolderError(
             f"{folder / CONFIG} {wrong}: it is not as a run writes it, repair it or give another folder"
         )
+    for stage in config["stages"]:
+        stage["settings"] = current_settings(stage["settings"])
     return config
 
 

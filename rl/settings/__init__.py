@@ -23,6 +23,7 @@ from rl.settings.fields import (
 )
 from rl.settings.flow_tables import EpisodeFlowSettings, FlowSettings
 from rl.settings.judge_tables import LearnedRewardSettings
+from rl.settings.other_words import current_settings
 from rl.settings.ranges import (
     FINITE,
     POSITIVE,
@@ -48,6 +49,7 @@ from rl.settings.tables import (
 )
 
 __all__ = [
+    "current_settings",
     "NotNegative",
     "SIZE",
     "AnswerDataSettings",

@@ -31,6 +31,7 @@ from tyro.constructors import (
 )
 
 from rl.errors import UnusedSetting, UserError
+from rl.settings.other_words import current_settings, current_value
 from rl.settings.ranges import Range, bare, complaint, numbers_in, range_of
 
 _SHOWN = 200  # characters (or words) of a value that a message repeats
@@ -210,6 +211,7 @@ def convert(field: Field, given: Given) -> Any:
             f"{given.place}: takes {wanted} value{'s' * (wanted != '1')} ({spec.metavar}), got {got}"
         )
     if spec.choices is not None:
+        words = [current_value(field.name, word) for word in words]
         for word in words:
             if word not in spec.choices:
                 near = nearest(word, spec.choices)
@@ -373,7 +375,7 @@ def unflatten(cls: type, flat: Mapping[str, Any], problems: list[str], place: st
     """
     table = fields_of(cls)
     given = {}
-    for name, value in flat.items():
+    for name, value in current_settings(flat).items():
         if name not in table:
             near = nearest(name, table)
             problems.append(

@@ -15,12 +15,12 @@ from rl.settings.ranges import Range, Size, check_ranges
 class EpisodeFlowSettings:
     """How sampling, environments and rewards wait for each other."""
 
-    episodes: Literal["in_step", "continuous"] = "in_step"
-    """in_step: all episodes of a batch take their turns together. continuous: each goes on as soon as its own turn, tool or reward is ready, while others decode; for slow rewards and episodes of uneven length. The same tokens are drawn either way."""
+    rollout_mode: Literal["lockstep", "async"] = "lockstep"
+    """lockstep: all episodes of a batch take their turns together. async: each episode continues as soon as its own turn, tool or reward is ready, while others decode; for slow rewards and episodes of uneven length. Both sample the same tokens."""
     max_waiting: Annotated[int, Range(1, 100_000)] = 256
-    """continuous: environments and rewards that may be at work at once."""
+    """rollout_mode async: environments and rewards that may be at work at once."""
     slice_steps: Size = 16
-    """continuous: tokens that each running answer gets before whoever has become ready joins."""
+    """rollout_mode async: tokens that each running answer gets before whoever has become ready joins."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -28,14 +28,14 @@ class EpisodeFlowSettings:
             self,
             ("max_waiting", "slice_steps"),
             self.continuous,
-            "episodes is in_step",
-            "set episodes to continuous",
+            "rollout_mode is lockstep",
+            "set rollout_mode to async",
         )
 
     @property
     def continuous(self) -> bool:
         """Whether episodes go on by themselves: asked for, or needed for what was."""
-        return self.episodes == "continuous" or self.parts > 1 or self.steps_off_policy > 0
+        return self.rollout_mode == "async" or self.parts > 1 or self.steps_off_policy > 0
 
     @property
     def parts(self) -> int:
@@ -56,8 +56,8 @@ class FlowSettings(EpisodeFlowSettings):
     """Add a batch's gradient up over so many parts, each as soon as its groups have ended, while the rest are still sampled; one update, the same as of the whole batch. 1: after all of it."""
     max_steps_off_policy: Annotated[int, Range(0, 10_000)] = 0
     """Sample on while the learner updates: no trained token is drawn by weights more than so many updates older than those it trains. 0: sampling and learning take turns, as ever."""
-    over_age: Literal["finish", "redraw"] = "finish"
-    """Of a group that would pass that age before it has ended. finish: the update waits until it has (its rest is drawn by the newest weights). redraw: it is given back and drawn anew by the newest weights, and the batch is filled with others. Both are counted."""
+    on_stale: Literal["wait", "resample"] = "wait"
+    """For a group that would exceed max_steps_off_policy before it ends. wait: the update waits for it (the newest weights sample its rest). resample: the group is dropped and sampled again by the newest weights, and other groups fill the batch. Both are counted."""
     sampler_ranks: Annotated[int, Range(0, 4096)] = 0
     """So many of the launched processes, the last ones, do nothing but sample, while the others learn; with max_steps_off_policy both go on at once. 0: every process does both, in turn."""
     recompute_cache: bool = False
@@ -68,7 +68,7 @@ class FlowSettings(EpisodeFlowSettings):
         late = self.max_steps_off_policy > 0
         only_with(
             self,
-            ("over_age", "recompute_cache"),
+            ("on_stale", "recompute_cache"),
             late,
             "max_steps_off_policy is 0",
             "set max_steps_off_policy, such as 2",

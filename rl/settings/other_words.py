@@ -4,7 +4,8 @@ called here and what differs.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 # word elsewhere: (setting here, what to know). Where there is no such setting, "" and what does its
 # work.
@@ -40,8 +41,8 @@ _WORDS: dict[str, tuple[str, str]] = {
     "ppo_micro_batch_size": ("token_budget", "positions in one micro-batch"),
     "micro_batch_size": ("token_budget", "positions in one micro-batch"),
     "beta": ("kl_coef", ""),
-    "kl_loss_coef": ("kl_coef", "with kl_in loss"),
-    "init_kl_coef": ("kl_coef", "with kl_in reward"),
+    "kl_loss_coef": ("kl_coef", "with kl_placement loss"),
+    "init_kl_coef": ("kl_coef", "with kl_placement reward"),
     "epsilon": ("clip_low", "a ratio: 1 - epsilon, such as 0.8; clip_high is 1 + epsilon"),
     "clip_range": ("clip_low", "a ratio: 1 - epsilon, such as 0.8; clip_high is 1 + epsilon"),
     "cliprange": ("clip_low", "a ratio: 1 - epsilon, such as 0.8; clip_high is 1 + epsilon"),
@@ -94,6 +95,39 @@ _WORDS: dict[str, tuple[str, str]] = {
     "num_train_epochs": ("steps", "batches; rows / batch_size of them are an epoch"),
     "disable_dropout": ("", "nothing drops out here, ever"),
 }
+
+# Former names of settings, and former words of their values: both are still read.
+_FORMER_NAMES = {"episodes": "rollout_mode", "over_age": "on_stale", "kl_in": "kl_placement"}
+_FORMER_VALUES = {
+    "rollout_mode": {"in_step": "lockstep", "continuous": "async"},
+    "on_stale": {"finish": "wait", "redraw": "resample"},
+}
+
+
+def current_name(key: str) -> str:
+    """Return today's name of a setting, `key` itself if it never had another.
+
+    `key` may begin with a stage ("grpo.kl_in"). Settings of an environment or of a chat template
+    ("environment.episodes") are not renamed.
+    """
+    section, dot, name = key.rpartition(".")
+    if section in ("environment", "template"):
+        return key
+    return section + dot + _FORMER_NAMES.get(name, name)
+
+
+def current_value(name: str, word: str) -> str:
+    """Return today's word for a value of the setting `name`."""
+    return _FORMER_VALUES.get(name, {}).get(word, word)
+
+
+def current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return saved settings (flat name to JSON value) under today's names and values."""
+    current = {}
+    for key, value in settings.items():
+        name = current_name(key)
+        current[name] = current_value(name, value) if isinstance(value, str) else value
+    return current
 
 
 def hint(word: str, known: Collection[str]) -> str | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import yaml
 
 from rl.settings.fields import Given
+from rl.settings.other_words import current_name
 
 # bytes; values; a stage's list of pairs is five deep
 _LARGEST, _NODES, _DEEPEST = 1 << 18, 20_000, 16
@@ -120,9 +121,14 @@ def _all_given(
     as environment.key.
     """
     found: dict[str, Given] = {}
-    for key, (value, line) in pairs.items():
+    for written, (value, line) in pairs.items():
+        key = current_name(written)
+        if key in found:
+            former = next(name for name in pairs if name != key and current_name(name) == key)
+            problems.append(f"{path} line {line}: {former} and {key} are one setting; keep {key}")
+            continue
         if key != "environment" or not isinstance(value, yaml.MappingNode):
-            found[key] = _given(key, value, line, path)
+            found[key] = _given(written, value, line, path)
             continue
         own = _pairs(value, path, problems)
         if "name" not in own:

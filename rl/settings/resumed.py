@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.settings.fields import Given, nearest, words_of
+from rl.settings.other_words import current_name, current_settings
 from rl.settings.recipe import RecipeStage
 
 # of one start, not of the run
@@ -43,7 +44,9 @@ def read_folder(
 
 
 def _stage(stage: Mapping[str, Any], path: Path) -> RecipeStage:
-    given = {key: _given(key, value, path) for key, value in stage["settings"].items()}
+    given = {
+        key: _given(key, value, path) for key, value in current_settings(stage["settings"]).items()
+    }
     return RecipeStage(stage["method"], stage["name"], 0, given)
 
 
@@ -75,7 +78,7 @@ def changes(words: Sequence[str], problems: list[str]) -> dict[str, Given]:
 def plain(name: str) -> str:
     """A setting's name as Python has it; what stands before a dot is a stage's, and stays."""
     stage, dot, key = name.rpartition(".")
-    return stage + dot + re.sub("-", "_", key)
+    return current_name(stage + dot + re.sub("-", "_", key))
 
 
 def of_stages(

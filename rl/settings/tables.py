@@ -238,10 +238,10 @@ class KlSettings:
     """Price of KL(policy || reference); by default the method's. Where it is 0 and kl_target is not set there is no reference."""
     reference_model: str | None = None
     """The reference: an earlier stage, a run's folder, a folder of weights or a hub name; by default the policy as it was at the stage's beginning."""
-    kl_in: Literal["reward", "loss"] = "reward"
+    kl_placement: Literal["reward", "loss"] = "reward"
     """Where the price is paid. reward: the gradient of the KL of whole answers. loss: each token's own."""
     kl_kind: Literal["k1", "k2", "k3", "k3_pathwise"] = "k3"
-    """kl_in loss: the estimator. k1, k2, k3 report different estimates of the same KL and have its gradient, each token weighted by its probability now over that when it was drawn (DeepSeek-V3.2, arXiv 2512.02556; 1 on policy); k3_pathwise is k3 differentiated as it stands and not weighted (GRPO's paper), whose gradient is another KL's."""
+    """kl_placement loss: the estimator. k1, k2, k3 report different estimates of the same KL and have its gradient, each token weighted by its probability now over that when it was drawn (DeepSeek-V3.2, arXiv 2512.02556; 1 on policy); k3_pathwise is k3 differentiated as it stands and not weighted (GRPO's paper), whose gradient is another KL's."""
     kl_target: Annotated[float | None, Range(0, 1e6, above=True)] = None
     """Adapt kl_coef so that the KL a token stays about here (arXiv 1909.08593); it may start from 0."""
     kl_rate: Annotated[
@@ -251,7 +251,13 @@ class KlSettings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        only_with(self, ("kl_kind",), self.kl_in == "loss", "kl_in is reward", "set kl_in to loss")
+        only_with(
+            self,
+            ("kl_kind",),
+            self.kl_placement == "loss",
+            "kl_placement is reward",
+            "set kl_placement to loss",
+        )
         only_with(
             self,
             ("kl_rate",),
