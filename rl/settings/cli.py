@@ -89,15 +89,15 @@ def _of_folder(
     """The plan of the folder that --output-dir names, where it is to be resumed and no word says
     what it is a run of.
     """
-    given = {flag.key: flag.given.words for flag in flags}
+    words_by_flag = {flag.key: flag.given.words for flag in flags}
     if (
         words
-        or len(given.get("output_dir", ())) != 1
-        or not any(name in given and given[name] in ((), ("True",)) for name in _AGAIN)
+        or len(words_by_flag.get("output_dir", ())) != 1
+        or not any(name in words_by_flag and words_by_flag[name] in ((), ("True",)) for name in _AGAIN)
     ):
         return None
-    found = read_folder(Path(given["output_dir"][0]), options)
-    return None if found is None else _Plan(tuple(found[1]), found[2], None, found[0])
+    saved_run = read_folder(Path(words_by_flag["output_dir"][0]), options)
+    return None if saved_run is None else _Plan(tuple(saved_run[1]), saved_run[2], None, saved_run[0])
 
 
 _AGAIN = ("resume", "auto_resume")
@@ -110,11 +110,11 @@ def _read_words(
     problems: list[str],
 ) -> _Plan:
     """Method and recipe from the leading words."""
-    left = list(words)
-    method = left.pop(0) if left and left[0] in methods else None
-    is_file = bool(left) and left[0].endswith((".yaml", ".yml")) and Path(left[0]).is_file()
-    path = Path(left.pop(0)) if is_file else default_recipe if not words else None
-    for word in left:
+    remaining = list(words)
+    method = remaining.pop(0) if remaining and remaining[0] in methods else None
+    is_file = bool(remaining) and remaining[0].endswith((".yaml", ".yml")) and Path(remaining[0]).is_file()
+    path = Path(remaining.pop(0)) if is_file else default_recipe if not words else None
+    for word in remaining:
         if word in methods or (word.endswith((".yaml", ".yml")) and Path(word).is_file()):
             problems.append(
                 f"{word!r} is one word too many: at most one method, then at most one recipe, then --flags"
@@ -152,9 +152,9 @@ def _stages_of(recipe: Recipe, method: str | None, problems: list[str]) -> list[
             f"{recipe.path} runs {len(recipe.stages)} stages ({names}); leave out {method!r} before it"
         )
     elif method is not None and recipe.stages[0].method != method:
-        theirs = recipe.stages[0].method
+        recipe_method = recipe.stages[0].method
         problems.append(
-            f"{recipe.path} is a recipe for {theirs}, not {method}; leave out {method!r} before it"
+            f"{recipe.path} is a recipe for {recipe_method}, not {method}; leave out {method!r} before it"
         )
     return recipe.stages
 
@@ -168,23 +168,23 @@ def _resolve_flags(
     """Flags by setting; `--no-x` turns x off; the last of equal flags wins. `elsewhere`: setting to
     the methods having it.
     """
-    found: dict[str, Given] = {}
+    resolved: dict[str, Given] = {}
     for flag in flags:
-        key, given = flag.key, flag.given
+        key, raw = flag.key, flag.given
         if key not in known and key.startswith("no_") and key[3:] in known:
-            if given.words:
-                problems.append(f"{given.place}: takes no value, got {given.shown}")
-            key, given = key[3:], Given(("False",), given.place)
+            if raw.words:
+                problems.append(f"{raw.place}: takes no value, got {raw.shown}")
+            key, raw = key[3:], Given(("False",), raw.place)
         if _is_setting(key, known):
-            found[key] = given
+            resolved[key] = raw
             continue
         near = nearest(key, known)
         hint = f"; did you mean --{near.replace('_', '-')}?" if near else ""
         if key in elsewhere:
             hint = f" of this run (it is one of {elsewhere[key]})"
         hint = other_words.hint(key, known) or hint
-        problems.append(f"{given.place}: no such setting{hint}")
-    return found
+        problems.append(f"{raw.place}: no such setting{hint}")
+    return resolved
 
 
 def _is_setting(key: str, known: Collection[str]) -> bool:
@@ -197,11 +197,11 @@ def _is_setting(key: str, known: Collection[str]) -> bool:
 def _check_keys(
     keys: Mapping[str, Given], known: Collection[str], whose: str, problems: list[str]
 ) -> None:
-    for key, given in keys.items():
+    for key, raw in keys.items():
         if not _is_setting(key, known):
             near = nearest(key, known)
             hint = other_words.hint(key, known) or (f"; did you mean {near}?" if near else "")
-            problems.append(f"{given.place}: no setting of {whose}{hint}")
+            problems.append(f"{raw.place}: no setting of {whose}{hint}")
 
 
 def _elsewhere(methods: Mapping[str, MethodSpec]) -> dict[str, str]:
@@ -227,10 +227,10 @@ def _variant(method: MethodSpec, given: Given | None) -> dict[str, Given]:
 def _stage_names(stages: Sequence[RecipeStage]) -> list[str]:
     """The given names, or the methods'; numbered where they would repeat."""
     # of file.py:Class the class
-    wanted = [stage.name or str(stage.method).rpartition(":")[2] for stage in stages]
+    labels = [stage.name or str(stage.method).rpartition(":")[2] for stage in stages]
     return [
-        f"{name}-{wanted[:i].count(name) + 1}" if wanted.count(name) > 1 else name
-        for i, name in enumerate(wanted)
+        f"{name}-{labels[:i].count(name) + 1}" if labels.count(name) > 1 else name
+        for i, name in enumerate(labels)
     ]
 
 
@@ -281,24 +281,24 @@ def read(
     # Where a method is unknown, its settings are too: then only what no method has is called a
     # mistake.
     names = _stage_names(stages)
-    of_one = {
+    stage_flags = {
         flag.key: flag.given
         for flag in flags
         if "." in flag.key and not flag.key.startswith(PREFIX)
     }
-    flags = [flag for flag in flags if flag.key not in of_one]
-    found = _resolve_flags(flags, known if whole else {*known, *everything}, everything, problems)
-    if "change" in found:
-        changed = changes(found["change"].words, problems)
-        of_one |= {
-            key: given
-            for key, given in changed.items()
+    flags = [flag for flag in flags if flag.key not in stage_flags]
+    flag_values = _resolve_flags(flags, known if whole else {*known, *everything}, everything, problems)
+    if "change" in flag_values:
+        changed = changes(flag_values["change"].words, problems)
+        stage_flags |= {
+            key: raw
+            for key, raw in changed.items()
             if "." in key and not key.startswith(PREFIX)
         }
-        rest = [Flag(key, given) for key, given in changed.items() if key not in of_one]
-        found |= _resolve_flags(rest, known, everything, problems)
+        rest = [Flag(key, raw) for key, raw in changed.items() if key not in stage_flags]
+        flag_values |= _resolve_flags(rest, known, everything, problems)
     by_stage = of_stages(
-        of_one,
+        stage_flags,
         names,
         {name: tables[str(stage.method)] for name, stage in zip(names, stages, strict=True)},
         problems,
@@ -307,10 +307,10 @@ def read(
     _check_keys(plan.shared, known if whole else {*known, *everything}, named, problems)
 
     # what may stand in a recipe is called by its name there
-    typed = (found if plan.recipe else known) - methods.keys()
+    typed = (flag_values if plan.recipe else known) - methods.keys()
     options_value = _build(
         options,
-        {k: v for k, v in {**plan.shared, **found}.items() if k in option_table},
+        {k: v for k, v in {**plan.shared, **flag_values}.items() if k in option_table},
         problems,
         plan,
         typed,
@@ -325,17 +325,17 @@ def read(
             problems.append(
                 f"{stage.given[key].place}: holds for the whole run; move it to the recipe's top level"
             )
-        own = {key: value for key, value in stage.given.items() if key not in option_table}
-        _check_keys(own, tables[method], method, problems)
-        line = {
+        stage_values = {key: value for key, value in stage.given.items() if key not in option_table}
+        _check_keys(stage_values, tables[method], method, problems)
+        line_values = {
             key: value
-            for key, value in found.items()
-            if key != "base_model" or not _names_one_of(own.get(key), names[: len(built)])
+            for key, value in flag_values.items()
+            if key != "base_model" or not _names_one_of(stage_values.get(key), names[: len(built)])
         }
-        line |= by_stage[name]
-        own = either(own, line) | by_stage[name]
-        given = {**either(plan.shared, {**own, **line}), **own, **line}
-        merged = folded({k: v for k, v in given.items() if _is_setting(k, tables[method])})
+        line_values |= by_stage[name]
+        stage_values = either(stage_values, line_values) | by_stage[name]
+        raw = {**either(plan.shared, {**stage_values, **line_values}), **stage_values, **line_values}
+        merged = folded({k: v for k, v in raw.items() if _is_setting(k, tables[method])})
         implied = {
             k: v
             for k, v in _variant(methods[method], merged.get("variant")).items()
@@ -344,13 +344,13 @@ def read(
         prefix = f"stage {name}: " if len(stages) > 1 else ""
         # What a variant stands for gives way without a word to what was asked for.
         shared = (
-            folded({**plan.shared, **line}).keys() - (own.keys() - line.keys())
+            folded({**plan.shared, **line_values}).keys() - (stage_values.keys() - line_values.keys())
             if len(stages) > 1
             else set()
         )
         spare = {*implied, *shared} - by_stage[name].keys()
         # saved before it was an error
-        spare |= (merged.keys() - line.keys()) if plan.folder is not None else set()
+        spare |= (merged.keys() - line_values.keys()) if plan.folder is not None else set()
         merged, left_out = without_unused(methods[method].settings, {**implied, **merged}, spare)
         unused |= {key: f"{prefix}{text}" for key, text in left_out.items() if key not in implied}
         used |= merged.keys()
@@ -362,7 +362,7 @@ def read(
             )
         )
     problems += [
-        *two_rewards(found),
+        *two_rewards(flag_values),
         *(as_flags(text, typed) for key, text in unused.items() if key not in used),
     ]
     if problems:
@@ -382,18 +382,18 @@ def override(
     `own`: flags that a script has beside them, for "did you mean".
     """
     problems: list[str] = []
-    left, flags = split_flags(words, problems)
-    problems += [f"{word!r} is one word too many: flags begin with two dashes" for word in left]
+    extra_words, flags = split_flags(words, problems)
+    problems += [f"{word!r} is one word too many: flags begin with two dashes" for word in extra_words]
     classes: list[Any] = [type(section) for section in sections]
     tables = [fields_of(cls) for cls in classes]
-    found = _resolve_flags(
+    values_by_name = _resolve_flags(
         with_dots(flags), {*own, *(key for table in tables for key in table)}, {}, problems
     )
     built = []
     for section, table in zip(sections, tables, strict=True):
-        given = {key: value for key, value in found.items() if key in table}
+        section_values = {key: value for key, value in values_by_name.items() if key in table}
         values = {}
-        for key, value in given.items():
+        for key, value in section_values.items():
             try:
                 values[key] = convert(table[key], value)
             except ValueError as error:
@@ -416,11 +416,11 @@ def _build(
     prefix: str = "",
 ) -> Any:
     """`build`; settings in `typed` are called by their flags in what their checks say."""
-    found: list[str] = []
-    built = build(cls, given, found, prefix)
+    messages: list[str] = []
+    built = build(cls, given, messages, prefix)
     problems += [
         p if plan.recipe is not None and p.startswith(f"{plan.recipe} line") else as_flags(p, typed)
-        for p in found
+        for p in messages
     ]
     return built
 
@@ -482,11 +482,11 @@ def _help(
     elif words:
         run = read(words, methods, default_recipe, options)
         pages = [(stage.method, stage.settings, run.options) for stage in run.stages]
-        found = [
+        environments_named = [
             getattr(getattr(stage.settings, "env", None), "environment", None)
             for stage in run.stages
         ]
-        named = [name for name in dict.fromkeys(found) if name is not None]
+        named = [name for name in dict.fromkeys(environments_named) if name is not None]
     if os.environ.get("RANK", "0") == "0":
         with help_pages.reader_may_leave():
             for method, settings, options_value in pages:

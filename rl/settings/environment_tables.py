@@ -45,14 +45,14 @@ class EnvironmentSettings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        own: tuple[str, ...] = (
+        settings: tuple[str, ...] = (
             "environment_settings",
             "environment_rows",
             "environment_isolation",
             "max_turns",
             "episode_tokens",
         )
-        own += (
+        settings += (
             "episode_seconds",
             "opponents",
             "opponents_every",
@@ -60,7 +60,7 @@ class EnvironmentSettings:
             "players_temperature",
         )
         only_with(
-            self, own, self.environment is not None, "no environment is named", "give environment"
+            self, settings, self.environment is not None, "no environment is named", "give environment"
         )
 
 
@@ -68,18 +68,18 @@ def folded(given: Mapping[str, Given]) -> dict[str, Given]:
     """`given` with its "environment.x" as one `environment_settings`, and `environment: {name:
     ...}` of a recipe as these.
     """
-    left = {key: value for key, value in given.items() if not key.startswith(PREFIX)}
-    own = {
+    remaining = {key: value for key, value in given.items() if not key.startswith(PREFIX)}
+    environment_settings = {
         key.removeprefix(PREFIX): value for key, value in given.items() if key.startswith(PREFIX)
     }
-    if own:
+    if environment_settings:
         words = [
             word
-            for key, value in own.items()
+            for key, value in environment_settings.items()
             for word in (key, shlex.join(value.words or ("True",)))
         ]
-        before = left["environment_settings"].words if "environment_settings" in left else ()
-        left["environment_settings"] = Given(
-            (*before, *words), ", ".join(value.place for value in own.values())
+        before = remaining["environment_settings"].words if "environment_settings" in remaining else ()
+        remaining["environment_settings"] = Given(
+            (*before, *words), ", ".join(value.place for value in environment_settings.values())
         )
-    return left
+    return remaining

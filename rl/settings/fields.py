@@ -101,8 +101,8 @@ class Given:
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name closest to `name`, or None where nothing is close."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return found[0] if found else None
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return matches[0] if matches else None
 
 
 def as_flags(text: str, names: Iterable[str]) -> str:
@@ -205,10 +205,10 @@ def convert(field: Field, given: Given) -> Any:
         words = [_TRUE_WORDS.get(word.lower(), word) for word in words]
     allowed = (spec.nargs,) if isinstance(spec.nargs, int) else spec.nargs
     if allowed != "*" and len(words) not in allowed:
-        wanted = " or ".join(str(count) for count in allowed)
+        expected = " or ".join(str(count) for count in allowed)
         got = f"{len(words)}: {given.shown}" if words else "none"
         raise ValueError(
-            f"{given.place}: takes {wanted} value{'s' * (wanted != '1')} ({spec.metavar}), got {got}"
+            f"{given.place}: takes {expected} value{'s' * (expected != '1')} ({spec.metavar}), got {got}"
         )
     if spec.choices is not None:
         words = [current_value(field.name, word) for word in words]
@@ -264,17 +264,17 @@ def without_unused(
     """(`given` less those of `spare` that would have no effect in `cls`, what there was to say of
     each of them).
     """
-    left = dict(given)
+    remaining = dict(given)
     unused: dict[str, str] = {}
     while True:
         try:
-            build(cls, left, [], spare=spare)
-            return left, unused
+            build(cls, remaining, [], spare=spare)
+            return remaining, unused
         except UnusedSetting as error:
             unused[error.name] = str(error)
             # so that it ends, whatever a class's defaults are
             spare = [name for name in spare if name != error.name]
-            left.pop(error.name, None)
+            remaining.pop(error.name, None)
 
 
 def build(
@@ -374,7 +374,7 @@ def unflatten(cls: type, flat: Mapping[str, Any], problems: list[str], place: st
     `problems`.
     """
     table = fields_of(cls)
-    given = {}
+    raw_values = {}
     for name, value in current_settings(flat).items():
         if name not in table:
             near = nearest(name, table)
@@ -382,6 +382,6 @@ def unflatten(cls: type, flat: Mapping[str, Any], problems: list[str], place: st
                 f"{place}: unknown setting {name!r}" + (f"; did you mean {near!r}?" if near else "")
             )
         else:
-            given[name] = Given(words_of(value), f"{place}, {name}", is_null=value is None)
+            raw_values[name] = Given(words_of(value), f"{place}, {name}", is_null=value is None)
     # What has no effect was saved before it was an error: it still has none.
-    return build(cls, without_unused(cls, given, given.keys())[0], problems, prefix=f"{place}: ")
+    return build(cls, without_unused(cls, raw_values, raw_values.keys())[0], problems, prefix=f"{place}: ")

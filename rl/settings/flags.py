@@ -42,19 +42,19 @@ def with_dots(flags: Sequence[Flag], mappings: Collection[str] = ("template",)) 
     """`--template.enable_thinking false --template.x 1` as the one flag `--template enable_thinking
     false x 1`.
     """
-    found: list[Flag] = []
+    merged: list[Flag] = []
     for flag in flags:
         holder, dot, _ = flag.key.partition(".")
         if not dot or holder not in mappings:
-            found.append(flag)
+            merged.append(flag)
             continue
         name = flag.given.place.partition(".")[2]  # as it was written: templates tell - from _
         words = (
-            *(old.given.words for old in found if old.key == holder),
+            *(old.given.words for old in merged if old.key == holder),
             (name, *(flag.given.words or ("true",))),
         )
-        found = [old for old in found if old.key != holder]
-        found.append(
+        merged = [old for old in merged if old.key != holder]
+        merged.append(
             Flag(holder, Given(tuple(word for part in words for word in part), f"--{holder}"))
         )
-    return found
+    return merged

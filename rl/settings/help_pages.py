@@ -112,8 +112,8 @@ def index(methods: Mapping[str, MethodSpec], default_recipe: Path, recipes: Sequ
         table = Table.grid(padding=(0, 2, 0, 0))
         table.add_column(no_wrap=True)
         table.add_column()
-        for left, right in rows:
-            table.add_row(Text(left, style="cyan"), Text(right))
+        for remaining, right in rows:
+            table.add_row(Text(remaining, style="cyan"), Text(right))
         console.print(Text(f"\n{title}", style="bold"))
         console.print(Padding(table, (0, 0, 0, 2)))
 

@@ -59,8 +59,8 @@ class LearnedRewardSettings:
             raise ValueError(
                 'rubric and rubric_model go together: --rubric-model NAME --rubric "Is the answer polite?" 1'
             )
-        own = ("rubric_reading", "rubric_renderer")
-        only_with(self, own, self.rubric_model is not None, "no rubric_model is named", "name one")
+        options = ("rubric_reading", "rubric_renderer")
+        only_with(self, options, self.rubric_model is not None, "no rubric_model is named", "name one")
         written = self.rubric_reading == "score"
         only_with(
             self,

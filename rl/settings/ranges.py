@@ -148,13 +148,13 @@ def _declared(cls: type) -> tuple[tuple[str, Range, set[type], bool], ...]:
     range.
     """
     hints = typing.get_type_hints(cls, include_extras=True)
-    found = []
+    ranges = []
     for item in fields(cls):
         allowed = range_of(hints[item.name])
         if allowed is not None:
             inner = bare(hints[item.name])
             plain = inner in (int, float) or bool({int, float} & set(typing.get_args(inner)))
-            found.append(
+            ranges.append(
                 (
                     item.name,
                     allowed,
@@ -162,7 +162,7 @@ def _declared(cls: type) -> tuple[tuple[str, Range, set[type], bool], ...]:
                     plain and typing.get_origin(inner) is not tuple,
                 )
             )
-    return tuple(found)
+    return tuple(ranges)
 
 
 def check_ranges(settings: Any) -> None:

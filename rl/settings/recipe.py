@@ -120,25 +120,25 @@ def _all_given(
     """The settings of a mapping; of `environment: {name: ..., key: value}` the name, and the keys
     as environment.key.
     """
-    found: dict[str, Given] = {}
+    values: dict[str, Given] = {}
     for written, (value, line) in pairs.items():
         key = current_name(written)
-        if key in found:
+        if key in values:
             former = next(name for name in pairs if name != key and current_name(name) == key)
             problems.append(f"{path} line {line}: {former} and {key} are one setting; keep {key}")
             continue
         if key != "environment" or not isinstance(value, yaml.MappingNode):
-            found[key] = _given(written, value, line, path)
+            values[key] = _given(written, value, line, path)
             continue
-        own = _pairs(value, path, problems)
-        if "name" not in own:
+        inner_pairs = _pairs(value, path, problems)
+        if "name" not in inner_pairs:
             problems.append(
                 f"{path} line {line}: environment has no `name:`; it is a name, or a mapping of its name and settings"
             )
-        for inner, (node, at) in own.items():
+        for inner, (node, at) in inner_pairs.items():
             name = key if inner == "name" else f"{key}.{inner}"
-            found[name] = _given(name, node, at, path)
-    return found
+            values[name] = _given(name, node, at, path)
+    return values
 
 
 def _word(

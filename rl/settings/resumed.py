@@ -44,10 +44,10 @@ def read_folder(
 
 
 def _stage(stage: Mapping[str, Any], path: Path) -> RecipeStage:
-    given = {
+    values = {
         key: _given(key, value, path) for key, value in current_settings(stage["settings"]).items()
     }
-    return RecipeStage(stage["method"], stage["name"], 0, given)
+    return RecipeStage(stage["method"], stage["name"], 0, values)
 
 
 def _given(key: str, value: Any, path: Path) -> Given:
@@ -58,7 +58,7 @@ def changes(words: Sequence[str], problems: list[str]) -> dict[str, Given]:
     """`NAME=VALUE` and `STAGE.NAME=VALUE` by name; several values of one setting in one word, as a
     shell quotes them.
     """
-    found = {}
+    changed = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not name:
@@ -71,8 +71,8 @@ def changes(words: Sequence[str], problems: list[str]) -> dict[str, Given]:
         except ValueError as error:
             problems.append(f"--change {word!r}: {error}")
             continue
-        found[plain(name)] = Given(parts, f"--change {name}", is_null=value in ("null", "None"))
-    return found
+        changed[plain(name)] = Given(parts, f"--change {name}", is_null=value in ("null", "None"))
+    return changed
 
 
 def plain(name: str) -> str:
@@ -89,26 +89,26 @@ def of_stages(
 ) -> dict[str, dict[str, Given]]:
     """`stage.setting` keys by stage. `tables`: the settings of each stage."""
     by_stage: dict[str, dict[str, Given]] = {name: {} for name in names}
-    for key, given in found.items():
+    for key, raw in found.items():
         stage, _, setting = key.rpartition(".")
         if stage not in by_stage:
             near = nearest(stage, names)
             hint = f"did you mean {near}?" if near else f"its stages are {', '.join(names)}"
-            problems.append(f"{given.place}: this run has no stage {stage!r}; {hint}")
+            problems.append(f"{raw.place}: this run has no stage {stage!r}; {hint}")
             continue
         if (
             setting not in tables[stage]
             and setting.startswith("no_")
             and setting[3:] in tables[stage]
-            and not given.words
+            and not raw.words
         ):
-            setting, given = setting[3:], Given(("False",), given.place)
+            setting, raw = setting[3:], Given(("False",), raw.place)
         if setting not in tables[stage]:
             near = nearest(setting, tables[stage])
             problems.append(
-                f"{given.place}: no such setting of stage {stage}"
+                f"{raw.place}: no such setting of stage {stage}"
                 + (f"; did you mean {near}?" if near else "")
             )
             continue
-        by_stage[stage][setting] = given
+        by_stage[stage][setting] = raw
     return by_stage

@@ -131,8 +131,8 @@ def difference(
             if key in ignore or (key in old and key in new and old[key] == new[key]):
                 continue
             before, after = (
-                show(one[key]) if key in one and one[key] is not None else "(not set)"
-                for one in (old, new)
+                show(settings[key]) if key in settings and settings[key] is not None else "(not set)"
+                for settings in (old, new)
             )
             lines.append(f"{prefix}{key} {before} -> {after}")
 
