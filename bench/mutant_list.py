@@ -860,14 +860,14 @@ MUTANTS = [
     ),
     M(
         "rl/sampler/precision.py",
-        'parameter.is_floating_point() and "lora_" not in own and',
+        'parameter.is_floating_point() and "lora_" not in name and',
         "parameter.is_floating_point() and",
         "outside: an adapter's matrices are cast",
         "sampler_decoders sampler_population",
     ),
     M(
         "rl/sampler/precision.py",
-        "if any(part in own for part in kept):",
+        "if any(part in name for part in kept_fp32):",
         "if False:",
         "outside: matrices that the model wants in float32 are cast",
         "sampler_population sampler_decoders",
@@ -1507,7 +1507,7 @@ MUTANTS = [
     ),
     M(
         "rl/sampler/pages.py",
-        " and self.pool.held[row.pages[at]] == 1:",
+        " and self.pool.held[row.pages[index]] == 1:",
         ":",
         "a row writes to a page that others hold",
         "sampler_paged",

@@ -503,7 +503,7 @@ def test_rows_beyond_the_length_of_dynamic_frequencies_are_an_error():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     learner = make_learner(tiny_model("llama", rope_parameters=rope, max_position_embeddings=32))
     learnt(learner, datums(((20, (8, 13)),)))
-    with pytest.raises(ValueError, match="33 tokens is longer than the 32.*dynamic"):
+    with pytest.raises(ValueError, match="33 tokens is longer than this model.s original context of 32,.*dynamic"):
         learnt(learner, datums(((20, (8, 14)),)))
 
 

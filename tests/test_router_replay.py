@@ -242,7 +242,7 @@ def test_turns_keep_the_experts_of_the_turn_that_read_them_first():
 
 
 def test_a_model_whose_experts_cannot_be_told_is_refused_by_name():
-    with pytest.raises(UserError, match="router_replay is for models with experts"):
+    with pytest.raises(UserError, match="router_replay needs a model with experts"):
         note_experts(make_decoder(model_of("llama")))
     with pytest.raises(UserError, match=r"PhimoeForCausalLM cannot be told.*turn it off"):
         note_experts(make_decoder(model_of("phimoe")))

@@ -102,7 +102,7 @@ def test_a_model_that_looks_ahead_is_refused_by_name(kind):
 
 
 def test_recomputing_is_said_and_a_cache_is_not():
-    with pytest.warns(UserWarning, match=r"RwkvForCausalLM.*reads the whole sequence again"):
+    with pytest.warns(UserWarning, match=r"RwkvForCausalLM.*recomputes the whole sequence"):
         make_decoder(build("rwkv"))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -140,7 +140,7 @@ def test_a_fast_decoder_that_is_not_the_model_is_not_used():
         1.5 * type(mlp).forward(mlp, x)
     )
     with pytest.warns(
-        UserWarning, match="fast decoder does not give the logits of this LlamaForCausalLM"
+        UserWarning, match="fast decoder does not reproduce the logits of this LlamaForCausalLM"
     ):
         decoder = make_decoder(model)
     assert isinstance(decoder, HFDecoder)

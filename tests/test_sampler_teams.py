@@ -111,7 +111,7 @@ def test_a_sum_left_out_is_seen(launched):
     """
     launch, found = launched
     if launch == "ddp":
-        assert "does not give the logits" in found["a sum left out"]
+        assert "does not reproduce the logits" in found["a sum left out"]
     else:
         assert [tokens for tokens, *_ in found["a sum left out"]] != [
             tokens for tokens, *_ in found["alone"]["qwen3"]["drawn 0"]

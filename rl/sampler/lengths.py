@@ -1,10 +1,13 @@
-"""Models whose positions are turned by frequencies that depend on the length of the whole sequence.
+"""Detect rotary embeddings with frequencies that depend on the length of the whole sequence.
 
-longrope (Phi-3.5, Phi-4-mini) has two sets: one up to the original context, one beyond it, and the
-longest row of a forward decides for all, so rows of both kinds share no forward. Keys that were
-stored before a sequence grew past that length were turned by the other set, while a learner that
-scores the finished sequence turns all of them by one. dynamic NTK changes at every length beyond
-the original, and which set is in use hangs on the forwards before: such rows cannot be trained on.
+longrope (Phi-3.5, Phi-4-mini) has two frequency sets: the first up to the original context, the
+second beyond it. The longest row of a forward selects the set for all rows, so rows on both sides
+of the threshold never share a forward. Keys cached before a sequence grew past the threshold were
+rotated with the first set, while a learner that scores the finished sequence rotates all keys with
+the second.
+
+Dynamic NTK changes at every length beyond the original context, and the active set depends on the
+previous forwards, so such rows cannot be trained on.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class LengthSwitch:
-    """`at`: sequences of up to so many positions have one set of frequencies. `beyond`: longer ones
-    have one of their own.
+    """Hold the length at which a model's rotary frequencies change.
+
+    Sequences of up to `at` positions use the first set of frequencies. `beyond` is true if longer
+    sequences have a fixed second set.
     """
 
     kind: str
@@ -25,52 +30,66 @@ class LengthSwitch:
     beyond: bool
 
     def is_beyond(self, length: int) -> bool:
-        """Which set of frequencies a row of so many tokens has; rows of both share no forward.
-        ValueError where it has none of its own.
+        """Return whether a row of `length` tokens uses the second set of frequencies.
+
+        Rows with different results never share a forward. Raises ValueError if no fixed set exists
+        for this length.
         """
         if length > self.at and not self.beyond:
             raise ValueError(
-                f"a sequence of {length} tokens is longer than the {self.at} that this model was made for, and beyond them the frequencies "
-                f"of its rotary embedding ({self.kind}) depend on what ran before: shorten the sequences, or set another rope_type (yarn, "
-                "say) in the model's config.json"
+                f"a sequence of {length} tokens is longer than this model's original context "
+                f"of {self.at}, beyond which the frequencies of its rotary embedding ({self.kind}) "
+                "depend on earlier forwards: shorten the sequences, or set another rope_type "
+                "(yarn, say) in the model's config.json"
             )
         return length > self.at
 
     def most(self, prompt: int) -> int | None:
-        """How many positions a sequence may reach that starts with `prompt` of them; None: this
-        sets no bound.
+        """Return the largest length (positions) of a sequence with a prompt of `prompt` positions.
+
+        None if the switch sets no limit.
         """
         return None if self.beyond and prompt > self.at else self.at
 
     def refusal(self, prompt: int, wanted: int) -> str:
-        """Why a sequence of `wanted` positions that starts with `prompt` cannot be sampled or
-        scored, and what to do.
+        """Return the error message for a sequence of `wanted` positions with a prompt of `prompt`
+        positions.
+
+        The message says why the sequence cannot be sampled or scored, and the remedy.
         """
-        said = f"the model's rotary positions ({self.kind}) have frequencies that change where a sequence grows past {self.at} tokens"
+        message = (
+            f"the model's rotary positions ({self.kind}) use other frequencies once a sequence "
+            f"exceeds {self.at} tokens"
+        )
         if not self.beyond:
-            return f"{said}, with every token; {wanted} tokens are too many: stay within {self.at} (a shorter prompt, a lower max_tokens)"
+            return (
+                f"{message}, at every token; {wanted} tokens are too many: stay within "
+                f"{self.at} (a shorter prompt, a lower max_tokens)"
+            )
         other = f"lower max_tokens to {self.at + 1 - prompt} or less"
         return (
-            f"{said}. A prompt of {prompt} tokens that reaches {wanted} crosses it, and its logprobs would not be those of the "
+            f"{message}. A prompt of {prompt} tokens that reaches {wanted} crosses it, and "
+            "its logprobs would not be those of the "
             f"finished sequence: {other}, or give a prompt of more than {self.at} tokens"
         )
 
 
 def length_switch(model: Any) -> LengthSwitch | None:
-    """What the rotary modules of a HF model say; None where no frequency depends on the length."""
-    found = list(_switches(model))
-    if not found:
+    """Return the length switch of a HF model; None if no frequency depends on the length."""
+    switches = list(_switches(model))
+    if not switches:
         return None
-    # layers of different kinds: nothing beyond the first change is one and the same
-    if len(set(found)) > 1:
-        return LengthSwitch(found[0].kind, min(one.at for one in found), beyond=False)
-    return found[0]
+    # Layers with different switches: the only safe limit is the smallest threshold.
+    if len(set(switches)) > 1:
+        return LengthSwitch(switches[0].kind, min(switch.at for switch in switches), beyond=False)
+    return switches[0]
 
 
 def _switches(model: Any) -> Iterator[LengthSwitch]:
+    """Yield a `LengthSwitch` for each length-dependent rotary module or layer type of `model`."""
     for module in model.modules():
-        own = vars(module)
-        kinds, config = own.get("rope_type"), own.get("config")
+        attributes = vars(module)
+        kinds, config = attributes.get("rope_type"), attributes.get("config")
         if kinds is None or config is None:
             continue
         per_layer = kinds if isinstance(kinds, dict) else {None: kinds}
@@ -80,9 +99,9 @@ def _switches(model: Any) -> Iterator[LengthSwitch]:
             rope = (
                 config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
             )
-            at = (
+            threshold = (
                 rope.get("original_max_position_embeddings")
-                or own.get("original_max_seq_len")
+                or attributes.get("original_max_seq_len")
                 or config.max_position_embeddings
             )
-            yield LengthSwitch(str(kind), int(at), beyond=kind == "longrope")
+            yield LengthSwitch(str(kind), int(threshold), beyond=kind == "longrope")

@@ -1,4 +1,4 @@
-"""Which decoder for which model."""
+"""Build the decoder of a model: the fast decoder or the generic HF decoder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from rl.sampler.probe import agrees_with, settle
 from rl.sampler.split import Team
 from rl.sampler.weights import Unsupported
 
-_ONE_RANK = "sampler_tp {} splits what the fast decoder samples (the Llama and Qwen families), and {}: leave sampler_tp at 1"
+_ONE_RANK = (
+    "sampler_tp {} needs the fast decoder (the Llama and Qwen families), but {}: leave sampler_tp "
+    "at 1"
+)
 
 
 def make_decoder(
@@ -28,44 +31,49 @@ def make_decoder(
     base: Decoder | None = None,
     team: Team | None = None,
 ) -> Decoder:
-    """A decoder over a copy of the weights of a HF causal LM, which may be PEFT-wrapped: training
-    the model does not change it.
+    """Build a decoder over a copy of the weights of a HF causal LM, PEFT-wrapped or not.
 
-    "fast" is the hand-written decoder of the Llama family, "hf" the model's own forward; "auto"
-    takes the fast one for the architectures and features it was proved for. `dtype` (default: the
-    model's) is that of the base weights; adapters keep theirs. Adapters are applied unmerged.
-    `weights`: all of them, where the model given is a shell whose own mean nothing. `base`: a
-    decoder of the bare model under the adapters, whose memory is shared where it holds the same
-    (`FastDecoder.base`). `team`: ranks that hold the decoder together, each its part
-    (rl.sampler.split), all of which call this and what it returns alike; UserError for a model that
-    only the generic decoder samples, or that they cannot share evenly. The decoder is tried out
-    against the model's plain forward (see `probe`); UserError for a model that cannot be sampled.
+    Training the model afterwards does not change the decoder. `kind`: "fast" is the hand-written
+    decoder of the Llama family, "hf" the model's own forward; "auto" picks the fast decoder for the
+    architectures and features that it was verified for.
+
+    `dtype` (default: the model's) is the dtype of the base weights; adapters keep their dtype.
+    Adapters are applied unmerged. `weights`: all weights by name, for a model that holds no values
+    itself. `base`: a decoder of the bare model under the adapters; buffers with equal values are
+    shared with it (`FastDecoder.base`). `team`: the tensor-parallel ranks that hold the decoder
+    together, each with its shard (rl.sampler.split); all of them make this call and every call of
+    the returned decoder.
+
+    The decoder is checked against the model's plain forward (see `probe`). Raises UserError if the
+    model cannot be sampled from, or if `team` is set and only the generic decoder supports the
+    model or the ranks cannot share it evenly. Raises ValueError if `kind` is unknown, or "fast" for
+    a model that the fast decoder does not support.
     """
     without_cudnn()
-    where = torch.device(device) if device is not None else None
+    target = torch.device(device) if device is not None else None
     if kind not in ("auto", "fast", "hf"):
-        raise ValueError(f"kind is 'auto', 'fast' or 'hf', got {kind!r}")
+        raise ValueError(f"kind must be 'auto', 'fast' or 'hf', got {kind!r}")
     shared = base if isinstance(base, FastDecoder) and weights is None else None
     if team is not None and kind == "hf":
         raise UserError(_ONE_RANK.format(team.size, "the sampler is 'hf'"))
-    decoder = None if kind == "hf" else _fast(model, dtype, where, kind, shared, team)
-    hollow = weights is not None
+    decoder = None if kind == "hf" else _fast(model, dtype, target, kind, shared, team)
+    without_values = weights is not None
     if isinstance(decoder, FastDecoder):
         if weights is not None:
             decoder.load_(weights)
-        if hollow or agrees_with(decoder, model):
+        if without_values or agrees_with(decoder, model):
             return decoder
         name = type(unwrapped(model)).__name__
-        said = f"the fast decoder does not give the logits of this {name}'s own forward"
+        message = f"the fast decoder does not reproduce the logits of this {name}'s own forward"
         if team is not None:
-            raise UserError(_ONE_RANK.format(team.size, said))
+            raise UserError(_ONE_RANK.format(team.size, message))
         if kind == "fast":
-            raise ValueError(f"{said}: use kind='auto' or kind='hf'")
-        remark(f"{said}, so sampling goes through that forward, slower")
-    generic = HFDecoder(model, dtype, where)
+            raise ValueError(f"{message}: use kind='auto' or kind='hf'")
+        remark(f"{message}, so sampling uses that forward, which is slower")
+    generic = HFDecoder(model, dtype, target)
     if weights is not None:
         generic.load_(weights)
-    settle(generic, None if hollow else model)
+    settle(generic, None if without_values else model)
     return generic
 
 
@@ -76,11 +84,10 @@ def make_base(
     kind: str = "auto",
     team: Team | None = None,
 ) -> Decoder | None:
-    """A decoder of a bare model whose memory those of adapters on it share (`make_decoder`'s
-    `base`), and a batch with them.
+    """Build the decoder of a bare model, for adapters on it to share memory and a batch with.
 
-    None where adapters on it can share neither: the hand-written decoder does not know it, or "hf"
-    is asked for.
+    It is the `base` of `make_decoder`. Returns None if adapters on it can share neither: the fast
+    decoder does not support the model, or `kind` is "hf".
     """
     if kind == "hf":
         return None
@@ -101,16 +108,20 @@ def _fast(
     base: FastDecoder | None,
     team: Team | None,
 ) -> FastDecoder | None:
-    """The fast decoder; None for a model that it does not know, an error where no other was asked
-    for or could do it.
+    """Return the fast decoder; None if it does not support the model and `kind` allows the generic
+    decoder.
+
+    Raises UserError if `team` needs the fast decoder, ValueError if `kind` does.
     """
     try:
         return FastDecoder.from_model(model, dtype, device, base, team)
     except Unsupported as reason:
         if team is not None:
-            raise UserError(_ONE_RANK.format(team.size, f"it does not know {reason}")) from reason
+            raise UserError(
+                _ONE_RANK.format(team.size, f"it does not support {reason}")
+            ) from reason
         if kind == "fast":
             raise ValueError(
-                f"the fast decoder does not know {reason}; use kind='auto' or kind='hf'"
+                f"the fast decoder does not support {reason}; use kind='auto' or kind='hf'"
             ) from reason
         return None

@@ -1,9 +1,10 @@
-"""Rows of several models in one batch: LoRA adapters of any ranks and targets on one frozen base,
-and the bare base itself.
+"""Sample rows of several models in a single batch: LoRA adapters on a frozen base, and the bare
+base.
 
-Each matrix of the base is read once for all rows, and each row adds its own adapter's part
-(rl.sampler.projections), so a sample is what its model alone would have drawn. Which model a
-request is for is its `weights`: a number under which the decoder knows an adapter.
+Adapters may have any ranks and targets. Each matrix of the base is read once for all rows, and each
+row adds the output of its adapter (rl.sampler.projections), so each sample equals a sample of its
+model in a separate batch. `Request.weights` selects the model: the number under which the decoder
+knows an adapter.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from rl.types import SampledSequence
 
 
 class MixedDecoder(FastDecoder):
-    """A base and the adapters that were put beside it, by number. It copies nothing: adapters stay
-    where their own decoders have them.
+    """Decode with a base and any number of adapters on it, each under a number.
+
+    Nothing is copied: the adapters' own decoders keep their memory.
     """
 
     mixes = True
@@ -38,29 +40,32 @@ class MixedDecoder(FastDecoder):
         self.versions: dict[int, int] = {}
 
     def put(self, number: int, decoder: Decoder, version: int) -> None:
-        """From now on `number` stands for that decoder's weights. UserError where it stands on
-        another base.
+        """Map `number` to the weights of `decoder`. Raises UserError if they belong to another
+        base.
         """
         if not isinstance(decoder, FastDecoder) or self.own not in (decoder, decoder.base):
             raise UserError(
-                "weights that stand on another base cannot be drawn from in this batch: sample them by themselves"
+                "weights on another base cannot be sampled in this batch: sample them in a "
+                "separate batch"
             )
         self.decoders[number], self.versions[number] = decoder, version
-        for mine, its in zip(self.parts(), decoder.parts(), strict=True):
-            if its.adapter is not None and decoder is not self.own:
-                mine.others[number] = its.adapter  # type: ignore[assignment]  # both are of one kind
+        for projection, other in zip(self.parts(), decoder.parts(), strict=True):
+            if other.adapter is not None and decoder is not self.own:
+                # type: ignore[assignment] # both are of the same kind
+                projection.others[number] = other.adapter
 
     def take(self, number: int) -> None:
-        """It stands for nothing any more."""
+        """Remove the weights of `number`."""
         self.decoders.pop(number)
         self.versions.pop(number)
-        for mine in self.parts():
-            mine.others.pop(number, None)
+        for projection in self.parts():
+            projection.others.pop(number, None)
 
 
 class MixedEngine(Engine):
-    """An engine over such a decoder. Each request says whose it is; one whose weights give no
-    number is alone in failing.
+    """Run an engine over a `MixedDecoder`; `Request.weights` selects the model of each request.
+
+    If the weights of a request produce no numbers (NaN), only the requests of these weights fail.
     """
 
     decoder: MixedDecoder
@@ -68,8 +73,10 @@ class MixedEngine(Engine):
 
     @classmethod
     def beside(cls, decoder: Decoder, **settings: Any) -> MixedEngine:
-        """An engine for all that stand on the base of `decoder`, none of them put in yet."""
-        assert isinstance(decoder.base, FastDecoder), "there is a base where `Decoder.base` says so"
+        """Build an engine for all models on the base of `decoder`, without any adapter yet."""
+        assert isinstance(decoder.base, FastDecoder), (
+            "Decoder.base` of this decoder must be a FastDecoder"
+        )
         return cls(MixedDecoder(decoder.base), **settings)
 
     def __init__(self, decoder: MixedDecoder, *args: Any, **settings: Any):
@@ -77,16 +84,19 @@ class MixedEngine(Engine):
         self._broken: dict[int, FloatingPointError] = {}
 
     def add(self, request: Request) -> int:
+        """Queue a request and return its id. Raises ValueError if its weights are unknown."""
         if request.weights not in self.decoder.decoders:
             raise ValueError(
-                f"this batch knows no weights {request.weights}: it draws for {sorted(self.decoder.decoders)}"
+                f"unknown weights {request.weights}: this batch samples from "
+                f"{sorted(self.decoder.decoders)}"
             )
         return super().add(request)
 
     @torch.inference_mode()
     def keep_weights(self, numbers: Iterable[int]) -> None:
-        """Forgets all others, but for those that somebody still draws from, and what is in the
-        cache of their conversations.
+        """Remove all weights except `numbers` and those of running or waiting requests.
+
+        The cached conversations of removed weights are dropped too.
         """
         keep = {*numbers, *(job.request.weights for job in (*self._jobs.values(), *self._waiting))}
         for number in self.decoder.decoders.keys() - keep:
@@ -98,26 +108,30 @@ class MixedEngine(Engine):
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
+        """Run a step; return its finished requests, and an error for each request that diverged."""
         done = super().step()
         broken, self._broken = self._broken, {}
         for request_id in broken:
             self.drop(request_id)
         if broken:
             self._state.scrub()
-        return [one for one in done if one.request_id not in broken] + [
+        return [item for item in done if item.request_id not in broken] + [
             Finished(number, error) for number, error in broken.items()
         ]
 
     def _no_numbers(self, tokens: np.ndarray, bad: np.ndarray) -> None:
+        """Record a divergence error for each request with a bad row; set its token to 0."""
         for number in sorted(set(self._rows["job"][bad].tolist())):
             self._broken[number] = diverged([number])
-        tokens[bad] = 0  # of rows that leave at the end of this step
+        tokens[bad] = 0  # these rows are removed at the end of this step
 
     def _labelled(self, row: int, sequence: SampledSequence) -> SampledSequence:
+        """Set the sequence's version to that of the weights that sampled it."""
         weights = self._jobs[int(self._rows["job"][row])].request.weights
         sequence.version = self.decoder.versions[weights or 0]
         return sequence
 
     def _keep(self, row: int, job: Job, tokens: list[int]) -> None:
+        """Keep the row's cache for its conversation unless its request diverged."""
         if job.request_id not in self._broken:
             super()._keep(row, job, tokens)

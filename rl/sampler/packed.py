@@ -1,9 +1,10 @@
-"""Matrices once more in the layout that oneDNN reads fastest, for products on a CPU in float32.
+"""Keep a second copy of matrices in the layout that oneDNN reads fastest, for float32 products on a
+CPU.
 
-The library that torch calls for a plain product there reads the matrix as it lies, anew in each
-step: on a CPU with AVX-512 that gave 60 to 95 GFLOP/s for 64 rows where this gives 100 to 113, and
-35 against 80 for 16 rows of a large head (one thread). Small matrices lie in a cache anyway, and
-large models would take the memory twice: both stay as they are.
+A plain torch product reads the matrix in its stored layout and reorders it in each step. On a CPU
+with AVX-512 (1 thread) that gave 60 to 95 GFLOP/s for 64 rows against 100 to 113 with this layout,
+and 35 against 80 for 16 rows of a large head. Small matrices fit into the CPU's cache and large
+models would need twice the memory: both keep the plain layout.
 """
 
 from __future__ import annotations
@@ -14,30 +15,30 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-LEAST = 1 << 18  # numbers of a matrix
-MOST = 512 << 20  # bytes of all matrices that a decoder would have twice
-_ROWS = 64  # that the layout is made for; it serves any number
+LEAST = 1 << 18  # elements of a matrix
+MOST = 512 << 20  # bytes of all matrices that a decoder may hold twice
+_ROWS = 64  # row count that the layout is tuned for; it works for any number
 
-# By matrix, so that decoders that share one share this too: (what its version was, the other
-# layout).
+# Keyed by matrix, so that decoders that share a matrix share its second layout: (version of the
+# matrix, second layout).
 _made = WeakTensorKeyDictionary()
 
 
 def fits(matrices: Iterable[Tensor]) -> bool:
-    """Whether a decoder of these may have them twice."""
-    mine = [w for w in matrices if _may(w)]
-    return 0 < sum(w.nbytes for w in mine) <= MOST
+    """Return whether a decoder of these matrices may hold them in a second layout."""
+    matching = [w for w in matrices if _may(w)]
+    return 0 < sum(w.nbytes for w in matching) <= MOST
 
 
 def _may(weight: Tensor) -> bool:
+    """Return whether this matrix is supported: a large, contiguous float32 CPU tensor."""
     plain = (
         weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and weight.is_contiguous()
         and type(weight) is Tensor
     )
-    # An inference tensor does not count its changes, so that a layout of older numbers would not be
-    # noticed.
+    # An inference tensor has no version counter, so an outdated layout would not be noticed.
     return (
         plain
         and weight.numel() >= LEAST
@@ -47,8 +48,9 @@ def _may(weight: Tensor) -> bool:
 
 
 def layout(weight: Tensor) -> tuple[int, Tensor] | None:
-    """(the matrix's version that this is of, its other layout); None where the matrix stays as it
-    is. To be asked again after a change.
+    """Return (version of the matrix, its second layout); None if the matrix keeps the plain layout.
+
+    Call it again after the matrix has changed.
     """
     if not _may(weight):
         return None
@@ -62,5 +64,5 @@ def layout(weight: Tensor) -> tuple[int, Tensor] | None:
 
 
 def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """x [.., I] times the matrix [O, I] of that layout."""
+    """Return x [.., I] times the matrix [O, I] in its second layout, plus `bias`: [.., O]."""
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")

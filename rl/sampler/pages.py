@@ -1,10 +1,10 @@
-"""Who holds which page of the cache: a pool with counts of references, and the tables of prompts
+"""Manage the blocks of the paged KV cache: a reference-counted pool and the block tables of prompts
 and rows.
 
-A row's table covers its prompt and its response, position by position. Rows of one prompt share its
-pages; the page that the prompt ends in is copied by each row at its first write, but for the last
-one that holds it, which writes in place. A prompt without rows holds its pages itself. So every
-page but one a row is full, whatever lengths there are.
+A row's table covers its prompt and its response, position by position. Rows of a prompt share its
+pages. Each row copies the prompt's last, partly filled page at its first write, except the last row
+that holds it, which writes in place. A prompt without rows holds its pages itself. So at most one
+page of each row is not full, whatever the lengths.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 
 
 def pages_at_most(asked: Iterable[tuple[int, int, int]], size: int, max_rows: int) -> int:
-    """Pages of `size` positions that requests can come to hold at once, of at most `max_rows` rows.
+    """Return the most pages of `size` positions that requests can hold at once, with at most
+    `max_rows` rows.
 
-    asked: (length of the prompt, samples, most tokens of each). A prompt's full pages are held once
-    for its rows, each of which has the page that the prompt ends in and what follows for itself; a
-    prompt may wait for its other samples beside them.
+    asked: (length of the prompt, samples, most tokens of each). The full pages of a prompt are held
+    once for all its rows; each row holds its copy of the prompt's last page and the following
+    pages. A prompt may hold its pages in addition while its other samples wait.
     """
-    every = [
+    per_request = [
         (
             prompt // size,
             count,
@@ -29,27 +30,28 @@ def pages_at_most(asked: Iterable[tuple[int, int, int]], size: int, max_rows: in
         )
         for prompt, count, most in asked
     ]
-    if not every:
+    if not per_request:
         return 1
-    whole = sum(shared + count * own for shared, count, own, _ in every)
-    shared, _, own, waits = (max(column) for column in zip(*every, strict=True))
-    return max(min(whole, min(len(every), max_rows) * shared + max_rows * own) + waits, 1)
+    whole = sum(shared + count * private for shared, count, private, _ in per_request)
+    shared, _, private, waits = (max(column) for column in zip(*per_request, strict=True))
+    return max(min(whole, min(len(per_request), max_rows) * shared + max_rows * private) + waits, 1)
 
 
 def pool_size(budget: int, need: int | None) -> int:
-    """Pages of a pool: the budget, or what is needed and up to an eighth more, so that calls that
-    need about as much have one size.
+    """Return the size of a pool in pages: the budget, or the need rounded up by at most an eighth.
+
+    Rounding gives calls with a similar need the same pool size.
     """
     step = 1 << max(((need or 1) - 1).bit_length() - 4, 0)
     return budget if need is None else min(budget, -(-need // step) * step)
 
 
 class OutOfPages(Exception):
-    """Nothing is free; the caller lets rows wait."""
+    """Signal that no page is free; the caller preempts rows."""
 
 
 class PagePool:
-    """Pages 0..count-1. A page is free where nobody holds it."""
+    """Count the references of pages 0..count-1. A page without references is free."""
 
     def __init__(self, count: int):
         self.held = [0] * count
@@ -57,9 +59,11 @@ class PagePool:
 
     @property
     def free(self) -> int:
+        """Return the number of free pages."""
         return len(self._free)
 
     def take(self) -> int:
+        """Take a free page with a reference count of 1. Raises OutOfPages if no page is free."""
         if not self._free:
             raise OutOfPages
         page = self._free.pop()
@@ -67,11 +71,13 @@ class PagePool:
         return page
 
     def share(self, pages: list[int]) -> list[int]:
+        """Add a reference to each page; return them as a new list."""
         for page in pages:
             self.held[page] += 1
         return list(pages)
 
     def release(self, pages: list[int]) -> None:
+        """Drop a reference of each page; pages without references become free."""
         for page in pages:
             self.held[page] -= 1
             if self.held[page] == 0:
@@ -80,7 +86,7 @@ class PagePool:
 
 @dataclass(slots=True)
 class PromptPages:
-    """A prompt's tokens and, while no row answers it, its pages."""
+    """Hold the length of a prompt and, while it has no rows, its pages."""
 
     length: int
     pages: list[int] = field(default_factory=list)
@@ -89,7 +95,7 @@ class PromptPages:
 
 @dataclass(slots=True)
 class RowPages:
-    """A row's table; `length` positions of it are written."""
+    """Hold the block table of a row, of which `length` positions are written."""
 
     prompt: PromptPages
     length: int
@@ -97,7 +103,9 @@ class RowPages:
 
 
 class Tables:
-    """The tables of a running batch over one pool, in the slots of its state."""
+    """Keep the block tables of a running batch over a single pool, in the order of the state's
+    slots.
+    """
 
     def __init__(self, pages: int, size: int):
         self.pool, self.size = PagePool(pages), size
@@ -105,23 +113,25 @@ class Tables:
         self.rows: list[RowPages] = []
 
     def pages_for(self, positions: int) -> int:
+        """Return the number of pages for `positions` positions."""
         return -(-positions // self.size)
 
     def add_prompt(self, length: int) -> PromptPages:
-        """A prompt after the present ones, with pages to be written."""
+        """Append a prompt with new pages to be written. Raises OutOfPages."""
         prompt = PromptPages(length, self._several(self.pages_for(length)))
         self.prompts.append(prompt)
         return prompt
 
     def _several(self, count: int) -> list[int]:
+        """Take `count` pages. Raises OutOfPages, without taking any, if fewer are free."""
         if count > self.pool.free:
             raise OutOfPages
         return [self.pool.take() for _ in range(count)]
 
     def add_row(self, slot: int) -> RowPages:
-        """A row after the present ones that answers the prompt in the slot."""
+        """Append a row of the prompt in `slot`."""
         prompt = self.prompts[slot]
-        if prompt.rows == 0:  # from now on its rows hold the pages
+        if prompt.rows == 0:  # the first row takes over the prompt's pages
             row = RowPages(prompt, prompt.length, prompt.pages)
             prompt.pages = []
         else:
@@ -134,8 +144,8 @@ class Tables:
         return row
 
     def add_whole(self, slot: int, length: int) -> RowPages:
-        """A row that goes on after it waited: `length` positions, to be written anew into pages of
-        its own.
+        """Append a preempted row that resumes: `length` positions, to be recomputed into new pages
+        of the row.
         """
         prompt = self.prompts[slot]
         row = RowPages(prompt, length, self._several(self.pages_for(length)))
@@ -147,58 +157,64 @@ class Tables:
         return row
 
     def keep_row(self, row: RowPages, length: int) -> None:
-        """A prompt after the present ones: the first `length` positions of a row, whose pages both
-        hold.
-        """
+        """Append a prompt of the first `length` positions of a row; both hold the pages."""
         self.prompts.append(
             PromptPages(length, self.pool.share(row.pages[: self.pages_for(length)]))
         )
 
     def extend(self, slot: int, count: int) -> tuple[int, int] | None:
-        """Room for `count` more positions at the end of a prompt without rows; (from, to) where its
-        last page has to be copied first.
+        """Extend a prompt without rows by `count` positions.
+
+        Returns (source, target) if its last page has to be copied first, else None. Raises
+        OutOfPages.
         """
         prompt, copy = self.prompts[slot], None
         if prompt.length % self.size and self.pool.held[prompt.pages[-1]] > 1:
-            (mine,) = self._several(1)
-            copy = (prompt.pages[-1], mine)
+            (new_page,) = self._several(1)
+            copy = (prompt.pages[-1], new_page)
             self.pool.release(prompt.pages[-1:])
-            prompt.pages[-1] = mine
+            prompt.pages[-1] = new_page
         prompt.length += count
         prompt.pages += self._several(self.pages_for(prompt.length) - len(prompt.pages))
         return copy
 
     def needed(self, counts: Sequence[int] | None = None) -> int:
-        """Pages that the next token of every row takes, or so many of each row."""
+        """Return the number of new pages for the next token of every row, or for `counts` tokens of
+        each row.
+        """
         new, writers = 0, dict[int, int]()
         for row, count in zip(self.rows, counts or [1] * len(self.rows), strict=True):
-            at = row.length // self.size
+            index = row.length // self.size
             new += max(self.pages_for(row.length + count) - len(row.pages), 0)
-            if at < len(row.pages):
-                writers[row.pages[at]] = writers.get(row.pages[at], 0) + 1
+            if index < len(row.pages):
+                writers[row.pages[index]] = writers.get(row.pages[index], 0) + 1
         return new + sum(min(count, self.pool.held[page] - 1) for page, count in writers.items())
 
     def make_room(self, row: RowPages) -> tuple[int, int, tuple[int, int] | None]:
-        """(page, place in it) of the row's next position, and (from, to) where a page has to be
-        copied first.
+        """Make room for the row's next position.
+
+        Returns (page, offset in it, copy); copy is (source, target) if a page has to be copied
+        first, else None.
         """
-        at, place = divmod(row.length, self.size)
+        index, place = divmod(row.length, self.size)
         copy = None
-        if at == len(row.pages):
+        if index == len(row.pages):
             row.pages.append(self.pool.take())
-        elif self.pool.held[row.pages[at]] > 1:
-            mine = self.pool.take()
-            copy = (row.pages[at], mine)
-            self.pool.release([row.pages[at]])
-            row.pages[at] = mine
+        elif self.pool.held[row.pages[index]] > 1:
+            new_page = self.pool.take()
+            copy = (row.pages[index], new_page)
+            self.pool.release([row.pages[index]])
+            row.pages[index] = new_page
         row.length += 1
-        return row.pages[at], place, copy
+        return row.pages[index], place, copy
 
     def grow(self, row: RowPages, count: int) -> tuple[int, int] | None:
-        """Room for `count` more positions of a row; (from, to) where a page has to be copied first."""
-        at, end = row.length // self.size, row.length + count
-        # nearly always: the device waits for this
-        if end <= len(row.pages) * self.size and self.pool.held[row.pages[at]] == 1:
+        """Make room for `count` more positions of a row; return (source, target) if a page must be
+        copied first.
+        """
+        index, end = row.length // self.size, row.length + count
+        # the common case, on the critical path of the device
+        if end <= len(row.pages) * self.size and self.pool.held[row.pages[index]] == 1:
             row.length = end
             return None
         _, _, copy = self.make_room(row)
@@ -207,7 +223,10 @@ class Tables:
         return copy
 
     def drop_row(self, row: RowPages) -> None:
-        """Before its slot goes: the last row of a prompt gives the prompt's pages back to it."""
+        """Release the pages of a row before its slot is removed.
+
+        The last row of a prompt returns the prompt's pages to the prompt.
+        """
         prompt = row.prompt
         prompt.rows -= 1
         if prompt.rows == 0:
@@ -216,21 +235,24 @@ class Tables:
         row.pages = []
 
     def drop_prompt(self, prompt: PromptPages) -> None:
+        """Release the pages of a prompt."""
         self.pool.release(prompt.pages)
         prompt.pages = []
 
     def shared_pages(self) -> list[tuple[list[int], list[int]]]:
-        """(rows, full pages) of each group of rows whose tables begin with the same pages: these
-        are read once for all of them.
+        """Return (rows, full pages) of each group of rows with tables that begin with the same
+        pages.
+
+        Attention reads these pages once for the whole group.
         """
-        # of a prompt and a first page: a row that came back has pages of its own
+        # Keyed by prompt and first page: a resumed row has separate pages.
         groups: dict[tuple[int, int], list[int]] = {}
         for i, row in enumerate(self.rows):
             if row.prompt.rows > 1 and row.prompt.length >= self.size:
                 groups.setdefault((id(row.prompt), row.pages[0]), []).append(i)
-        found = []
+        groups_with_pages = []
         for rows in groups.values():
             full = self.rows[rows[0]].prompt.length // self.size
             if len(rows) > 1:
-                found.append((rows, self.rows[rows[0]].pages[:full]))
-        return found
+                groups_with_pages.append((rows, self.rows[rows[0]].pages[:full]))
+        return groups_with_pages

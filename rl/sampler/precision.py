@@ -1,11 +1,11 @@
-"""A model's weights in a low precision, everything else as a learner under autocast has it.
+"""Cast a model's weights to a low precision; everything else stays as in a learner under autocast.
 
 Only the matrices of linear layers, embeddings and experts are cast. Rotary frequencies and other
-buffers, norms, biases, the parameters of recurrences and an adapter's matrices stay as they are:
-frequencies rounded to bfloat16 are wrong by whole turns some hundred tokens on. The forward then
-runs under autocast, as the learner's does. Hidden states are float32 between the layers (from the
-embedding on) and so are the logits: sampler and learner differ by what the matrices' products lose
-alone.
+buffers, norms, biases, the parameters of recurrences and an adapter's matrices keep their dtype:
+frequencies rounded to bfloat16 are wrong by whole turns after some hundred tokens. The forward then
+runs under autocast, as the learner's does. Hidden states between the layers (from the embedding on)
+and the logits are float32. So sampler and learner differ only by the rounding of the matrix
+products.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-_COLUMNS = 2048  # of a head at once, where its weights have to be turned to float32 first
+# columns of a head per product, if its weights have to be converted to float32 first
+_COLUMNS = 2048
 LOW = (torch.bfloat16, torch.float16)
 
 
 def linear_fp32(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """x [.., I] times the weight, in float32 also where both are half precision: products and sums
-    are not rounded.
+    """Return x [.., I] times the weight, plus the bias, in float32 even if both are half precision.
+
+    Products and sums are not rounded to half precision.
     """
     if weight_OI.dtype not in LOW:
         return F.linear(x.to(weight_OI.dtype), weight_OI, bias_O)
@@ -42,10 +44,10 @@ def linear_fp32(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> T
 
 
 def cast_(model: Any, dtype: torch.dtype, *, frozen: bool = False, hollow: bool = False) -> None:
-    """The matrices of a HF model (`frozen`: those that are not trained) to `dtype`, in place. See
-    the module.
+    """Cast the matrices of a HF model to `dtype`, in place (see the module).
 
-    `hollow`: they hold nothing yet, and are not touched.
+    `frozen`: only those that are not trained. `hollow`: the matrices hold no values yet, and their
+    memory is not touched.
     """
     for _, parameter in frozen_matrices(model) if frozen else _matrices(model):
         if parameter.dtype != dtype:
@@ -57,7 +59,9 @@ def cast_(model: Any, dtype: torch.dtype, *, frozen: bool = False, hollow: bool 
 
 
 def frozen_matrices(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """What `lower_frozen_` casts, each once: a tied one under its first name."""
+    """Yield (name, matrix) of all that `lower_frozen_` casts, a tied matrix once under its first
+    name.
+    """
     seen: set[int] = set()
     for name, parameter in _matrices(model):
         if not parameter.requires_grad and id(parameter) not in seen:
@@ -68,10 +72,10 @@ def frozen_matrices(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
 def lower_frozen_(
     model: Any, dtype: torch.dtype, *, hollow: bool = False, widen: bool = True
 ) -> None:
-    """A learner's matrices that are not trained to `dtype`, in place; embeddings give float32 as
-    before. `hollow`: see `cast_`.
+    """Cast a learner's frozen matrices to `dtype`, in place; embeddings still return float32.
 
-    `widen`: False where something else than autocast sees to the precision (FSDP2).
+    `hollow`: see `cast_`. `widen`: False if something other than autocast handles the precision
+    (FSDP2).
     """
     cast_(model, dtype, frozen=True, hollow=hollow)
     if widen:
@@ -79,26 +83,27 @@ def lower_frozen_(
 
 
 def _matrices(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield (name, parameter) of each matrix that may be cast."""
     from transformers.pytorch_utils import Conv1D
 
-    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    kept_fp32 = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for prefix, module in model.named_modules():
-        for own, parameter in module.named_parameters(prefix=prefix, recurse=False):
-            if any(part in own for part in kept):
+        for name, parameter in module.named_parameters(prefix=prefix, recurse=False):
+            if any(part in name for part in kept_fp32):
                 continue
             of_layer = (
                 isinstance(module, nn.Linear | nn.Embedding | Conv1D) and parameter.dim() == 2
             )
             of_experts = parameter.dim() >= 3 and not isinstance(module, nn.modules.conv._ConvNd)
-            if parameter.is_floating_point() and "lora_" not in own and (of_layer or of_experts):
-                yield own, parameter
+            if parameter.is_floating_point() and "lora_" not in name and (of_layer or of_experts):
+                yield name, parameter
 
 
 def widen_(model: Any) -> None:
-    """Embeddings and the output head of a model that is in a low precision give float32, in place."""
+    """Make a low-precision model's embeddings and output head return float32, in place."""
     _widen_embeddings_(model)
     head = model.get_output_embeddings()
-    for module in head.modules():  # the head itself, or the layers inside an adapter around it
+    for module in head.modules():  # the head itself, or the layers inside an adapter on it
         if (
             type(module) is nn.Linear
             and module.weight.shape[0] == head.weight.shape[0]
@@ -108,21 +113,25 @@ def widen_(model: Any) -> None:
 
 
 def _widen_embeddings_(model: Any) -> None:
+    """Make the embeddings in low precision return float32, in place."""
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.weight.dtype in LOW:
-            # A method, so that a copy of the model has one of its own.
+            # A bound method, so that a copied model gets a separate method.
             module.forward = MethodType(_embed, module)  # type: ignore[method-assign]
 
 
 def _embed(self: nn.Embedding, *args: Any, **kwargs: Any) -> Tensor:
+    """Return the float32 output of an embedding in low precision."""
     if type(self) is nn.Embedding:
         return type(self).forward(self, *args, **kwargs).float()
-    with _AsFloat32(self.weight):  # some scale what they looked up, in their weights' dtype
+    with _AsFloat32(self.weight):  # some classes scale the vectors in the dtype of their weights
         return type(self).forward(self, *args, **kwargs).float()
 
 
 class _AsFloat32(TorchFunctionMode):
-    """Inside, a table in low precision says that it is float32, and what is looked up is."""
+    """Report float32 as the dtype of a table in low precision, and return float32 from look-ups in
+    it.
+    """
 
     def __init__(self, table: Tensor):
         super().__init__()
@@ -136,5 +145,6 @@ class _AsFloat32(TorchFunctionMode):
 
 
 def _head(self: nn.Linear, x: Tensor) -> Tensor:
+    """Return the float32 output of an output head in low precision."""
     with torch.autocast(x.device.type, enabled=False):
         return linear_fp32(x, self.weight, self.bias)

@@ -1,10 +1,10 @@
-"""What a model does, tried on a few tokens of its own weights before any work: never believed from
-its name.
+"""Verify a model's behavior on a few tokens with its own weights before any work, instead of
+trusting its name.
 
-Sequences of different lengths are decoded together, rows entering and leaving, and compared with
-each sequence alone in a plain forward, which is what a learner scores. Then the other rows' tokens
-are changed: this row's logits must not feel it. Windows and chunks of attention are made short for
-the trial, so that a few tokens cross them.
+Sequences of different lengths are decoded together, with rows entering and leaving, and compared
+with a plain forward of each sequence by itself, which is what a learner scores. Then the tokens of
+the other rows are changed: a row's logits must not depend on them. Attention windows and chunks are
+shortened for the probe, so that a few tokens cross them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from rl.sampler.decoder_hf import HFDecoder
 from rl.sampler.forward_hf import Plan, unwrapped
 from rl.sampler.precision import LOW
 
-_WORDS = 4096  # of the vocabulary, in the trial
-_WINDOW = 6  # of attention, in the trial
-# Of the spread of the logits: what rounding may do. float32: 2^-24 a step, 1e3 to 1e4 of them; half
-# precision: 2^-9.
+_WORDS = 4096  # of the vocabulary, in the probe
+_WINDOW = 6  # of attention, in the probe
+# Allowed rounding error, relative to the spread of the logits. float32: 2^-24 per step, 1e3 to 1e4
+# steps; half precision: 2^-9.
 _ROUNDING = 3e-4
 _ROUNDING_LOW = 5e-2
-# What a model's own code raises when a cache is not what it expects; running out of memory is no
-# answer.
+# Errors that a model's own code raises for an unexpected cache; running out of memory is not among
+# them.
 _FAILURES = (
     RuntimeError,
     TypeError,
@@ -44,34 +44,38 @@ _FAILURES = (
     AssertionError,
 )
 
-Rows = list[tuple[int, list[int], list[int]]]  # (step at which it enters, prompt, response)
+Rows = list[tuple[int, list[int], list[int]]]  # (step at which the row enters, prompt, response)
 
 
 def settle(decoder: HFDecoder, model: Any | None) -> None:
-    """Sets the decoder's plan to the fastest that is exact. `model`: where its weights are (None:
-    in the decoder alone).
+    """Set the decoder's plan to the fastest exact plan.
 
-    Raises UserError for a model whose logits are not a function of the tokens before them.
+    `model` holds the weights (None: only the decoder does). Raises UserError for a model with
+    logits that are not a function of the preceding tokens.
     """
     trial, _ = small(decoder.model if model is None else model)
     decoder.plan = find_plan(trial)
     if decoder.layers.chosen:
         remark(
-            f"{decoder.name}: its layers choose which {decoder.layers.chosen} positions they read, by scores whose order rounding can "
-            "turn round: beyond so many tokens a sample's logprob may differ from the learner's (optim/max_logprob_difference)"
+            f"{decoder.name}: its layers select the {decoder.layers.chosen} positions that "
+            "they read by scores, and rounding can change the order of the scores:"
+            "beyond that many tokens a sample's logprob may differ from the learner's "
+            "(optim/max_logprob_difference)"
         )
     if decoder.plan.rows == "recompute":
         remark(
-            f"{decoder.name}: decoding with a cache does not give this model's own logits (tried: rows of any lengths, "
-            "rows of one length), so sampling reads the whole sequence again for every token: exact, and slow with long answers"
+            f"{decoder.name}: decoding with a cache does not reproduce this model's own "
+            "logits (tried: rows of any lengths, "
+            "rows of equal length), so sampling recomputes the whole sequence for every token: "
+            "exact, but slow with long responses"
         )
 
 
 def small(model: Any) -> tuple[HFDecoder, int | None]:
-    """A decoder around the model's own weights to try out, and its number of layers: one of every
-    make (all: None).
+    """Return a truncated decoder around the model's own weights, and its number of layers.
 
-    A large vocabulary is cut down to its first words, which change nothing for each other.
+    It keeps a layer of each kind (number None: all layers). A large vocabulary is cut down to its
+    first tokens, which do not affect each other's logits.
     """
     trial = HFDecoder.around(model)
     depth = cut_(trial.model)
@@ -86,57 +90,63 @@ def small(model: Any) -> tuple[HFDecoder, int | None]:
 
 
 def find_plan(trial: HFDecoder) -> Plan:
-    """The fastest plan that gives the logits of the model's plain forward. See `settle`."""
+    """Return the fastest plan that reproduces the logits of the model's plain forward (see
+    `settle`).
+    """
     rows = _rows(trial)
     with torch.inference_mode():
         _shorten_windows(trial.model)
-        alone = _alone(trial, rows)
-        if not all(bool(logits.isfinite().all()) for logits in alone):
-            return Plan()  # the engine says so when it draws
-        bound = _bound(trial.dtype, alone)
-        _check_causal(trial, rows, alone, bound)
-        together = _together(trial, rows, alone, bound)
-        right = together and _right_padding(trial, rows, alone, bound)
+        reference = _alone(trial, rows)
+        if not all(bool(logits.isfinite().all()) for logits in reference):
+            return Plan()  # the engine raises when it samples
+        bound = _bound(trial.dtype, reference)
+        _check_causal(trial, rows, reference, bound)
+        together = _together(trial, rows, reference, bound)
+        right = together and _right_padding(trial, rows, reference, bound)
         plan = Plan("recompute", "right" if right else "equal", together)
         batched = "slots" if trial.layers.states else "padded"
         for kind in (batched, "equal") if together else ():
             if kind == batched and trial.length_switch is not None:
-                continue  # the longest row of a forward would decide the frequencies of all
+                continue  # the longest row of a forward would select the frequencies of all rows
             trial.plan = Plan(kind, plan.reading)  # type: ignore[arg-type]
-            found: list[Tensor] = []
+            decoded: list[Tensor] = []
             agrees = _agrees(
-                lambda found=found: found.extend(_decoded(trial, rows)) or found, alone, bound
+                lambda decoded=decoded: decoded.extend(_decoded(trial, rows)) or decoded,
+                reference,
+                bound,
             )  # type: ignore[misc]
-            if agrees and _apart(trial, rows, found, bound):
+            if agrees and _apart(trial, rows, decoded, bound):
                 return trial.plan
         return plan
 
 
 def agrees_with(decoder: FastDecoder, model: Any) -> bool:
-    """Whether a decoder gives the logits of the model's plain forward, but for rounding."""
+    """Return whether a decoder reproduces the logits of the model's plain forward, except for
+    rounding.
+    """
     trial, depth = small(model)
     decoder = decoder.few(depth or len(decoder.layers), trial.vocab_size)
     rows = _rows(trial)
     with torch.inference_mode():
-        alone = _alone(trial, rows)
-        if not all(bool(logits.isfinite().all()) for logits in alone):
-            return True  # the engine says so when it draws
-        bound = _bound(decoder.dtype, alone)
-        # four times what the products of a learner's autocast lose
+        reference = _alone(trial, rows)
+        if not all(bool(logits.isfinite().all()) for logits in reference):
+            return True  # the engine raises when it samples
+        bound = _bound(decoder.dtype, reference)
+        # 4 times the error of the products under a learner's autocast
         if decoder.dtype in LOW and trial.dtype not in LOW:
             with torch.autocast(trial.device.type, dtype=decoder.dtype):
-                bound = max(bound, 4 * _difference(_alone(trial, rows), alone))
-        return _difference(_decoded(decoder, rows), alone) <= bound
+                bound = max(bound, 4 * _difference(_alone(trial, rows), reference))
+        return _difference(_decoded(decoder, rows), reference) <= bound
 
 
-# ---------------------------------------------------------------------------------------- the trial
+# ---------------------------------------------------------------------------------------- the probe
 
 
 def _rows(decoder: HFDecoder) -> Rows:
-    """Four sequences, two of which share a prompt's length; short enough for the model's context.
+    """Return four sequences that fit into the model's context; two prompts have the same length.
 
-    The padding token stands in the prompts and in the answers of two: some models (RoBERTa's kin)
-    count positions without it, which a cache cannot know of, and a policy may draw it.
+    The padding token is part of the prompts and of two responses: some models (RoBERTa's relatives)
+    skip it when they count positions, which a cache cannot know, and a policy may sample it.
     """
     most = min(
         limit
@@ -166,7 +176,7 @@ def _rows(decoder: HFDecoder) -> Rows:
 
 
 def _changed(rows: Rows, but: int, decoder: HFDecoder) -> Rows:
-    """The rows with other tokens in all of them but one."""
+    """Return the rows with other tokens in all rows except `but`."""
 
     def other(tokens: Sequence[int]) -> list[int]:
         return [(token + 1) % min(decoder.vocab_size, _WORDS) for token in tokens]
@@ -177,8 +187,9 @@ def _changed(rows: Rows, but: int, decoder: HFDecoder) -> Rows:
 
 
 def _shorten_windows(model: Any) -> None:
-    """Sizes of windows, chunks and choices of attention, wherever config and modules keep them, to
-    at most `_WINDOW`.
+    """Reduce attention windows, chunks and top-k sizes to at most `_WINDOW`.
+
+    The sizes are set both in the config and in the modules.
     """
     config = unwrapped(model).config
     places = [
@@ -186,8 +197,8 @@ def _shorten_windows(model: Any) -> None:
         vars(config.get_text_config()),
         *(vars(module) for module in model.modules()),
     ]
-    for own in places:
-        for name, value in list(own.items()):
+    for attributes in places:
+        for name, value in list(attributes.items()):
             sized = name.endswith(
                 (
                     "sliding_window",
@@ -198,35 +209,40 @@ def _shorten_windows(model: Any) -> None:
                 )
             )
             if sized and type(value) is int and value > _WINDOW:
-                own[name] = _WINDOW
+                attributes[name] = _WINDOW
 
 
 def _alone(decoder: HFDecoder, rows: Rows) -> list[Tensor]:
-    """For each row the logits that predict its response, [tokens, V], by a plain forward of the
-    whole sequence alone.
+    """Return for each row the logits that predict its response, [tokens, V].
+
+    Each row runs in a separate plain forward.
     """
-    found = []
+    references = []
     for _, prompt, response in rows:
         logits = decoder.plain_forward([[*prompt, *response]], last_only=False)[0].float()
-        found.append(logits[len(prompt) - 1 : -1].clone())
-    return found
+        references.append(logits[len(prompt) - 1 : -1].clone())
+    return references
 
 
 def _bound(dtype: torch.dtype, alone: Sequence[Tensor]) -> float:
+    """Return the largest allowed difference of logits: the rounding error times the spread of
+    `alone`.
+    """
     spread = max(float((logits - logits.mean(-1, keepdim=True)).abs().max()) for logits in alone)
     return spread * (_ROUNDING_LOW if dtype in LOW else _ROUNDING)
 
 
 def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest, infinite where something is not finite."""
+    """Return the largest absolute difference; infinity if a value is not finite."""
     worst = max(
-        float((one.to(other.device) - other).abs().max())
-        for one, other in zip(found, expected, strict=True)
+        float((actual.to(reference.device) - reference).abs().max())
+        for actual, reference in zip(found, expected, strict=True)
     )
     return worst if np.isfinite(worst) else float("inf")
 
 
 def _agrees(run: Callable[[], list[Tensor]], expected: Sequence[Tensor], bound: float) -> bool:
+    """Return whether the logits of `run` are within the bound of `expected`; False if it fails."""
     try:
         return _difference(run(), expected) <= bound
     except torch.OutOfMemoryError:
@@ -236,26 +252,32 @@ def _agrees(run: Callable[[], list[Tensor]], expected: Sequence[Tensor], bound: 
 
 
 def _check_causal(decoder: HFDecoder, rows: Rows, alone: Sequence[Tensor], bound: float) -> None:
-    """The logits of a prefix are those of the whole sequence there, and the same twice."""
+    """Check that the logits of a prefix equal those of the whole sequence, and that forwards are
+    repeatable.
+
+    Raises UserError if not.
+    """
     prefixes = [
         decoder.plain_forward([[*prompt, *response[:1]]], last_only=False)[0].float()
         for _, prompt, response in rows
     ]
-    found = [
+    predictions = [
         logits[len(prompt) - 1 : len(prompt)]
         for (_, prompt, _), logits in zip(rows, prefixes, strict=True)
     ]
-    worst = _difference(found, [logits[:1] for logits in alone])
+    worst = _difference(predictions, [logits[:1] for logits in alone])
     if worst > bound:
         raise UserError(
-            f"{decoder.name} cannot be sampled from: its logits change by {worst:.3g} with what comes after them (or from call to "
-            "call), so a token's probability is not known when it is drawn. Use a causal language model; an encoder needs "
+            f"{decoder.name} cannot be sampled from: its logits change by {worst:.3g} with "
+            "the tokens after them (or from call to"
+            "call), so a token's probability is not known when it is sampled. Use a causal "
+            "language model; an encoder needs "
             "is_decoder=true in its config.json"
         )
 
 
 def _together(decoder: HFDecoder, rows: Rows, alone: Sequence[Tensor], bound: float) -> bool:
-    """Whether sequences of one length may share a forward."""
+    """Return whether sequences of the same length may share a forward."""
     same = min(len(prompt) + len(response) for _, prompt, response in rows)
 
     shared = [
@@ -274,7 +296,7 @@ def _together(decoder: HFDecoder, rows: Rows, alone: Sequence[Tensor], bound: fl
 
 
 def _right_padding(decoder: HFDecoder, rows: Rows, alone: Sequence[Tensor], bound: float) -> bool:
-    """Whether sequences padded on the right are as they are alone."""
+    """Return whether sequences padded on the right have the same logits as without padding."""
 
     def run() -> list[Tensor]:
         batch = decoder.plain_forward(
@@ -289,8 +311,9 @@ def _right_padding(decoder: HFDecoder, rows: Rows, alone: Sequence[Tensor], boun
 
 
 def _apart(decoder: HFDecoder, rows: Rows, before: Sequence[Tensor], bound: float) -> bool:
-    """Whether each row is as it was when all others are changed; the shapes are the same, so hardly
-    anything rounds apart.
+    """Return whether each row's logits stay the same when all other rows change.
+
+    The shapes stay the same, so rounding hardly differs.
     """
     bound = bound if decoder.dtype in LOW else bound / 10
     return all(
@@ -300,8 +323,9 @@ def _apart(decoder: HFDecoder, rows: Rows, before: Sequence[Tensor], bound: floa
 
 
 def _decoded(decoder: Decoder, rows: Rows) -> list[Tensor]:
-    """Logits for every token of every response through the decoder's own state: each row enters at
-    its step and leaves at its end.
+    """Return the logits of every response token, computed through the decoder's own state.
+
+    Each row enters at its step and leaves at its end.
     """
     state = decoder.new_state(1 << 30)
     logits: list[list[Tensor]] = [[] for _ in rows]
@@ -332,4 +356,4 @@ def _decoded(decoder: Decoder, rows: Rows) -> list[Tensor]:
         state.leave(source, compaction(used))
         running = [running[i] for i in source]
         step += 1
-    return [torch.stack(found) for found in logits]
+    return [torch.stack(row_logits) for row_logits in logits]

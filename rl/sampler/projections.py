@@ -1,9 +1,7 @@
-"""Linear layers as a decoder computes them: a matrix, and adapters beside it that are added
-unmerged, as PEFT adds them.
+"""Compute the linear layers of a decoder: a matrix plus unmerged LoRA adapters, as PEFT adds them.
 
-One matrix may carry the adapters of several (`Projection.others`), each for rows of its own: the
-matrix is read once for all of them. Shapes: N rows (or prompts) first, I inputs, O outputs, R
-ranks.
+A matrix may carry several adapters (`Projection.others`), each for some of the rows: the matrix is
+read once for all of them. Shapes: N rows (or prompts) first, I inputs, O outputs, R ranks.
 """
 
 from __future__ import annotations
@@ -20,15 +18,15 @@ from rl.sampler import packed
 from rl.sampler.precision import linear_fp32
 from rl.sampler.split import Team, joined, span
 
-# Which rows (the first dimension) are of which adapter, each by its number; None in the place of
-# rows: all of them.
+# (number of the adapter, indices of its rows in the first dimension; None: all rows).
 Whose = Sequence[tuple[int, Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Low-rank addition to some outputs of a projection: outputs[columns] += scale * low[ranks]
-    B^T, low = x A^T.
+    """Describe a low-rank addition to some outputs of a projection.
+
+    outputs[columns] += scale * low[ranks] B^T, with low = x A^T.
     """
 
     b_key: str
@@ -39,7 +37,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class ProjectionSpec:
-    """Which buffers a (fused) linear layer reads."""
+    """Name the buffers that a (fused) linear layer reads."""
 
     weight: str
     bias: str | None = None
@@ -48,12 +46,13 @@ class ProjectionSpec:
 
 
 def _cut(tensor: Tensor, columns: slice) -> Tensor:
-    # indexing asks a device even of fake tensors
+    # indexing queries the device even of fake tensors
+    """Return the given columns of a tensor [.., columns], as a view."""
     return tensor.narrow(-1, columns.start, columns.stop - columns.start)
 
 
 class LowRank:
-    """The adapters of one (fused) linear layer, in their own dtype."""
+    """Hold the adapters of a (fused) linear layer, in their dtype."""
 
     __slots__ = ("lora_a", "parts")
 
@@ -61,20 +60,20 @@ class LowRank:
         self.lora_a, self.parts = lora_a, parts
 
     def add_(self, x: Tensor, y: Tensor, rows: Tensor | None = None) -> None:
-        """Adds to outputs y [N, .., O] what these make of x [N, .., I]: of all rows, or of some, by
-        number.
+        """Add the adapters' output for x [N, .., I] to y [N, .., O], for all rows or the rows with
+        these indices.
         """
-        own = x if rows is None else x.index_select(0, rows)
-        low = F.linear(own.to(self.lora_a.dtype), self.lora_a)
+        selected = x if rows is None else x.index_select(0, rows)
+        low = F.linear(selected.to(self.lora_a.dtype), self.lora_a)
         for b_OR, scale, columns, ranks in self.parts:
-            more = (F.linear(_cut(low, ranks), b_OR) * scale).to(y.dtype)
+            delta = (F.linear(_cut(low, ranks), b_OR) * scale).to(y.dtype)
             if rows is None:
-                _cut(y, columns).add_(more)
+                _cut(y, columns).add_(delta)
             else:
-                _cut(y, columns).index_add_(0, rows, more)
+                _cut(y, columns).index_add_(0, rows, delta)
 
     def first(self, outputs: int) -> LowRank:
-        """To the first outputs alone, of one layer by itself."""
+        """Return these adapters restricted to the first outputs of a layer that is not fused."""
         parts = [
             (b_OR[:outputs], scale, slice(0, outputs), ranks)
             for b_OR, scale, _, ranks in self.parts
@@ -83,10 +82,10 @@ class LowRank:
 
 
 class Projection:
-    """x [..., I] to [..., O]. `adapter` is for every row, `others` by number for those rows that
-    are said to be theirs.
+    """Map x [..., I] to [..., O].
 
-    `packs`: whether the matrix may be held in a second layout (`rl.sampler.packed`).
+    `adapter` applies to every row, `others` (by number) to the rows assigned to them. `packs`:
+    whether the matrix may be held in a second layout (`rl.sampler.packed`).
     """
 
     __slots__ = ("adapter", "bias", "layout", "others", "packs", "weight")
@@ -123,10 +122,10 @@ class Projection:
 
 
 class HeadProjection(Projection):
-    """The output head: logits in float32 also where weights and hidden states are half precision,
-    as a learner's are.
+    """Compute float32 logits even if weights and hidden states are half precision, as a learner
+    does.
 
-    `team`: whose ranks each have some rows of the vocabulary, and all get the logits of all.
+    `team`: each of its ranks holds some rows of the vocabulary, and all ranks get all logits.
     """
 
     __slots__ = ("outputs", "team", "words")
@@ -138,7 +137,7 @@ class HeadProjection(Projection):
         words: int = 0,
         team: Team | None = None,
     ):
-        """`words`: of the vocabulary, where a team holds it."""
+        """Build the head; `words` is the size of the vocabulary if a team holds it."""
         super().__init__(spec, buffers)
         self.team, self.words, self.outputs = team, words, words
 
@@ -150,7 +149,7 @@ class HeadProjection(Projection):
         return linear_fp32(x, self.weight, self.bias)
 
     def first(self, outputs: int) -> HeadProjection:
-        """The first outputs alone, of the same weights."""
+        """Return a head of the first outputs, with the same weights."""
         other = copy.copy(self)
         if self.team is not None:
             other.outputs = outputs
@@ -165,11 +164,11 @@ class HeadProjection(Projection):
 
 
 class Embedding:
-    """Tokens [N, ..] to vectors [N, .., E]; adapters (A [R, V], B [E, R], scale) as `Projection`
-    has them.
+    """Map tokens [N, ..] to vectors [N, .., E]; adapters (A [R, V], B [E, R], scale) as in
+    `Projection`.
 
-    `team`: whose ranks each have the vectors of some of the `words`, and all get those that are
-    asked for.
+    `team`: each of its ranks holds the vectors of some of the `words`, and all ranks get all
+    vectors.
     """
 
     __slots__ = ("adapter", "others", "team", "weight_VE", "words")
@@ -189,31 +188,33 @@ class Embedding:
             return self._vectors(ids, whose)
         first, last = span(self.words, self.team)
         elsewhere = (ids < first) | (ids >= last)
-        own = self._vectors((ids - first).masked_fill(elsewhere, 0), whose)
-        return self.team.sum_(own.masked_fill(elsewhere.unsqueeze(-1), 0))
+        vectors = self._vectors((ids - first).masked_fill(elsewhere, 0), whose)
+        return self.team.sum_(vectors.masked_fill(elsewhere.unsqueeze(-1), 0))
 
     def _vectors(self, ids: Tensor, whose: Whose | None) -> Tensor:
+        """Return the vectors of `ids` from the local rows, with the adapters' output."""
         x = F.embedding(ids, self.weight_VE)
         if self.adapter is not None:
             x = x + _low_vectors(ids, self.adapter).to(x.dtype)
         for number, rows in (whose or ()) if self.others else ():
             if number in self.others:
-                own = ids if rows is None else ids.index_select(0, rows)
-                more = _low_vectors(own, self.others[number]).to(x.dtype)
-                x = x + more if rows is None else x.index_add(0, rows, more)
+                selected = ids if rows is None else ids.index_select(0, rows)
+                delta = _low_vectors(selected, self.others[number]).to(x.dtype)
+                x = x + delta if rows is None else x.index_add(0, rows, delta)
         return x
 
 
 def _low_vectors(ids: Tensor, adapter: tuple[Tensor, Tensor, float]) -> Tensor:
+    """Return the adapter's output [N, .., E] for `ids`."""
     a_RV, b_ER, scale = adapter
     return F.linear(F.embedding(ids, a_RV.T), b_ER) * scale
 
 
 def groups(numbers: Sequence[int], device: torch.device) -> Whose:
-    """`Whose` of rows that are each of the adapter of that number."""
-    where: dict[int, list[int]] = {}
+    """Group rows by the number of their adapter; `numbers` has an entry for each row."""
+    rows_of: dict[int, list[int]] = {}
     for row, number in enumerate(numbers):
-        where.setdefault(int(number), []).append(row)
-    if len(where) == 1:
-        return [(next(iter(where)), None)]
-    return [(number, torch.tensor(rows, device=device)) for number, rows in where.items()]
+        rows_of.setdefault(int(number), []).append(row)
+    if len(rows_of) == 1:
+        return [(next(iter(rows_of)), None)]
+    return [(number, torch.tensor(rows, device=device)) for number, rows in rows_of.items()]

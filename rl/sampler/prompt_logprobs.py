@@ -1,4 +1,4 @@
-"""Logprobs of tokens that were given, not drawn: of a request's prompt, and of whole sequences
+"""Compute the logprobs of existing tokens: of a request's prompt, and of whole sequences
 (`compute_logprobs`).
 """
 
@@ -15,13 +15,13 @@ from rl.types import PlacedImage
 
 
 class PromptReader:
-    """Takes the logits of a prompt's positions in slices, in order, and keeps the logprob of each
+    """Read the logits of a prompt's positions in slices, in order, and keep the logprob of each
     next token.
 
-    `logprobs[0]` is None: nothing precedes the first token. `topk`: at each position the k
-    likeliest (token, logprob), best first; entry 0 is None too. `targets` [positions, K]: tokens
-    whose logprob is kept in the place of the next one, in `target_logprobs` (float32, the same
-    shape; 0 where the token is -1).
+    `logprobs[0]` is None: nothing precedes the first token. `topk`: at each position the k most
+    likely (token, logprob), best first; entry 0 is None too. `targets` [positions, K]: tokens whose
+    logprobs at each position, into `target_logprobs` (float32, the same shape; 0 if the token
+    is -1).
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class PromptReader:
     ):
         if not temperature > 0:
             raise ValueError(
-                f"logprobs of given tokens need a temperature above 0, got {temperature}; 1 is untempered"
+                f"prompt logprobs need a temperature above 0, got {temperature}; 1 is untempered"
             )
         self.prompt = prompt
         self.temperature = temperature
@@ -44,8 +44,9 @@ class PromptReader:
         self.target_logprobs = None if targets is None else np.zeros(targets.shape, np.float32)
 
     def read(self, first_position: int, logits_TV: Tensor) -> None:
-        """Logits of positions first_position, first_position + 1, ...; the prompt's last one
-        predicts none of it.
+        """Process the logits of positions first_position, first_position + 1, ...
+
+        The prompt's last position predicts none of its tokens.
         """
         count = min(len(logits_TV), len(self.prompt) - 1 - first_position)
         if count <= 0:
@@ -54,15 +55,15 @@ class PromptReader:
             self.prompt[first_position + 1 : first_position + 1 + count], device=logits_TV.device
         )
         scaled_TV = logits_TV[:count].float() / self.temperature
-        # log_softmax on a CPU loses up to 4e-4 over 150,000 tokens in float32; this does not.
+        # log_softmax on a CPU loses up to 4e-4 over 150,000 tokens in float32; logsumexp does not.
         logprobs_TV = scaled_TV - scaled_TV.logsumexp(-1, keepdim=True)
         self.logprobs.extend(logprobs_TV.gather(1, following[:, None]).squeeze(1).tolist())
         if self.targets is not None and self.target_logprobs is not None:
-            wanted = self.targets[first_position : first_position + count]
-            tokens_TK = torch.from_numpy(wanted.clip(min=0)).to(logprobs_TV.device)
-            found = logprobs_TV[: len(wanted)].gather(1, tokens_TK).cpu().numpy()
+            target_rows = self.targets[first_position : first_position + count]
+            tokens_TK = torch.from_numpy(target_rows.clip(min=0)).to(logprobs_TV.device)
+            target_logprobs = logprobs_TV[: len(target_rows)].gather(1, tokens_TK).cpu().numpy()
             self.target_logprobs[first_position : first_position + count] = np.where(
-                wanted < 0, 0.0, found
+                target_rows < 0, 0.0, target_logprobs
             )
         if self.topk > 0:
             values, tokens = logprobs_TV.topk(min(self.topk, logprobs_TV.shape[-1]), dim=-1)
@@ -76,27 +77,29 @@ def score(
     temperature: float = 1.0,
     images: Sequence[Sequence[PlacedImage]] = (),
 ) -> list[list[float | None]]:
-    """The logprob of every token of each sequence given those before it, entry 0 None; under
-    softmax(logits / temperature).
+    """Return the logprob of each token of each sequence under softmax(logits / temperature).
+
+    Entry 0 is None. Raises ValueError if a sequence is empty or exceeds the model's context.
     """
     readers = [PromptReader([int(token) for token in prompt], temperature) for prompt in prompts]
     for prompt, placed in zip(prompts, images, strict=True) if any(images) else ():
         decoder.check_images(prompt, placed)
     for prompt in prompts:
         if not len(prompt):
-            raise ValueError("an empty sequence has no logprobs; leave it out")
+            raise ValueError("an empty sequence has no logprobs: leave it out")
         if decoder.max_positions is not None and len(prompt) > decoder.max_positions:
             raise ValueError(
-                f"a sequence of {len(prompt)} tokens exceeds the context of {decoder.max_positions}: shorten it"
+                f"a sequence of {len(prompt)} tokens exceeds the context of "
+                f"{decoder.max_positions}: shorten it"
             )
         check_length(decoder, len(prompt) - 1, len(prompt) - 1)
     with torch.inference_mode():
-        # The last token predicts nothing and is not fed: so a learner reads the sequence, whose
-        # frequencies may hang on its length.
-        seen = {"images": images} if any(images) else {}
+        # The last token predicts nothing and is not fed, as in a learner's forward: the rotary
+        # frequencies may depend on the length.
+        image_kwargs = {"images": images} if any(images) else {}
         decoder.read_prompts(
             [reader.prompt[:-1] or reader.prompt for reader in readers],
             [reader.read for reader in readers],
-            **seen,
+            **image_kwargs,
         )
     return [reader.logprobs for reader in readers]

@@ -1,4 +1,4 @@
-"""What goes into the engine, what comes out, and what it counts."""
+"""Define the engine's requests, results and counters."""
 
 from __future__ import annotations
 
@@ -12,18 +12,24 @@ from rl.types import PlacedImage, SampledSequence, SampleResponse, SamplingParam
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """`num_samples` responses to one prompt.
+    """Describe `num_samples` responses to a prompt.
 
     The random stream of sample i is a function of (seed, problem, first_index + i): requests that
-    should differ differ in one of them. `params.seed` is not read here; the caller derives `seed`
-    from it. `include_prompt_logprobs` gives the untempered logprob of each prompt token,
-    `topk_prompt_logprobs` the k likeliest tokens at each position, `target_prompt_tokens` (int64
-    [prompt tokens - 1, K]) those of other tokens: row i's in the place of the prompt's token i + 1;
-    -1 asks for nothing. `begun` (of one sample alone): what is drawn of it already; it goes on
-    after that, from the same random stream. `images`: of the prompt, placed. `conversation`: a
-    name; what this request has read and drawn stays in the cache, as far as there is room, for the
-    next request of that name, which reads what is new alone. `weights`: whose these are, by number,
-    where a batch is of several (`rl.sampler.mixed`).
+    should differ must differ in at least one of the three. `params.seed` is not read here; the
+    caller derives `seed` from it.
+
+    `include_prompt_logprobs` requests the untempered logprob of each prompt token,
+    `topk_prompt_logprobs` the k most likely tokens at each position, `target_prompt_tokens` (int64
+    [prompt tokens - 1, K]) the logprobs of other tokens: row i is for the position of prompt token
+    i + 1; -1 requests nothing.
+
+    `begun` (only with `num_samples` 1): a partial sample; sampling resumes after it with the same
+    random stream. `images`: the placed images of the prompt.
+
+    `conversation`: the name of a conversation. The KV cache of this request's prompt and response
+    is kept, as far as the cache has room, for the next request of that name, which prefills only
+    its new tokens. `weights`: the number of the model to sample from, in a batch of several
+    (`rl.sampler.mixed`).
     """
 
     prompt: Sequence[int]
@@ -42,7 +48,7 @@ class Request:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether something is asked of the prompt's own tokens."""
+        """Return whether any logprobs of prompt positions are requested."""
         return (
             self.include_prompt_logprobs
             or self.topk_prompt_logprobs > 0
@@ -50,15 +56,16 @@ class Request:
         )
 
     def reads(self) -> tuple:
-        """What is asked of the prompt, and with what it is read: requests with the same tokens
-        share them where this is the same.
+        """Return a key of the requested prompt logprobs and of the inputs besides the tokens.
+
+        Requests with the same tokens and the same key share a prompt.
         """
         targets = self.target_prompt_tokens
-        asked = None if targets is None else (targets.shape, targets.tobytes())
+        target_key = None if targets is None else (targets.shape, targets.tobytes())
         return (
             self.include_prompt_logprobs,
             self.topk_prompt_logprobs,
-            asked,
+            target_key,
             tuple(self.images),
             self.weights,
         )
@@ -66,13 +73,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request of which every sample has ended; an error: of one that failed where others go on."""
+    """Hold the response of a finished request, or its error if it failed while other requests
+    continue.
+    """
 
     request_id: int
     response: SampleResponse | FloatingPointError
 
     def given(self) -> SampleResponse:
-        """The response; raises the error."""
+        """Return the response. Raises the error of a failed request."""
         if isinstance(self.response, FloatingPointError):
             raise self.response
         return self.response
@@ -80,13 +89,13 @@ class Finished:
 
 @dataclass(slots=True)
 class Counters:
-    """What was done, in tokens and rows; no clock.
+    """Count the engine's work in tokens and rows, without times.
 
-    `prefill_tokens`: prompt tokens read; `kept_tokens`: those that an earlier turn had left in the
-    cache, and were not read. `decoded_rows`: rows of logits that were turned into a token.
-    `fed_tokens`: rows passed through the model to get such logits (a sample's first comes from the
-    prompt's, so one less a sample). `emitted_tokens`: tokens of finished samples.
-    `peak_cache_tokens`: what the largest batch took of the budget.
+    `prefill_tokens`: prompt tokens computed. `kept_tokens`: prompt tokens that were in the cache of
+    an earlier turn, and not computed. `decoded_rows`: rows of logits that a token was sampled from.
+    `fed_tokens`: rows passed through the model to get such logits (the logits of a sample's first
+    token come from the prompt, so 1 less per sample). `emitted_tokens`: tokens of finished samples.
+    `peak_cache_tokens`: the part of the budget that the largest batch took.
     """
 
     prefill_tokens: int = 0

@@ -1,5 +1,5 @@
-"""An engine that also says which experts the tokens of each sample went to, for a learner that
-sends them there again.
+"""Record the experts that each sampled token was routed to, so that a learner can replay the
+routing.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from rl.types import SampledSequence
 
 
 def note_experts(decoder: Decoder) -> None:
-    """From now on the decoder notes them. UserError for one that cannot."""
+    """Make the decoder record experts from now on. Raises UserError if it cannot."""
     if isinstance(decoder, HFDecoder) and decoder.notes_experts:
         return
     if not isinstance(decoder, HFDecoder) or decoder.layers.experts is None:
         raise UserError(
-            "router_replay is for models with experts, and this model has none: turn it off"
+            "router_replay needs a model with experts, and this model has none: turn it off"
         )
     if decoder.plan.rows not in ("padded", "slots"):
         raise UserError(
-            f"router_replay: {decoder.name} decodes by {decoder.plan.rows!r}, which notes no experts: turn it off"
+            f"router_replay: {decoder.name} decodes by {decoder.plan.rows!r}, which records "
+            "no experts: turn it off"
         )
     decoder.notes_experts = True
     try:
@@ -29,20 +30,24 @@ def note_experts(decoder: Decoder) -> None:
     except NotImplementedError as error:
         decoder.notes_experts = False
         raise UserError(
-            f"router_replay: {decoder.name} cannot be told which experts to take ({error}): turn it off"
+            f"router_replay: {decoder.name} cannot replay the choice of experts ({error}): "
+            "turn it off"
         ) from error
 
 
 class RoutedEngine(Engine):
-    """See the module; `note_experts` was called on its decoder."""
+    """Add the experts to each sample (see the module). Call `note_experts` on its decoder first."""
 
     def change_weights(self, decoder: Decoder, version: int) -> None:
+        """Switch to the weights of `decoder`, after making it record experts."""
         note_experts(decoder)
         super().change_weights(decoder, version)
 
     def _labelled(self, row: int, sequence: SampledSequence) -> SampledSequence:
-        """With the experts as well. A token that was drawn elsewhere, and is read again here, keeps
-        those that it had there.
+        """Add the experts to the sequence.
+
+        Tokens that were sampled elsewhere, and are only prefilled here, keep the experts of their
+        sampling.
         """
         sequence, begun = (
             super()._labelled(row, sequence),

@@ -1,5 +1,5 @@
-"""The bookkeeping of running rows as arrays, so that a step costs a few numpy calls however many
-rows there are.
+"""Keep the state of running rows as arrays, so that a step costs a few numpy calls for any number
+of rows.
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ from rl.types import SampledSequence
 _UNIFORMS_AHEAD = 8
 _FIELDS: dict[str, Any] = {
     "job": np.int64,  # the request's id
-    "sample": np.int64,  # which of its samples
+    "sample": np.int64,  # index among the request's samples
     "max_tokens": np.int64,
     "drawn": np.int64,  # tokens drawn so far
     "stop_row": np.int64,  # row of the stop table
     "has_strings": np.bool_,
     "seed": np.uint64,
     "problem": np.uint64,
-    "index": np.uint64,  # of the sample in its group, as its random stream counts it
+    "index": np.uint64,  # of the sample in its group, for its random stream
     "temperature": np.float64,
     "top_k": np.int64,
     "top_p": np.float64,
     "min_p": np.float64,
-    "min_tokens": np.int64,  # stop ids are not drawn before
+    "min_tokens": np.int64,  # stop ids are masked before
     "biased": np.bool_,  # whether the request has a logit bias
     "untruncated_logprobs": np.bool_,
-    "buffer": np.int64,  # where its tokens are written
+    "buffer": np.int64,  # index of the buffer of its tokens
 }
-# fields that are a request's own
+# fields that come from the request's sampling parameters
 FROM_PARAMS = ("temperature", "top_k", "top_p", "min_p", "min_tokens", "untruncated_logprobs")
 
 
 class Rows:
-    """One entry a running row, in the order of the decoder's slots. Its tokens and logprobs go to a
-    buffer that stays put.
+    """Hold an entry for each running row, in the order of the decoder's slots.
+
+    Its tokens and logprobs are in a buffer with a fixed index.
     """
 
     def __init__(self) -> None:
@@ -48,25 +49,26 @@ class Rows:
         self._tokens = np.zeros((0, 16), np.int64)  # [buffers, longest response so far, rounded up]
         self._logprobs = np.zeros((0, 16), np.float64)
         self._free = np.zeros(0, np.int64)
-        # [rows, the next tokens]: drawn ahead, as each call has a fixed cost
+        # [rows, next tokens]: generated ahead, as each call has a fixed cost
         self._uniforms: np.ndarray | None = None
-        self._ahead = 0  # columns of it that are used up
-        # by buffer: (tokens, version) of those drawn before the weights changed
+        self._ahead = 0  # columns of `_uniforms` already used
+        # by buffer: (tokens, version) of those sampled before the weights changed
         self._until: dict[int, list[tuple[int, int]]] = {}
 
     def __len__(self) -> int:
         return len(self._fields["job"])
 
     def __getitem__(self, name: str) -> np.ndarray:
+        """Return the array of a field, with an entry for each row."""
         return self._fields[name]
 
     def enter(
         self, first_sample: list[int], count: list[int], first_index: list[int], **per_request: list
     ) -> None:
-        """Add `count` rows for each of some requests, samples `first_sample` onwards.
-        `per_request`: the other fields' values.
+        """Add `count` rows for each of some requests, from sample `first_sample` on.
 
-        `first_index` is the stream index of a request's sample 0.
+        `first_index` is the stream index of a request's sample 0. `per_request`: the values of the
+        other fields.
         """
         counts = np.array(count)
         per_request["seed"] = [as_uint64(seed) for seed in per_request["seed"]]
@@ -85,7 +87,7 @@ class Rows:
         self._fields = {name: np.concatenate([self._fields[name], new[name]]) for name in _FIELDS}
 
     def go_on(self, row: int, begun: SampledSequence) -> None:
-        """A row that has just entered has drawn these tokens before."""
+        """Restore a partial sample's tokens, logprobs and versions in a newly entered row."""
         count, buffer = len(begun.tokens), int(self["buffer"][row])
         if count > self._tokens.shape[1]:
             self._pad(0, count - self._tokens.shape[1])
@@ -96,8 +98,9 @@ class Rows:
         self._until[buffer] = [(end, versions[end - 1]) for end in ends]
 
     def now_of(self, before: int, parked: Sequence[dict[str, np.ndarray]] = ()) -> None:
-        """What every row has drawn since this was last called is of the version `before`. `parked`:
-        rows that left with `park`.
+        """Record that every row's tokens since the last call were sampled by version `before`.
+
+        `parked`: the fields of rows removed with `park`.
         """
         every = [self._fields, *parked]
         buffers, lengths = (
@@ -109,16 +112,19 @@ class Rows:
                 self._until.setdefault(buffer, []).append((drawn, before))
 
     def versions(self, row: int, now: int) -> list[int]:
-        """The version that drew each token of a row; `now`: of the newest."""
-        found: list[int] = []
+        """Return the weight version that sampled each token of a row; `now` is the newest
+        version.
+        """
+        versions: list[int] = []
         for end, version in [
             *self._until.get(int(self["buffer"][row]), ()),
             (int(self["drawn"][row]), now),
         ]:
-            found += [version] * (end - len(found))
-        return found
+            versions += [version] * (end - len(versions))
+        return versions
 
     def _take_buffers(self, count: int) -> np.ndarray:
+        """Take `count` free buffers, adding buffers if too few are free."""
         missing = count - len(self._free)
         if missing > 0:
             height = len(self._tokens)
@@ -128,16 +134,17 @@ class Rows:
         return taken
 
     def _pad(self, height: int, width: int) -> None:
+        """Add `height` buffers, and `width` tokens to each buffer."""
         self._tokens = np.pad(self._tokens, ((0, height), (0, width)))
         self._logprobs = np.pad(self._logprobs, ((0, height), (0, width)))
 
     def last_tokens(self) -> np.ndarray:
-        """The newest token of each row; rows that have drawn none must not be asked."""
+        """Return the newest token of each row; every row must have at least 1 token."""
         return self._tokens[self["buffer"], self["drawn"] - 1]
 
     def uniforms(self) -> np.ndarray:
-        """The uniform of each row's next token, float64; to be followed by `record`."""
-        # past them where steps that ran by themselves were recorded
+        """Return the uniform of each row's next token, float64. Call `record` afterwards."""
+        # `_ahead` passes the end after multi-step runs were recorded
         if self._uniforms is None or self._ahead >= _UNIFORMS_AHEAD:
             position = self["drawn"][:, None] + np.arange(_UNIFORMS_AHEAD)
             names = (self["seed"][:, None], self["problem"][:, None], self["index"][:, None])
@@ -145,7 +152,7 @@ class Rows:
         return self._uniforms[:, self._ahead]
 
     def ahead(self, count: int) -> np.ndarray:
-        """The uniforms of each row's next `count` tokens, [count, rows] float64."""
+        """Return the uniforms of each row's next `count` tokens, [count, rows] float64."""
         position = (self["drawn"] + np.arange(count)[:, None]).astype(np.uint64)
         return uniforms(self["seed"], self["problem"], self["index"], position)
 
@@ -160,12 +167,12 @@ class Rows:
         self._ahead += 1
 
     def response(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """A row's tokens and logprobs so far (views)."""
+        """Return a row's tokens and logprobs so far (views)."""
         buffer, drawn = self["buffer"][row], self["drawn"][row]
         return self._tokens[buffer, :drawn], self._logprobs[buffer, :drawn]
 
     def responses(self, rows: np.ndarray) -> list[tuple[list[int], list[float]]]:
-        """Tokens and logprobs of these rows as lists."""
+        """Return tokens and logprobs of these rows as lists."""
         drawn = self["drawn"][rows]
         longest = int(drawn.max(initial=0))
         tokens = self._tokens[self["buffer"][rows], :longest].tolist()
@@ -173,25 +180,27 @@ class Rows:
         return [(t[:n], lp[:n]) for t, lp, n in zip(tokens, logprobs, drawn.tolist(), strict=True)]
 
     def keep(self, source: np.ndarray) -> None:
-        """Keep the rows of `source`, in that order; the others' buffers are free again."""
-        gone = np.setdiff1d(self["buffer"], self["buffer"][source], assume_unique=True)
-        self._free = np.concatenate([self._free, gone])
+        """Keep the rows of `source`, in that order, and free the buffers of the other rows."""
+        freed = np.setdiff1d(self["buffer"], self["buffer"][source], assume_unique=True)
+        self._free = np.concatenate([self._free, freed])
         self.reorder(source)
 
     def park(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """The fields of rows that leave with `reorder` and come back with `unpark`; their buffers
-        stay theirs.
+        """Return the fields of rows to be preempted; they keep their buffers.
+
+        The rows leave with `reorder` and return with `unpark`.
         """
         return {name: values[rows] for name, values in self._fields.items()}
 
     def unpark(self, fields: dict[str, np.ndarray]) -> None:
+        """Append the rows with these fields, from `park`."""
         self._uniforms = None
         self._fields = {
             name: np.concatenate([self._fields[name], fields[name]]) for name in _FIELDS
         }
 
     def reorder(self, source: np.ndarray) -> None:
-        """The rows of `source`, in that order; who else leaves keeps a buffer."""
+        """Keep the rows of `source`, in that order; removed rows keep their buffers."""
         self._fields = {name: values[source] for name, values in self._fields.items()}
         if self._uniforms is not None:
             self._uniforms = self._uniforms[source]

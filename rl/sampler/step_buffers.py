@@ -1,10 +1,9 @@
-"""A decoding step that needs no host: everything it reads and writes lies in buffers that stay
-where they are.
+"""Run a decode step without the host: all its inputs and outputs are in buffers at fixed addresses.
 
-One function for all devices: on CUDA it is what a graph captures (step_graphs.py), elsewhere it is
-called as it stands, and is the proof of the other. A row that has ended (`left` 0) goes along: it
-writes to a page that nobody reads, and its token stays. Shapes: R rows (of a bucket), B pages of a
-table, S positions of a page, G groups, H query heads, K key heads, D head width, V words.
+All devices use the same function: a CUDA graph captures it (step_graphs.py), and other devices call
+it directly, which verifies the graph. A finished row (`left` 0) still takes part: it writes to an
+unused page, and its token does not change. Shapes: R rows (of a bucket), B pages of a table, S
+positions of a page, G groups, H query heads, K key heads, D head width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from rl.sampler.token_sampling import draw as draw_from_logits
 
 @dataclass(frozen=True, slots=True)
 class StepBuffers:
-    """What a step reads and writes, for the most rows there are; `make` says the sizes.
+    """Hold the inputs and outputs of a step, for the largest number of rows; `make` sets the sizes.
 
-    By row: the `token` to be fed, its `position`, how many are `left` to draw (0: ended), `skip`
-    positions that lie in shared pages, `table` the other pages, `stop_row` of `stops`. `shares` to
-    `shared_length` are `kernels.SharedPages`. `at`: the step since the host looked, to which
-    `uniform` belong and `tokens` and `logprobs` go.
+    By row: the `token` to feed, its `position`, the number of tokens `left` to sample (0:
+    finished), `skip` positions that are in shared pages, `table` of the other pages, `stop_row` of
+    `stops`. `shares` to `shared_length` are `kernels.SharedPages`. `at`: the step since the last
+    host synchronization; it selects the row of `uniform`, `tokens` and `logprobs`.
     """
 
     token: Tensor  # [R] int64
@@ -36,13 +35,13 @@ class StepBuffers:
     skip: Tensor  # [R] int64
     table: Tensor  # [R, B] int32
     stop_row: Tensor  # [R] int64
-    temperature: Tensor  # [R] float32, above 0; of greedy rows 1
+    temperature: Tensor  # [R] float32, above 0; 1 for greedy rows
     greedy: Tensor  # [R] bool
-    shares: Tensor  # [R] bool: whether the row is of a group
+    shares: Tensor  # [R] bool: whether the row is in a group
     order: Tensor  # [R] int64
     place: Tensor  # [R] int64
     group: Tensor  # [R] int64
-    starts: Tensor  # [G + 1] int32: where each group's rows begin in `order`
+    starts: Tensor  # [G + 1] int32: start of each group's rows in `order`
     shared_table: Tensor  # [G, B] int32
     shared_length: Tensor  # [G] int32, positions
     stops: Tensor  # [conditions, V] bool
@@ -55,6 +54,7 @@ class StepBuffers:
     def make(
         cls, rows: int, pages: int, steps: int, conditions: int, vocab: int, device: torch.device
     ) -> StepBuffers:
+        """Allocate the buffers: zeros, and temperature 1."""
         groups = max(rows // 2, 1)
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             **dict.fromkeys(
@@ -80,15 +80,17 @@ class StepBuffers:
         return cls(**made)
 
     def first(self, rows: int) -> StepBuffers:
-        """Views of the first rows. Narrowed, since Python's indexing asks a device even of fake
-        tensors.
+        """Return views of the first `rows` rows.
+
+        `narrow` is used because Python's indexing queries the device even of fake tensors.
         """
-        groups, ways = max(rows // 2, 1), {"uniform": 1, "tokens": 1, "logprobs": 1}
+        groups, row_dims = max(rows // 2, 1), {"uniform": 1, "tokens": 1, "logprobs": 1}
         counts = {"starts": groups + 1, "shared_table": groups, "shared_length": groups}
         whole = {"stops", "at"}
         views = {field.name: getattr(self, field.name) for field in fields(self)}
         return StepBuffers(**{
-            name: t if name in whole else t.narrow(ways.get(name, 0), 0, counts.get(name, rows)) for name, t in views.items()
+            name: t if name in whole else t.narrow(row_dims.get(name, 0), 0, counts.get(name, rows))
+            for name, t in views.items()
         })  # fmt: skip
 
 
@@ -101,20 +103,28 @@ def run_step(
     width: int,
     shared: bool,
 ) -> None:
-    """One token for each of the first `rows` rows that has not ended. `width`: pages of a table
-    that are read at most.
+    """Sample a token for each of the first `rows` rows that has not finished.
 
-    `kv` [2, pages + 1, S, K, D] of each layer, the last page of no sequence; `rope` [2, positions,
-    D] (`FastForward.rope_table`); `shared`: whether there are groups, whose pages are read once for
-    all their rows.
+    `width`: the largest number of pages of a table to read. `kv` [2, pages + 1, S, K, D] of each
+    layer; the last page belongs to no sequence. `rope` [2, positions, D]
+    (`FastForward.rope_table`). `shared`: whether some rows are in groups with shared pages, which
+    are read once for all rows of a group.
     """
-    a, size, nobody, b = model.architecture, kv[0].shape[2], kv[0].shape[1] - 1, buffers.first(rows)
-    ended, lives, position = b.left < 1, b.left > 0, b.position
-    mine = position - b.skip
-    page = (
-        b.table.gather(1, (mine // size).unsqueeze(1)).squeeze(1).long().masked_fill(ended, nobody)
+    a, size, unused_page, b = (
+        model.architecture,
+        kv[0].shape[2],
+        kv[0].shape[1] - 1,
+        buffers.first(rows),
     )
-    place, length = position % size, (mine + 1).int().masked_fill_(ended, 1)
+    ended, lives, position = b.left < 1, b.left > 0, b.position
+    private_position = position - b.skip
+    page = (
+        b.table.gather(1, (private_position // size).unsqueeze(1))
+        .squeeze(1)
+        .long()
+        .masked_fill(ended, unused_page)
+    )
+    place, length = position % size, (private_position + 1).int().masked_fill_(ended, 1)
     table = b.table.narrow(1, 0, width)
     shared_table = b.shared_table.narrow(1, 0, width)
     groups = (
@@ -147,7 +157,7 @@ def run_step(
 def _draw(
     model: FastForward, hidden: Tensor, uniform: Tensor, temperature: Tensor, greedy: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Without logits, where the head is a matrix and nothing beside it."""
+    """Sample tokens and logprobs, without storing logits if the head is a plain matrix."""
     head = model.head
     if head.adapter is None and head.bias is None and hidden.dtype == head.weight.dtype:
         return draw(hidden, head.weight, temperature, uniform, greedy)

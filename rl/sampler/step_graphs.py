@@ -1,9 +1,9 @@
-"""Steps over static buffers, several between two looks of the host: on CUDA as graphs, one for each
-bucket of rows.
+"""Run several decode steps over static buffers between two host synchronizations.
 
-A graph knows addresses: weights that are loaded in place (`Decoder.load_`) are those of its next
-replay; another decoder has graphs of its own. Adapters are captured as they stand, unmerged. What
-outlives an engine: kept.py.
+On CUDA the steps are graphs, captured for each bucket of rows. A graph refers to addresses: weights
+that are loaded in place (`Decoder.load_`) take effect at its next replay, while another decoder
+needs separate graphs. Adapters are captured unmerged. kept.py keeps graphs beyond the life of an
+engine.
 """
 
 from __future__ import annotations
@@ -17,31 +17,34 @@ from torch import Tensor
 from rl.sampler.forward_fast import FastForward
 from rl.sampler.step_buffers import StepBuffers, run_step
 
-_WRITTEN = ("token", "position", "left", "at", "tokens", "logprobs")  # by a step
+_WRITTEN = ("token", "position", "left", "at", "tokens", "logprobs")  # written by a step
 
 
 def buckets(most: int) -> list[int]:
-    """Rows that a graph may be captured for, ascending: at most half of them are nobody's. The last
-    holds `most`.
+    """Return the row counts to capture graphs for, ascending; at most half of a bucket's rows are
+    unused.
+
+    The last bucket holds `most` rows.
 
     >>> buckets(100)
     [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]
     """
-    found = [1, 2, 4, 8, 16, 24, 32]
-    while found[-1] < most:
-        found.append(found[-2] * 2)
-    return [rows for i, rows in enumerate(found) if i == 0 or found[i - 1] < most]
+    sizes = [1, 2, 4, 8, 16, 24, 32]
+    while sizes[-1] < most:
+        sizes.append(sizes[-2] * 2)
+    return [rows for i, rows in enumerate(sizes) if i == 0 or sizes[i - 1] < most]
 
 
 class Graph(Protocol):
-    """A captured step."""
+    """Describe a captured step."""
 
     def replay(self) -> None: ...
 
 
 class Steps:
-    """Runs steps of `model` over `buffers` and the pages `kv`. `pages`: the most that a table has.
-    The model is not held.
+    """Run steps of `model` over `buffers` and the pages `kv`.
+
+    `pages` is the largest number of pages of a block table. The model is only weakly referenced.
     """
 
     def __init__(self, model: FastForward, kv: list[Tensor], buffers: StepBuffers, most: int):
@@ -54,20 +57,24 @@ class Steps:
 
     @property
     def model(self) -> FastForward:
+        """Return the decoder's forward, which the engine keeps alive."""
         model = self._model()
-        assert model is not None, "the engine whose steps these are holds the decoder"
+        assert model is not None, "the engine must keep the decoder alive"
         return model
 
     @property
     def captures(self) -> bool:
+        """Return whether steps run as CUDA graphs."""
         return self.buffers.token.is_cuda
 
     def bucket(self, rows: int) -> int:
+        """Return the smallest bucket that holds `rows` rows."""
         return next(size for size in self.buckets if size >= rows)
 
     def run(self, rows: int, width: int, shared: bool, count: int) -> None:
-        """`count` steps of the first `rows` rows, a bucket; nothing waits. `width`: the pages of
-        the longest table now.
+        """Run `count` steps of the first `rows` rows (a bucket) without synchronization.
+
+        `width`: the current number of pages of the longest table.
         """
         graph = self._captured(rows, shared and rows > 1) if self.captures else None
         self.buffers.at.zero_()
@@ -78,35 +85,37 @@ class Steps:
                 graph.replay()
 
     def _captured(self, rows: int, shared: bool) -> Graph:
-        """That bucket's graph. A batch shrinks, so with it come all smaller ones that are not there
-        yet: the largest first, so that the others find their memory in its pool.
+        """Return the bucket's graph, after capturing it and all smaller buckets that are missing.
+
+        Batches shrink, so smaller buckets follow. The largest is captured first, so that the others
+        can reuse the memory of its pool.
         """
         if (rows, shared) not in self._graphs:
-            kept = {name: getattr(self.buffers, name).clone() for name in _WRITTEN}
+            saved = {name: getattr(self.buffers, name).clone() for name in _WRITTEN}
             for size in reversed([size for size in self.buckets if size <= rows]):
                 if (size, shared) not in self._graphs and (size > 1 or not shared):
                     self._graphs[size, shared] = self._capture(size, shared)
-            for name, before in kept.items():
+            for name, before in saved.items():
                 getattr(self.buffers, name).copy_(before)
         return self._graphs[rows, shared]
 
     def _capture(self, rows: int, shared: bool) -> Graph:
-        """A graph of one step; it writes to the buffers, and to the page of nobody."""
-        b, given = (
+        """Capture a graph of a single step; this writes to the buffers and to the unused page."""
+        b, step_args = (
             self.buffers,
             (self.model, self.kv, self.rope, self.buffers, rows, self.pages, shared),
         )
         with torch.cuda.device(b.token.device):
-            aside = torch.cuda.Stream()
-            aside.wait_stream(torch.cuda.current_stream())
-            # compiles kernels and makes workspaces, which a capture may not
-            with torch.cuda.stream(aside):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            # warm-up: compiles kernels and allocates workspaces, which a capture may not do
+            with torch.cuda.stream(stream):
                 b.left.zero_()
                 b.at.zero_()
-                run_step(*given)
-            torch.cuda.current_stream().wait_stream(aside)
+                run_step(*step_args)
+            torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
-                run_step(*given)
+                run_step(*step_args)
         self._pool = self._pool or graph.pool()
         return graph

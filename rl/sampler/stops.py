@@ -1,4 +1,4 @@
-"""When a response ends: EOS tokens, stop ids, stop strings.
+"""Decide when a response ends: EOS tokens, stop ids, stop strings.
 
 `stop=None` keeps the model's EOS tokens; `[]` disables every stop; strings and ids stop in addition
 to EOS.
@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class StopCondition:
-    """Stop token ids and stop strings of one request."""
+    """Hold the stop token ids and stop strings of a request."""
 
     token_ids: frozenset[int]
     strings: tuple[str, ...]
@@ -24,7 +24,9 @@ class StopCondition:
 def stop_condition(
     stop: str | Sequence[str] | Sequence[int] | None, eos_token_ids: Sequence[int]
 ) -> StopCondition:
-    """The request's `stop` together with the model's EOS tokens."""
+    """Combine the request's `stop` with the model's EOS tokens. Raises ValueError for an empty
+    string.
+    """
     if stop is None:
         return StopCondition(frozenset(eos_token_ids), ())
     entries: list[Any] = [stop] if isinstance(stop, (str, int)) else list(stop)
@@ -34,14 +36,15 @@ def stop_condition(
     ids = frozenset(int(entry) for entry in entries if not isinstance(entry, str))
     if "" in strings:
         raise ValueError(
-            f"stop={stop!r} holds an empty string, which would stop at once: leave it out, or pass [] for no stop"
+            f"stop={stop!r} holds an empty string, which would stop immediately: leave it "
+            "out, or pass [] for no stop"
         )
     return StopCondition(ids | frozenset(eos_token_ids), strings)
 
 
 class StopTable:
-    """Stop conditions as rows of a [conditions, V] table, so that a whole batch of tokens is looked
-    up at once.
+    """Hold stop conditions as rows of a [conditions, V] table, to look up a whole batch of tokens
+    at once.
     """
 
     def __init__(self, vocab: int):
@@ -50,7 +53,7 @@ class StopTable:
         self.table = np.zeros((0, vocab), np.bool_)
 
     def row(self, condition: StopCondition) -> int:
-        """The table's row for a condition; a new one is added."""
+        """Return the table's row for a condition, adding it if it is new."""
         if condition in self.conditions:
             return self.conditions.index(condition)
         line = np.zeros((1, self.vocab), np.bool_)
@@ -61,9 +64,9 @@ class StopTable:
 
 
 class StopStrings:
-    """Finds stop strings in the decoded text of growing responses.
+    """Search stop strings in the decoded text of growing responses.
 
-    A response is looked at only when its newest token can complete a stop string, and then only its
+    A response is checked only if its newest token can complete a stop string, and then only its
     tail is decoded: the cost does not grow with the length of the response.
     """
 
@@ -72,13 +75,15 @@ class StopStrings:
         self._completing: dict[tuple[str, ...], dict[int, bool]] = {}
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of `tokens`, including special tokens."""
         return self.tokenizer.decode(
             tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
     def found(self, strings: tuple[str, ...], tokens: np.ndarray) -> bool:
-        """Whether the text of `tokens` (the response so far, [T]) holds a stop string, given that
-        it did not one token ago.
+        """Return whether the text of `tokens` (the response so far, [T]) holds a stop string.
+
+        It must not have held a stop string before the newest token.
         """
         newest = int(tokens[-1])
         known = self._completing.setdefault(strings, {})
@@ -87,8 +92,9 @@ class StopStrings:
         return known[newest] and any(string in self._tail(strings, tokens) for string in strings)
 
     def _may_complete(self, strings: tuple[str, ...], token: int) -> bool:
-        """Whether a stop string can end in this token. In doubt yes: parts of characters; spaces,
-        which decoders drop.
+        """Return whether a stop string can end in this token.
+
+        Uncertain cases count as yes: parts of characters, and spaces, which decoders drop.
         """
         text = self.decode([token])
         last_characters = {string[-1] for string in strings}
@@ -97,11 +103,11 @@ class StopStrings:
         )
 
     def _tail(self, strings: tuple[str, ...], tokens: np.ndarray) -> str:
-        """The end of the text: every occurrence that ends in the newest token lies within it.
+        """Return the end of the text; it includes every occurrence that ends in the newest token.
 
-        Long enough for the longest string before the newest token's own text; one more character as
-        a tokenizer may drop a leading space, and twice as many tokens until it is (a character may
-        be several tokens).
+        The tail is long enough for the longest string before the newest token's text, plus 1
+        character as a tokenizer may drop a leading space. The number of tokens is doubled until it
+        is (a character may take several tokens).
         """
         longest = max(len(string) for string in strings)
         count = longest + 2

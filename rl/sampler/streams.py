@@ -1,9 +1,9 @@
-"""Counter-based uniforms: the random number of a token is a function of who it is, not of what was
-drawn before it.
+"""Generate counter-based uniforms: a token's random number depends on its indices, not on earlier
+samples.
 
 Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3"),
 vectorised over rows in numpy. Key: the seed. Counter: the position in the response, the index in
-the group and the problem. So a sample's stream depends neither on the batch around it, nor on the
+the group and the problem. So a sample's stream depends neither on the rest of the batch, nor on the
 number of ranks, nor on the order of requests.
 """
 
@@ -20,15 +20,16 @@ _MASK64 = (1 << 64) - 1
 
 
 def as_uint64(value: int) -> np.uint64:
-    """A Python integer of any sign and size, modulo 2^64."""
+    """Return a Python integer of any sign and size modulo 2^64."""
     return np.uint64(value & _MASK64)
 
 
 def philox4x32(
     counter: tuple[np.ndarray, ...], key: tuple[np.ndarray, ...]
 ) -> tuple[np.ndarray, ...]:
-    """Ten Philox rounds. Four counter words and two key words, each an uint64 array holding 32
-    bits; four such words back.
+    """Run ten Philox rounds on four counter words and two key words; return four words.
+
+    Each word is an uint64 array holding 32 bits.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -48,7 +49,7 @@ def philox4x32(
 def uniforms(
     seed: np.ndarray, problem: np.ndarray, index: np.ndarray, position: np.ndarray
 ) -> np.ndarray:
-    """Uniforms in [0, 1) with 53 bits, float64, one for each row of the (broadcast) uint64
+    """Return uniforms in [0, 1) with 53 bits, float64, for each row of the (broadcast) uint64
     arguments.
 
     `index` (of the sample in its group) and `position` (of the token in its response) count modulo

@@ -1,12 +1,12 @@
-"""Limits of a state space's time steps, which transformers heeds where it reads a sequence and
-forgets where it reads one token.
+"""Apply the time step limits of state-space layers to single-token steps, which transformers leaves
+out.
 
-A Mamba-2 layer discretises with dt = softplus(d + bias), cut to [low, high] (`time_step_limit`; Dao
-& Gu 2024, arXiv:2405.21060, their `dt_limit`). The scan over a sequence cuts, the single step of a
-cached decode does not (transformers 5, as `mamba_ssm`'s own kernel for a step), so a token's logits
-would hang on how it was read: Zamba2 and Nemotron-H, whose lower limit is 0.001, by 1e-4 nats and
-more. Softplus rises, so cutting d itself to softplus^-1(limit) - bias is the same cut, and is done
-here to what the projection gives.
+A Mamba-2 layer discretises with dt = softplus(d + bias), clamped to [low, high] (`time_step_limit`;
+Dao & Gu 2024, arXiv:2405.21060, their `dt_limit`). The scan over a sequence clamps, the single step
+of a cached decode does not (transformers 5, as `mamba_ssm`'s kernel for a step). So a token's
+logits would depend on the way it was read: for Zamba2 and Nemotron-H, with a lower limit of 0.001,
+by 1e-4 nats and more. Softplus is increasing, so clamping d itself to softplus^-1(limit) - bias is
+equivalent, and this module does so to the output of the projection.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 
 class TimeStepLimit:
-    """A forward hook of a mixer's `in_proj`, whose last columns are d, one for each head. An
-    object, so that a copied model has its own.
+    """Clamp d in the output of a mixer's `in_proj`, as a forward hook.
+
+    The last columns of the output are d, a column for each head. The hook is an object, so that a
+    copied model gets a separate hook.
     """
 
     def __init__(self, mixer: Any):
@@ -35,13 +37,14 @@ class TimeStepLimit:
 
 
 def inverse_softplus(value: float) -> float:
-    """The x with log(1 + exp(x)) = value, for a value of 0 (minus infinity) to infinity."""
+    """Return the x with log(1 + exp(x)) = value, for a value of 0 (minus infinity) to infinity."""
     return -math.inf if value <= 0 else value + math.log(-math.expm1(-value))
 
 
 def limit_time_steps_(model: nn.Module) -> None:
-    """Makes one token's step heed the limits that a sequence's scan heeds. Once for each model;
-    copies keep it.
+    """Make single-token steps apply the same limits as a scan over a sequence.
+
+    Repeated calls for a model have no effect; copies of the model keep the hooks.
     """
     for mixer in model.modules():
         limit = getattr(mixer, "time_step_limit", None)

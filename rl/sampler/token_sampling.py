@@ -1,8 +1,7 @@
-"""From logits to a token and its logprob: temperature, min-p, top-k, top-p, inverse CDF. All rows
-at once, on the logits' device.
+"""Sample a token and its logprob from logits: temperature, min-p, top-k, top-p, inverse CDF.
 
-Shapes: N rows, V vocabulary, B blocks of the vocabulary. Softmax and logprobs are in float32
-whatever the logits' dtype.
+All rows are processed at once, on the logits' device. Shapes: N rows, V vocabulary, B blocks of the
+vocabulary. Softmax and logprobs are in float32 whatever the logits' dtype.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from torch import Tensor
 
 from rl.sampler import cpu_kernels
 
-# vocabularies above this are searched in two levels: first the block, then the token in it
+# vocabularies above this size are searched in two levels: first the block, then the token in it
 _BLOCK = 512
 
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
-    """How each row draws. None stands for the common case, which then costs nothing.
+    """Hold the sampling settings of each row. None means the common case, which then costs nothing.
 
-    `temperature_N` float32, 0 for greedy (None: 1 everywhere); `greedy_N` bool (None: nowhere);
-    `truncated` the rows with min-p, top-k or top-p (None: no row), with their `min_p`, `top_k`
-    (vocabulary size for none) and `top_p`; `untruncated_logprobs` those of them whose logprob is of
-    the whole distribution all the same (None: no row).
+    `temperature_N` float32, 1 for greedy rows (None: 1 everywhere); `greedy_N` bool (None:
+    nowhere); `truncated` the rows with min-p, top-k or top-p (None: no row), with their `min_p`,
+    `top_k` (vocabulary size for none) and `top_p`; `untruncated_logprobs` those of them that report
+    the logprob of the whole distribution (None: no row).
     """
 
     temperature_N: Tensor | None = None
@@ -48,8 +47,9 @@ def row_settings(
     vocab: int,
     device: torch.device,
 ) -> RowSettings:
-    """Settings of the running rows ([N] each; top_k -1, top_p 1 and min_p 0 for no truncation) as
-    tensors on the device.
+    """Return the settings of the running rows as tensors on the device.
+
+    The arrays are [N] each; top_k -1, top_p 1 and min_p 0 mean no truncation.
     """
     temperature = torch.tensor(temperatures, dtype=torch.float32)
     top_k = torch.tensor(top_ks, dtype=torch.int64)
@@ -57,7 +57,7 @@ def row_settings(
     min_p = torch.zeros_like(top_p) if min_ps is None else torch.tensor(min_ps, dtype=torch.float64)
     top_k = torch.where((top_k < 1) | (top_k > vocab), vocab, top_k)
     greedy = temperature == 0
-    # Greedy keeps its one token under any truncation, and reports the logprob of the whole
+    # Greedy rows keep their token under any truncation, and report the logprob of the whole
     # distribution.
     cut_N = ((top_k < vocab) | (top_p < 1) | (min_p > 0)) & ~greedy
     truncated = torch.nonzero(cut_N).squeeze(1)
@@ -81,16 +81,16 @@ def row_settings(
 
 
 def draw(logits_NV: Tensor, uniform_N: Tensor, settings: RowSettings) -> tuple[Tensor, Tensor]:
-    """One token (int64) and its logprob (float32) for each row; `uniform_N` float64 in [0, 1).
+    """Sample a token (int64) and its logprob (float32) for each row; `uniform_N` float64 in [0, 1).
 
-    The logprob is that of the distribution the token was drawn from: softmax(logits / T),
-    renormalised over its support where min-p, top-k or top-p cut it, except in rows of
-    `untruncated_logprobs`, which report softmax(logits / T). Greedy rows take the largest logit
+    The logprob is that of the distribution the token was sampled from: softmax(logits / T),
+    renormalised over its support if min-p, top-k or top-p truncate it. Rows of
+    `untruncated_logprobs` report softmax(logits / T) instead. Greedy rows take the largest logit
     (ties: the lowest id) and report the untempered logprob.
 
-    On a CPU rows that nothing is cut from are drawn by one call of `CpuKernels`, others and other
-    devices by torch's operations. How a row is drawn depends on its own settings alone, not on who
-    else is in the batch.
+    On a CPU a single call of `CpuKernels` samples the rows without truncation; torch operations
+    handle truncated rows and other devices. A row's sample depends only on its own settings, not on
+    the other rows of the batch.
     """
     logits_NV = logits_NV.float()
     kernels = (
@@ -112,7 +112,7 @@ def draw(logits_NV: Tensor, uniform_N: Tensor, settings: RowSettings) -> tuple[T
 
 
 def _of_rows(settings: RowSettings, rows: Tensor) -> RowSettings:
-    """The settings of `truncated` rows, which are all there is; no greedy one is among them."""
+    """Return the settings of the `truncated` rows; none of them is greedy."""
     whole = settings.untruncated_logprobs
     return RowSettings(
         temperature_N=None if settings.temperature_N is None else settings.temperature_N[rows],
@@ -127,9 +127,9 @@ def _of_rows(settings: RowSettings, rows: Tensor) -> RowSettings:
 def draw_by_torch(
     scaled_NV: Tensor, uniform_N: Tensor, settings: RowSettings
 ) -> tuple[Tensor, Tensor]:
-    """`draw` of float32 logits on any device."""
+    """Sample from float32 logits on any device, as `draw` does."""
     if settings.temperature_N is not None:
-        # not indexed: that asks a device even of fake tensors
+        # `unsqueeze`, since indexing queries the device even of fake tensors
         scaled_NV = scaled_NV / settings.temperature_N.unsqueeze(1)
     whole_NV = scaled_NV
     if settings.truncated is not None and settings.top_k is not None and settings.top_p is not None:
@@ -144,7 +144,7 @@ def draw_by_torch(
     shifted_N1 = scaled_NV.gather(1, token_N.unsqueeze(1)) - largest_N1
     logprob_N = shifted_N1.squeeze(1) - sum_N.log().float()
     if (rows := settings.untruncated_logprobs) is not None:
-        shifted_RV = whole_NV[rows] - largest_N1[rows]  # the cuts leave the largest
+        shifted_RV = whole_NV[rows] - largest_N1[rows]  # truncation keeps the largest
         sum_R = shifted_RV.exp().sum(-1, dtype=torch.float64)
         logprob_N[rows] = shifted_RV.gather(1, token_N[rows, None]).squeeze(1) - sum_R.log().float()
     return token_N, logprob_N
@@ -153,17 +153,18 @@ def draw_by_torch(
 def truncate(
     scaled_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor | None = None
 ) -> Tensor:
-    """Logits with everything outside min-p, then outside top-k, then outside top-p of what is left,
-    set to -inf.
+    """Set logits to -inf outside min-p, then outside top-k, then outside top-p of the remaining
+    tokens.
 
-    Min-p keeps a token whose probability is at least min_p times the largest. For the others tokens
-    are ranked by logit, ties by the lower id. Top-p keeps a token while the probability before it
-    is below p: the smallest set that reaches p, and always the first.
+    Min-p keeps a token with a probability of at least min_p times the largest. Top-k and top-p rank
+    tokens by logit, ties by the lower id. Top-p keeps a token while the probability before it is
+    below p: the smallest set that reaches p, and always the first token.
     """
     sorted_NV, order_NV = scaled_NV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(scaled_NV.shape[-1], device=scaled_NV.device)
     if min_p_N is not None:
-        share_NV = (sorted_NV - sorted_NV[:, :1]).double().exp()  # of the largest probability
+        # relative to the largest probability
+        share_NV = (sorted_NV - sorted_NV[:, :1]).double().exp()
         sorted_NV = sorted_NV.masked_fill(share_NV < min_p_N[:, None], -torch.inf)
     kept_NV = sorted_NV.masked_fill(rank_V >= top_k_N[:, None], -torch.inf)
     probability_NV = kept_NV.softmax(-1).double()
@@ -173,11 +174,11 @@ def truncate(
 
 
 def inverse_cdf(weight_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
-    """The token at which the cumulative weight passes u times its total, and that total. Never a
-    token of weight zero.
+    """Return the token at which the cumulative weight passes u times its total, and that total.
 
-    The weights are unnormalised probabilities. Sums are in float64; a large vocabulary is searched
-    block by block, so that a cumulative sum over all of it is never stored.
+    A token of weight zero is never returned. The weights are unnormalised probabilities. Sums are
+    in float64; a large vocabulary is searched block by block, so that a cumulative sum over all of
+    it is never stored.
     """
     vocab = weight_NV.shape[-1]
     if vocab <= _BLOCK:
@@ -207,11 +208,10 @@ def inverse_cdf(weight_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _first_above(cumulative_NX: Tensor, target_N: Tensor) -> Tensor:
-    """First index whose cumulative sum is above the target: the sum rises there, so its own weight
-    is not zero.
+    """Return the first index with a cumulative sum above the target; its weight is not zero.
 
-    Rounding may bring a target up to the total, above which nothing is; it is kept one unit below.
-    Sums that are NaN give some index within bounds, and their logprob tells (see `Engine`).
+    Rounding may raise a target to the total, which no sum exceeds; the target is kept 1 unit below.
+    Sums that are NaN give some index within bounds, and their logprob reveals them (see `Engine`).
     """
     total_N = cumulative_NX.select(1, -1)
     below_N = torch.minimum(target_N, torch.nextafter(total_N, torch.zeros_like(total_N)))

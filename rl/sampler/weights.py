@@ -1,10 +1,10 @@
-"""A decoder's own weights: fused buffers of which every model parameter is a slice, found by the
-model's own names.
+"""Hold a decoder's weights in fused buffers; every model parameter is a slice of a buffer, by its
+name in the model.
 
-Matrices that read the same input (q, k and v; gate and up; the A matrices of their adapters) lie
-one below the other in one buffer, so that one matmul serves them. Where ranks hold a decoder
-together, each has its part of a parameter (rl.sampler.split) and takes it from the whole one, which
-is given one at a time. Shapes: I inputs, O outputs, R ranks.
+Matrices that read the same input (q, k and v; gate and up; the A matrices of their adapters) are
+stacked in the same buffer, so that a single matmul serves them. If several ranks hold a decoder
+together, each takes its shard (rl.sampler.split) from the whole parameter, which is passed
+by itself. Shapes: I inputs, O outputs, R ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rl.sampler.split import WHOLE, Cut, Team, cut, once
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A parameter's rows in a buffer: what `cut` leaves of the `whole` shape."""
+    """Locate a parameter's rows in a buffer: the shard `cut` of the `whole` shape."""
 
     buffer: str
     start: int
@@ -35,7 +35,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A parameter with all its names, and what of it goes into a buffer."""
+    """Describe a parameter with all its names, and its shard that enters a buffer."""
 
     names: Sequence[str]
     parameter: Tensor
@@ -43,10 +43,10 @@ class Part:
 
 
 class Weights:
-    """Buffers by key, parameters by name. Buffers with a trainable piece are copied by a fork, the
-    others shared.
+    """Hold buffers by key and parameters by name.
 
-    `team`: the ranks that hold them together, each its part; None: all are here.
+    A fork copies the buffers with a trainable parameter and shares the others. `team`: the ranks
+    that hold the weights together, each its shard; None: all weights are local.
     """
 
     def __init__(self, team: Team | None = None) -> None:
@@ -63,10 +63,10 @@ class Weights:
         device: torch.device,
         base: Weights | None = None,
     ) -> None:
-        """Stack what is held of parameters along their first dimension into the buffer `key`.
+        """Stack the local shards of parameters along their first dimension into the buffer `key`.
 
-        It is the buffer of `base`, shared, where that holds the same numbers under this key and
-        none of them is trained.
+        If `base` has a buffer with the same values under this key, and none of the parameters is
+        trained, that buffer is shared instead.
         """
         start, trained = 0, any(part.parameter.requires_grad for part in parts)
         for part in parts:
@@ -76,53 +76,59 @@ class Weights:
                     key, start, length, whole.requires_grad, whole.shape, part.cut
                 )
             start += length
-        own = [part.cut.of(part.parameter.detach()) for part in parts]
+        held = [part.cut.of(part.parameter.detach()) for part in parts]
         shared = None if base is None or trained else base.buffers.get(key)
         if (
             shared is not None
             and len(shared) == start
             and all(
-                same(self._of(shared, part.names[0]), one)
-                for part, one in zip(parts, own, strict=True)
+                same(self._of(shared, part.names[0]), tensor)
+                for part, tensor in zip(parts, held, strict=True)
             )
         ):
             self.buffers[key] = shared
             self.shared.add(key)
             return
-        self.buffers[key] = torch.empty(start, *own[0].shape[1:], dtype=dtype, device=device)
-        for part, one in zip(parts, own, strict=True):
-            self.view(part.names[0]).copy_(one)
+        self.buffers[key] = torch.empty(start, *held[0].shape[1:], dtype=dtype, device=device)
+        for part, tensor in zip(parts, held, strict=True):
+            self.view(part.names[0]).copy_(tensor)
 
     def _of(self, buffer: Tensor, name: str) -> Tensor:
+        """Return the slice of `buffer` that holds the parameter `name`."""
         piece = self.pieces[name]
         return buffer[piece.start : piece.start + piece.length]
 
     def view(self, name: str) -> Tensor:
-        """What is held of the parameter of this name, a view of its buffer."""
+        """Return the local shard of the parameter of this name, as a view of its buffer."""
         return self._of(self.buffers[self.pieces[name].buffer], name)
 
     def load_(self, named_tensors: NamedTensors) -> None:
-        """See `Decoder.load_`."""
+        """Load values by name (see `Decoder.load_`).
+
+        Raises ValueError for an unknown name, another shape, or a change of a shared parameter.
+        """
         for name, tensor in named_tensors:
             if name not in self.pieces:
                 known = sorted(self.pieces)
                 raise ValueError(
-                    f"no parameter {name!r} among the decoder's {len(known)}, such as {known[0]!r}, {known[-1]!r}"
+                    f"unknown parameter {name!r}; the decoder has {len(known)} parameters, "
+                    f"such as {known[0]!r}, {known[-1]!r}"
                 )
-            own, piece = self.view(name), self.pieces[name]
+            view, piece = self.view(name), self.pieces[name]
             if piece.whole != tensor.shape:
                 raise ValueError(
-                    f"{name} has shape {tuple(piece.whole)} in the decoder, got {tuple(tensor.shape)}"
+                    f"{name} has shape {tuple(piece.whole)} in the decoder, got "
+                    f"{tuple(tensor.shape)}"
                 )
-            given = piece.cut.of(tensor.detach())
+            new_values = piece.cut.of(tensor.detach())
             if piece.buffer in self.shared:
-                refuse_change_of_shared(name, own, given)
+                refuse_change_of_shared(name, view, new_values)
             else:
-                own.copy_(given)
+                view.copy_(new_values)
 
     def fork(self) -> Weights:
-        """A second set: buffers with a trainable piece copied, the others shared by both from now
-        on.
+        """Return a second set of weights: buffers with a trainable parameter are copied, the others
+        shared.
         """
         trained = {piece.buffer for piece in self.pieces.values() if piece.trainable}
         other = Weights(self.team)
@@ -136,18 +142,19 @@ class Weights:
 
 
 def same(own: Tensor, new: Tensor) -> bool:
-    """Whether `new` comes to the same numbers in the dtype, and on the device, of `own`."""
+    """Return whether `new` equals `own` in the dtype and on the device of `own`."""
     return own.shape == new.shape and torch.equal(own, new.detach().to(own))
 
 
 def refuse_change_of_shared(name: str, own: Tensor, new: Tensor) -> None:
-    """A frozen weight that forks share may be given again but not changed: it would change the
-    other versions too.
+    """Raise ValueError if `new` differs from a frozen weight that forks share.
+
+    Loading equal values is allowed; a change would affect the other versions too.
     """
     if not same(own, new):
         raise ValueError(
             f"{name} is frozen and shared by forked decoders, so it cannot take another value: "
-            "pass trainable parameters alone, or build a new decoder with make_decoder"
+            "pass only trainable parameters, or build a new decoder with make_decoder"
         )
 
 
@@ -156,7 +163,7 @@ def refuse_change_of_shared(name: str, own: Tensor, new: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Wrapped:
-    """A linear or embedding module, with its PEFT adapter if it has one: A [R, I], B [O, R]."""
+    """Hold a linear or embedding module, with its PEFT adapter if any: A [R, I], B [O, R]."""
 
     base: Any
     lora_a: Tensor | None = None
@@ -165,8 +172,9 @@ class Wrapped:
 
 
 def unwrap(module: nn.Module) -> Wrapped:
-    """A plain nn.Linear / nn.Embedding, or PEFT's LoRA around one. Raises `Unsupported` for
-    everything else.
+    """Unwrap a plain nn.Linear / nn.Embedding, or PEFT's LoRA around such a module.
+
+    Raises `Unsupported` for everything else.
     """
     if type(module) in (nn.Linear, nn.Embedding):
         return Wrapped(module)
@@ -180,7 +188,8 @@ def unwrap(module: nn.Module) -> Wrapped:
     adapters = [name for name in active if name in module.scaling]
     if type(base) not in (nn.Linear, nn.Embedding) or module.merged or len(adapters) > 1:
         raise Unsupported(
-            f"an adapter that is merged, or one of several active ({active}), or around a {type(base).__name__}"
+            f"an adapter that is merged, or several active adapters ({active}), or an adapter "
+            f"around a {type(base).__name__}"
         )
     if not adapters or module.disable_adapters:
         raise Unsupported("adapters that are disabled")
@@ -196,11 +205,11 @@ def unwrap(module: nn.Module) -> Wrapped:
 
 
 class Unsupported(Exception):
-    """The model has something that the fast decoder was not proved for."""
+    """Signal that the model has a feature that the fast decoder was not verified for."""
 
 
 class Builder:
-    """Adds a model's modules to `Weights` under the names that its parameters have."""
+    """Add a model's modules to `Weights` under the names of its parameters."""
 
     def __init__(
         self,
@@ -210,8 +219,10 @@ class Builder:
         base: Weights | None = None,
         team: Team | None = None,
     ):
-        """`base`: whose buffers are taken rather than filled, where they hold what the model's do.
-        `team`: see `Weights`.
+        """Prepare empty weights.
+
+        `base`: its buffers are shared where they hold the same values as the model's. `team`: see
+        `Weights`.
         """
         self.weights, self.base, self.team = Weights(team), base, team
         self.dtype, self.device = dtype, device
@@ -220,26 +231,31 @@ class Builder:
             self.names.setdefault(id(parameter), []).append(name)
 
     def _named(self, parameters: Iterable[Tensor], dim: int | None = None) -> list[Part]:
-        """With all their names; `dim`: along which they are cut."""
+        """Return parameters with all their names; `dim`: the dimension along which they are
+        sharded.
+        """
         cuts = (
             (p, WHOLE if dim is None else cut(p.shape[dim], dim, self.team)) for p in parameters
         )
-        return [Part(self.names[id(parameter)], parameter, own) for parameter, own in cuts]
+        return [
+            Part(self.names[id(parameter)], parameter, part_cut) for parameter, part_cut in cuts
+        ]
 
     def tensor(self, key: str, parameter: Tensor, dim: int | None = None) -> str:
-        """One parameter by itself (a norm's weight, an embedding). `dim`: along which a team cuts
-        it (None: whole on every rank).
+        """Add a single parameter (a norm's weight, an embedding) and return its key.
+
+        `dim`: the dimension along which a team shards it (None: whole on every rank).
         """
         self.weights.add(key, self._named([parameter], dim), self.dtype, self.device, self.base)
         return key
 
     def tensors(self, key: str, parameters: Sequence[Tensor]) -> str:
-        """Several parameters, one below the other."""
+        """Add several parameters, stacked, and return their key."""
         self.weights.add(key, self._named(parameters), self.dtype, self.device, self.base)
         return key
 
     def adapter(self, key: str, parameter: Tensor, dim: int | None = None) -> str:
-        """An adapter's matrix, in its own dtype. `dim`: see `tensor`."""
+        """Add an adapter's matrix in its own dtype and return its key. `dim`: see `tensor`."""
         self.weights.add(key, self._named([parameter], dim), parameter.dtype, self.device)
         return key
 
@@ -251,11 +267,11 @@ class Builder:
         *,
         inputs: bool = False,
     ) -> ProjectionSpec:
-        """Linear layers that read the same input, fused; `tied_to` names the buffer of a weight
-        that is already there.
+        """Add linear layers that read the same input, fused, and return their specification.
 
-        A team cuts their outputs; `inputs`: their inputs, and what each rank computes is its part
-        of a sum.
+        `tied_to` names the existing buffer of a tied weight. A team shards the outputs of the
+        layers, or with `inputs` their inputs; each rank then computes its term of a sum. Raises
+        `Unsupported` if only some of the layers have a bias.
         """
         parts = [unwrap(module) for module in modules]
         weight, bias, lora_a = tied_to or f"{key}.weight", None, None
@@ -270,11 +286,11 @@ class Builder:
         biased = [part.base.bias for part in parts if part.base.bias is not None]
         if biased:
             if len(biased) < len(parts):
-                raise Unsupported(f"a bias on some of {key} alone")
+                raise Unsupported(f"a bias on only some layers of {key}")
             bias = f"{key}.bias"
             named = self._named(biased, None if inputs else 0)
-            own = [replace(part, cut=once(self.team)) for part in named] if inputs else named
-            self.weights.add(bias, own, self.dtype, self.device, self.base)
+            bias_parts = [replace(part, cut=once(self.team)) for part in named] if inputs else named
+            self.weights.add(bias, bias_parts, self.dtype, self.device, self.base)
         adapters, first_rank, first_column = [], 0, 0
         for i, part in enumerate(parts):
             outputs = WHOLE if inputs else cut(part.base.out_features, 0, self.team)
