@@ -364,11 +364,12 @@ def test_a_checkpoint_where_weights_were_on_their_way_is_said_to_go_on_otherwise
     capsys.readouterr()
     again = trained("saved-on-the-way", f"{LATE} --save-every 1 --replay {first}")
     said = " ".join(capsys.readouterr().out.split())
-    assert "weights were on their way in the run that is replayed" in said
-    assert f"this replay is not {first} bit for bit, for settings differ: save_every 0 -> 1" in said
+    assert "the replayed run had a weight sync in flight" in said
+    differs = "will not be bit-identical, because settings differ: save_every 0 -> 1"
+    assert f"this replay of {first} {differs}" in said
     assert drawn(again)[:8] == drawn(first)[:8]
     trained("as-before", f"{LATE} --save-every 0 --keep-last 3 --replay {first}")
-    assert "bit for bit" not in capsys.readouterr().out
+    assert "bit-identical" not in capsys.readouterr().out
     # where nothing is on its way, the log says that it lands
     for path in (again / "checkpoints").iterdir():
         if path.name != "grpo-000002":

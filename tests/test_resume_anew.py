@@ -160,7 +160,7 @@ def test_a_schedule_that_ends_says_what_more_steps_do(tmp_path, said):
     train(f"{WORDS} --steps 2 --schedule linear", tmp_path / "run")
     rows = train("--resume --steps 4", tmp_path / "run")
     assert any(
-        "the linear schedule ends at step 4 of the stage now, not at 2: the next step's learning rate is 0.005"
+        "the linear schedule now ends at step 4 of the stage, not at 2: the next step's learning rate is 0.005"
         in t
         for t in said
     )

@@ -451,27 +451,27 @@ def test_batches_that_cannot_be_learnt_from_are_refused(service):
     with pytest.raises(UserError, match=r"trajectory 0 has no reward yet \(prompt '12\+34='"):
         algorithm.update(batch, client)
     with pytest.raises(
-        UserError, match="4 trajectories take as many rewards, in their order; got 3"
+        UserError, match="4 trajectories need as many rewards, in their order; got 3"
     ):
         batch.rewards = [1.0, 2.0, 3.0]
     batch.rewards = [1.0, 2.0, float("nan"), 0.0]
     with pytest.raises(UserError, match="trajectory 2 has the reward nan"):
         algorithm.update(batch, client)
     greedy = scored(RolloutSampler(client, max_new_tokens=3, temperature=0.0))
-    with pytest.raises(UserError, match="drawn greedily"):
+    with pytest.raises(UserError, match="sampled greedily"):
         algorithm.update(greedy, client)
     for prompts, metas, says in (
-        ("12+34=", None, "a list of one or more prompts"),
-        ([], None, "a list of one or more prompts"),
-        (SUMS, [{}], "4 prompts take as many metas, in their order; got 1"),
+        ("12+34=", None, "a list of at least 1 prompt"),
+        ([], None, "a list of at least 1 prompt"),
+        (SUMS, [{}], "4 prompts need as many metas, in their order; got 1"),
         ([{"text": "1+1="}], None, "got the keys"),
-        ([""], None, "prompt 0 is a text that is not empty"),
+        ([""], None, "prompt 0 must be a text that is not empty"),
     ):
         with pytest.raises(UserError, match=says):
             sampler.generate_trajectories(prompts, metas)
     assert algorithm.updates == 0 and client.save_weights_and_get_sampling_client().version == 0
     headless = service.create_full_training_client("tiny:addition")
-    with pytest.raises(UserError, match="no value head: make it with"):
+    with pytest.raises(UserError, match="no value head: create it with"):
         PPO().update(scored(sampler), headless)
 
 
@@ -482,11 +482,11 @@ def test_a_batch_of_weights_that_were_updated_since_is_refused(service):
     algorithm.update(one, client)
     with pytest.raises(
         UserError,
-        match="drawn at version 0 of the weights, which are at version 1 now: .*generate_trajectories",
+        match="sampled from weight version 0, expected the current version 1.*generate_trajectories",
     ):
         algorithm.update(two, client)
     fresh = scored(sampler)
-    with pytest.raises(UserError, match="trajectory 4 was drawn at version 0"):
+    with pytest.raises(UserError, match="trajectory 4 was sampled from weight version 0"):
         algorithm.update(TrajectoryBatch([*fresh, *two]), client)
     assert client.version == 1 == algorithm.updates
     algorithm.update(fresh, client)

@@ -316,7 +316,7 @@ def test_roles_hold_for_the_whole_run():
         return SimpleNamespace(settings=variant_settings("dr_grpo", sampler_ranks=ranks))
 
     assert worker_settings([stage(2), stage(2)]).sampler_ranks == 2
-    with pytest.raises(UserError, match="sampler_ranks holds for the whole run"):
+    with pytest.raises(UserError, match="sampler_ranks applies to the whole run"):
         worker_settings([stage(2), stage(0)])
 
 
@@ -633,4 +633,4 @@ def test_the_console_says_who_does_what():
     ]
     assert conclusion._processes(1, 1) == "1 process that learns, 1 that samples"
     assert conclusion._processes(3, 2) == "3 processes that learn, 2 that sample"
-    assert conclusion._processes(8, 0, 4) == "8 processes, every 4 of which hold a sampler together"
+    assert conclusion._processes(8, 0, 4) == "8 processes, every 4 of which share a sampler"

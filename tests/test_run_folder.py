@@ -420,7 +420,7 @@ def test_data_that_were_changed_are_refused(left_out, tmp_path):
     text = data.read_text()
     for changed in (text.replace('"3"', '"4"'), "".join(text.splitlines(keepends=True)[1:])):
         data.write_text(changed)
-        with pytest.raises(UserError, match="the data of stage sft.*put the file back"):
+        with pytest.raises(UserError, match="the data of stage sft.*restore the file"):
             train(f"{words} --save-every 2 --resume", tmp_path / "run")
     data.write_text(text)
     train(f"{words} --save-every 2 --resume", tmp_path / "run")

@@ -294,7 +294,7 @@ def test_it_holds_for_the_whole_run():
         asked(LINE.format("tiny:addition") + f" --sampler-tp {k}").stages[0] for k in (1, 2)
     )
     assert worker_settings([two]).sampler.tp == 2
-    with pytest.raises(UserError, match="sampler_tp hold for the whole run"):
+    with pytest.raises(UserError, match="sampler_tp apply to the whole run"):
         worker_settings([one, two])
 
 

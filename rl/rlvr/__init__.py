@@ -1,9 +1,9 @@
-"""Reinforcement learning from verifiable rewards in a script of one's own: sample, score, `update`.
+"""Train with verifiable rewards (RLVR) in a user's script: sample, score, `update`.
 
     from rl import LoRAConfig, ServiceClient, TrainingConfig
     from rl.rlvr import PPO, PPOConfig, RolloutSampler, resolve_reward
 
-A thin face over the clients and the methods: what it computes is theirs.
+The package is a thin layer: clients and methods do the computation.
 """
 
 from rl.clients import LoRAConfig, ServiceClient, TrainingConfig

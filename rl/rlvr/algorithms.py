@@ -1,8 +1,7 @@
-"""REINFORCE and PPO as objects with `update(batch, client)`: the hooks of rl.methods, and nothing
-of their own besides.
+"""Provide REINFORCE and PPO as objects with `update(batch, client)`, based on rl.methods.
 
-An algorithm holds its config and the method's state, which is readable JSON; the method is made
-anew for each update.
+An algorithm holds its config and the method's state, which is readable JSON. The method object is
+created again for each update.
 """
 
 from __future__ import annotations
@@ -39,15 +38,17 @@ Config = TypeVar("Config", REINFORCEConfig, PPOConfig)
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What an update did. Losses and entropy: means over action tokens (and over PPO's epochs), in
-    nats.
+    """Hold the results of an update.
+
+    Losses and entropy are means over action tokens (and over PPO's epochs), in nats.
 
     policy_loss    without entropy bonus and value loss
-    value_loss     of PPO; 0 of REINFORCE, which learns no value
+    value_loss     of PPO; 0 for REINFORCE, which learns no value
     entropy        of the policy
-    kl_divergence  KL(policy that sampled || policy after the update), the estimate k3, from
-    logprobs computed anew grad_norm      before clipping; of several optimizer steps the largest
-    metrics        everything the method measured, under the names that train.py logs
+    kl_divergence  KL(policy that sampled || policy after the update), the k3 estimate from
+                   recomputed logprobs
+    grad_norm      before clipping; the largest of several optimizer steps
+    metrics        all metrics of the method, under the names that train.py logs
     """
 
     policy_loss: float
@@ -59,11 +60,11 @@ class UpdateResult:
 
 
 class Algorithm(ABC, Generic[Config]):
-    """`update` trains a client on a batch; `get_state` and `from_state` take the algorithm through
-    a checkpoint.
+    """Train a client on batches with `update`.
 
-    `reference`: what kl_penalty_coef holds the policy near; by default the base model under the
-    client's LoRA adapter.
+    `get_state` and `from_state` save and restore the algorithm. `reference` is the reference model
+    of kl_penalty_coef; by default it is the base model under the client's LoRA adapter. Raises
+    UserError if `config` is of another class.
     """
 
     name: ClassVar[str]
@@ -81,22 +82,23 @@ class Algorithm(ABC, Generic[Config]):
 
     @abstractmethod
     def _method(self, temperature: float) -> Any:
-        """The method's hooks, for samples of this temperature."""
+        """Return the hooks of the method, for samples of this temperature."""
 
     @abstractmethod
     def _learn(self, method: Any, models: Models, datums: Sequence[Datum]) -> dict[str, float]:
-        """Metrics, `optim/approx_kl_k3` among them."""
+        """Update on the datums and return the metrics, including `optim/approx_kl_k3`."""
 
     def update(self, batch: TrajectoryBatch, client: TrainingClient) -> UpdateResult:
-        """Trains `client` on the batch, whose every trajectory has its reward.
+        """Train `client` on the batch; every trajectory needs a reward.
 
-        Raises UserError, before anything is trained, for a batch that cannot be learnt from: one
-        without its rewards, drawn greedily, or drawn from weights that were updated since.
+        Raises UserError before training if rewards are missing, or if the batch was sampled
+        greedily or from weights that have been updated since.
         """
         groups = batch.groups()
         if not batch.temperature > 0:
             raise UserError(
-                "the batch was drawn greedily (temperature 0), which tells nothing of other answers: sample at 1.0, say"
+                "the batch was sampled greedily (temperature 0), so it has no information about "
+                "other responses: sample with a temperature above 0, such as 1.0"
             )
         _check_versions(batch, client)
         method = self._method(batch.temperature)
@@ -116,6 +118,7 @@ class Algorithm(ABC, Generic[Config]):
         )
 
     def _models(self, client: TrainingClient) -> Models:
+        """Return the policy and the reference model. Raises UserError if a reference is missing."""
         if not self.config.kl_penalty_coef:
             return Models(client)
         if self.reference is not None:
@@ -123,16 +126,20 @@ class Algorithm(ABC, Generic[Config]):
             return Models(client, {"reference": FrozenScorer(self.reference)})
         if client.info["lora_rank"] is None:
             raise UserError(
-                f"kl_penalty_coef {self.config.kl_penalty_coef} needs a reference, and a client that trains all weights keeps none: pass "
-                f"{type(self).__name__}(config, reference=service.create_sampling_client(base_model=...)), or train a LoRA adapter"
+                f"kl_penalty_coef {self.config.kl_penalty_coef} needs a reference model, and a "
+                "client that trains all weights keeps no copy of its base model: pass "
+                f"{type(self).__name__}(config, "
+                "reference=service.create_sampling_client(base_model=...)), or train a LoRA "
+                "adapter"
             )
         return Models(client, {"reference": BaseScorer(client)})
 
     def _progress(self, models: Models) -> Progress:
+        """Return the number of updates done and the seed of the client's service."""
         return Progress(self.updates, self.updates + 1, models.policy.service.seed)
 
     def get_state(self) -> dict[str, Any]:
-        """Config, number of updates and the method's state: JSON."""
+        """Return the config, the number of updates and the method's state, as JSON."""
         return {
             "algorithm": self.name,
             "config": asdict(self.config),
@@ -144,18 +151,21 @@ class Algorithm(ABC, Generic[Config]):
     def from_state(
         cls, state: Mapping[str, Any], *, reference: SamplingClient | None = None
     ) -> Self:
-        """The algorithm as it was when `get_state` was called. Raises UserError for a state of
-        another algorithm.
+        """Return the algorithm with the state that `get_state` returned.
+
+        Raises UserError if the state is incomplete or of another algorithm.
         """
         expected = ("algorithm", "config", "updates", "method")
         missing = [key for key in expected if key not in state]
         if missing:
             raise UserError(
-                f"this is no algorithm's state: it lacks {', '.join(missing)} (it has {', '.join(sorted(map(str, state)))})"
+                f"this is not the state of an algorithm: it lacks {', '.join(missing)} (it has "
+                f"{', '.join(sorted(map(str, state)))}); pass a state from get_state"
             )
         if state["algorithm"] != cls.name:
             raise UserError(
-                f"the state is one of {state['algorithm']}, not of {cls.name}: load it with that class's from_state"
+                f"the state is of {state['algorithm']}, not of {cls.name}: load it with from_state "
+                "of that class"
             )
         algorithm = cls(cls.config_class(**state["config"]), reference=reference)
         algorithm.updates, algorithm._state = state["updates"], copy.deepcopy(dict(state["method"]))
@@ -163,22 +173,23 @@ class Algorithm(ABC, Generic[Config]):
 
 
 def _check_versions(batch: TrajectoryBatch, client: TrainingClient) -> None:
-    """Raises UserError where a trajectory is not of the client's weights as they are. One without a
-    version is taken as it is.
+    """Raise UserError if a trajectory was not sampled from the client's current weights.
+
+    A trajectory without a weight version is accepted.
     """
-    now = client.version
+    current_version = client.version
     for i, trajectory in enumerate(batch):
-        drawn = trajectory.episode.transitions[-1].ac.version
-        if drawn is not None and drawn != now:
+        sampled_version = trajectory.episode.transitions[-1].ac.version
+        if sampled_version is not None and sampled_version != current_version:
             raise UserError(
-                f"trajectory {i} was drawn at version {drawn} of the weights, which are at version {now} now: each update takes samples of "
-                "the weights it begins from. Call generate_trajectories before each update; PPOConfig(ppo_epochs=...) learns "
-                "several times from one batch"
+                f"trajectory {i} was sampled from weight version {sampled_version}, expected the "
+                f"current version {current_version}. Call generate_trajectories before each "
+                "update; PPOConfig(ppo_epochs=...) trains several epochs on each batch"
             )
 
 
 class _Normalised(PolicyGradient):
-    """REINFORCE whose advantages are brought to mean 0 and std 1 over the batch."""
+    """Compute REINFORCE advantages, normalized to mean 0 and std 1 over the batch."""
 
     def _advantages(
         self, rewards_P_K: Sequence[Sequence[float]], keys_P: Sequence[str]
@@ -188,7 +199,7 @@ class _Normalised(PolicyGradient):
 
 
 class REINFORCE(Algorithm[REINFORCEConfig]):
-    """See REINFORCEConfig."""
+    """Update with REINFORCE; see REINFORCEConfig."""
 
     name = "REINFORCE"
     config_class = REINFORCEConfig
@@ -222,7 +233,10 @@ class REINFORCE(Algorithm[REINFORCEConfig]):
 
 
 class PPO(Algorithm[PPOConfig]):
-    """See PPOConfig. The value is a head on the policy, which `create_training_client` makes."""
+    """Update with PPO; see PPOConfig.
+
+    The value is a head on the policy, which `create_training_client` creates.
+    """
 
     name = "PPO"
     config_class = PPOConfig
@@ -258,8 +272,9 @@ class PPO(Algorithm[PPOConfig]):
     def _models(self, client: TrainingClient) -> Models:
         if not client.info["value_head"]:
             raise UserError(
-                "PPO learns values, and this client's model has no value head: make it with "
-                "service.create_training_client(TrainingConfig(model_ref=...)), or with value_head=True"
+                "PPO learns values, and this client's model has no value head: create it with "
+                "service.create_training_client(TrainingConfig(model_ref=...)), or with "
+                "value_head=True"
             )
         return super()._models(client)
 

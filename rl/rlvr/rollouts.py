@@ -1,4 +1,4 @@
-"""Prompts in, a batch of trajectories out; their rewards are the caller's to fill in."""
+"""Sample a batch of trajectories from prompts; the caller sets their rewards."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ScoredTrajectory:
-    """One response to one prompt, and its reward once it has one.
+    """Hold a response to a prompt, and its reward once it is set.
 
-    `meta`: what came with the prompt. `episode`: its tokens and logprobs, as they were drawn.
+    `meta` is the prompt's metadata. `episode` has the sampled tokens and behavior logprobs.
     """
 
     prompt: str
@@ -34,19 +34,20 @@ class ScoredTrajectory:
 
     @property
     def tokens(self) -> list[int]:
-        """The response's, the stop token included where one was drawn."""
+        """Return the tokens of the response, with the stop token if it was sampled."""
         return self.episode.transitions[-1].ac.tokens
 
     @property
     def truncated(self) -> bool:
-        """Whether max_new_tokens cut it off."""
+        """Return whether max_new_tokens truncated the response."""
         return self.episode.transitions[-1].ac.stop_reason == "length"
 
 
 @dataclass
 class TrajectoryBatch:
-    """Trajectories drawn at one temperature. Set each one's `reward`, or all at once:
-    `batch.rewards = [...]`.
+    """Hold trajectories sampled at the same temperature.
+
+    Set the `reward` of each, or all of them with `batch.rewards = [...]`.
     """
 
     trajectories: list[ScoredTrajectory]
@@ -63,63 +64,71 @@ class TrajectoryBatch:
 
     @property
     def rewards(self) -> list[float]:
-        """Raises UserError where there are no trajectories, or one has no reward or one that is no
-        finite number.
+        """Return the reward of each trajectory.
+
+        Raises UserError if the batch is empty, or if a reward is missing or not finite.
         """
         if not self.trajectories:
             raise UserError(
                 "the batch has no trajectories: generate_trajectories takes at least one prompt"
             )
-        found = []
+        rewards = []
         for i, trajectory in enumerate(self.trajectories):
             if trajectory.reward is None:
                 raise UserError(
-                    f"trajectory {i} has no reward yet (prompt {trajectory.prompt[:40]!r}): set trajectory.reward first"
+                    f"trajectory {i} has no reward yet (prompt {trajectory.prompt[:40]!r}): set "
+                    "trajectory.reward first"
                 )
             reward = float(trajectory.reward)
             if not math.isfinite(reward):
                 raise UserError(
-                    f"trajectory {i} has the reward {reward} (prompt {trajectory.prompt[:40]!r}): a finite number is expected"
+                    f"trajectory {i} has the reward {reward} (prompt {trajectory.prompt[:40]!r}): "
+                    "a finite number is expected"
                 )
-            found.append(reward)
-        return found
+            rewards.append(reward)
+        return rewards
 
     @rewards.setter
     def rewards(self, values: Sequence[float]) -> None:
         if len(values) != len(self.trajectories):
             raise UserError(
-                f"{len(self.trajectories)} trajectories take as many rewards, in their order; got {len(values)}"
+                f"{len(self.trajectories)} trajectories need as many rewards, in their order; got "
+                f"{len(values)}"
             )
         for trajectory, value in zip(self.trajectories, values, strict=True):
             trajectory.reward = float(value)
 
     @property
     def mean_reward(self) -> float:
+        """Return the mean reward."""
         return statistics.fmean(self.rewards)
 
     @property
     def std_reward(self) -> float:
-        """Population standard deviation."""
+        """Return the population standard deviation of the rewards."""
         return statistics.pstdev(self.rewards)
 
     def groups(self) -> list[TrajectoryGroup]:
-        """What a method's `credit` takes: each trajectory by itself, its reward on its only turn."""
-        found = []
+        """Return the input of a method's `credit`.
+
+        Each trajectory is a group by itself, with its reward on its only turn.
+        """
+        groups = []
         for i, (trajectory, reward) in enumerate(zip(self.trajectories, self.rewards, strict=True)):
             trajectory.episode.transitions[-1].reward = reward
-            found.append(TrajectoryGroup([trajectory.episode], [0.0], [{}], "rlvr", i))
-        return found
+            groups.append(TrajectoryGroup([trajectory.episode], [0.0], [{}], "rlvr", i))
+        return groups
 
 
 class RolloutSampler:
-    """Draws responses from a training client's weights as they are at each call.
+    """Sample responses with the current weights of a training client.
 
-    `renderer`: how a prompt is put to the model (one of `rl.renderers.RENDERER_NAMES`); by default
-    the model's own chat template, or plain text where its tokenizer has none. `samples_per_prompt`
-    responses to each prompt stand side by side. The random streams are a function of `seed` (by
-    default the service's), the version of the weights, the how-manieth call at that version this
-    is, the prompt's position and the sample's: a script that resumes after an update draws what it
-    would have.
+    `renderer` formats the prompt (a name of `rl.renderers.RENDERER_NAMES` or a renderer). The
+    default is the model's chat template, or plain text if its tokenizer has none. The
+    `samples_per_prompt` responses to a prompt are consecutive in the batch. The random streams are
+    a function of `seed` (by default the service's), the weight version, the number of the call at
+    that version, and the positions of prompt and sample. Thus a script that resumes after an update
+    samples the same responses as without the interruption.
     """
 
     def __init__(
@@ -133,7 +142,7 @@ class RolloutSampler:
         seed: int | None = None,
     ):
         if samples_per_prompt < 1:
-            raise UserError(f"samples_per_prompt is at least 1, got {samples_per_prompt}")
+            raise UserError(f"samples_per_prompt must be at least 1, got {samples_per_prompt}")
         self.client = client
         self.params = SamplingParams(max_tokens=max_new_tokens, temperature=temperature)
         self.samples_per_prompt = samples_per_prompt
@@ -145,7 +154,7 @@ class RolloutSampler:
             if isinstance(renderer, Renderer)
             else get_renderer(renderer or default, tokenizer)
         )
-        self._drawn = (-1, 0)  # a version of the weights, calls at it
+        self._drawn = (-1, 0)  # weight version, number of calls at it
         self._weights: SamplingClient | None = None
 
     def generate_trajectories(
@@ -153,16 +162,18 @@ class RolloutSampler:
         prompts: Sequence[str | Mapping[str, Any]],
         metas: Sequence[Mapping[str, Any]] | None = None,
     ) -> TrajectoryBatch:
-        """Responses to the prompts, in their order. A prompt is a text, or {"prompt": text, "meta":
-        {...}}.
+        """Return a batch of responses to the prompts, in their order.
+
+        A prompt is a text, or {"prompt": text, "meta": {...}}. Raises UserError if a prompt is
+        invalid or `metas` has another length.
         """
         if isinstance(prompts, str) or not prompts:
             raise UserError(
-                f"generate_trajectories takes a list of one or more prompts, got {prompts!r}"
+                f"generate_trajectories takes a list of at least 1 prompt, got {prompts!r}"
             )
         if metas is not None and len(metas) != len(prompts):
             raise UserError(
-                f"{len(prompts)} prompts take as many metas, in their order; got {len(metas)}"
+                f"{len(prompts)} prompts need as many metas, in their order; got {len(metas)}"
             )
         problems = [
             _problem(i, prompt, None if metas is None else metas[i])
@@ -185,27 +196,29 @@ class RolloutSampler:
             self.params,
             seed=derive_seed(self.seed, "rlvr", version, calls),
         ).groups
-        found = []
+        trajectories = []
         for problem, group in zip(problems, groups, strict=True):
             for episode in group.trajectories_G:
                 logs = episode.transitions[-1].logs
-                found.append(
+                trajectories.append(
                     ScoredTrajectory(logs["prompt"], logs["response"], episode, dict(problem.meta))
                 )
-        return TrajectoryBatch(found, self.params.temperature)
+        return TrajectoryBatch(trajectories, self.params.temperature)
 
 
 def _problem(
     index: int, prompt: str | Mapping[str, Any], meta: Mapping[str, Any] | None
 ) -> Problem:
+    """Return the problem of a prompt. Raises UserError if the prompt is invalid."""
     text: Any = prompt
     if isinstance(prompt, Mapping):
         unknown = sorted(set(prompt) - {"prompt", "meta"})
         if unknown or "prompt" not in prompt:
             raise UserError(
-                f"prompt {index} is a text or {{'prompt': text, 'meta': {{...}}}}, got the keys {sorted(prompt)}"
+                f"prompt {index} must be a text or {{'prompt': text, 'meta': {{...}}}}, got the "
+                f"keys {sorted(prompt)}"
             )
         text, meta = prompt["prompt"], prompt.get("meta") if meta is None else meta
     if not isinstance(text, str) or not text:
-        raise UserError(f"prompt {index} is a text that is not empty, got {text!r}")
+        raise UserError(f"prompt {index} must be a text that is not empty, got {text!r}")
     return Problem([{"role": "user", "content": text}], meta=meta or {}, tag="rlvr", index=index)

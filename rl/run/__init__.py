@@ -1,6 +1,4 @@
-"""A run from its beginning to its end: the two loops, stages, resuming, the memory plan of a whole
-run.
-"""
+"""Execute runs: the two training loops, stages, resuming, and the memory plan of a whole run."""
 
 from rl.run.asked import asked_with, that_fit
 from rl.run.entry import guarded, main

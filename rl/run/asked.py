@@ -1,4 +1,4 @@
-"""What evaluate.py and sample.py ask, by data settings."""
+"""Select and format the prompts of evaluate.py and sample.py according to the data settings."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def that_fit(
     renderer: Renderer,
     max_tokens: int,
 ) -> ProblemSet:
-    """The problems whose prompts leave room for an answer; those that do not are cut or left out as
-    the settings say, or a UserError.
+    """Return the problems whose prompts leave room for `max_tokens` of response.
+
+    Longer prompts are truncated, skipped or raise UserError, as the settings of `data` say.
     """
     check = RowCheck(info, renderer, problems.name, (), max_tokens, limits=Limits.of(data))
     return good_rows(problems, check, data.on_bad_row)
@@ -31,7 +32,11 @@ def that_fit(
 def asked_with(
     data: DataSettings, prompts: Iterable[str], dataset: str | None, limit: int
 ) -> Iterator[Sequence[Message]]:
-    """The rows of `dataset` or, without one, `prompts`, with what the settings put around a prompt."""
+    """Yield the conversation of each row of `dataset`, or of each of `prompts` without a dataset.
+
+    The system prompt, template and suffix of `data` are applied. At most `limit` rows are read.
+    Raises UserError if a prompt is empty.
+    """
     if dataset is not None:
         problems = held_out_problems(
             replace(
@@ -44,8 +49,10 @@ def asked_with(
         )
         yield from (problem.messages for problem in problems or () if problem.messages)
         return
-    dress = Dress(data.system_prompt, data.prompt_template, data.prompt_suffix, data.answer_column)
+    template = Dress(
+        data.system_prompt, data.prompt_template, data.prompt_suffix, data.answer_column
+    )
     for prompt in prompts:
         if not prompt.strip():
-            raise UserError("an empty prompt asks nothing: give --prompt a text")
-        yield dress([{"role": "user", "content": prompt}], {})
+            raise UserError("a prompt is empty: pass a text with --prompt")
+        yield template([{"role": "user", "content": prompt}], {})

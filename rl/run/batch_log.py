@@ -1,6 +1,4 @@
-"""What a stage logs: a row of metrics for each batch, what the alarms say of it, and rollouts to
-read.
-"""
+"""Log a stage: a row of metrics and its alarms for each batch, and readable rollouts."""
 
 from __future__ import annotations
 
@@ -17,16 +15,16 @@ from rl.types import Datum
 
 
 class BatchLog:
-    """Puts a batch's row together, and writes it."""
+    """Build and write the metrics row of each batch of a stage."""
 
     def __init__(self, given: Given):
         self.given = given
         self._alarms = Alarms()
-        # whose weights' way to the sampler is logged already
+        # the sampler for which the weight sync time is logged already
         self._timed: SamplingClient | None = None
 
     def resume(self) -> None:
-        """The alarms go on from the rows that the stage logged before."""
+        """Restore the alarms from the rows that the stage has logged before."""
         self._alarms = Alarms(
             [
                 row
@@ -44,8 +42,9 @@ class BatchLog:
         rollouts: Rollouts | None,
         datums: Sequence[Datum],
     ) -> dict[str, float]:
-        """All of a batch but what is evaluated after it. `since`: its beginning by
-        time.perf_counter. `sampler`: of the new weights.
+        """Return all metrics of a batch except those of the evaluation after it.
+
+        `since` is the batch's start by time.perf_counter. `sampler` holds the new weights.
         """
         loop, done = self.given.loop, batch + 1
         sync = (
@@ -72,14 +71,14 @@ class BatchLog:
             for scores in (self.given.scorer, self.given.models.rewards):
                 row.update(
                     {
-                        f"time/reward/{name}": taken
-                        for name, taken in (
+                        f"time/reward/{name}": elapsed
+                        for name, elapsed in (
                             scores.take_seconds() if scores is not None else {}
                         ).items()
                     }
                 )
             tokens = rollouts.counters["emitted_tokens"]
-        # what was not scored has no reward, not one of 0
+        # A batch that was not scored has no reward; it does not have reward 0.
         if not self.given.rewarded and self.given.models.rewards is None:
             row = {
                 name: value
@@ -90,45 +89,48 @@ class BatchLog:
         return row
 
     def _sampling_metrics(self, rollouts: Rollouts, datums: Sequence[Datum]) -> dict[str, float]:
-        found = {
+        """Return the metrics of the samples and the share of them that has an advantage."""
+        metrics = {
             **sampled_metrics(rollouts.sampled),
             "optim/frac_credited": credited_share(rollouts.sampled, datums),
         }
-        return {**found, "sampler/temperature": self.given.sampling_params.temperature}
+        return {**metrics, "sampler/temperature": self.given.sampling_params.temperature}
 
     def watch(self, row: dict[str, float]) -> list[str]:
-        """Tells the curriculum of a batch's success, and the alarms of everything; returns what
-        there is to say.
+        """Update curriculum and alarms from a batch's row; return the messages of the alarms.
+
+        The metrics of both are added to `row`.
         """
         problems = self.given.problems
         if isinstance(problems, Curriculum):
             row.update(problems.metrics())
             problems.learn(row.get("env/all/correct", row.get("env/all/reward/total", 0.0)))
-        metrics, said = self._alarms(row)
+        metrics, alarms = self._alarms(row)
         row.update(metrics)
-        return said
+        return alarms
 
     def write(self, done: int, metrics: Mapping[str, float]) -> None:
+        """Write the row of the stage's step `done` to the logbook and the console."""
         step = self.given.first_step + done
         self.given.logbook.log(step, {"stage": self.given.name, **metrics})
         self.given.console.update(step, metrics)
 
     def rollouts(self, batch: int, rollouts: Rollouts | None) -> None:
-        """Writes a batch's rollouts, where it is time."""
-        given = self.given
+        """Write the rollouts of a batch, every `rollouts_every` batches."""
+        context = self.given
         if (
             rollouts is not None
-            and given.loop.rollouts_every
-            and (batch % given.loop.rollouts_every == 0)
+            and context.loop.rollouts_every
+            and (batch % context.loop.rollouts_every == 0)
         ):
-            rows = rollout_rows(rollouts, given.renderer, given.sampling_params.temperature)
-            given.logbook.rollouts(
-                given.first_step + batch + 1, rows, given.name if given.first_step else ""
+            rows = rollout_rows(rollouts, context.renderer, context.sampling_params.temperature)
+            context.logbook.rollouts(
+                context.first_step + batch + 1, rows, context.name if context.first_step else ""
             )
 
 
 def gave_up_count(rollouts: Rollouts) -> float:
-    """The number of answers that a built-in reward gave up on, which scored 0."""
+    """Return the number of responses that a built-in reward gave up on; they scored 0."""
     turns = [
         turn
         for group in rollouts.sampled

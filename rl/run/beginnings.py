@@ -1,6 +1,4 @@
-"""Which weights a stage begins from: a base model's, or an earlier stage's; and whether all those
-that are named are there.
-"""
+"""Determine and check the initial weights of a stage: a base model's or an earlier stage's."""
 
 from __future__ import annotations
 
@@ -14,45 +12,53 @@ from rl.settings import ModelSettings, StagePlan, nearest
 
 
 def names_its_model(stages: Sequence[StagePlan], index: int) -> bool:
-    """Whether a stage begins from a base model of its own: the first, and one that names another
-    than those before it.
+    """Return whether a stage begins from a base model and not from an earlier stage.
 
-    A model named for all stages (at a recipe's top level, on the line) is the one that the first
-    begins from. The name of an earlier stage is no base model: see `begins_after`.
+    That holds for the first stage, and for a stage that names a base model different from those of
+    the stages before it. A model named for all stages (at a recipe's top level or on the command
+    line) is the base model of the first. The name of an earlier stage is no base model: see
+    `begins_after`.
     """
     default, earlier = ModelSettings().base_model, [stage.name for stage in stages[:index]]
-    asked, before = (
+    base_model, earlier_models = (
         stages[index].settings.model.base_model,
         [stages[i].settings.model.base_model for i in _leads_to(stages, index)],
     )
-    named = [base for base in before if base != default and base not in earlier]
-    return not before or asked not in (default, *named[-1:], *earlier)
+    named_models = [base for base in earlier_models if base != default and base not in earlier]
+    return not earlier_models or base_model not in (default, *named_models[-1:], *earlier)
 
 
 def _leads_to(stages: Sequence[StagePlan], index: int) -> list[int]:
-    """The stages from which one may go on: a policy not from a reward model, which is a judge and
-    answers nothing.
+    """Return the indices of the stages from which a stage may continue.
+
+    A policy cannot continue from a reward model, which scores responses and generates none.
     """
-    judge = stages[index].method == "reward_model"
-    return [i for i, stage in enumerate(stages[:index]) if judge or stage.method != "reward_model"]
+    is_reward_model = stages[index].method == "reward_model"
+    return [
+        i
+        for i, stage in enumerate(stages[:index])
+        if is_reward_model or stage.method != "reward_model"
+    ]
 
 
 def begins_after(stages: Sequence[StagePlan], index: int) -> int | None:
-    """The stage whose final weights a stage begins from: the one it names as its base_model, else
-    the one before.
+    """Return the index of the stage from which a stage takes its initial weights.
 
-    A policy passes over reward models. None where a stage begins from a base model.
+    It is the stage named as base_model, else the previous stage; a policy skips reward models.
+    None if the stage begins from a base model.
     """
     earlier = [stage.name for stage in stages[:index]]
-    asked = stages[index].settings.model.base_model
-    if asked in earlier:
-        return earlier.index(asked)
+    base_model = stages[index].settings.model.base_model
+    if base_model in earlier:
+        return earlier.index(base_model)
     return None if names_its_model(stages, index) else _leads_to(stages, index)[-1]
 
 
 def check_weights(stages: Sequence[StagePlan]) -> None:
-    """Raises UserError where weights that a stage's method needs (a teacher, a reference) are
-    neither an earlier stage's nor there.
+    """Check the weights that the stages need.
+
+    Raises UserError if weights of a method (a teacher, a reference) are neither an earlier stage's
+    nor existing weights, or if a policy would have to begin from a reward model.
     """
     for i, plan in enumerate(stages):
         base, default = plan.settings.model.base_model, ModelSettings().base_model
@@ -62,8 +68,10 @@ def check_weights(stages: Sequence[StagePlan]) -> None:
             and base == default != stages[i - 1].settings.model.base_model
         ):
             raise UserError(
-                f"the stage {plan.name} comes after a reward model, which is a judge and no policy: name the model that it is to begin "
-                f"from, base_model: {stages[i - 1].settings.model.base_model} for the one that the reward model began from"
+                f"stage {plan.name} comes after a reward model, which scores responses and cannot "
+                "be a policy: name the model to begin from, base_model: "
+                f"{stages[i - 1].settings.model.base_model} for the one that the reward model "
+                "began from"
             )
         earlier = [stage.name for stage in stages[:i]]
         _check_stage_name(base, plan, earlier)
@@ -74,8 +82,9 @@ def check_weights(stages: Sequence[StagePlan]) -> None:
 
 
 def _check_stage_name(target: str, plan: StagePlan, earlier: Sequence[str]) -> None:
-    """Raises UserError for a single word that is nearly an earlier stage's name: found late, as a
-    hub name that is not there.
+    """Raise UserError if `target` is a single word close to the name of an earlier stage.
+
+    Otherwise the typing error would surface late, as a model that the hub does not have.
     """
     if (
         target in earlier
@@ -86,5 +95,6 @@ def _check_stage_name(target: str, plan: StagePlan, earlier: Sequence[str]) -> N
         return
     if (near := nearest(target, earlier)) is not None:
         raise UserError(
-            f"stage {plan.name}: no earlier stage is called {target}, and no folder is; did you mean {near}?"
+            f"stage {plan.name}: neither an earlier stage nor a folder is called {target}; did you "
+            f"mean {near}?"
         )

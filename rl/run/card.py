@@ -1,6 +1,4 @@
-"""The card of weights that leave: what they are, what made them, what they were measured at, how
-they are loaded.
-"""
+"""Write the model card of exported weights: contents, training, held-out metrics, loading."""
 
 from __future__ import annotations
 
@@ -15,7 +13,8 @@ from rl.settings import StagePlan, flatten
 
 _ALONE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
-model, tokenizer = AutoModelForCausalLM.from_pretrained("{name}"), AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
 ```
 
 With vLLM: `vllm serve {name}`."""
@@ -24,14 +23,16 @@ from peft import AutoPeftModelForCausalLM
 model = AutoPeftModelForCausalLM.from_pretrained("{name}")
 ```
 
-Where head and embedding of the base are one matrix and the head is adapted, PEFT's own `merge_and_unload` changes the embedding with it:
-have the weights merged by `export.py --merge`, which makes them two. So does vLLM need them, whose LoRA knows no head."""
+If the base ties head and embedding in a single matrix and the head is adapted, PEFT's
+`merge_and_unload` changes the embedding too. Merge the weights with `export.py --merge`, which
+separates the two. vLLM needs merged weights as well: its LoRA does not support the head."""
 _FIGURES = ("test/", "env/all/reward/total", "env/all/correct", "optim/loss", "optim/kl_ref")
 
 
 def card(weights: Weights, what: str, base: str, *, adapter: bool) -> str:
-    """README.md of an export, with the hub's front matter. `what`: it is, in words; `base`: the
-    model it began from.
+    """Return the README.md of an export, with the hub's front matter.
+
+    `what` describes the weights in words; `base` is the model from which the training began.
     """
     name = weights.run.name if weights.run is not None else "model"
     front: dict[str, Any] = {
@@ -46,7 +47,7 @@ def card(weights: Weights, what: str, base: str, *, adapter: bool) -> str:
         f"# {name}",
     ]
     parts.append(
-        f"{what[0].upper()}{what[1:]}. Begun from `{base}`; saved as `{weights.name}`"
+        f"{what[0].upper()}{what[1:]}. Trained from `{base}`; saved as `{weights.name}`"
         + _at(weights)
         + "."
     )
@@ -57,6 +58,7 @@ def card(weights: Weights, what: str, base: str, *, adapter: bool) -> str:
 
 
 def _methods(weights: Weights) -> list[str]:
+    """Return the methods of the run's stages, each once; [] without a run."""
     return (
         []
         if weights.run is None
@@ -65,14 +67,17 @@ def _methods(weights: Weights) -> list[str]:
 
 
 def _at(weights: Weights) -> str:
+    """Return the step and stage of the weights as words; "" without a stage."""
     return (
         "" if weights.stage is None else f", after step {weights.step} (stage {weights.stage.name})"
     )
 
 
 def _made(weights: Weights) -> list[str]:
-    """How it was trained: data and figures of each stage up to this one, and every setting that is
-    not the default.
+    """Return the sections about the training of the weights.
+
+    They list the data of each stage up to the weights' stage, the held-out metrics, and every
+    setting that differs from its default.
     """
     assert (
         weights.run is not None
@@ -90,7 +95,8 @@ def _made(weights: Weights) -> list[str]:
             or "none"
         )
         lines.append(
-            f"| {stage.name} | {stage.method} | {stage.settings.loop.steps} | `{data.dataset}` | {reward} |"
+            f"| {stage.name} | {stage.method} | {stage.settings.loop.steps} | `{data.dataset}` | "
+            f"{reward} |"
         )
     table = "| stage | method | steps | data | reward |\n|---|---|---|---|---|\n" + "\n".join(lines)
     config = saved_config(weights.run_folder)
@@ -98,53 +104,54 @@ def _made(weights: Weights) -> list[str]:
         f"\n- {note['stage']} began from {note['from']}: {note['how']}"
         for note in config.get("origins", ())
     )
-    found = [
+    sections = [
         f"## Training\n\nSeed {weights.run.options.seed}.\n\n{table}"
         + (f"\n{origins}" if origins else "")
     ]
     if figures := _figures(rows, weights):
-        found.append("## Figures\n\n" + figures)
-    found.append(
+        sections.append("## Figures\n\n" + figures)
+    sections.append(
         "## Settings\n\n```yaml\nstages:\n"
         + "\n".join(_recipe(stage) for stage in stages)
         + "\n```"
     )
-    return found
+    return sections
 
 
 def _figures(rows: list[dict[str, Any]], weights: Weights) -> str:
-    """Held-out figures of the weights' stage, first and as they were saved."""
+    """Return a table of the stage's held-out metrics: the first value and the value when saved."""
     assert weights.stage is not None
-    own = [
+    stage_rows = [
         row
         for row in rows
         if row.get("stage") == weights.stage.name and row["step"] <= (weights.step or 0)
     ]
     names = dict.fromkeys(
         key
-        for row in own
+        for row in stage_rows
         for key in row
         if key.startswith(_FIGURES) and isinstance(row[key], (int, float))
     )
     lines = []
     for name in names:
-        seen = [
+        values = [
             row[name]
-            for row in own
+            for row in stage_rows
             if isinstance(row.get(name), (int, float)) and math.isfinite(row[name])
         ]
-        if seen:
-            lines.append(f"| {name} | {seen[0]:.4g} | {seen[-1]:.4g} |")
+        if values:
+            lines.append(f"| {name} | {values[0]:.4g} | {values[-1]:.4g} |")
     return "| figure | first | last |\n|---|---|---|\n" + "\n".join(lines) if lines else ""
 
 
 def _recipe(stage: StagePlan) -> str:
-    given = flatten(stage.settings)
-    usual = flatten(type(stage.settings)())
-    own = {key: value for key, value in given.items() if value != usual.get(key)}
+    """Return a stage as an entry of a YAML recipe, with the settings that are not defaults."""
+    settings = flatten(stage.settings)
+    defaults = flatten(type(stage.settings)())
+    changed = {key: value for key, value in settings.items() if value != defaults.get(key)}
     lines = [
         f"- method: {stage.method}",
         f"  name: {stage.name}",
-        *(f"  {key}: {json.dumps(value)}" for key, value in own.items()),
+        *(f"  {key}: {json.dumps(value)}" for key, value in changed.items()),
     ]
     return "\n".join(lines)

@@ -1,5 +1,7 @@
-"""What a resumed run may ask for that it did not ask for before: what changes no result, steps that
-are added, and what --change names.
+"""Check the settings of a resumed run against those that its folder records.
+
+Three kinds of difference are allowed: settings that change no result, more steps, and the settings
+that --change names.
 """
 
 from __future__ import annotations
@@ -23,27 +25,26 @@ from rl.settings import (
     unflatten,
 )
 
-# Of one start, or where and how it reports.
-FREE_OPTIONS = ("resume", "auto_resume", "overwrite", "output_dir", "quiet", "wandb_project", "timeout", "stop_grace", "reward_env",
-                "self_test", "replay", "plan", "plan_gpus", "plan_gpu_memory", "plan_zero", "plan_prompt_tokens", "change")  # fmt: skip
-# Of a stage: how its work is cut up, what is looked at, kept and waited for. No gradient and no
-# sample depends on them (but for rounding).
-FREE = ("token_budget", "layout", "gradient_checkpointing", "fused_logprobs", "kept_logits_gib", "kv_cache_tokens", "max_rows",
-        "sampler_cache", "sampler_tp",
-        "sampler_ranks", "eval_every", "save_every",
-        "rollouts_every", "keep_last", "keep_best", "keep_best_mode", "reward_timeout", "reward_workers", "reward_env")  # fmt: skip
-# Of FREE, those on which a result's rounding depends: one of them where sums are cut, and a
-# checkpoint has caches read again.
-ROUNDS = ("token_budget", "layout", "gradient_checkpointing", "fused_logprobs", "kept_logits_gib", "kv_cache_tokens", "max_rows",
-          "sampler_tp", "save_every")  # fmt: skip
+# Options of a single launch, or of output and reporting.
+FREE_OPTIONS = ("resume", "auto_resume", "overwrite", "output_dir", "quiet", "wandb_project",
+                "timeout", "stop_grace", "reward_env", "self_test", "replay", "plan", "plan_gpus",
+                "plan_gpu_memory", "plan_zero", "plan_prompt_tokens", "change")  # fmt: skip
+# Settings of a stage for micro-batching, memory, evaluation, checkpoints and timeouts. No gradient
+# and no sample depends on them (except for rounding).
+FREE = ("token_budget", "layout", "gradient_checkpointing", "fused_logprobs", "kept_logits_gib",
+        "kv_cache_tokens", "max_rows", "sampler_cache", "sampler_tp", "sampler_ranks",
+        "eval_every", "save_every", "rollouts_every", "keep_last", "keep_best", "keep_best_mode",
+        "reward_timeout", "reward_workers", "reward_env")  # fmt: skip
+# The settings of FREE that affect the rounding of results: they determine the order of sums, and a
+# checkpoint causes caches to be computed again.
+ROUNDS = ("token_budget", "layout", "gradient_checkpointing", "fused_logprobs", "kept_logits_gib",
+          "kv_cache_tokens", "max_rows", "sampler_tp", "save_every")  # fmt: skip
 CHANGES = "changes"  # in config.json
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """The run as it goes on, with what is different: notes for config.json, and what the console
-    says.
-    """
+    """Hold the resumed run and its changes: notes for config.json, and lines for the console."""
 
     run: Run
     notes: list[dict[str, Any]]
@@ -51,31 +52,36 @@ class Allowed:
 
 
 def allowed(config: Mapping[str, Any], run: Run, at: int, done: int, step: int) -> Allowed:
-    """`run`, asked of a folder whose `config` is another, from batch `done` of stage number `at`
-    (the run's `step`) on.
+    """Return `run` with the changes allowed over `config`, the config.json of the folder.
 
-    Stages that have ended stay as they were. RunFolderError for what would change the result and is
-    not named by --change, or cannot change at all; the remedy is said.
+    The run resumes at batch `done` of stage number `at`, which is the run's step `step`. Stages
+    that have ended keep their settings. Raises RunFolderError, with the remedy, if a difference
+    would change the result and is not named by --change, or cannot change at all.
     """
-    begun = at + 1
-    old, asked = config["stages"], resolved(run)
-    # what a setting was that config.json does not know yet
-    then: dict[str, Any] = {"methods": METHODS, "options": RunSettings}
-    theirs, ours = {**config, "stages": old[:begun]}, {**asked, "stages": asked["stages"][:begun]}
-    wrong = difference(theirs, ours, ignore=_ignored(old, asked), **then)
-    if any(line.startswith("stages ") for line in wrong):
-        raise RunFolderError(_refusal(wrong))
-    named = {
+    started_stages = at + 1
+    recorded_stages, requested = config["stages"], resolved(run)
+    # sources of the defaults of settings that an older config.json lacks
+    default_sources: dict[str, Any] = {"methods": METHODS, "options": RunSettings}
+    recorded, current = (
+        {**config, "stages": recorded_stages[:started_stages]},
+        {**requested, "stages": requested["stages"][:started_stages]},
+    )
+    mismatches = difference(
+        recorded, current, ignore=_ignored(recorded_stages, requested), **default_sources
+    )
+    if any(line.startswith("stages ") for line in mismatches):
+        raise RunFolderError(_refusal(mismatches))
+    changeable = {
         word.partition("=")[0].rpartition(".")[2].replace("-", "_") for word in run.options.change
     }
     stages = list(run.stages)
     notes: list[dict[str, Any]] = []
-    for index, stage in enumerate(run.stages[:begun]):
-        before = {**_usual(stage), **old[index]["settings"]}
+    for index, stage in enumerate(run.stages[:started_stages]):
+        before = {**_usual(stage), **recorded_stages[index]["settings"]}
         after = flatten(stage.settings)
         if index < at:
             stages[index] = _ended(stage, before, after)
-            after = {key: value for key, value in after.items() if key not in named}
+            after = {key: value for key, value in after.items() if key not in changeable}
             continue
         changed = {
             key: (before.get(key), value)
@@ -83,68 +89,76 @@ def allowed(config: Mapping[str, Any], run: Run, at: int, done: int, step: int) 
             if before.get(key) != value
         }
         _check_steps(changed, done)
-        _check_model(changed, named)
+        _check_model(changed, changeable)
         notes = [
-            {"step": step, "stage": stage.name, "setting": key, "from": was, "to": value}
-            for key, (was, value) in changed.items()
-            if key in (*FREE, "steps") or key in named
+            {"step": step, "stage": stage.name, "setting": key, "from": old_value, "to": value}
+            for key, (old_value, value) in changed.items()
+            if key in (*FREE, "steps") or key in changeable
         ]
-    refused = difference(theirs, ours, ignore=(*FREE_OPTIONS, *FREE, "steps", *named), **then)
-    if at and (unended := _ended_differ(old[:at], asked["stages"][:at])):
+    refused = difference(
+        recorded, current, ignore=(*FREE_OPTIONS, *FREE, "steps", *changeable), **default_sources
+    )
+    if at and (unended := _ended_differ(recorded_stages[:at], requested["stages"][:at])):
         refused = [*unended, *refused]
     if refused:
         raise RunFolderError(_refusal(refused))
-    said = [
+    messages = [
         f"from step {step} on: {note['setting']} {note['from']} -> {note['to']}" for note in notes
     ]
-    said += (
-        _schedule(run.stages[at], old[at]["settings"], done)
+    messages += (
+        _schedule(run.stages[at], recorded_stages[at]["settings"], done)
         if any(note["setting"] == "steps" for note in notes)
         else []
     )
-    later = difference(
-        {"options": {}, "stages": old[begun:]},
-        {"options": {}, "stages": asked["stages"][begun:]},
-        **then,
+    later_changes = difference(
+        {"options": {}, "stages": recorded_stages[started_stages:]},
+        {"options": {}, "stages": requested["stages"][started_stages:]},
+        **default_sources,
     )
-    if later:
-        said.append(f"changed in stages that have not begun: {'; '.join(later)}")
-    return Allowed(replace(run, stages=tuple(stages)), notes, said)
+    if later_changes:
+        messages.append(f"changed in stages that have not begun: {'; '.join(later_changes)}")
+    return Allowed(replace(run, stages=tuple(stages)), notes, messages)
 
 
 def replayed_otherwise(config: Mapping[str, Any], run: Run) -> list[str]:
-    """Settings of a run that `run` replays, by its `config`, for whose sake the replay is not bit
-    for bit; a line each.
+    """Return the settings that keep a replay from being bit-identical, a line for each.
+
+    `config` is the config.json of the run that `run` replays.
     """
-    late = any(
+    off_policy = any(
         getattr(getattr(stage.settings, "flow", None), "max_steps_off_policy", 0)
         for stage in run.stages
     )
-    same = {*FREE_OPTIONS, *FREE} - {*ROUNDS} | (set() if late else {"save_every"})
+    ignored = {*FREE_OPTIONS, *FREE} - {*ROUNDS} | (set() if off_policy else {"save_every"})
     return difference(
-        config, resolved(run), ignore=tuple(same), methods=METHODS, options=RunSettings
+        config, resolved(run), ignore=tuple(ignored), methods=METHODS, options=RunSettings
     )
 
 
 def changes_data(notes: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether what is trained on is meant to be another than before."""
+    """Return whether the changes include a setting of the training data."""
     data = {item.name for item in fields(PreferenceDataSettings)}
     return any(note["setting"] in data - {*FREE} for note in notes)
 
 
 def _ignored(old: Sequence[Mapping[str, Any]], asked: Mapping[str, Any]) -> tuple[str, ...]:
-    """All settings of stages: of the two lists of stages only names and methods are compared."""
+    """Return the names of all settings, so that only names and methods of stages are compared."""
     return tuple(
         {*FREE_OPTIONS, *(key for stage in [*old, *asked["stages"]] for key in stage["settings"])}
     )
 
 
 def _usual(stage: StagePlan) -> dict[str, Any]:
+    """Return the default settings of a stage's method, flat."""
     return flatten(METHODS[stage.method].settings())
 
 
 def _ended(stage: StagePlan, before: Mapping[str, Any], after: Mapping[str, Any]) -> StagePlan:
-    """A stage that is over, as it was trained; what holds for the whole run is as it is now."""
+    """Return an ended stage with the settings it was trained with.
+
+    Settings of FREE, which hold for the whole run, take their current values. Raises RunFolderError
+    if the recorded settings are invalid.
+    """
     known = {key: value for key, value in before.items() if key in after}
     problems: list[str] = []
     settings = unflatten(
@@ -154,15 +168,18 @@ def _ended(stage: StagePlan, before: Mapping[str, Any], after: Mapping[str, Any]
         stage.name,
     )
     if problems:
-        what = f"the config.json of this run says of a stage that has ended: {'; '.join(problems)}"
-        raise RunFolderError(f"{what}: mend it, or give another --output-dir")
+        message = (
+            "the config.json of this run is invalid for a stage that has ended: "
+            f"{'; '.join(problems)}"
+        )
+        raise RunFolderError(f"{message}: correct it, or choose another --output-dir")
     return replace(stage, settings=settings)
 
 
 def _ended_differ(
     old: Sequence[Mapping[str, Any]], asked: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Steps asked of stages that have ended: nothing can be added there any more."""
+    """Return a line for each ended stage with a changed number of steps: none can be added."""
     pairs = [
         (a["name"], a["settings"].get("steps"), b["settings"].get("steps"))
         for a, b in zip(old, asked, strict=True)
@@ -175,14 +192,16 @@ def _ended_differ(
 
 
 def _check_steps(changed: Mapping[str, tuple[Any, Any]], done: int) -> None:
+    """Raise RunFolderError if `steps` is changed to fewer than are done."""
     if "steps" in changed and changed["steps"][1] < done:
         raise RunFolderError(
-            f"{done} steps of this stage are done, so steps cannot be {changed['steps'][1]}: give {done} or more"
+            f"{done} steps of this stage are done, so steps cannot be {changed['steps'][1]}: set "
+            f"it to {done} or more"
         )
 
 
 def _check_model(changed: Mapping[str, tuple[Any, Any]], named: set[str]) -> None:
-    """A checkpoint is of one model; --change cannot make it another's."""
+    """Raise RunFolderError if --change names a setting of the model: the checkpoint fixes these."""
     of_model = [
         item.name
         for item in fields(ModelSettings)
@@ -190,20 +209,23 @@ def _check_model(changed: Mapping[str, tuple[Any, Any]], named: set[str]) -> Non
     ]
     if of_model:
         raise RunFolderError(
-            f"--change {of_model[0]}: a checkpoint is of the model that it was saved from. Begin a run from its weights, with --base-model "
-            "and the folder of this one, and another --output-dir"
+            f"--change {of_model[0]}: a checkpoint fits only the model from which it was saved. "
+            "Begin a new run from its weights, with --base-model set to the folder of this run "
+            "and another --output-dir"
         )
 
 
 def _refusal(lines: Sequence[str]) -> str:
+    """Return the message for settings that differ and are not allowed to."""
     return (
-        f"a resumed run keeps its settings, these differ: {'; '.join(lines)}. Give the run's own (--resume and --output-dir alone take "
-        "all of them from the folder), allow what is to change with --change NAME=VALUE, or give a new --output-dir"
+        f"a resumed run keeps its settings, these differ: {'; '.join(lines)}. Use the recorded "
+        "settings (with only --resume and --output-dir, all are read from the folder), allow a "
+        "change with --change NAME=VALUE, or choose a new --output-dir"
     )
 
 
 def _schedule(stage: StagePlan, before: Mapping[str, Any], done: int) -> list[str]:
-    """What other steps mean for a learning rate that falls over them."""
+    """Return a line about the effect of a changed number of steps on the learning-rate schedule."""
     optim, steps = stage.settings.optim, stage.settings.loop.steps
     if optim.schedule == "constant":
         return []
@@ -211,6 +233,7 @@ def _schedule(stage: StagePlan, before: Mapping[str, Any], done: int) -> list[st
     was = peak * factor(optim.schedule, done, int(before["steps"]), warmup)
     now = peak * factor(optim.schedule, done, steps, warmup)
     return [
-        f"the {optim.schedule} schedule ends at step {steps} of the stage now, not at {before['steps']}: the next step's learning rate is "
-        f"{now:.3g}, it would have been {was:.3g}"
+        f"the {optim.schedule} schedule now ends at step {steps} of the stage, not at "
+        f"{before['steps']}: the next step's learning rate is {now:.3g}, it would have been "
+        f"{was:.3g}"
     ]

@@ -1,4 +1,4 @@
-"""What a run says of itself at its beginning and at its end, with the command lines that come next."""
+"""Print the summary of a run at its start and end, with the commands to run next."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ from rl.settings import Run
 
 
 class At(Protocol):
-    """A run's stages, and where the weights of each lie."""
+    """Describe a run's stages and the paths of their final weights."""
 
     run: Run
     folder: Path
     stages: Sequence[Prepared]
 
-    def final_path(self, index: int) -> str: ...
+    def final_path(self, index: int) -> str:
+        """Return the path of the final checkpoint of a stage."""
+        ...
 
 
 def introduce(
     run: Run, folder: Path, policy: TrainingClient, console: Console, stages: Sequence[Prepared]
 ) -> None:
+    """Print the stages, model, device and folder; warn of held-out rows in the training data."""
     info, settings = policy.info, worker_settings(run.stages)
     trained = (
         "all weights"
@@ -48,7 +51,7 @@ def introduce(
         {
             "stages": " -> ".join(f"{s.name} ({s.settings.loop.steps} steps)" for s in run.stages),
             "model": f"{info['base_model']}, {compact(info['parameters'])} parameters ({trained})",
-            "device": f"{info['device']}, {info['dtype']}, {_processes(info['world'], settings.sampler_ranks, settings.sampler.tp)}",
+            "device": f"{info['device']}, {info['dtype']}, {_processes(info['world'], settings.sampler_ranks, settings.sampler.tp)}",  # noqa: E501
             **(
                 {"programs in": kind}
                 if (kind := found_out(stages).get("sandbox")) is not None
@@ -66,28 +69,36 @@ def introduce(
 
 
 def _processes(world: int, samplers: int, together: int = 1) -> str:
-    counted = f"{world} process{'es' if world > 1 else ''}"
+    """Describe the processes: `world` of the learner, `samplers`, `together` per sampler (TP)."""
+    learners = f"{world} process{'es' if world > 1 else ''}"
     if together > 1:
-        return f"{counted}, every {together} of which hold a sampler together"
+        return f"{learners}, every {together} of which share a sampler"
     return (
-        f"{counted} that learn{'s' if world == 1 else ''}, {samplers} that sample{'s' if samplers == 1 else ''}"
+        f"{learners} that learn{'s' if world == 1 else ''}, {samplers} that "
+        f"sample{'s' if samplers == 1 else ''}"
         if samplers
-        else counted
+        else learners
     )
 
 
 def conclude(at: At, held_out: Mapping[str, HeldOut], console: Console) -> None:
+    """Print the held-out results of each stage, the files of the run, and the next commands."""
     folder = at.folder
     results: dict[str, tuple[float | None, float | None]] = {}
     remarks = []
-    for name, found in held_out.items():
-        if found.after is not None:
-            results[f"held-out {found.what}, {name}"] = (found.before, found.after)
-        for of, figures in found.rows.items():
-            results[f"held-out {found.headline}, {name}" + (f", {of}" if of else "")] = figures
-        if found.greedy_after is not None:
-            results[f"greedy {found.what}, {name}"] = (found.greedy_before, found.greedy_after)
-        remarks += [text for text in [found.sharpening()] if text is not None]
+    for name, summary in held_out.items():
+        if summary.after is not None:
+            results[f"held-out {summary.what}, {name}"] = (summary.before, summary.after)
+        for set_name, figures in summary.rows.items():
+            results[
+                f"held-out {summary.headline}, {name}" + (f", {set_name}" if set_name else "")
+            ] = figures
+        if summary.greedy_after is not None:
+            results[f"greedy {summary.what}, {name}"] = (
+                summary.greedy_before,
+                summary.greedy_after,
+            )
+        remarks += [text for text in [summary.sharpening()] if text is not None]
     console.end(
         f"{at.run.name}: done",
         results=results,
@@ -109,12 +120,13 @@ def _export(at: At, folder: Path) -> list[str]:
     """Return the command that exports the weights: merged if they are an adapter."""
     merge = " --merge" if at.stages[-1].plan.settings.model.lora_rank else ""
     return [
-        f"python export.py {shlex.quote(str(folder))} {shlex.quote(str(_unused(Path('exports') / folder.name)))}{merge}"
+        f"python export.py {shlex.quote(str(folder))} "
+        f"{shlex.quote(str(_unused(Path('exports') / folder.name)))}{merge}"
     ]
 
 
 def _unused(path: Path) -> Path:
-    """Return `path`, or the first of path-2, path-3, ... where it exists."""
+    """Return `path`, or the first of path-2, path-3, ... that is free if `path` exists."""
     numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return (
         path
@@ -124,10 +136,10 @@ def _unused(path: Path) -> Path:
 
 
 def _uses(at: At, folder: Path) -> list[str]:
-    """What a person does next with the weights of a run's last stage."""
-    last, where = at.stages[-1].plan, shlex.quote(str(folder))
+    """Return the commands that use the weights of the run's last stage."""
+    last, quoted_folder = at.stages[-1].plan, shlex.quote(str(folder))
     if last.method != "reward_model":
-        # else evaluate.py would ask for a reward
+        # without a reward, evaluate.py would require one
         scored = at.stages[-1].environment is not None or reward_of(last.settings.data) is not None
         trust = (
             " --trust-run"
@@ -137,14 +149,14 @@ def _uses(at: At, folder: Path) -> list[str]:
             else ""
         )
         return [
-            f"python sample.py {where}",
-            *([f"python evaluate.py {where}{trust}"] if scored else []),
+            f"python sample.py {quoted_folder}",
+            *([f"python evaluate.py {quoted_folder}{trust}"] if scored else []),
         ]
     flag = "reward" if METHODS[last.method].value_head(last.settings) else "comparison"
     method = "rlhf" if flag == "reward" else "grpo"  # which has groups to compare within
-    # pairs hold no answer to compare with
+    # preference pairs hold no reference answer to compare with
     flags = [*_policy_flags(at), *(["--reward", "None"] if method == "grpo" else [])]
-    return [f"{_launcher()} train.py {method} --{flag}-model {where} {shlex.join(flags)}"]
+    return [f"{_launcher()} train.py {method} --{flag}-model {quoted_folder} {shlex.join(flags)}"]
 
 
 _ROWS = ("dataset_config", "data_format", "prompt_column", "system_prompt", "renderer")
@@ -153,8 +165,8 @@ _ROWS = ("dataset_config", "data_format", "prompt_column", "system_prompt", "ren
 def _policy_flags(at: At) -> list[str]:
     """Return the flags of a run that trains a policy with the reward model of the last stage.
 
-    The policy begins from the same weights and reads the same rows. It writes to a new folder
-    beside the run's.
+    The policy begins from the same weights and reads the same rows. It writes to a new folder next
+    to the run's.
     """
     plan = at.stages[-1].plan
     before = begins_after(at.run.stages, len(at.run.stages) - 1)
@@ -174,12 +186,14 @@ def _policy_flags(at: At) -> list[str]:
 
 
 def resume_command(folder: Path) -> str:
+    """Return the command that resumes the run in `folder`."""
     return f"{_launcher()} train.py --resume --output-dir {shlex.quote(str(folder))}"
 
 
 def _launcher() -> str:
-    """As this process was started: launchers leave their mark in the environment, by which
-    accelerate's own reads its config again.
+    """Return the command that launched this process, `accelerate launch` or `python`.
+
+    Launchers set environment variables; `accelerate launch` reads its saved config again.
     """
     launched = {"LOCAL_RANK", "TORCHELASTIC_RUN_ID"} & os.environ.keys() or any(
         name.startswith("ACCELERATE_") for name in os.environ

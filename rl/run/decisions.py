@@ -1,5 +1,6 @@
-"""What the clock decided in a run, in its folder: enough to repeat it bit for bit
-(rl.episodes.Clock).
+"""Record the timing decisions of a run in its folder, so that a replay is bit-identical.
+
+The decisions are those of rl.episodes.Clock.
 """
 
 from __future__ import annotations
@@ -19,27 +20,29 @@ DECISIONS = "decisions.jsonl"
 
 
 class Decisions:
-    """A stage's log. `done`: its batches that are trained already; what the log says of later ones
-    was never saved, and is forgotten.
+    """Hold the event log of a stage.
 
-    `replay`: the folder of a run whose decisions are to be made again. UserError where it has none.
+    `done` is the number of its batches that are trained already; recorded events of later batches
+    belong to no checkpoint and are removed. `replay` is the folder of a run whose events are
+    replayed. Raises UserError if that folder has no event log.
     """
 
     def __init__(self, folder: Path, stage: str, done: int, replay: Path | None = None):
         self.path, self.stage = folder / DECISIONS, stage
         self.batch = done
         self.path.touch()
-        before = read_rows(self.path)
-        kept = [row for row in before if row["stage"] != stage or row["batch"] < done]
-        if len(kept) != len(before):
-            write_atomically(self.path, "".join(map(json_line, kept)))
+        rows = read_rows(self.path)
+        kept_rows = [row for row in rows if row["stage"] != stage or row["batch"] < done]
+        if len(kept_rows) != len(rows):
+            write_atomically(self.path, "".join(map(json_line, kept_rows)))
         self._then: list[dict[str, Any]] | None = None
         if replay is not None:
             self._then = [row for row in read_rows(_log_of(replay)) if row["stage"] == stage]
 
     def clock(self, tick: int = 0, *, whole: bool = False) -> Clock:
-        """Of the batch `self.batch`, whose ticks begin at 0; or of the `whole` stage, from `tick`
-        on.
+        """Return the clock of batch `self.batch` (ticks begin at 0), or of the `whole` stage.
+
+        The first tick is `tick`. The clock replays recorded events if the run is a replay.
         """
         if self._then is None:
             return Clock(self._write, tick)
@@ -48,25 +51,33 @@ class Decisions:
         )
 
     def _write(self, row: dict[str, Any]) -> None:
+        """Append an event to the log."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json_line({"stage": self.stage, "batch": self.batch, **row}))
 
 
 def check_replay(run: Run, warn: Callable[[str], None]) -> None:
-    """Before anything is loaded: UserError where there is nothing to replay; a warning where it
-    cannot be bit for bit.
+    """Check a replay before anything is loaded.
+
+    Raises UserError if the folder has no event log. Warns if settings differ, so that the replay
+    cannot be bit-identical.
     """
     if run.options.replay is None:
         return
     folder = _log_of(run.options.replay).parent
     if differs := replayed_otherwise(saved_config(folder), run):
-        warn(f"this replay is not {folder} bit for bit, for settings differ: {'; '.join(differs)}")
+        warn(
+            f"this replay of {folder} will not be bit-identical, because settings differ: "
+            f"{'; '.join(differs)}"
+        )
 
 
 def _log_of(replay: Path) -> Path:
+    """Return the path of the event log in a run's folder. Raises UserError if it has none."""
     path = Path(replay).expanduser() / DECISIONS
     if not path.is_file():
         raise UserError(
-            f"replay {replay}: there is no {DECISIONS}, which runs write with episodes continuous or what asks for it"
+            f"replay {replay}: the folder has no {DECISIONS}, which runs write with episodes "
+            "continuous or settings that require it"
         )
     return path

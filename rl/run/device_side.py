@@ -1,6 +1,4 @@
-"""What a run asks of the side that computes: precision, micro-batches, caches; one setting for all
-stages.
-"""
+"""Collect a run's worker settings (precision, micro-batches, caches), shared by all stages."""
 
 from __future__ import annotations
 
@@ -14,15 +12,20 @@ from rl.settings import FlowSettings, StagePlan
 
 
 def worker_settings(stages: Sequence[StagePlan]) -> WorkerSettings:
-    """The device side, one for the whole run. Raises UserError where stages ask for different ones."""
-    found = []
+    """Return the worker settings of the whole run. Raises UserError if those of stages differ."""
+    per_stage = []
     for plan in stages:
         model, optim, sampling = plan.settings.model, plan.settings.optim, plan.settings.sampling
         learner = LearnerSettings(
-            token_budget=optim.token_budget, layout=optim.layout, fused=model.fused_logprobs, kept_bytes=kept_of_gib(model.kept_logits_gib),
-            gradient_checkpointing=model.gradient_checkpointing, optimizer=optim.optimizer, router_replay=model.router_replay,
+            token_budget=optim.token_budget,
+            layout=optim.layout,
+            fused=model.fused_logprobs,
+            kept_bytes=kept_of_gib(model.kept_logits_gib),
+            gradient_checkpointing=model.gradient_checkpointing,
+            optimizer=optim.optimizer,
+            router_replay=model.router_replay,
             router_aux_loss_coef=model.router_aux_loss_coef,
-        )  # fmt: skip
+        )
         limits = (sampling.kv_cache_tokens, sampling.max_rows)
         sampler = SamplerSettings(
             *limits,
@@ -31,7 +34,7 @@ def worker_settings(stages: Sequence[StagePlan]) -> WorkerSettings:
             sampling.sampler_cache,
             sampling.sampler_tp,
         )
-        found.append(WorkerSettings(dtype=model.precision, learner=learner, sampler=sampler))
+        per_stage.append(WorkerSettings(dtype=model.precision, learner=learner, sampler=sampler))
     ranks = {
         flow.sampler_ranks
         for plan in stages
@@ -39,12 +42,14 @@ def worker_settings(stages: Sequence[StagePlan]) -> WorkerSettings:
     }
     if len(ranks) > 1:
         raise UserError(
-            "sampler_ranks holds for the whole run: set it at the recipe's top level or on the line"
+            "sampler_ranks applies to the whole run: set it at the recipe's top level or on the "
+            "command line"
         )
-    if any(settings != found[0] for settings in found):
+    if any(settings != per_stage[0] for settings in per_stage):
         raise UserError(
-            "precision, token_budget, layout, fused_logprobs, kept_logits_gib, gradient_checkpointing, optimizer, router_replay, "
-            "router_aux_loss_coef, kv_cache_tokens, max_rows, sampler, sampler_cache and sampler_tp hold for the whole run: "
-            "set them at the recipe's top level or on the line"
+            "precision, token_budget, layout, fused_logprobs, kept_logits_gib, "
+            "gradient_checkpointing, optimizer, router_replay, router_aux_loss_coef, "
+            "kv_cache_tokens, max_rows, sampler, sampler_cache and sampler_tp apply to the whole "
+            "run: set them at the recipe's top level or on the command line"
         )
-    return replace(found[0], sampler_ranks=max(ranks, default=0))
+    return replace(per_stage[0], sampler_ranks=max(ranks, default=0))

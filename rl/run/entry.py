@@ -1,4 +1,4 @@
-"""From a parsed run to an exit code: errors a user can set right are one box, not a traceback."""
+"""Execute a parsed run and return an exit code; user errors print a box instead of a traceback."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ LOST = 1
 
 
 def main(run: Run, beside: Sequence[Any] = ()) -> int:
-    """0: done. 1: another process was lost. 2: something to set right. 75: stopped and saved, run
-    again with --resume. 130: by Ctrl-C.
+    """Plan or execute a run and return its exit code.
 
-    `beside`: connections to processes that help to plan (rl.quick.beside).
+    0: done. 1: another process was lost. 2: a user error. 75: stopped and saved, run again with
+    --resume. 130: interrupted by Ctrl-C. `beside` holds connections to processes that help to plan
+    (rl.quick.beside).
     """
 
     outcome = ["nothing was started"]
@@ -36,9 +37,11 @@ def main(run: Run, beside: Sequence[Any] = ()) -> int:
 
         execute(run, lambda: outcome.append("the run stopped"))
 
-    # Where no recipe was named, settings were typed as flags, and are called so.
-    tables = [run.options, *(stage.settings for stage in run.stages)] if run.recipe is None else []
-    flags = {name for table in tables for name in flatten(table)} - METHODS.keys()
+    # Without a recipe, settings were typed as flags, so messages name them as flags.
+    sections = (
+        [run.options, *(stage.settings for stage in run.stages)] if run.recipe is None else []
+    )
+    flags = {name for table in sections for name in flatten(table)} - METHODS.keys()
     return guarded(work, see="python train.py --help", outcome=lambda: outcome[-1], flags=flags)
 
 
@@ -49,10 +52,10 @@ def guarded(
     outcome: str | Callable[[], str],
     flags: Collection[str] = (),
 ) -> int:
-    """Does `work` and turns how it ended into an exit code, as in `main`.
+    """Call `work` and return its exit code, as in `main`.
 
-    For the box of an error: `see` tells more, `outcome` heads it (asked for after the error),
-    settings in `flags` are named as flags.
+    An error is printed in a box: `outcome` is its heading (a callable is evaluated after the
+    error), `see` is a hint below it, and settings in `flags` are named as flags.
     """
     _quieten()
     from rl.errors import RankLost, UserError
@@ -74,27 +77,27 @@ def guarded(
     except RankLost as lost:
         if os.environ.get(TRACEBACK):
             raise
-        more = f"--resume goes on from the newest checkpoint; {TRACEBACK}=1 shows where this was raised"
-        fail(str(lost), see=more, code=LOST)
+        hint = f"--resume continues from the newest checkpoint; {TRACEBACK}=1 shows the traceback"
+        fail(str(lost), see=hint, code=LOST)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or os.environ.get(TRACEBACK):
             raise
         fail(
             f"the disk is full: {error}",
-            see="make room, then --resume goes on from the newest checkpoint",
+            see="free some space, then --resume continues from the newest checkpoint",
         )
     except ValueError as error:
-        # Every ValueError of ours says what is wrong with which input; a library's may not, hence
-        # the way to its traceback.
+        # Every ValueError of this project names the wrong input; one of a library may not, so the
+        # hint is its traceback.
         if os.environ.get(TRACEBACK):
             raise
-        more = see if isinstance(error, UserError) else f"{TRACEBACK}=1 shows where this was raised"
-        fail(str(error), see=more)
+        hint = see if isinstance(error, UserError) else f"{TRACEBACK}=1 shows where this was raised"
+        fail(str(error), see=hint)
     return 0
 
 
 def _quieten() -> None:
-    """Libraries' chatter about themselves, which tells the user nothing to act on."""
+    """Silence progress bars and warnings of libraries that require no action from the user."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -102,7 +105,7 @@ def _quieten() -> None:
 
     transformers_logging.set_verbosity_error()
     if not sys.stderr.isatty():
-        # bars are for people; a log file fills with their redraws
+        # in a log file, each redraw of a progress bar would be a line
         transformers_logging.disable_progress_bar()
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -1,4 +1,4 @@
-"""What a stage's environment is, the rows it is played on, and the groups made of them."""
+"""Resolve a stage's environment, its rows, and the episode groups made from them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ _DATASET = DataSettings().dataset
 
 
 def environment_of(settings: Any) -> EnvironmentSpec | None:
-    """The environment that a stage's settings name. UserError where it is not to be found or has no
-    such settings.
+    """Return the environment that a stage's settings name; None if they name none.
+
+    Raises UserError if the environment does not exist or does not have the settings.
     """
     env: EnvironmentSettings | None = getattr(settings, "env", None)
     if env is None or env.environment is None:
@@ -42,27 +43,31 @@ def environment_of(settings: Any) -> EnvironmentSpec | None:
 def own_rows(
     spec: EnvironmentSpec, data: DataSettings, env: EnvironmentSettings, held_out: bool
 ) -> tuple[ProblemSet, ProblemSet | None]:
-    """Training and held-out rows of an environment that is not of a data set: its own, or seeds
-    alone.
+    """Return training and held-out rows that an environment makes itself, or rows of seeds only.
+
+    Raises UserError if the settings name a data set, which such an environment does not read.
     """
     if _names_data(data):
         raise UserError(
-            f"the environment {spec.name} makes its own episodes and reads no data set: leave out dataset {data.dataset}"
+            f"the environment {spec.name} generates its episodes and reads no data set: remove "
+            f"dataset {data.dataset}"
         )
     if spec.can_make_rows:
         remark(
-            f"no data set is named, so {spec.name} makes its own episodes and gets no rows: name the one that it reads with --dataset "
-            f"({_DATASET}, the default, counts as none)"
+            f"no data set is named, so {spec.name} generates its episodes and gets no rows: name "
+            f"the data set to read with --dataset ({_DATASET}, the default, counts as none)"
         )
     train = _rows(spec, "train", env.environment_rows)
     return train, _rows(spec, "test", data.eval_limit) if held_out else None
 
 
 def _names_data(data: DataSettings) -> bool:
+    """Return whether the settings name a data set other than the default."""
     return data.dataset != _DATASET or bool(data.more_datasets) or data.eval_dataset is not None
 
 
 def _rows(spec: EnvironmentSpec, split: str, count: int) -> ProblemSet:
+    """Return `count` rows of a split, each with a seed. Raises UserError if the split is empty."""
     rows = spec.make().rows(split, count)
     seeds = [derive_seed("environment", spec.stream, split, i) for i in range(len(rows))]
     problems = [
@@ -74,25 +79,30 @@ def _rows(spec: EnvironmentSpec, split: str, count: int) -> ProblemSet:
 
 
 def check_scoring(spec: EnvironmentSpec, data: DataSettings) -> None:
-    """UserError where a reward is named beside an environment, which rewards its episodes itself."""
+    """Raise UserError if the settings name a reward that an environment does not use.
+
+    An environment rewards its episodes itself; only a reward of whole episodes may be added.
+    """
     if (reward := episode_reward(data)) is not None and reward.episode:
         return
     if data.rewards or data.reward not in (_REWARD, None):
-        named = ", ".join(name for name, _ in data.rewards) or data.reward
+        reward_names = ", ".join(name for name, _ in data.rewards) or data.reward
         raise UserError(
-            f"the environment {spec.name} gives rewards itself, and {named} would have no effect: leave out reward, or register it with "
-            "episode=True, to see whole episodes and be added to what they earned"
+            f"the environment {spec.name} computes its rewards itself, and {reward_names} would "
+            "have no effect: remove reward, or register it with episode=True, so that it scores "
+            "whole episodes and is added to their rewards"
         )
 
 
 def episode_reward(data: DataSettings) -> Reward | None:
-    """A reward that is named beside an environment; None where none is."""
+    """Return the reward that the settings name in addition to an environment; None if none."""
     if data.rewards:
         return resolve_reward("composite", weights=dict(data.rewards))
     return None if data.reward in (_REWARD, None) else resolve_reward(data.reward)
 
 
 def limits_of(env: EnvironmentSettings) -> Limits:
+    """Return the limits of an episode: turns, tokens, seconds."""
     return Limits(turns=env.max_turns, tokens=env.episode_tokens, seconds=env.episode_seconds)
 
 
@@ -104,10 +114,12 @@ def episode_groups(
     renderer: Renderer,
     renderers: Mapping[str, Renderer] | None = None,
 ) -> list[EnvGroupBuilder]:
-    """The groups of these rows. `settings`: the stage's, or what has its `data` and `env`;
-    `renderers`: of other models that play.
+    """Return an episode group for each row.
+
+    `settings` are a stage's, or an object with its `data` and `env`. `renderers` are those of the
+    other models that play.
     """
-    # rows of data sets begin with it already
+    # rows of data sets contain the system prompt already
     prompt = settings.data.system_prompt if not spec.needs_rows else None
     limits = limits_of(settings.env)
     if (groups := spec.token_level) is not None:
@@ -122,15 +134,15 @@ def episode_groups(
 def check_environment(
     spec: EnvironmentSpec, settings: Any, problem: Problem, renderer: Renderer
 ) -> None:
-    """Begins one episode. UserError where that fails: nothing has been trained yet."""
+    """Begin a single episode as a check before training. Raises UserError if that fails."""
     from rl.episodes import EpisodeFailed
 
     (group,) = episode_groups(spec, settings, [problem], 1, renderer)
-    envs = group.make_envs()  # of a group whose size is its own there may be several
+    envs = group.make_envs()  # a group with a fixed size may have several
     try:
-        begun: Any = envs[0].initial_observation()
-        if hasattr(begun, "result"):
-            begun.result()
+        observation: Any = envs[0].initial_observation()
+        if hasattr(observation, "result"):
+            observation.result()
     except EpisodeFailed as error:
         raise UserError(f"the first episode cannot begin: {error}") from error
     finally:

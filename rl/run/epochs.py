@@ -1,6 +1,4 @@
-"""Epochs to steps: how many batches go so many times through the rows of a stage, before anything
-is loaded that trains.
-"""
+"""Convert the epochs of a stage to steps, before anything that trains is loaded."""
 
 from __future__ import annotations
 
@@ -20,11 +18,11 @@ from rl.settings import RowLoopSettings, Run, StagePlan
 
 
 def in_steps(run: Run) -> Run:
-    """The run with `steps` for `epochs`: as many as take every row that is trained on so many
-    times, the last batch filled up.
+    """Return the run with `epochs` replaced by `steps`.
 
-    The same whenever the run is begun or resumed, since it follows from data and settings alone.
-    UserError where rows are bad, and where there is no telling how many there will be.
+    The steps take every training row `epochs` times, with the last batch filled up. The result is
+    the same at the start and when the run is resumed, since it depends only on data and settings.
+    Raises UserError if rows are bad, or if their number cannot be known in advance.
     """
     stages = list(run.stages)
     for index, plan in enumerate(stages):
@@ -39,19 +37,19 @@ def in_steps(run: Run) -> Run:
 
 
 def _rows(stages: Sequence[StagePlan], index: int) -> int:
-    """How many rows a stage trains on: those that it would not leave out."""
+    """Return the number of rows that a stage trains on, without those it would skip."""
     plan = stages[index]
     data = plan.settings.data
     rows, _ = training_problems(data, plan.settings.loop.eval_every > 0)
     if rows.is_lazy:
         return len(rows)
-    leaves_out = (
+    drops_rows = (
         data.on_bad_row == "skip"
         or data.on_too_long == "skip"
         or data.max_prompt_tokens
         or data.max_row_tokens
     )
-    if not leaves_out:
+    if not drops_rows:
         return len(rows)
     prepared = Prepared(plan, rows, None, None)
     try:

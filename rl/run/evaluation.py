@@ -1,6 +1,4 @@
-"""What an evaluation says of the answers it got: rows to read and count again, mean figures,
-pass@k.
-"""
+"""Summarize an evaluation: a row for each response, mean metrics, pass@k."""
 
 from __future__ import annotations
 
@@ -24,10 +22,11 @@ _SHOWN = {
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that one of k answers is right, estimated without bias from n answers of which c
-    are right.
+    """Return the unbiased estimate of pass@k from n responses of which c are correct.
 
-    1 - C(n - c, k) / C(n, k): Chen et al. 2021, arXiv 2107.03374, section 2.1, equation 1.
+    pass@k is the probability that at least 1 of k responses is correct. The estimate is
+    1 - C(n - c, k) / C(n, k): Chen et al. 2021, arXiv 2107.03374, section 2.1, equation 1. Raises
+    ValueError unless 1 <= k <= n and 0 <= c <= n.
     """
     if not 1 <= k <= n or not 0 <= c <= n:
         raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, got {n=}, {c=}, {k=}")
@@ -35,25 +34,25 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def pass_figures(correct_P_G: Sequence[Sequence[float]], n: int) -> dict[str, float]:
-    """pass@1, 2, 4, ... and pass@n, averaged over the problems all of whose n answers were scored,
-    each with its standard error.
+    """Return pass@1, 2, 4, ... and pass@n, each with its standard error.
 
-    The standard error is that of the mean over problems: the standard deviation (with P - 1) of the
-    problems' own estimates over the root of their number P. Problems are taken for a sample of all
-    that could be asked; what drawing other answers to the same problems would change is within it.
+    The mean is over the problems for which all n responses were scored. The standard error is that
+    of the mean over problems: the standard deviation (with P - 1) of the estimates per problem
+    divided by the square root of their number P. It treats the problems as a sample of all possible
+    problems and includes the variance from sampling other responses to the same problems.
     """
-    whole = [round(sum(correct_G)) for correct_G in correct_P_G if len(correct_G) == n]
-    found: dict[str, float] = {}
-    for k in sorted({*(2**i for i in range(n.bit_length())), n}) if whole else []:
-        estimates_P = [pass_at_k(n, c, k) for c in whole]
-        found[f"pass@{k}"] = mean(estimates_P)
-        if len(whole) > 1:
-            found[f"standard error of pass@{k}"] = standard_error(estimates_P)
-    return found
+    correct_counts = [round(sum(correct_G)) for correct_G in correct_P_G if len(correct_G) == n]
+    result: dict[str, float] = {}
+    for k in sorted({*(2**i for i in range(n.bit_length())), n}) if correct_counts else []:
+        estimates_P = [pass_at_k(n, c, k) for c in correct_counts]
+        result[f"pass@{k}"] = mean(estimates_P)
+        if len(correct_counts) > 1:
+            result[f"standard error of pass@{k}"] = standard_error(estimates_P)
+    return result
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean of two values or more."""
+    """Return the standard error of the mean of 2 or more values."""
     variance = sum((value - mean(values)) ** 2 for value in values) / (len(values) - 1)
     return math.sqrt(variance / len(values))
 
@@ -61,22 +60,25 @@ def standard_error(values: Sequence[float]) -> float:
 def answer_rows(
     groups: Sequence[TrajectoryGroup], problems: Sequence[Problem]
 ) -> list[dict[str, Any]]:
-    """One row for each answer: problem, prompt, response, expected, reward, the reward's own
-    metrics, tokens.
+    """Return a row for each response.
+
+    It has problem, prompt, response, expected, reward, the metrics of the reward, and tokens.
     """
     expected = {problem.index: problem.meta.get("answer") for problem in problems}
     rows = []
     for group in groups:
         for trajectory, reward in zip(group.trajectories_G, group.get_total_rewards(), strict=True):
             turn = trajectory.transitions[-1]
-            # the prompt is their last
+            # the last message is the prompt, which has its own key
             logs = {name: value for name, value in turn.logs.items() if name != "messages"}
-            asked = {
+            problem_fields = {
                 "problem": group.problem_index,
                 **logs,
                 "expected": expected[group.problem_index],
             }
-            rows.append({**asked, "reward": reward, **turn.metrics, "tokens": len(turn.ac.tokens)})
+            rows.append(
+                {**problem_fields, "reward": reward, **turn.metrics, "tokens": len(turn.ac.tokens)}
+            )
     return rows
 
 
@@ -87,7 +89,7 @@ def figures(groups: Sequence[TrajectoryGroup], samples: int) -> dict[str, float]
     It is known where the reward says so (its metric `correct`), and where it gives 0 and 1 alone.
     """
     metrics = group_metrics(groups)
-    found = {
+    result = {
         label: metrics[f"env/all/{name}"]
         for name, label in _SHOWN.items()
         if f"env/all/{name}" in metrics
@@ -97,14 +99,14 @@ def figures(groups: Sequence[TrajectoryGroup], samples: int) -> dict[str, float]
         reward in (0.0, 1.0) for group in groups for reward in group.get_total_rewards()
     ):
         correct_P_G = [group.get_total_rewards() for group in groups]
-        found["correct"] = mean(reward for correct_G in correct_P_G for reward in correct_G)
+        result["correct"] = mean(reward for correct_G in correct_P_G for reward in correct_G)
     means_P = [mean(correct_G) for correct_G in correct_P_G if correct_G]
     if len(means_P) > 1:
-        found["standard error of correct"] = standard_error(means_P)
-    return {**found, **(pass_figures(correct_P_G, samples) if samples > 1 else {})}
+        result["standard error of correct"] = standard_error(means_P)
+    return {**result, **(pass_figures(correct_P_G, samples) if samples > 1 else {})}
 
 
 def _correct(group: TrajectoryGroup) -> list[float]:
-    """What the reward said of each answer, where it says so."""
+    """Return the `correct` metric of each response for which the reward reports it."""
     last_turns = [trajectory.transitions[-1] for trajectory in group.trajectories_G]
     return [turn.metrics["correct"] for turn in last_turns if "correct" in turn.metrics]

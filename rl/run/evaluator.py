@@ -1,6 +1,4 @@
-"""What a stage evaluates: held-out problems, sampled, answered greedily, or measured by the method
-itself.
-"""
+"""Evaluate a stage on held-out problems: sampled, greedy, or measured by the method itself."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ KEPT_OF_GREEDY = ("test/greedy/all/correct", "test/greedy/all/reward/total")
 
 
 class Evaluator:
-    """Evaluates when it is time. `held_out`: the figures that sum the stage up."""
+    """Evaluate a stage at its intervals. `held_out` sums up the stage's held-out metrics."""
 
     def __init__(self, given: Given, samples: Samples):
         self.given, self.samples = given, samples
@@ -29,80 +27,81 @@ class Evaluator:
 
     @property
     def samples_held_out(self) -> bool:
-        """Whether answers to held-out problems are ever sampled: where something scores them."""
-        judge = self.given.models.rewards
-        return (self.given.rewarded or (judge is not None and judge.scores_alone)) and bool(
-            self.given.loop.eval_every
-        )
+        """Return whether held-out problems are sampled: they are evaluated and can be scored."""
+        reward_model = self.given.models.rewards
+        return (
+            self.given.rewarded or (reward_model is not None and reward_model.scores_alone)
+        ) and bool(self.given.loop.eval_every)
 
     @property
     def measures(self) -> bool:
-        """Whether anything is ever measured on held-out problems."""
+        """Return whether the stage measures anything on held-out problems."""
         return self.samples_held_out or isinstance(self.given.method, EvaluatesRows)
 
     def is_due(self, batch: int) -> bool:
-        """Whether held-out problems are looked at after this batch."""
+        """Return whether held-out problems are evaluated after this batch."""
         every = self.given.loop.eval_every
         return bool(every) and ((batch + 1) % every == 0 or batch + 1 == self.given.loop.steps)
 
     def begin(self) -> None:
-        """Shows the method that measures rows every one that the stage trains on or evaluates."""
-        given = self.given
-        if isinstance(given.method, EvaluatesRows):
+        """Pass all training and held-out rows to a method that measures rows."""
+        context = self.given
+        if isinstance(context.method, EvaluatesRows):
             batches = (
-                given.problems.batch(i, given.loop.batch_size, given.seed)
-                for i in range(given.loop.steps)
+                context.problems.batch(i, context.loop.batch_size, context.seed)
+                for i in range(context.loop.steps)
             )
-            held_out = given.test_problems if given.test_problems is not None else ()
-            given.method.begin(
-                chain(chain.from_iterable(batches), held_out), given.renderer, given.models
+            held_out = context.test_problems if context.test_problems is not None else ()
+            context.method.begin(
+                chain(chain.from_iterable(batches), held_out), context.renderer, context.models
             )
 
     def before(self, sampler: SamplingClient | None) -> dict[str, float]:
-        """What there is to measure before the first step."""
-        found = self.rows()
+        """Return the held-out metrics before the first step."""
+        metrics = self.rows()
         if sampler is not None:
-            found |= {**self.sampled(sampler), **self.greedy(sampler)}
-        return found
+            metrics |= {**self.sampled(sampler), **self.greedy(sampler)}
+        return metrics
 
     def after(self, batch: int, sampler: SamplingClient | None) -> dict[str, float]:
-        """What there is to measure after this batch, if it is time; greedy answers after the last
-        alone.
+        """Return the held-out metrics after a batch, {} if none are due.
+
+        Greedy responses are measured only after the last batch.
         """
         if not self.is_due(batch):
             return {}
-        found = self.rows()
+        metrics = self.rows()
         if sampler is not None:
-            found |= self.sampled(sampler)
+            metrics |= self.sampled(sampler)
             if batch + 1 == self.given.loop.steps:
-                found |= self.greedy(sampler)
-        return found
+                metrics |= self.greedy(sampler)
+        return metrics
 
     def rows(self) -> dict[str, float]:
-        """What the method itself measures on held-out rows."""
-        given = self.given
-        if given.test_problems is None or not isinstance(given.method, EvaluatesRows):
+        """Return the metrics that the method itself measures on held-out rows."""
+        context = self.given
+        if context.test_problems is None or not isinstance(context.method, EvaluatesRows):
             return {}
         start = time.perf_counter()
-        metrics = given.method.evaluate(list(given.test_problems), given.renderer, given.models)
-        # of the held-out rows none has what would be measured
-        if given.method.headline not in metrics:
+        metrics = context.method.evaluate(
+            list(context.test_problems), context.renderer, context.models
+        )
+        # no held-out row has the field that would be measured
+        if context.method.headline not in metrics:
             return {}
         metrics["time/test_rows"] = time.perf_counter() - start
-        self.held_out.note_rows(given.method.headline, metrics)
+        self.held_out.note_rows(context.method.headline, metrics)
         return metrics
 
     def sampled(self, sampler: SamplingClient) -> dict[str, float]:
-        """`test/env/...` on the held-out problems, one sample each, always with the same random
-        streams.
-        """
-        given = self.given
-        if given.test_problems is None or not self.samples_held_out:
+        """Return `test/env/...`: a sample of each held-out problem, always with the same seeds."""
+        context = self.given
+        if context.test_problems is None or not self.samples_held_out:
             return {}
         start = time.perf_counter()
-        builders = self.samples.groups(list(given.test_problems), 1)
-        seed, players = derive_seed(given.seed, "test"), self.samples.held_out_players()
-        result = rollout(builders, sampler, given.eval_params, seed=seed, players=players)
+        builders = self.samples.groups(list(context.test_problems), 1)
+        seed, players = derive_seed(context.seed, "test"), self.samples.held_out_players()
+        result = rollout(builders, sampler, context.eval_params, seed=seed, players=players)
         result = self.samples.judged(result, alone=True)
         self._forget_seconds()
         self.samples.check(result, sampler.version)
@@ -116,18 +115,19 @@ class Evaluator:
         return metrics
 
     def greedy(self, sampler: SamplingClient) -> dict[str, float]:
-        """`test/greedy/...`: the likeliest answer to each held-out problem, where sampling does not
-        give it anyway.
+        """Return `test/greedy/...`: the greedy response to each held-out problem.
+
+        {} if evaluation samples at temperature 0 anyway, or if `eval_greedy` is off.
         """
-        given = self.given
-        if given.test_problems is None or not self.samples_held_out:
+        context = self.given
+        if context.test_problems is None or not self.samples_held_out:
             return {}
-        if not given.settings.sampling.eval_greedy or given.eval_params.temperature == 0:
+        if not context.settings.sampling.eval_greedy or context.eval_params.temperature == 0:
             return {}
-        builders = self.samples.groups(list(given.test_problems), 1)
+        builders = self.samples.groups(list(context.test_problems), 1)
         players, params = (
             self.samples.held_out_players(),
-            replace(given.eval_params, temperature=0.0),
+            replace(context.eval_params, temperature=0.0),
         )
         result = rollout(builders, sampler, params, seed=0, players=players)
         result = self.samples.judged(result, alone=True)
@@ -145,12 +145,12 @@ class Evaluator:
         return metrics
 
     def _forget_seconds(self) -> None:
-        """What rewards took here is no part of the next batch's."""
+        """Reset the reward timers, so that evaluation does not count towards the next batch."""
         for scores in (self.given.scorer, self.given.models.rewards):
             if scores is not None:
                 scores.take_seconds()
 
     def _headline(self, metrics: Mapping[str, float], name: str) -> float | None:
-        """Accuracy where the reward tells what is correct, else the reward itself."""
+        """Return the accuracy if the reward reports correctness, else the mean reward."""
         self.held_out.what = "accuracy" if f"{name}/correct" in metrics else "reward"
         return metrics.get(f"{name}/correct", metrics.get(f"{name}/reward/total"))

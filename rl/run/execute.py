@@ -1,4 +1,4 @@
-"""A run from its beginning (or from its newest checkpoint) to its end: stages in order, one folder."""
+"""Execute the stages of a run in order, from its start or newest checkpoint to its end."""
 
 from __future__ import annotations
 
@@ -50,11 +50,10 @@ from rl.settings import Run, resolved
 
 
 def execute(run: Run, begins: Callable[[], None] = lambda: None) -> None:
-    """Carries out a run on rank 0; other ranks serve inside ServiceClient. Raises Stopped when
-    asked to stop.
+    """Execute a run on rank 0; other ranks serve inside ServiceClient.
 
-    Everything that can be wrong with settings, data, reward, model and folder is found before the
-    folder is touched, which is when `begins` is called.
+    Settings, data, reward, model and folder are checked before the folder is changed; `begins` is
+    called between the two. Raises Stopped when a stop was requested.
     """
     options = run.options
     folder = folder_of(run)
@@ -92,48 +91,49 @@ def execute(run: Run, begins: Callable[[], None] = lambda: None) -> None:
                 console.warn(text)
         check_weights(run.stages)
         check_memory(run, console.warn)
-        at = _Whereabouts(run, folder, stages, position)
-        at.check()
-        policy = at.policy(service)
-        others = at.others(service, policy)
+        run_state = _Whereabouts(run, folder, stages, position)
+        run_state.check()
+        policy = run_state.policy(service)
+        others = run_state.others(service, policy)
         begins()
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(console.warn)
-        found = {
+        record = {
             ID: position.run_id or new_id(),
             ORIGINS: origins,
             CHANGES: [*position.changed, *position.notes],
         }
-        config = {**resolved(run), **found, **found_out(stages)}
+        config = {**resolved(run), **record, **found_out(stages)}
         claim(folder, config, resume=options.resume, overwrite=options.overwrite)
         make_way(folder, position)
         if options.resume:
-            # the folder alone names none
+            # a run resumed by its folder only names no recipe
             config["recipe"] = run.recipe or saved_config(folder).get("recipe")
-            # of a recipe that was mended, or of a run from before it had an id
+            # update the config after a corrected recipe, or of a run older than run ids
             write_config(folder, config)
-        at.run_id = config[ID]
+        run_state.run_id = config[ID]
         introduce(run, folder, policy, console, stages)
         for note in origins:
             console.note(said(note))
         logbook = stack.enter_context(_logbook(run, folder, position, console, lock))
         stop_request.working = True
-        _run_stages(at, service, policy, others, logbook, console, stop_request)
+        _run_stages(run_state, service, policy, others, logbook, console, stop_request)
 
 
 def folder_of(run: Run) -> Path:
-    """The run's folder: as given, with `~` for the home folder, or runs/<name>."""
-    asked = Path(run.options.output_dir or Path("runs") / run.name)
+    """Return the run's folder: --output-dir with `~` expanded, or runs/<name>.
+
+    Raises RunFolderError if `~` cannot be expanded.
+    """
+    output_dir = Path(run.options.output_dir or Path("runs") / run.name)
     try:
-        return asked.expanduser()
+        return output_dir.expanduser()
     except RuntimeError as error:  # ~nobody
-        raise RunFolderError(f"--output-dir {asked}: {error}") from error
+        raise RunFolderError(f"--output-dir {output_dir}: {error}") from error
 
 
 def _restarted(run: Run, folder: Path) -> Run:
-    """`run` as one to resume, where it is to go on with what the folder holds and the folder holds
-    a run that took a step.
-    """
+    """Return `run` with `resume` set if `auto_resume` is on and the folder's run took a step."""
     if not run.options.auto_resume or not holds_a_run(folder) or never_took_a_step(folder):
         return run
     return replace(run, options=replace(run.options, resume=True))
@@ -142,6 +142,7 @@ def _restarted(run: Run, folder: Path) -> Run:
 def _logbook(
     run: Run, folder: Path, position: Position, console: Console, lock: RunLock
 ) -> Logbook:
+    """Return the run's logbook, truncated to the step from which the run resumes."""
     return Logbook(
         folder,
         resume_step=position.step if run.options.resume else None,
@@ -154,40 +155,44 @@ def _logbook(
 
 
 class _Whereabouts:
-    """The stages of a run and which of them are still to do, from `position` on."""
+    """Track the stages of a run: `index` is the current stage, beginning at `position`."""
 
     def __init__(self, run: Run, folder: Path, stages: Sequence[Prepared], position: Position):
         self.run, self.folder, self.stages, self.position = run, folder, stages, position
         self.run_id = position.run_id
         self.index = position.stage
-        # not: all its batches are trained; the stage's final checkpoint may be missing still
+        # False if all batches are trained but the stage's final checkpoint is missing.
         if position.stage_ended:
             self.index += 1
 
     @property
     def finished(self) -> bool:
+        """Return whether all stages have ended."""
         return self.index >= len(self.stages)
 
     @property
     def resumes_here(self) -> bool:
+        """Return whether the current stage resumes from a checkpoint of itself."""
         return self.position.state_path is not None and self.index == self.position.stage
 
     def first_step(self, index: int) -> int:
-        """Steps of the run before a stage; one is left between stages for the evaluation before the
-        first step.
+        """Return the run's step count before a stage.
+
+        A step is reserved between stages for the evaluation before the first step.
         """
         return sum(prepared.plan.settings.loop.steps + 1 for prepared in self.stages[:index])
 
     def final_path(self, index: int) -> str:
+        """Return the path of the final checkpoint of a stage."""
         return str(self.folder / "checkpoints" / f"{self.stages[index].plan.name}-final")
 
     def previous(self, index: int) -> str | None:
-        """The checkpoint that a stage begins from; None where that is a base model."""
+        """Return the checkpoint from which a stage begins; None if it begins from a base model."""
         before = begins_after(self.run.stages, index)
         return None if before is None else self.final_path(before)
 
     def check(self) -> None:
-        """UserError where an earlier stage's end is lost, or a later stage could not begin."""
+        """Raise UserError if a needed final checkpoint is missing or a later stage cannot begin."""
         if self.finished:
             return
         ahead = range(self.index, len(self.stages))
@@ -200,7 +205,7 @@ class _Whereabouts:
         rehearse(self.run.stages, self.stages, self.index)
 
     def _filled(self) -> Prepared:
-        """This stage, with the data that an earlier one has written by now."""
+        """Return the current stage, with the rows that an earlier stage has written."""
         prepared = self.stages[self.index]
         if prepared.awaits is not None and prepared.rows is None:
             first, loop = (
@@ -215,8 +220,9 @@ class _Whereabouts:
         return prepared
 
     def policy(self, service: ServiceClient) -> TrainingClient:
-        """The learner of this stage, checked against its data. UserError where those are not what a
-        checkpoint was trained on.
+        """Return the training client of the current stage, after checking its data.
+
+        Raises UserError if the data differ from those that the checkpoint was trained on.
         """
         index = min(self.index, len(self.stages) - 1)
         prepared = self.stages[index]
@@ -236,7 +242,7 @@ class _Whereabouts:
         if not self.finished:
             check_rows(prepared, policy, stage_renderer(policy, prepared.plan.settings))
         loop_state, changed = self.position.loop_state, changes_data(self.position.notes)
-        # of the rows that were not left out
+        # `prepared.problems` has only the rows that were not skipped
         if not self.finished and self.resumes_here and loop_state is not None and not changed:
             check_data(
                 loop_state.get("run"),
@@ -247,7 +253,7 @@ class _Whereabouts:
         return policy
 
     def others(self, service: ServiceClient, policy: TrainingClient) -> dict[str, Any]:
-        """The other models that this stage's method needs."""
+        """Return the other models that the current stage's method needs, by their roles."""
         if self.finished:
             return {}
         prepared = self.stages[self.index]
@@ -267,18 +273,18 @@ class _Whereabouts:
             resume_from,
             tags,
         )
-        found = METHODS[plan.method].other_models(plan.settings, hosts)
+        models = METHODS[plan.method].other_models(plan.settings, hosts)
         if prepared.environment is not None:
-            found = {
-                **found,
+            models = {
+                **models,
                 "opponents": Opponents(
                     prepared.environment.make(), plan.settings.env, hosts, self.folder, plan.name
                 ),
             }
-        return found
+        return models
 
     def remark(self) -> str | None:
-        """What there is to say of this stage's data."""
+        """Return the method's remark on the current stage's data, if any."""
         prepared = self.stages[self.index]
         return METHODS[prepared.plan.method].remark(prepared.plan.settings, prepared.problems)
 
@@ -291,6 +297,7 @@ class _Whereabouts:
         keeper: Keeper,
         stop_request: StopRequest,
     ) -> Stage:
+        """Return the current stage, with the state of the checkpoint if it resumes."""
         prepared = self.stages[self.index]
         plan = prepared.plan
         method = METHODS[plan.method].hooks(plan.settings)
@@ -330,6 +337,7 @@ def _run_stages(
     console: Console,
     stop_request: StopRequest,
 ) -> None:
+    """Train the remaining stages in order and print the results. Raises Stopped on a stop."""
     keeper = Keeper(logbook)
     held_out: dict[str, HeldOut] = {}
     while not at.finished:
@@ -341,14 +349,14 @@ def _run_stages(
             (train_online if stage.method.online else train_offline)(stage)
         except Stopped:
             console.end(
-                "stopped as asked, everything saved",
+                "stopped on request, everything is saved",
                 facts={"folder": at.folder},
                 commands=[resume_command(at.folder)],
             )
             raise
         held_out[stage.name] = stage.held_out
         policy.release()
-        del stage, others  # with them go the other models' weights
+        del stage, others  # frees the other models' weights
         at.index += 1
         if not at.finished:
             policy = at.policy(service)

@@ -1,6 +1,4 @@
-"""Weights of a run as a folder for others: transformers, PEFT, vLLM; with a card that says where
-they are from.
-"""
+"""Export the weights of a run for transformers, PEFT and vLLM, with a model card."""
 
 from __future__ import annotations
 
@@ -30,8 +28,10 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class Exported:
-    """`what`: in words. `untied`: whether the head became a matrix of its own, since the adapter
-    changed it and not the embedding.
+    """Describe an export: its folder and, in words, its contents (`what`).
+
+    `untied` tells whether the head became a separate matrix, because the adapter changed the head
+    and not the embedding.
     """
 
     folder: Path
@@ -48,73 +48,82 @@ def export(
     dtype: Dtype = "fp32",
     overwrite: bool = False,
 ) -> Exported:
-    """Writes the weights that `target` means (a run, a checkpoint, a folder of weights) into the
-    new folder `out`.
+    """Write the weights of `target` (a run, a checkpoint, a folder of weights) to a new folder.
 
-    `overwrite`: in the place of an earlier export that is there, which goes when the new one is
-    whole.
-
-    An adapter stays one unless `merged`, or unless its base is none that others could load (built
-    on the spot, or itself merged). Merging and rounding are done in fp32. UserError where `out`
-    holds something, or there is nothing to export.
+    `overwrite` replaces an earlier export in `out`, which is removed when the new one is complete.
+    An adapter stays an adapter unless `merged` is set or its base cannot be loaded elsewhere (a
+    tiny model built at run time, or a merged adapter). Merging and rounding are done in fp32.
+    Raises UserError if `out` is not empty or cannot be written to, or if nothing can be exported.
     """
-    earlier = overwrite and _is_export(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not earlier:
-        what = "no earlier export, and only such a one is replaced" if overwrite else "not empty"
+    replaces_export = overwrite and _is_export(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not replaces_export:
+        problem = (
+            "is no earlier export, and --overwrite replaces only exports"
+            if overwrite
+            else "is not empty"
+        )
         remedy = (
-            "name another"
+            "name another folder"
             if overwrite or not _is_export(out)
-            else "name another, or replace the earlier export with --overwrite"
+            else "name another folder, or replace the earlier export with --overwrite"
         )
         raise UserError(
-            f"{out} is there already and {what}: an export goes into a new folder, {remedy}"
+            f"{out} exists already and {problem}: an export is written to a new folder, {remedy}"
         )
     weights = open_weights(target, name)
-    if earlier and weights.path is not None and weights.path.resolve() == out.resolve():
+    if replaces_export and weights.path is not None and weights.path.resolve() == out.resolve():
         raise UserError(f"{out} would be written from itself: name another folder")
     if weights.path is None:
-        raise UserError(f"{target} is a base model: there is nothing of a run to export")
+        raise UserError(
+            f"{target} is a base model, not trained by a run: name a run, a checkpoint or a folder "
+            "of weights to export"
+        )
     source = saving.model_folder(weights.path)
     loaded, _, spec = saving.load_for_sampling(str(weights.path), None)
     tied = bool(loaded.model.config.get_text_config().tie_word_embeddings)
-    why = "" if not is_lora(loaded.model) or merged else _alone(source)
-    adapter = is_lora(loaded.model) and not merged and not why
+    merge_reason = "" if not is_lora(loaded.model) or merged else _alone(source)
+    adapter = is_lora(loaded.model) and not merged and not merge_reason
     if not adapter and is_lora(loaded.model):
         loaded.model = merge(loaded.model)
     untied = tied and not loaded.model.config.get_text_config().tie_word_embeddings
     loaded.model = loaded.model.to(DTYPES[dtype])
     kind = f"a LoRA adapter of {spec.base_model}" if adapter else "all weights"
-    found = Exported(out, f"{kind}, {dtype}" + (f" (merged, since {why})" if why else ""), untied)
+    exported = Exported(
+        out,
+        f"{kind}, {dtype}" + (f" (merged, since {merge_reason})" if merge_reason else ""),
+        untied,
+    )
     if not adapter:
         spec = ModelSpec(spec.base_model, value_head=spec.value_head)
         loaded.model.config.dtype = DTYPES[dtype]
     try:
-        if out.is_dir() and not earlier:
+        if out.is_dir() and not replaces_export:
             out.rmdir()  # it is empty
         with checkpoint.writing(
-            out, expected_bytes=saving.model_bytes(loaded.model), replace=earlier
+            out, expected_bytes=saving.model_bytes(loaded.model), replace=replaces_export
         ) as folder:
             _write(loaded, spec, weights.path, folder)
-        words = card(weights, found.what, spec.base_model, adapter=adapter)
-        (out / "README.md").write_text(words, encoding="utf-8")
+        card_text = card(weights, exported.what, spec.base_model, adapter=adapter)
+        (out / "README.md").write_text(card_text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{out} cannot be written to ({error}): name another folder") from error
-    return found
+    return exported
 
 
 def push(folder: Path, repository: str) -> str:
-    """Uploads an export to the hub, into a repository that is made if there is none (private);
-    returns its address.
+    """Upload an export to the hub and return the address of the repository.
+
+    The repository is created (private) if it does not exist. Raises UserError if the upload fails.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
     api = HfApi()
     try:
-        made = api.create_repo(repository, private=True, exist_ok=True)
+        repository_url = api.create_repo(repository, private=True, exist_ok=True)
         api.upload_folder(
             folder_path=str(folder),
-            repo_id=made.repo_id,
+            repo_id=repository_url.repo_id,
             commit_message="Weights, exported by Whetstone",
         )
     except (
@@ -127,12 +136,13 @@ def push(folder: Path, repository: str) -> str:
         raise UserError(
             f"{folder} is written, but could not be pushed to {repository}: {error}"
         ) from error
-    return str(made)
+    return str(repository_url)
 
 
 def _is_export(folder: Path) -> bool:
-    """Whether a folder is what `export` writes, with its card; not weights that a run or a server
-    saved, which look alike.
+    """Return whether a folder was written by `export`, with its model card.
+
+    Weights that a run or a server saved look similar and are no exports.
     """
     if folder.resolve().parent.name in (RESUMABLE, WEIGHTS):
         return False
@@ -142,23 +152,23 @@ def _is_export(folder: Path) -> bool:
 
 
 def _alone(source: Path) -> str:
-    """Why an adapter would be of no use by itself; "" where its base can be loaded by anybody."""
+    """Return why an adapter is not usable by itself; "" if its base can be loaded elsewhere."""
     base = made_from(source).name
     if base.startswith("tiny:"):
-        return f"its base {base} is built on the spot"
+        return f"its base {base} is built at run time"
     folder = Path(base).expanduser()
     if (folder / "adapter_config.json").is_file():
-        return "its base is itself an adapter, merged"
+        return "its base is itself a merged adapter"
     return ""
 
 
 def _write(loaded: LoadedModel, spec: ModelSpec, weights: Path, folder: Path) -> None:
-    """The model as a plain folder, and beside it what another run needs to begin from it."""
+    """Write the model as a plain folder, with the state.json that a run needs to begin from it."""
     saving.write_model(loaded.model, loaded.tokenizer, folder)
     if not is_adapter(folder):
-        # a head that was untied may leave a tensor that the architecture ties by another name
+        # an untied head may leave a tensor that the architecture ties under another name
         check_whole_folder(folder)
-    # PEFT's empty card; ours is written when the folder is whole, and may be edited
+    # Remove PEFT's empty card; this project's card is written later, since it may be edited.
     (folder / "README.md").unlink(missing_ok=True)
     head = weights / saving.VALUE_FILE
     if head.is_file():
@@ -175,11 +185,11 @@ def _write(loaded: LoadedModel, spec: ModelSpec, weights: Path, folder: Path) ->
 
 
 def described(found: Exported) -> str:
-    """What was exported, and how it is loaded, as the console says it."""
+    """Return the console text about an export: folder, contents, and whether the head is untied."""
     text = f"{found.folder}: {found.what}"
     if found.untied:
         text += (
-            "\nIts head is a matrix of its own now: the adapter changed the head alone, which in the base is one with the embedding "
-            "(--no-train-unembed at training keeps them one)"
+            "\nIts head is now a separate matrix: the adapter changed only the head, which the "
+            "base ties to the embedding (train with --no-train-unembed to keep them tied)"
         )
     return text

@@ -1,4 +1,4 @@
-"""What a stage is given: the same from its beginning to its end, and at hand in each of its parts."""
+"""Hold the constant inputs of a stage, shared by all of its parts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from rl.types import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """`seed`: of the stage, not of the run. `first_step`: the run's step count before it.
-    `identity`: see rl.run.identity.
+    """Hold the constant inputs of a stage.
+
+    `seed` is the stage's, not the run's. `first_step` is the run's step count before the stage.
+    `identity` is described in rl.run.identity.
     """
 
     name: str
@@ -44,36 +46,38 @@ class Given:
 
     @property
     def rewarded(self) -> bool:
-        """Whether episodes earn anything by themselves: by a reward, or in an environment."""
+        """Return whether episodes are scored, by a reward function or by an environment."""
         return self.scorer is not None or self.environment is not None
 
     @property
     def opponents(self) -> Opponents | None:
-        """Who plays seats that are not the policy's, where there is an environment."""
+        """Return the opponents that play against the policy in an environment, if any."""
         return self.models.opponents
 
     @property
     def settings(self) -> Any:
+        """Return the settings of the stage's method."""
         return self.method.settings
 
     @property
     def flow(self) -> EpisodeFlowSettings:
-        """Who waits for whom; of a method without such settings, everybody."""
+        """Return the settings of episode scheduling; the defaults if the method has none."""
         return getattr(self.settings, "flow", EpisodeFlowSettings())
 
     @property
     def loop(self) -> Any:
+        """Return the settings of the training loop."""
         return self.settings.loop
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """Of training samples."""
+        """Return the sampling parameters of training samples."""
         sampling = self.settings.sampling
         return SamplingParams(max_tokens=sampling.max_tokens, temperature=sampling.temperature)
 
     @property
     def eval_params(self) -> SamplingParams:
-        """Of held-out samples."""
+        """Return the sampling parameters of held-out samples."""
         sampling = self.settings.sampling
         held_out = (
             sampling.temperature if sampling.eval_temperature is None else sampling.eval_temperature

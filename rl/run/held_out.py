@@ -1,4 +1,4 @@
-"""What a stage's held-out figures say of what was learnt."""
+"""Collect a stage's held-out metrics and judge the gain from training."""
 
 from __future__ import annotations
 
@@ -11,46 +11,49 @@ HELD_OUT = "test/env/all/correct"
 
 @dataclass
 class HeldOut:
-    """Held-out figures before the first step and at the last evaluation: of samples, and of greedy
-    answers.
+    """Hold the held-out metrics before the first step and at the last evaluation.
+
+    `before` and `after` are of samples, the `greedy_` fields of greedy responses.
     """
 
     before: float | None = None
     after: float | None = None
     greedy_before: float | None = None
     greedy_after: float | None = None
-    what: str = "accuracy"  # or "reward", where the reward does not tell what is correct
-    headline: str = ""  # what the method itself measures on rows
-    # of all ("") and of each set by its name: before, after
+    what: str = "accuracy"  # or "reward" if the reward does not report correctness
+    headline: str = ""  # the metric that the method measures on rows
+    # (before, after) of all rows ("") and of each data set by its name
     rows: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Self:
-        """What a checkpoint holds of it; one that knew a single figure of rows held it as (name,
-        before, after), or None.
+        """Return the held-out metrics saved in a checkpoint.
+
+        Older checkpoints save a single metric of rows, as (name, before, after) or None.
         """
-        found = cls(**state)
-        if not isinstance(found.rows, dict):
-            name, *figures = found.rows or ("",)
-            found.headline, found.rows = (
+        held_out = cls(**state)
+        if not isinstance(held_out.rows, dict):
+            name, *figures = held_out.rows or ("",)
+            held_out.headline, held_out.rows = (
                 name.removeprefix("test/"),
                 {"": (figures[0], figures[1])} if figures else {},
             )
-        return found
+        return held_out
 
     def note_rows(self, headline: str, metrics: Mapping[str, float]) -> None:
-        """The figure that a method is known by, of all held-out rows and of each set of them."""
+        """Record the method's headline metric, for all held-out rows and for each data set."""
         self.headline = headline.removeprefix("test/")
         for name, value in metrics.items():
             if name == headline or (
                 name.startswith("test/") and name.endswith(f"/{self.headline}")
             ):
-                of = name.removeprefix("test/").removesuffix(self.headline).rstrip("/")
-                self.rows[of] = (self.rows.get(of, (value,))[0], value)
+                set_name = name.removeprefix("test/").removesuffix(self.headline).rstrip("/")
+                self.rows[set_name] = (self.rows.get(set_name, (value,))[0], value)
 
     def sharpening(self) -> str | None:
-        """What an honest reader must know of the gain, if most of it was there for greedy decoding
-        already.
+        """Return a remark if greedy decoding before training already reaches most of the gain.
+
+        None otherwise, and if the metric is not accuracy.
         """
         if (
             self.before is None
@@ -65,6 +68,7 @@ class HeldOut:
         if share < 0.5:
             return None
         return (
-            f"Most of this gain ({share:.0%}) is sharpening, not new knowledge: before the first step the likeliest answer was "
-            f"already right for {self.greedy_before:.1%} of the problems; the model now says it more often."
+            f"Most of this gain ({share:.0%}) is sharpening, not new knowledge: before the first "
+            f"step the greedy answer was already correct for {self.greedy_before:.1%} of the "
+            "problems; the model now samples it more often."
         )

@@ -1,4 +1,4 @@
-"""The models of a stage: its policy, and those that its method needs beside it."""
+"""Create the models of a stage: its policy and the other models that its method needs."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ def make_policy(
     *,
     value_head: bool = False,
 ) -> TrainingClient:
-    """The learner of a stage: resumed, from `previous` (the final checkpoint of the stage before),
-    or from its base model.
+    """Return the training client of a stage.
+
+    Its weights are those of `resume_from`, of `previous` (the final checkpoint of the stage from
+    which it continues), or of its base model.
     """
     if resume_from is not None:
         return service.create_training_client_from_state_with_optimizer(resume_from)
@@ -73,8 +75,10 @@ def make_policy(
 
 
 class StageHosts:
-    """See rl.methods.base.Hosts. `previous`: the checkpoint that the stage began from; `earlier`:
-    final checkpoints by stage.
+    """Create the models of a stage's method; see rl.methods.base.Hosts.
+
+    `previous` is the checkpoint from which the stage began. `earlier` maps each earlier stage to
+    its final checkpoint.
     """
 
     def __init__(
@@ -99,8 +103,10 @@ class StageHosts:
         self.resume_from, self.tags = resume_from, tags
 
     def beginning(self) -> TokenScorer:
-        """The same whether the stage begins or is resumed: the policy itself is not asked, but what
-        it was made from.
+        """Return a scorer with the stage's initial weights, for example as the reference model.
+
+        The weights are loaded from the policy's origin, not from the policy, so that they are the
+        same when the stage begins and when it is resumed.
         """
         origin, model = origin_of(self.model, self.previous), self.model
         if origin.continued is not None:
@@ -117,22 +123,28 @@ class StageHosts:
         )
 
     def load(self, target: str) -> SamplingClient:
+        """Return a client of an earlier stage, the policy's base model or other weights."""
         if target in self.earlier:
             return self.service.create_sampling_client(model_path=self.earlier[target])
         if self.policy.info["lora_rank"] and self.policy.info["base_model"] == target:
-            return self.policy.get_base_sampling_client()  # it is there already, under the adapter
+            return (
+                self.policy.get_base_sampling_client()
+            )  # loaded already, as the base of the adapter
         return open_weights(target).sampler(self.service)
 
     def rewards(self, learned: LearnedRewardSettings) -> dict[str, LearnedRewards]:
+        """Return the learned rewards that the settings name, under "rewards"; {} if none."""
         if learned.comparison_model is not None:
             judge = self.load(learned.comparison_model)
             renderer = make_renderer(judge, *self.renderer_of(learned.comparison_model))
             scorer: Any = ComparedInGroup(ComparisonModel(judge, renderer))
         elif learned.rubric_model is not None:
             judge = self.load(learned.rubric_model)
-            named, template = self.renderer_of(learned.rubric_model)
+            renderer_name, template = self.renderer_of(learned.rubric_model)
             renderer = make_renderer(
-                judge, learned.rubric_renderer or named, () if learned.rubric_renderer else template
+                judge,
+                learned.rubric_renderer or renderer_name,
+                () if learned.rubric_renderer else template,
             )
             scorer = RubricJudge(
                 judge, renderer, rubric_of(learned), derive_seed(self.seed, "rubric")
@@ -148,43 +160,56 @@ class StageHosts:
         return {"rewards": LearnedRewards(scorer, learned.other_reward_weight)}
 
     def _reward_model(self, target: str) -> RewardModel | PublishedRewardModel:
-        found = None if target in self.earlier else open_weights(target)
-        if found is not None and is_published(found):
+        """Return the reward model `target`. Raises UserError if it is no reward model."""
+        weights = None if target in self.earlier else open_weights(target)
+        if weights is not None and is_published(weights):
             return PublishedRewardModel(self.service.create_classifier_client(target), target)
-        if found is not None and found.stage is not None and found.stage.method != "reward_model":
-            made = found.stage.method
+        if (
+            weights is not None
+            and weights.stage is not None
+            and weights.stage.method != "reward_model"
+        ):
+            training_method = weights.stage.method
             raise UserError(
-                f"{target} is no reward model: {made} trained it, whose value head foretells its own policy's rewards"
+                f"{target} is no reward model: {training_method} trained it, and its value head "
+                "predicts the rewards of its policy. Name weights that train.py reward_model "
+                "trained"
             )
-        path = Path(self.earlier[target]) if found is None else found.path
+        path = Path(self.earlier[target]) if weights is None else weights.path
         if (
             path is None
             or not (path / "state.json").is_file()
             or not checkpoint.read_state(path)["spec"].get("value_head")
         ):
             raise UserError(
-                f"{target} is no reward model: it is no ...ForSequenceClassification with one output, and has no value head that "
-                "train.py reward_model trained. Train one so, or take a published one; a language model can judge as well, with "
-                "--comparison-model"
+                f"{target} is no reward model: it is no ...ForSequenceClassification with a single "
+                "output, and has no value head that train.py reward_model trained. Train a reward "
+                "model with train.py reward_model, or use a published reward model; a language "
+                "model can score responses with --comparison-model"
             )
         client = self.service.create_training_client_from_state(str(path))
-        same = shares_vocabulary(self.policy, client, f"reward model {target}")
+        same_vocabulary = shares_vocabulary(self.policy, client, f"reward model {target}")
         return RewardModel(
-            client, target, make_renderer(client, *self.renderer_of(target)), shares_vocabulary=same
+            client,
+            target,
+            make_renderer(client, *self.renderer_of(target)),
+            shares_vocabulary=same_vocabulary,
         )
 
     def renderer_of(self, target: str) -> tuple[str | None, tuple[tuple[str, str], ...]]:
-        """The renderer (None: the default) and template settings that a stage was trained with, so
-        that its model reads what it learnt.
+        """Return the renderer (None: the default) and template settings of a model's training.
+
+        A model must be prompted with the renderer it was trained with.
         """
-        found = open_weights(self.earlier.get(target, target))
+        weights = open_weights(self.earlier.get(target, target))
         return (
             (None, ())
-            if found.stage is None
-            else (found.stage.settings.data.renderer, found.stage.settings.data.template)
+            if weights.stage is None
+            else (weights.stage.settings.data.renderer, weights.stage.settings.data.template)
         )
 
     def critic(self, base_model: str) -> TrainingClient:
+        """Return the critic: resumed, a copy of the policy's initial weights, or a base model."""
         if self.resume_from is not None:
             return self.service.create_training_client_from_state_with_optimizer(
                 str(Path(self.resume_from) / "critic")
@@ -204,8 +229,9 @@ class StageHosts:
 
 
 def is_published(weights: Weights) -> bool:
-    """Return whether these are a published reward model: not of a run here, and a sequence
-    classifier. Raises UserError as it does.
+    """Return whether weights are a published reward model: a sequence classifier, not of a run.
+
+    Raises UserError if `classifier_config` does.
     """
     if weights.path is not None and (weights.path / "state.json").is_file():
         return False
@@ -215,7 +241,7 @@ def is_published(weights: Weights) -> bool:
 
 
 def rubric_of(learned: LearnedRewardSettings) -> Rubric:
-    """The rubric that the settings say."""
+    """Return the rubric of the settings."""
     return Rubric.of(
         learned.rubric,
         learned.rubric_reading,
@@ -230,15 +256,17 @@ def make_renderer(
     template: Sequence[tuple[str, str]] = (),
     stop: Sequence[str] = (),
 ) -> Renderer:
-    """The renderer asked for by name; else the model's own chat template, or plain text where its
-    tokenizer has none.
+    """Return the renderer named `asked`, by default the model's chat template.
 
-    `template`: settings of that template, as they were written. `stop`: texts that end an answer.
+    The default is plain text if the tokenizer has no chat template. `template` holds settings of
+    the template as YAML texts. `stop` holds texts that end a response. Raises UserError if the
+    model has no tokenizer.
     """
     tokenizer = client.get_tokenizer()
     if tokenizer is None:
         raise UserError(
-            f"{client.info['base_model']} has no tokenizer: name one with --tokenizer, or put it into the folder"
+            f"{client.info['base_model']} has no tokenizer: name a tokenizer with --tokenizer, or "
+            "put its files into the model's folder"
         )
     settings: dict[str, Any] = {
         name: yaml.safe_load(value) if value.strip() else value for name, value in template
@@ -250,7 +278,7 @@ def make_renderer(
 
 
 def stage_renderer(client: TrainingClient | SamplingClient, settings: Any) -> Renderer:
-    """The renderer of a stage, by its settings."""
+    """Return the renderer of a stage according to its settings."""
     return make_renderer(
         client, settings.data.renderer, settings.data.template, settings.sampling.stop
     )

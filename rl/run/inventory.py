@@ -1,10 +1,9 @@
-"""Which checkpoints a run's folder holds: what their own files say. checkpoints.jsonl is made from
-that, and believed in nothing else.
+"""Scan a run's folder for checkpoints.
 
-A row's stage and step are in the checkpoint's name, and have to be those of its state.json; of best
-weights the metric's value is that of metrics.jsonl. A folder that no name of this run's stages
-fits, or that tells of another step (a copy, somebody's own), is passed over, neither listed nor
-touched.
+The files of the checkpoints are the only source; checkpoints.jsonl is written from them. A row's
+stage and step are in the checkpoint's name and must agree with its state.json. The metric's value
+of best weights is that of metrics.jsonl. A folder is neither listed nor touched if its name fits
+none of the run's stages, or if its state is of another step (a copy, or a user's folder).
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ RESUMABLE, WEIGHTS = "checkpoints", "sampler_weights"
 
 @dataclass(frozen=True)
 class StageSteps:
-    """A stage of a run in numbers. `first`: the run's step before its own; `metric`: what its best
-    weights are chosen by.
+    """Hold a stage's steps: `first` is the run's step count before the stage.
+
+    `metric` is the metric that selects the stage's best weights.
     """
 
     name: str
@@ -37,26 +37,28 @@ class StageSteps:
 
 
 def stage_steps(stages: Sequence[Mapping[str, Any]]) -> list[StageSteps]:
-    """Of the stages in a config.json. One step is left between stages, for the evaluation before
-    the first of each.
+    """Return the steps of the stages in a config.json.
+
+    A step is reserved between stages for the evaluation before the first step.
     """
-    found, first = [], 0
+    result, first = [], 0
     for stage in stages:
         steps = stage["settings"].get("steps", 0)
         steps = steps if isinstance(steps, int) else 0
-        found.append(StageSteps(stage["name"], first, steps, stage["settings"].get("keep_best")))
+        result.append(StageSteps(stage["name"], first, steps, stage["settings"].get("keep_best")))
         first += steps + 1
-    return found
+    return result
 
 
 def listed(folder: Path) -> list[dict[str, Any]]:
-    """checkpoints.jsonl as it stands. UserError where a row is none; names lead nowhere but below
-    the folder.
+    """Return the rows of checkpoints.jsonl. Raises UserError if a row is invalid.
+
+    A name that would lead to a path outside the folder is invalid.
     """
     path = folder / CHECKPOINTS
     rows = read_rows(path)
     for number, row in enumerate(rows, start=1):
-        wrong = next(
+        bad_key = next(
             (
                 key
                 for key, kind in _ROW.items()
@@ -64,13 +66,15 @@ def listed(folder: Path) -> list[dict[str, Any]]:
             ),
             None,
         )
-        if wrong is not None:
+        if bad_key is not None:
             raise UserError(
-                f"{path} line {number} is no checkpoint's: its {wrong!r} is {row.get(wrong)!r:.60}; delete that line"
+                f"{path} line {number} does not describe a checkpoint: its {bad_key!r} is "
+                f"{row.get(bad_key)!r:.60}; delete that line"
             )
         if not checkpoint.is_name(row["name"]):
             raise UserError(
-                f"{path} line {number} names {row['name']!r:.60}, which is no checkpoint's name; delete that line"
+                f"{path} line {number} names {row['name']!r:.60}, which is not a valid checkpoint "
+                "name; delete that line"
             )
     return rows
 
@@ -85,8 +89,9 @@ _ROW: dict[str, Any] = {
 
 
 def take_stock(folder: Path, stages: Sequence[StageSteps]) -> list[dict[str, Any]]:
-    """The rows of every checkpoint and best weights of the run that lie in `folder`, oldest first;
-    nothing is written or checksummed.
+    """Return a row for each checkpoint and best weights of the run in `folder`, oldest first.
+
+    Nothing is written, and no checksums are verified (except where a state contradicts its name).
     """
     rows = [
         row
@@ -105,6 +110,7 @@ _ORDER = {"best": 0, "last": 1, "final": 2}
 
 
 def _folders(parent: Path) -> list[Path]:
+    """Return the folders in `parent` with valid checkpoint names, sorted."""
     return (
         sorted(path for path in parent.iterdir() if path.is_dir() and checkpoint.is_name(path.name))
         if parent.is_dir()
@@ -113,8 +119,9 @@ def _folders(parent: Path) -> list[Path]:
 
 
 def _resumable(path: Path, stages: Sequence[StageSteps]) -> dict[str, Any] | None:
-    """The row of a checkpoint; None where no stage of the run gives it its name, or where it is
-    whole and says to be another.
+    """Return the row of a resumable checkpoint.
+
+    None if its name fits no stage of the run, or if its intact state contradicts its name.
     """
     for index, stage in enumerate(stages):
         final = path.name == f"{stage.name}-final"
@@ -134,8 +141,9 @@ def _resumable(path: Path, stages: Sequence[StageSteps]) -> dict[str, Any] | Non
 
 
 def _is_another(path: Path, stage: int, batches: int) -> bool:
-    """Whether a whole checkpoint's own state tells of another stage or step than its name: one that
-    was put here.
+    """Return whether an intact checkpoint's state has another stage or step than its name.
+
+    Such a checkpoint was copied here.
     """
     try:
         loop = checkpoint.glance(path).get("metadata")
@@ -151,25 +159,27 @@ def _is_another(path: Path, stage: int, batches: int) -> bool:
 
 
 def _best(path: Path, stages: Sequence[StageSteps], folder: Path) -> dict[str, Any] | None:
+    """Return the row of best weights; None if their name fits no stage of the run."""
     for stage in stages:
-        found = re.fullmatch(re.escape(stage.name) + r"-best-(\d{6,12})", path.name)
-        if found:
-            row = {"name": path.name, "kind": "best", "stage": stage.name, "batch": int(found[1])}
-            head = (path / "model").is_dir()
-            metric, value = _measured(folder, stage, int(found[1]))
+        match = re.fullmatch(re.escape(stage.name) + r"-best-(\d{6,12})", path.name)
+        if match:
+            row = {"name": path.name, "kind": "best", "stage": stage.name, "batch": int(match[1])}
+            has_value_head = (path / "model").is_dir()
+            metric, value = _measured(folder, stage, int(match[1]))
             return {
                 **row,
                 "metric": metric,
                 "value": value,
                 "state_path": None,
-                "sampler_path": str(path / "model" if head else path),
+                "sampler_path": str(path / "model" if has_value_head else path),
             }
     return None
 
 
 def _measured(folder: Path, stage: StageSteps, step: int) -> tuple[str | None, float | None]:
-    """(metric, value) at a step. Where the reward does not tell what is correct, it is itself what
-    best weights are chosen by.
+    """Return (metric, value) at a step; the value is None if metrics.jsonl lacks it.
+
+    If the reward does not report correctness, the reward itself selects the best weights.
     """
     try:
         row = next(
@@ -192,24 +202,25 @@ def _measured(folder: Path, stage: StageSteps, step: int) -> tuple[str | None, f
 def completed(
     folder: Path, stages: Sequence[StageSteps]
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """(rows, what was wrong with checkpoints.jsonl): `take_stock`, and what the list says of a
-    checkpoint beyond that.
+    """Return the rows of `take_stock` and the problem with checkpoints.jsonl (None if none).
+
+    Metric values that only checkpoints.jsonl holds are added to the rows.
     """
-    rows, trouble = take_stock(folder, stages), None
+    rows, problem = take_stock(folder, stages), None
     try:
-        known = {row["name"]: row for row in listed(folder)}
+        listed_rows = {row["name"]: row for row in listed(folder)}
     except UserError as error:
-        known, trouble = {}, str(error)
-    unnamed = [row["name"] for row in rows if row["name"] not in known]
-    if unnamed and trouble is None and (known or not (folder / CHECKPOINTS).exists()):
-        trouble = f"{folder / CHECKPOINTS} does not name {', '.join(unnamed)}"
+        listed_rows, problem = {}, str(error)
+    missing = [row["name"] for row in rows if row["name"] not in listed_rows]
+    if missing and problem is None and (listed_rows or not (folder / CHECKPOINTS).exists()):
+        problem = f"{folder / CHECKPOINTS} does not name {', '.join(missing)}"
     for row in rows:
-        noted = known.get(row["name"], {})
+        recorded = listed_rows.get(row["name"], {})
         if (
             row["kind"] == "best"
-            and noted.get("kind") == "best"
-            and isinstance(noted.get("value"), (int, float))
+            and recorded.get("kind") == "best"
+            and isinstance(recorded.get("value"), (int, float))
             and row["value"] is None
         ):
-            row["value"], row["metric"] = noted["value"], noted.get("metric")
-    return rows, trouble
+            row["value"], row["metric"] = recorded["value"], recorded.get("metric")
+    return rows, problem

@@ -1,6 +1,4 @@
-"""Which checkpoints a run keeps: the last k, the end of each stage, and the best weights by a
-metric.
-"""
+"""Manage a run's checkpoints: the last k, the final one of each stage, the best by a metric."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ from rl.report import Console, Logbook
 
 
 class Keeper:
-    """Writes checkpoints under a run's folder and notes them in checkpoints.jsonl, which names only
-    what is there.
-    """
+    """Write checkpoints below a run's folder and list existing ones in checkpoints.jsonl."""
 
     def __init__(self, logbook: Logbook):
         self.logbook = logbook
@@ -34,16 +30,16 @@ class Keeper:
         last: bool = False,
         beside: Mapping[str, TrainingClient] | None = None,
     ) -> Path:
-        """A resumable checkpoint at `step`; older ones of the run beyond `keep_last` are removed
-        after it is whole.
+        """Save a resumable checkpoint at `step` and return its path.
 
-        `beside`: other clients that learn in this stage, saved into it by their names.
+        Older checkpoints of the run beyond `keep_last` are removed after the new one is complete.
+        `beside` holds other clients that learn in this stage; they are saved under their names.
         """
         name = f"{stage}-final" if last else f"{stage}-{step:06d}"
         known = {row["name"]: row for row in self.logbook.checkpoints()}
-        if name in known:  # asked to stop at a step that was saved anyway
+        if name in known:  # a stop at a step that is saved already
             return self._folder(known[name])
-        self.logbook.sync()  # what a checkpoint goes on from is on the disk before it
+        self.logbook.sync()  # a checkpoint needs the log up to its step on disk
         path = Path(policy.save_state(name, metadata=state, beside=beside).result().path)
         row = {"name": name, "kind": "final" if last else "last", "stage": stage, "batch": step}
         self.logbook.checkpoint(
@@ -65,25 +61,24 @@ class Keeper:
         mode: str = "max",
         value_head: bool = False,
     ) -> None:
-        """Keeps these weights, without an optimizer, if `metric` is higher (mode "min": lower) than
-        ever before in this stage.
+        """Save these weights, without optimizer, if `metric` is the stage's best value so far.
 
-        `value_head`: with the head, where that is what the stage is for; else they are for sampling
-        alone.
-
-        The best before stays until the next resumable checkpoint: a run resumed from before this
-        step still has it.
+        Higher is better, in mode "min" lower. With `value_head` the head is saved too; otherwise
+        the weights are only for sampling. The previous best weights stay until the next resumable
+        checkpoint, so that a run resumed from before this step still has them.
         """
         rows = [
             r for r in self.logbook.checkpoints() if r.get("kind") == "best" and r["stage"] == stage
         ]
         sign = -1 if mode == "min" else 1
-        # of weights whose list was lost with the metrics it is not known
-        before = rows[-1].get("value") if rows else None
-        if not math.isfinite(value) or (before is not None and sign * before >= sign * value):
+        # unknown if checkpoints.jsonl and the metrics were lost
+        best_value = rows[-1].get("value") if rows else None
+        if not math.isfinite(value) or (
+            best_value is not None and sign * best_value >= sign * value
+        ):
             return
         name = f"{stage}-best-{step:06d}"
-        # of the run before it was resumed from an earlier step
+        # written by the run before it was resumed from an earlier step
         checkpoint.remove(self.logbook.folder / "sampler_weights" / name)
         path = policy.save_weights_for_sampler(name, value_head=value_head).result().path
         row = {
@@ -103,6 +98,7 @@ class Keeper:
         )
 
     def _prune(self, kind: str, keep: int, stage: str | None = None) -> None:
+        """Remove all but the last `keep` checkpoints of a kind (and stage)."""
         rows = [
             r
             for r in self.logbook.checkpoints()
@@ -113,8 +109,9 @@ class Keeper:
             checkpoint.remove(self._folder(row))
 
     def _folder(self, row: dict[str, Any]) -> Path:
-        """By name below this run's folder, not by the path noted: that of a copied run is the
-        original's.
+        """Return a checkpoint's folder, by name below this run's folder.
+
+        The recorded path is not used: in a copied run it is that of the original.
         """
         return checkpoint.below(
             self.logbook.folder / ("checkpoints" if row["state_path"] else "sampler_weights"),
@@ -125,11 +122,10 @@ class Keeper:
     def newest_whole(
         folder: Path, rows: list[dict[str, Any]], console: Console
     ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """(row, state) of the newest checkpoint that can be resumed from; damaged ones are named
-        and passed over.
+        """Return (row, state) of the newest intact checkpoint; None if none is.
 
-        They are looked for by name below `folder`, not by the path noted, so a run's folder may be
-        moved.
+        Damaged checkpoints are skipped with a warning. Checkpoints are located by name below
+        `folder`, not by the recorded path, so that a run's folder may be moved.
         """
         for row in reversed([r for r in rows if r.get("state_path")]):
             try:
