@@ -160,7 +160,7 @@ def test_what_auto_is():
     )
     for asked, where, words in [
         ("bf16", dict(lora=True, bf16=False, deepspeed=False), "set precision to bf16"),
-        ("bf16", dict(lora=False, bf16=True, deepspeed=False), "all weights are trained"),
+        ("bf16", dict(lora=False, bf16=True, deepspeed=False), "trains all weights"),
         ("fp32", dict(lora=True, bf16=True, deepspeed=True), "DeepSpeed in bf16"),
         ("4bit", dict(lora=True, bf16=True, deepspeed=True), "cannot be sharded"),
         ("int8", dict(lora=True, bf16=True, deepspeed=False), "auto, fp32, bf16 or 4bit"),

@@ -35,7 +35,7 @@ def test_what_cannot_be_had_is_said(monkeypatch):
 
 def test_pages_need_a_gpu():
     pytest.importorskip("bitsandbytes")
-    with pytest.raises(UserError, match="take adamw_8bit"):
+    with pytest.raises(UserError, match="use adamw_8bit"):
         check_kind("paged_adamw_8bit", CPU, sharded=False)
 
 

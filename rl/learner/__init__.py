@@ -1,4 +1,4 @@
-"""One rank's share of a model that learns: forward, backward, optimizer, sharding, saving."""
+"""Hold a rank's share of a trained model: forward, backward, optimizer, sharding, saving."""
 
 from rl.learner import saving
 from rl.learner.adamw import check_kind

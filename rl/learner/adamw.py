@@ -1,9 +1,11 @@
-"""AdamW, its two moments in fp32 or, through bitsandbytes, in 8 bit (Dettmers et al., arXiv
-2110.02861), in pages if asked.
+"""Make AdamW optimizers and move their state by parameter name.
 
-Its state travels by parameter name: `<name>/step` and the moments, `exp_avg` and `exp_avg_sq` in
-fp32; of 8 bit as they are, `state1`, `state2` and the scales of their blocks, so that a resumed run
-goes on to the bit. One is not read as the other.
+The two moments are fp32 or, through bitsandbytes, 8 bit (Dettmers et al., arXiv 2110.02861),
+optionally paged.
+
+The state is `<name>/step` and the moments. In fp32 the moments are `exp_avg` and `exp_avg_sq`. In 8
+bit they are the raw `state1`, `state2` and their block scales, so a resumed run continues bit for
+bit. The two formats cannot be converted into each other.
 """
 
 from __future__ import annotations
@@ -20,45 +22,50 @@ from rl.types import AdamParams
 
 KINDS = ("adamw", "adamw_8bit", "paged_adamw_8bit")
 PACKAGE = "bitsandbytes"
-# the scales of a parameter of few numbers, which stays in fp32, are not there
+# A parameter of few numbers stays in fp32 and has no scales.
 IN_8BIT = ("state1", "state2", "absmax1", "absmax2")
 
 
 def check_kind(kind: str, device: torch.device, *, sharded: bool) -> None:
-    """UserError, with the remedy, where an optimizer cannot be had in this launch. `sharded`: under
-    DeepSpeed or FSDP2.
+    """Check that an optimizer is available in this launch.
+
+    `sharded`: the launch uses DeepSpeed or FSDP2. Raises UserError, with the remedy, if it is not.
     """
     if kind not in KINDS:
-        raise UserError(f"optimizer is one of {', '.join(KINDS)}, got {kind!r}")
+        raise UserError(f"optimizer must be {', '.join(KINDS)}, got {kind!r}")
     if kind == "adamw":
         return
     if sharded:
         raise UserError(
-            f"optimizer {kind} works with one process or DDP; ZeRO and FSDP2 shard adamw's fp32 state already: leave it out"
+            f"optimizer {kind} works with a single process or DDP; ZeRO and FSDP2 already shard "
+            "adamw's fp32 state: leave the setting out"
         )
     if importlib.util.find_spec(PACKAGE) is None:
         raise UserError(
-            f"optimizer {kind} needs the package {PACKAGE}: pip install -r requirements-{PACKAGE}.txt, or take adamw"
+            f"optimizer {kind} needs the package {PACKAGE}: pip install -r "
+            f"requirements-{PACKAGE}.txt, or use adamw"
         )
     if kind.startswith("paged") and device.type != "cuda":
         raise UserError(
-            f"optimizer {kind} keeps its pages in a GPU's unified memory, and this run is on a {device.type}: take adamw_8bit"
+            f"optimizer {kind} keeps its pages in the unified memory of a GPU, but the device of "
+            f"this run is {device.type}: use adamw_8bit"
         )
 
 
 def new_adamw(trainable: Mapping[str, Tensor], kind: str = "adamw") -> Any:
-    """Its settings are those of each step's AdamParams."""
-    how: dict[str, Any] = {"lr": 0.0, "betas": (0.9, 0.95), "eps": 1e-12}
+    """Return an AdamW optimizer; each step's AdamParams set its hyperparameters."""
+    kwargs: dict[str, Any] = {"lr": 0.0, "betas": (0.9, 0.95), "eps": 1e-12}
     if kind == "adamw":
-        return torch.optim.AdamW(list(trainable.values()), **how, fused=True)
+        return torch.optim.AdamW(list(trainable.values()), **kwargs, fused=True)
     from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
 
     return (PagedAdamW8bit if kind.startswith("paged") else AdamW8bit)(
-        list(trainable.values()), **how
+        list(trainable.values()), **kwargs
     )
 
 
 def set_adam(optimizer: Any, params: AdamParams) -> None:
+    """Set the hyperparameters of the next step."""
     for group in optimizer.param_groups:
         group.update(
             lr=params.learning_rate,
@@ -69,22 +76,24 @@ def set_adam(optimizer: Any, params: AdamParams) -> None:
 
 
 def adam_state(optimizer: Any, trainable: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state of an optimizer over the parameters themselves, in the form of
-    `Backend.optimizer_tensors`.
+    """Return the state of an optimizer over the parameters themselves.
+
+    The format is that of `Backend.optimizer_tensors`.
     """
-    found = {}
+    tensors = {}
     for name, parameter in trainable.items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            if not key.startswith("qmap"):  # the library's own table
-                found[f"{name}/{key}"] = (
+            if not key.startswith("qmap"):  # a constant table of bitsandbytes
+                tensors[f"{name}/{key}"] = (
                     value if isinstance(value, Tensor) else torch.tensor(float(value))
                 )
-    return found
+    return tensors
 
 
 def load_adam_state(
     optimizer: Any, trainable: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
 ) -> None:
+    """Replace the optimizer's state by `tensors`, in the format of `adam_state`."""
     optimizer.state.clear()
     if not isinstance(optimizer, torch.optim.AdamW):
         return _load_8bit(optimizer, trainable, tensors)
@@ -113,23 +122,24 @@ def _load_8bit(
 def shapes_of_state(
     kind: str, name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]
 ) -> dict[str, tuple[int, ...]]:
-    """What a file of state must have for a parameter, by name. UserError where it is another
-    optimizer's state.
+    """Return the shapes that a state file must hold for a parameter, by tensor name.
+
+    Raises UserError if the file holds the state of another optimizer.
     """
     packed = f"{name}/state1" in tensors
     if packed == (kind == "adamw"):
-        saved, asked = ("adamw_8bit", "adamw") if packed else ("adamw", kind)
+        saved, requested = ("adamw_8bit", "adamw") if packed else ("adamw", kind)
         raise UserError(
-            f"the optimizer's state was saved by {saved} and cannot go on in {asked}: give --optimizer {saved}, or begin a new run from "
-            "these weights (--base-model)"
+            f"the optimizer state was saved by {saved} and cannot be loaded into {requested}: "
+            f"pass --optimizer {saved}, or start a new run from these weights (--base-model)"
         )
     step = tensors.get(f"{name}/step")
-    # a number, in whatever form
-    found = {f"{name}/step": () if step is None or step.numel() != 1 else tuple(step.shape)}
+    # The step is a scalar, stored with or without dimensions.
+    shapes = {f"{name}/step": () if step is None or step.numel() != 1 else tuple(step.shape)}
     if not packed:
-        return {**found, f"{name}/exp_avg": shape, f"{name}/exp_avg_sq": shape}
-    found |= {f"{name}/{key}": shape for key in IN_8BIT[:2]}
+        return {**shapes, f"{name}/exp_avg": shape, f"{name}/exp_avg_sq": shape}
+    shapes |= {f"{name}/{key}": shape for key in IN_8BIT[:2]}
     if tensors[f"{name}/state1"].dtype == torch.uint8:
         blocks = -(-tensors[f"{name}/state1"].numel() // 256)
-        found |= {f"{name}/{key}": (blocks,) for key in IN_8BIT[2:]}
-    return found
+        shapes |= {f"{name}/{key}": (blocks,) for key in IN_8BIT[2:]}
+    return shapes

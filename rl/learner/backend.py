@@ -1,9 +1,10 @@
-"""Where a learner's weights, gradients and optimizer live: whole on every rank, or sharded by
-DeepSpeed or FSDP2.
+"""Define where a learner's weights, gradients and optimizer live.
 
-A backend adds gradients up over backwards and ranks. What it is given is this rank's part of a sum;
-the step's gradient is the sum over all backwards and all ranks, whatever the backend does with
-ranks underneath.
+They are replicated on every rank, or sharded by DeepSpeed or FSDP2.
+
+A backend accumulates gradients over backward calls and ranks. Each rank passes its part of a sum.
+The step's gradient is the sum over all backward calls and all ranks, however the backend
+distributes ranks internally.
 """
 
 from __future__ import annotations
@@ -22,88 +23,100 @@ from rl.types import AdamParams
 
 
 class Backend(Protocol):
-    """Every method is called on all ranks in the same order (they may talk to each other), with the
-    same names.
+    """Hold the weights, gradients and optimizer of a learner.
+
+    All ranks call every method in the same order with the same names, because the methods may
+    communicate.
     """
 
-    wrapped: nn.Module  # what a forward goes through
-    trainable: Mapping[str, Tensor]  # what is trained, as it lives here
+    wrapped: nn.Module  # the outermost module, which a forward calls
+    trainable: Mapping[str, Tensor]  # trained parameters as this rank stores them
 
     def micro_batch(self) -> AbstractContextManager:
-        """Around the forward and the backward of one micro-batch."""
+        """Wrap the forward and the backward of a micro-batch."""
         ...
 
     def backward(self, value: Tensor) -> None:
-        """Adds the gradient of `value`, which came out of `wrapped`, to what is accumulated."""
+        """Add the gradient of `value`, an output of `wrapped`, to the accumulated gradients."""
         ...
 
     def step(self, params: AdamParams) -> tuple[float, bool]:
-        """(norm of the gradient before clipping, whether an update was made: not where the gradient
-        is not finite).
+        """Return (gradient norm before clipping, whether an update was made).
+
+        No update is made if the gradient is not finite.
         """
         ...
 
-    def drop_gradients(self) -> None: ...
+    def drop_gradients(self) -> None:
+        """Discard the accumulated gradients."""
+        ...
 
     def pieces(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """The named parameters as a forward uses them, whole, one at a time; each is good until the
-        next is asked for.
+        """Yield the named full parameters in turn, as a forward uses them.
+
+        Each tensor is valid until the next is requested.
         """
         ...
 
     def exact(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """The named trained parameters as the optimizer has them, whole and of one's own, one at a
-        time.
+        """Yield a copy of each named trained parameter, full, at the optimizer's
+        precision.
         """
         ...
 
     def gradient_sizes(self) -> dict[str, float]:
-        """The largest magnitude in what is accumulated for each trained parameter, as far as this
-        rank has it; 0 where there is none.
+        """Return the largest magnitude of each trained parameter's accumulated gradient.
+
+        It covers this rank's shard only, and is 0 for a parameter without a gradient.
         """
         ...
 
     def whole_model(self, names: Collection[str]) -> AbstractContextManager[Any | None]:
-        """On rank 0 the model with (at least) the named parameters whole and at full precision,
-        elsewhere None.
+        """Yield on rank 0 the model with at least the named parameters full, at full precision.
+
+        Other ranks get None.
         """
         ...
 
     @property
     def shell(self) -> Any:
-        """The model's modules with parameters of the right shapes; their values count for nothing."""
+        """Return the model's modules with parameters of the right shapes; their values are
+        meaningless.
+        """
         ...
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies whole parameters in, at full precision; every rank is given the same."""
+        """Copy full parameters in, at full precision; every rank passes the same tensors."""
         ...
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """On rank 0 AdamW's whole state by parameter name: `<name>/exp_avg`, `<name>/exp_avg_sq`,
-        `<name>/step`.
+        """Return on rank 0 AdamW's full state by parameter name.
+
+        Keys: `<name>/exp_avg`, `<name>/exp_avg_sq`, `<name>/step`.
         """
         ...
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replaces AdamW's state; `tensors` as `optimizer_tensors` gives them under any backend."""
+        """Replace AdamW's state; `tensors` has the format of `optimizer_tensors` of any backend."""
         ...
 
     def release(self) -> None:
-        """Gives back what outlives the last reference; the backend is not used afterwards."""
+        """Free what outlives the last reference; the backend must not be used afterwards."""
         ...
 
 
 def place(model: nn.Module, accelerator: Any) -> None:
-    """Moves a model to its device, unless what shards it will do that itself (in less memory than
-    the whole takes).
+    """Move a model to its device, unless its sharding backend does so.
+
+    A sharding backend moves it in less memory than the full model takes.
     """
     if accelerator.distributed_type.value != "DEEPSPEED" and not asks_for_fsdp():
         model.to(accelerator.device)
 
 
 def reads_in_parts(accelerator: Any) -> bool:
-    """Whether each rank of this launch keeps a part of the weights alone, and is to read no more
-    than that.
+    """Return whether each rank of this launch holds only a shard of the weights and reads only that
+    shard.
     """
     if accelerator.distributed_type.value == "DEEPSPEED":
         stage = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"]
@@ -119,10 +132,11 @@ def make_backend(
     shell: Any = None,
     unread: Unread | None = None,
 ) -> Backend:
-    """The backend that this launch asks for. `optimizer`: its kind, see rl.learner.adamw.
+    """Return the backend that this launch requests.
 
-    `shell`: of a model some of whose matrices are in 4 bit, its modules as they were before.
-    `unread`: of a model without values, where `reads_in_parts`, what it is filled from.
+    `optimizer`: its kind, see rl.learner.adamw. `shell`: for a model with 4-bit matrices, its
+    modules before quantization. `unread`: for a model without values (`reads_in_parts`), the source
+    of its weights.
     """
     if shell is not None:
         return PackedBackend(model, trainable, accelerator, shell, optimizer)

@@ -1,9 +1,10 @@
-"""Weights, gradients and optimizer sharded by DeepSpeed, ZeRO stages 0 to 3.
+"""Shard weights, gradients and optimizer with DeepSpeed, ZeRO stages 0 to 3.
 
-DeepSpeed averages over ranks, so losses go in times the world size. A forward always goes through
-the engine, and each is followed by its backward before the next: ZeRO-3's accumulation counter
-moves nowhere else. Written against 0.19.8, some of it against private parts (named where they are
-used), because nothing public drops gradients or fills an optimizer's state.
+DeepSpeed averages over ranks, so losses are multiplied by the world size. Every forward goes
+through the engine and is followed by its backward before the next forward, because ZeRO-3 updates
+its accumulation counter only then. Written against DeepSpeed 0.19.8. Some calls use private
+attributes (named where they are used), because no public API drops gradients or loads an
+optimizer's state.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class DeepSpeedBackend:
-    """See the module, and `rl.learner.backend.Backend` for the methods. `config`: made by
-    `rl.ranks.launch.engine_config`.
+    """Implement `rl.learner.backend.Backend` with DeepSpeed; see the module.
+
+    `config`: the result of `rl.ranks.launch.engine_config`.
     """
 
     def __init__(
@@ -43,19 +45,19 @@ class DeepSpeedBackend:
 
         self.model, self.trainable = model, trainable
         self.stage: int = config["zero_optimization"]["stage"]
-        # before the weights are sharded, while modules can still be copied
+        # Modules can be copied only before the weights are sharded.
         self.shell = hollow(model)
         if self.stage == 3:
             _keep_together(model)
         if unread is not None:
             _shard_one_by_one(model, config, unread)
         self.adam = new_adamw(trainable)
-        # An engine of our own rather than accelerator.prepare, which makes one per accelerator and
-        # plugin.
+        # accelerator.prepare would make an engine per accelerator and plugin; each backend needs
+        # a separate engine.
         self.wrapped, self.optimizer, *_ = deepspeed.initialize(
             model=model, optimizer=self.adam, config=config
         )
-        # which has other private parts than the rest of ZeRO
+        # BF16_Optimizer has other private attributes than the rest of ZeRO.
         self.bf16_stage1 = isinstance(self.optimizer, BF16_Optimizer)
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
 
@@ -78,8 +80,9 @@ class DeepSpeedBackend:
         return norm, applied
 
     def _step_unsharded(self, params: AdamParams) -> tuple[float, bool]:
-        """Stage 0 reports no norm, and would step on a gradient that is not finite: averaged and
-        looked at here, first.
+        """Average the gradients and check the norm before a stage-0 step.
+
+        DeepSpeed's stage 0 reports no norm and would also step on a gradient that is not finite.
         """
         gradients = summed_gradients(list(self.trainable.values()))
         torch._foreach_div_(gradients, distributed.world())
@@ -87,26 +90,28 @@ class DeepSpeedBackend:
         finite = bool(torch.isfinite(norm))
         if finite:
             self.wrapped._config.gradient_clipping = params.grad_clip_norm
-            self.wrapped.step()  # averages once more, what is the same on every rank by now
+            # DeepSpeed averages again, which changes nothing: all ranks hold the same gradient.
+            self.wrapped.step()
         self.drop_gradients()
         return float(norm), finite
 
     def drop_gradients(self) -> None:
-        """Forgets what was accumulated, wherever the stage keeps it.
+        """Discard the accumulated gradients, wherever the stage stores them.
 
         ZeRO-3 overwrites its buffers at the first micro-batch of a step, but only for the
-        parameters used there: left as they are, a parameter used later or not at all would be given
-        the gradient of the step before.
+        parameters used in that micro-batch. Without clearing, a parameter used later or not at all
+        would receive the gradient of the previous step.
         """
         self.wrapped.zero_grad()
         self.optimizer.zero_grad()
         if self.bf16_stage1:
             return  # zero_grad clears its fp32 sums as well
         if self.stage in (1, 2):
-            for kept in (self.optimizer.all_grad_tensors, self.optimizer.averaged_gradients):
-                for group in kept:
-                    kept[group] = None
-            self.optimizer.micro_step_id = -1  # of gradients kept on the CPU; as after a step
+            for buffers in (self.optimizer.all_grad_tensors, self.optimizer.averaged_gradients):
+                for group in buffers:
+                    buffers[group] = None
+            # The counter of gradients kept on the CPU; -1 is its value after a step.
+            self.optimizer.micro_step_id = -1
         elif self.stage == 3:
             self.optimizer.grad_partitions_flat_buffer.zero_()
         if self.stage > 0:
@@ -129,11 +134,13 @@ class DeepSpeedBackend:
                 yield name, self.parameters[name].detach()
 
     def whole_model(self, names: Collection[str]) -> contextlib.AbstractContextManager[Any | None]:
-        """The copy lies in CPU memory and is gone again afterwards."""
+        """Yield the full model on rank 0; the copy lies in CPU memory and is freed afterwards."""
         return filled(self.shell, ((name, self._exact(name)) for name in names))
 
     def _exact(self, name: str) -> Tensor:
-        """A parameter as the optimizer has it: in bf16 training its fp32 master copy."""
+        """Return a parameter at the optimizer's precision (in bf16 training its fp32 master
+        copy).
+        """
         from deepspeed.utils import safe_get_full_fp32_param
 
         if name in self.trainable and self.stage > 0:
@@ -146,16 +153,16 @@ class DeepSpeedBackend:
     def gradient_sizes(self) -> dict[str, float]:
         from deepspeed.utils import safe_get_full_grad
 
-        found: dict[str, float] = {}
-        # until a step they are kept where nobody may ask for them
+        sizes: dict[str, float] = {}
+        # Before a step the gradients are in buffers that safe_get_full_grad does not read.
         if self.stage in (1, 2) and not self.bf16_stage1:
             self.optimizer.finalize_gradient_accumulation_boundary()
             self.optimizer.set_gradient_accumulation_boundary(False)
         for name, parameter in self.trainable.items():
-            # every rank has to ask
+            # a collective call: every rank takes part
             gradient = parameter.grad if self.stage == 0 else safe_get_full_grad(parameter)
-            found[name] = 0.0 if gradient is None else float(gradient.abs().max())
-        return found
+            sizes[name] = 0.0 if gradient is None else float(gradient.abs().max())
+        return sizes
 
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
@@ -173,7 +180,9 @@ class DeepSpeedBackend:
 
     @staticmethod
     def _my_part(parameter: Any, whole: Tensor) -> Tensor:
-        """This rank's partition of a whole ZeRO-3 tensor, the last one padded with zeros."""
+        """Return this rank's partition of a full ZeRO-3 tensor; the last partition is padded with
+        zeros.
+        """
         size = parameter.ds_tensor.numel()
         flat = nn.functional.pad(whole.reshape(-1), (0, size * distributed.world() - whole.numel()))
         return flat[size * distributed.rank() :][:size]
@@ -181,7 +190,7 @@ class DeepSpeedBackend:
     # ------------------------------------------------------------------------------------ optimizer
 
     def _flat_parameters(self) -> list[Tensor]:
-        """What AdamW really steps on: this rank's flat fp32 partitions."""
+        """Return the tensors that AdamW steps on: this rank's flat fp32 partitions."""
         if self.bf16_stage1:
             return self.optimizer.fp32_groups_flat_partition
         return (
@@ -204,11 +213,12 @@ class DeepSpeedBackend:
             return {}  # no step yet
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.trainable.items():
-            # every rank has to ask
-            wholes = {key: safe_get_full_optimizer_state(parameter, key) for key in _MOMENTS}
+            # a collective call: every rank takes part
+            full_states = {key: safe_get_full_optimizer_state(parameter, key) for key in _MOMENTS}
             if distributed.rank() == 0:
                 tensors |= {
-                    f"{name}/{key}": whole.to("cpu", copy=True) for key, whole in wholes.items()
+                    f"{name}/{key}": whole.to("cpu", copy=True)
+                    for key, whole in full_states.items()
                 }
                 tensors[f"{name}/step"] = states[0]["step"].cpu().clone()
         return tensors
@@ -219,7 +229,8 @@ class DeepSpeedBackend:
         if self.stage == 0:
             return load_adam_state(self.adam, self.trainable, tensors)
         self.adam.state.clear()
-        # or the calls below, and those above after the next step, would reach the state of before
+        # Without this the setters below, and the getters after the next step, would access the old
+        # state.
         if self.stage < 3:
             self.optimizer._hp_optimizer_states_linked = False
         if not tensors:
@@ -245,22 +256,22 @@ class DeepSpeedBackend:
 
 
 def _keep_together(model: nn.Module) -> None:
-    """Experts that are modules of their own (or under adapters) are gathered and let go as one.
+    """Gather and release each layer's experts together, if they are separate modules.
 
-    Which of them run hangs on a rank's tokens, and ranks that gather different ones would wait for
-    each other for ever.
+    The same holds for experts under adapters. The experts that run depend on a rank's tokens, and
+    ranks that gather different experts would deadlock.
     """
     from deepspeed.utils import set_z3_leaf_modules
 
-    found = describe(model).experts
-    held = (
-        [inner_model(model).get_submodule(name).experts for name in found.blocks]
-        if found is not None
+    moe = describe(model).experts
+    expert_modules = (
+        [inner_model(model).get_submodule(name).experts for name in moe.blocks]
+        if moe is not None
         else []
     )
     kinds = {
         type(experts)
-        for experts in held
+        for experts in expert_modules
         if any(True for part in experts.children() for _ in part.parameters())
     }
     if kinds:
@@ -268,22 +279,22 @@ def _keep_together(model: nn.Module) -> None:
 
 
 def _shard_one_by_one(model: nn.Module, config: dict[str, Any], unread: Unread) -> None:
-    """ZeRO-3's partitions of a model without values: rank 0 reads a tensor, all get it, each keeps
-    its part, and then the next.
+    """Create the ZeRO-3 partitions of a model without values, parameter by parameter.
 
-    What deepspeed.initialize does with a model that is there, which is to be all in one dtype by
-    then.
+    Rank 0 reads a tensor and broadcasts it, each rank keeps its partition, then the next tensor
+    follows. deepspeed.initialize does the same with a model that has values, which must then have
+    one dtype.
     """
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    # accelerate puts the key in by itself
+    # accelerate adds the key.
     dtype = torch.bfloat16 if config.get("bf16", {}).get("enabled") else torch.float32
-    where = torch.device(get_accelerator().current_device_name())
-    kept = config["zero_optimization"].get("offload_param", {}).get("device", "none")
+    device = torch.device(get_accelerator().current_device_name())
+    offload_device = config["zero_optimization"].get("offload_param", {}).get("device", "none")
     first: Any = None
     for name, parameter in model.named_parameters():
-        whole = torch.empty(parameter.shape, dtype=dtype, device=where)
+        whole = torch.empty(parameter.shape, dtype=dtype, device=device)
         if distributed.rank() == 0:
             whole.copy_(unread.whole(name) if name in unread else parameter.detach())
         parameter.data = whole
@@ -295,11 +306,11 @@ def _shard_one_by_one(model: nn.Module, config: dict[str, Any], unread: Unread) 
                 module=holder,
                 config_dict_or_path=config,
                 dtype=dtype,
-                remote_device=None if kept == "none" else kept,
+                remote_device=None if offload_device == "none" else offload_device,
             )
         else:
             first.convert_to_zero_parameters(param_list=[parameter])
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = buffer.to(where)
+                module._buffers[name] = buffer.to(device)

@@ -1,9 +1,8 @@
-"""Weights, gradients and optimizer sharded by PyTorch itself (FSDP2): what ZeRO-3 does, without
-DeepSpeed.
+"""Shard weights, gradients and optimizer with PyTorch's FSDP2: ZeRO-3 without DeepSpeed.
 
-Every trained parameter is a DTensor, a share of whose first dimension lies here in fp32; a layer's
-parameters are put together when it runs, in bf16 where that was asked for. Each backward adds the
-sum over ranks to the shares' gradients.
+Every trained parameter is a DTensor; this rank stores a shard of its first dimension in fp32. A
+layer's parameters are gathered when the layer runs, in bf16 if requested. Each backward adds the
+sum over ranks to the gradients of the shards.
 """
 
 from __future__ import annotations
@@ -24,12 +23,13 @@ from rl.types import AdamParams
 
 
 class FSDPBackend:
-    """See the module, and `rl.learner.backend.Backend` for the methods. `bf16`: layers compute in
-    it, sums over ranks stay fp32.
+    """Implement `rl.learner.backend.Backend` with FSDP2; see the module.
+
+    `bf16`: layers compute in bf16; sums over ranks stay fp32.
     """
 
     def __init__(self, model: Any, *, bf16: bool, unread: Unread | None = None):
-        # before the weights are sharded, while modules can still be copied
+        # Modules can be copied only before the weights are sharded.
         self.shell = hollow(model)
         kinds = set(inner_model(model)._no_split_modules or ())
         layers = [module for module in model.modules() if type(module).__name__ in kinds]
@@ -45,19 +45,19 @@ class FSDPBackend:
 
     @torch.no_grad()
     def _read(self, unread: Unread) -> None:
-        """This rank's share of each tensor, and nothing else of it."""
+        """Read this rank's shard of each tensor, and no other part of it."""
         for name, parameter in self.parameters.items():
             if name in unread:
-                size = -(-len(parameter) // distributed.world())  # as torch.chunk cuts
-                start, mine = size * distributed.rank(), parameter.to_local()
-                if len(mine):
-                    mine.copy_(unread.rows(name, start, start + len(mine)))
+                size = -(-len(parameter) // distributed.world())  # same split as torch.chunk
+                start, local_shard = size * distributed.rank(), parameter.to_local()
+                if len(local_shard):
+                    local_shard.copy_(unread.rows(name, start, start + len(local_shard)))
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
         yield
-        # After a backward this is so already. After a forward alone the root would keep its weights
-        # as they are, past an update.
+        # A backward reshards by itself. After a forward without a backward the root would keep its
+        # gathered weights past an update.
         self.wrapped.reshard()
 
     def backward(self, value: Tensor) -> None:
@@ -91,17 +91,17 @@ class FSDPBackend:
         return ((name, self.trainable[name].detach().full_tensor().clone()) for name in names)
 
     def gradient_sizes(self) -> dict[str, float]:
-        own = {
+        local_grads = {
             name: None if p.grad is None else p.grad.to_local()
             for name, p in self.trainable.items()
         }
         return {
             name: 0.0 if grad is None or not grad.numel() else float(grad.abs().max())
-            for name, grad in own.items()
+            for name, grad in local_grads.items()
         }
 
     def whole_model(self, names: Collection[str]) -> contextlib.AbstractContextManager[Any | None]:
-        """The copy lies in CPU memory and is gone again afterwards."""
+        """Yield the full model on rank 0; the copy lies in CPU memory and is freed afterwards."""
         return filled(self.shell, self.pieces(names))
 
     @torch.no_grad()
@@ -111,16 +111,21 @@ class FSDPBackend:
 
     @staticmethod
     def _put(parameter: Any, whole: Tensor) -> None:
-        """This rank's share of a whole tensor into a sharded one; the last ranks' may be empty."""
-        mine = parameter.to_local()
+        """Copy this rank's shard of a full tensor into a sharded parameter.
+
+        The shards of the last ranks may be empty.
+        """
+        local_shard = parameter.to_local()
         shares = whole.chunk(distributed.world())
-        mine.copy_(shares[distributed.rank()] if distributed.rank() < len(shares) else whole[:0])
+        local_shard.copy_(
+            shares[distributed.rank()] if distributed.rank() < len(shares) else whole[:0]
+        )
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.trainable.items():
             for key, value in self.adam.state.get(parameter, {}).items():
-                whole = value if key == "step" else value.full_tensor()  # every rank has to ask
+                whole = value if key == "step" else value.full_tensor()  # a collective
                 if distributed.rank() == 0:
                     tensors[f"{name}/{key}"] = whole.to("cpu", copy=True)
         return tensors

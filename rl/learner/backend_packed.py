@@ -1,5 +1,6 @@
-"""Whole on every rank, the frozen base in 4 bit (rl.learner.base): who asks for a weight is given
-it in bf16.
+"""Replicate the model on every rank with the frozen base in 4 bit (rl.learner.base).
+
+Weights are returned in bf16.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from rl.learner.base import unpacked
 
 
 class PackedBackend(ReplicatedBackend):
-    """See the module, and `rl.learner.backend.Backend` for the methods. `shell`: the model's
-    modules before its matrices were packed.
+    """Implement `rl.learner.backend.Backend` for a 4-bit base; see the module.
+
+    `shell`: the model's modules before its matrices were quantized.
     """
 
     def __init__(
@@ -43,5 +45,5 @@ class PackedBackend(ReplicatedBackend):
                 yield from super().pieces([name])
 
     def whole_model(self, names: Collection[str]) -> contextlib.AbstractContextManager[Any | None]:
-        """The copy lies in CPU memory and is gone again afterwards."""
+        """Yield the full model on rank 0; the copy lies in CPU memory and is freed afterwards."""
         return filled(self._shell, self.pieces(names))

@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer whole on every rank: one process, or DDP."""
+"""Replicate weights, gradients and optimizer on every rank: a single process, or DDP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from rl.types import AdamParams
 
 
 class ReplicatedBackend:
-    """One process, or DDP: every rank holds everything."""
+    """Implement `rl.learner.backend.Backend` for a single process or DDP.
+
+    Every rank holds everything.
+    """
 
     def __init__(
         self,
@@ -25,7 +28,7 @@ class ReplicatedBackend:
         accelerator: Any,
         optimizer: str = "adamw",
     ):
-        """`optimizer`: its kind, see rl.learner.adamw."""
+        """Wrap `model` for this launch. `optimizer`: its kind, see rl.learner.adamw."""
         self.model, self.trainable, self.accelerator = model, trainable, accelerator
         self.wrapped = model
         if distributed.world() > 1:
@@ -35,11 +38,12 @@ class ReplicatedBackend:
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Gradients stay on their rank until the step sums them: the number of backwards is not
-        known in advance.
+        """Keep gradients local until the step sums them.
+
+        The number of backward calls is not known in advance.
         """
-        alone = self.wrapped.no_sync() if distributed.world() > 1 else contextlib.nullcontext()
-        with alone, self.accelerator.autocast():
+        no_sync = self.wrapped.no_sync() if distributed.world() > 1 else contextlib.nullcontext()
+        with no_sync, self.accelerator.autocast():
             yield
 
     def backward(self, value: Tensor) -> None:
@@ -93,4 +97,4 @@ class ReplicatedBackend:
         load_adam_state(self.adam, self.trainable, tensors)
 
     def release(self) -> None:
-        """Nothing outlives the references."""
+        """Do nothing: nothing outlives the references."""

@@ -1,4 +1,4 @@
-"""What every backend does alike: gradients summed over ranks, a model's shell filled for a save."""
+"""Provide what all backends share: summed gradients, and a skeleton model filled for a save."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from rl.ranks import distributed
 
 
 def hollow(model: nn.Module) -> Any:
-    """A copy of a model around parameters that hold nothing: untouched CPU memory, which the system
-    does not give out yet.
+    """Return a copy of a model with parameters that hold no values.
+
+    They are untouched CPU memory, which the system does not allocate yet.
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
@@ -28,20 +29,22 @@ def hollow(model: nn.Module) -> Any:
 
 @torch.no_grad()
 def first_layers(model: nn.Module, unread: Unread) -> Any:
-    """A copy of a model without values, of which the first layers (`rl.layers.shallow`) are read;
-    the others hold nothing.
+    """Return a copy of a model without values in which only the first layers are read.
+
+    `rl.layers.shallow` selects these layers; the other layers hold no values.
     """
-    trial, own = hollow(model), dict(model.named_parameters())
+    trial, parameters = hollow(model), dict(model.named_parameters())
     with shallow(trial):
         for name, parameter in trial.named_parameters():
-            parameter.copy_(unread.whole(name) if name in unread else own[name])
+            parameter.copy_(unread.whole(name) if name in unread else parameters[name])
     return trial
 
 
 @contextlib.contextmanager
 def filled(shell: nn.Module, pieces: Iterable[tuple[str, Tensor]]) -> Iterator[Any | None]:
-    """On rank 0 a hollow model around whole parameters, in CPU memory that is given back
-    afterwards; elsewhere None.
+    """Yield on rank 0 a skeleton model filled with full parameters, elsewhere None.
+
+    The parameters lie in CPU memory, which is freed afterwards.
     """
     writes = distributed.rank() == 0
     copies, names = dict(shell.named_parameters()), []
@@ -58,7 +61,9 @@ def filled(shell: nn.Module, pieces: Iterable[tuple[str, Tensor]]) -> Iterator[A
 
 
 def summed_gradients(parameters: Collection[Tensor]) -> list[Tensor]:
-    """The gradients, summed over the ranks in place; zeros where a parameter has none."""
+    """Return the gradients, summed over the ranks in place; zeros for a parameter without a
+    gradient.
+    """
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

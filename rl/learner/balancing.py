@@ -1,10 +1,11 @@
-"""The auxiliary load-balancing loss as a part of any loss: a coefficient, off by default.
+"""Add the auxiliary load-balancing loss of the routers to any loss: a coefficient, off by default.
 
-It is taken over the trained tokens of one micro-batch on one rank, as transformers does, and weighs
-as much as the loss of those tokens (of those answers or pairs, where it is a sum over these): a
-mean over tokens gets the coefficient times the mean of the micro-batches' losses. Being no sum over
-tokens, it is the one thing here that depends on how a batch is cut. It stands beside the loss that
-is reported, not in it. A loss of the caller's own gets none: its scale is not known.
+It is computed over the trained tokens of a micro-batch on a single rank, as transformers does.
+It has the weight of the loss of those tokens (of those answers or pairs, if the loss is a sum over
+these).
+A mean over tokens gets the coefficient times the mean of the micro-batches' auxiliary losses. It is
+not a sum over tokens, so it is the only term that depends on the split of a batch. The reported
+loss does not include it. A caller's custom loss gets no such term, because its scale is unknown.
 """
 
 from __future__ import annotations
@@ -25,25 +26,28 @@ Term = Callable[[PackedBatch, LossSpec], tuple[Tensor | float, dict[str, Tensor]
 
 
 class Balancing:
-    """For one model. `coefficient` 0: nothing. Raises UserError for a model without experts, or
-    whose routers cannot be read.
+    """Compute the auxiliary loss of a model; `coefficient` 0 disables it.
+
+    Raises UserError for a model without experts, or a model with routers that cannot be read.
     """
 
     def __init__(self, model: Any, experts: Experts | None, coefficient: float, name: str):
         self.model, self.coefficient, self.experts = model, coefficient, experts
         if coefficient and experts is None:
             raise UserError(
-                f"router_aux_loss_coef is for models with experts, and {name} has none: set it to 0"
+                f"router_aux_loss_coef is for models with experts, but {name} has none: set it to 0"
             )
         if coefficient and not routers(model):
             raise UserError(
-                f"router_aux_loss_coef: {name} does not say where the scores of its routers are: set it to 0"
+                f"router_aux_loss_coef: the router scores of {name} cannot be located: set it to 0"
             )
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Term | None]:
-        """Around a forward: what gives (the term to add to its summed loss, metrics) afterwards.
-        None where nothing is learnt or added.
+        """Record router scores during a forward.
+
+        Yield a function of (batch, loss) that returns (the term to add to the summed loss, metrics)
+        after the forward. Yield None if no gradient or no term is needed.
         """
         if not self.coefficient or not torch.is_grad_enabled():
             yield None
@@ -54,6 +58,7 @@ class Balancing:
     def _term(
         self, scores: list[Tensor], batch: PackedBatch, loss: LossSpec
     ) -> tuple[Tensor | float, dict[str, Tensor]]:
+        """Return (the weighted auxiliary loss, metric sums) of a micro-batch."""
         assert self.experts is not None
         if loss.unit == "own":
             return 0.0, {}
@@ -65,11 +70,15 @@ class Balancing:
             ),
             None,
         )
-        own = scores if batch.token_index is None else [one[batch.token_index] for one in scores]
+        token_scores = (
+            scores
+            if batch.token_index is None
+            else [layer_scores[batch.token_index] for layer_scores in scores]
+        )
         if weights is None:
-            weights = torch.ones(batch.tokens, device=own[0].device)
+            weights = torch.ones(batch.tokens, device=token_scores[0].device)
         counted = weights != 0 if weights.ndim == 1 else (weights != 0).any(-1)
-        value = balance_loss(own, self.experts.per_token, counted)
+        value = balance_loss(token_scores, self.experts.per_token, counted)
         units = (
             weights.abs().sum()
             if loss.unit == "token"

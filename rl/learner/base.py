@@ -1,9 +1,9 @@
-"""The frozen base under a LoRA adapter, in fewer bytes than fp32: in bf16, or in 4 bit.
+"""Store the frozen base under a LoRA adapter in fewer bytes than fp32: in bf16, or in 4 bit.
 
-Only matrices are changed, and only what is not trained: norms, biases, buffers, routers' biases,
-adapters and a value head stay fp32, and embeddings still give fp32. Under autocast a frozen fp32
-matrix is rounded to bf16 at every product, so a product of a bf16 base is the same to the bit; what
-is rounded anew are the embedding's values, by nothing where the model was saved in bf16.
+Only frozen matrices change. Norms, biases, buffers, routers' biases, adapters and a value head stay
+fp32, and embeddings still return fp32. Under autocast a frozen fp32 matrix is rounded to bf16 at
+every product, so a product with a bf16 base is bitwise identical. The only new rounding is that of
+the embedding's values, which is exact if the model was saved in bf16.
 """
 
 from __future__ import annotations
@@ -24,51 +24,56 @@ PACKAGE = "bitsandbytes"
 
 
 def chosen(asked: str, *, lora: bool, bf16: bool, deepspeed: bool) -> str:
-    """What a base is held in, "fp32", "bf16" or "4bit", where `asked` may be "auto". `bf16`:
-    whether that is the arithmetic.
+    """Return the storage type of a base, "fp32", "bf16" or "4bit"; the request may be "auto".
 
-    Raises UserError for what cannot be had here, with the remedy.
+    `bf16`: whether the arithmetic is bf16. Raises UserError, with the remedy, for a request that
+    this run cannot satisfy.
     """
     if asked not in ("auto", "fp32", "bf16", "4bit"):
-        raise UserError(f"base_dtype is auto, fp32, bf16 or 4bit, got {asked!r}")
+        raise UserError(f"base_dtype must be auto, fp32, bf16 or 4bit, got {asked!r}")
     if asked == "auto" or (asked == "fp32" and not lora):
         return "bf16" if lora and bf16 else "fp32"
     if not lora:
         raise UserError(
-            f"base_dtype {asked} is of the frozen weights under an adapter, and all weights are trained here: leave it out"
+            f"base_dtype {asked} applies to the frozen weights under an adapter, but this run "
+            "trains all weights: leave it out"
         )
     if asked == "fp32":
         if deepspeed and bf16:
             raise UserError(
-                "base_dtype fp32: DeepSpeed in bf16 holds every weight in bf16. Leave it out, or launch without DeepSpeed"
+                "base_dtype fp32: DeepSpeed in bf16 stores every weight in bf16. Leave it out, "
+                "or launch without DeepSpeed"
             )
         return asked
     if not bf16:
         raise UserError(
-            f"base_dtype {asked} goes with bf16 arithmetic, and this run computes in fp32: set precision to bf16"
+            f"base_dtype {asked} needs bf16 arithmetic, but this run computes in fp32: set "
+            "precision to bf16"
         )
     if asked == "4bit":
         if deepspeed or asks_for_fsdp():
             raise UserError(
-                "base_dtype 4bit cannot be sharded by ZeRO or FSDP2: use one process or accelerate_configs/ddp.yaml, or bf16"
+                "base_dtype 4bit cannot be sharded by ZeRO or FSDP2: use a single process or "
+                "accelerate_configs/ddp.yaml, or bf16"
             )
         if importlib.util.find_spec(PACKAGE) is None:
             raise UserError(
-                f"base_dtype 4bit needs the package {PACKAGE}: pip install -r requirements-{PACKAGE}.txt, or take bf16"
+                f"base_dtype 4bit needs the package {PACKAGE}: pip install -r "
+                f"requirements-{PACKAGE}.txt, or use bf16"
             )
     return asked
 
 
 def lower_(model: Any, held_in: str, device: torch.device, *, hollow: bool = False) -> None:
-    """The frozen matrices to what `chosen` said, in place. `device`: where the model is going to,
-    and 4 bit are worked out.
+    """Convert the frozen matrices to the storage type that `chosen` returned, in place.
 
-    `hollow`: they hold nothing yet.
+    `device`: the model's destination, on which the 4-bit codes are computed. `hollow`: the matrices
+    hold no values yet.
     """
     if held_in == "fp32":
         return
     if held_in == "4bit":
-        # as QLoRA leaves it
+        # QLoRA does not quantize the output head either.
         outside = {id(module) for module in model.get_output_embeddings().modules()}
         for module in model.modules():
             if (
@@ -84,8 +89,9 @@ def lower_(model: Any, held_in: str, device: torch.device, *, hollow: bool = Fal
 
 
 class _Product(torch.autograd.Function):
-    """x [.., I] times a matrix that is made from its 4 bit whenever it is needed: nothing of its
-    size is kept for the backward.
+    """Multiply x [.., I] by a 4-bit matrix that is dequantized whenever it is needed.
+
+    Nothing of the matrix's size is saved for the backward.
     """
 
     @staticmethod
@@ -104,9 +110,10 @@ def _quantise_(module: nn.Linear, device: torch.device) -> None:
     packed, state = quantize_4bit(
         module.weight.detach().to(device), quant_type="nf4", compress_statistics=True
     )
-    state.dtype = torch.bfloat16  # what it is turned back to
+    state.dtype = torch.bfloat16  # the dtype of the dequantized matrix
     module.weight = nn.Parameter(packed, requires_grad=False)
-    module.four_bit = state  # type: ignore[assignment]  # no parameter or buffer: an object of the library
+    # bitsandbytes' QuantState is neither a parameter nor a buffer.
+    module.four_bit = state  # type: ignore[assignment]
     module.forward = MethodType(_linear_4bit, module)  # type: ignore[method-assign]
 
 
@@ -123,14 +130,14 @@ def _unpacked(packed: Tensor, state: Any) -> Tensor:
 
 
 def unpacked(model: nn.Module) -> dict[str, Any]:
-    """By name the parameters of a model that are held in 4 bit, each as a function that gives the
-    matrix in bf16.
+    """Return, for each 4-bit parameter of a model by name, a function that returns the bf16
+    matrix.
     """
-    found = {}
+    getters = {}
     for name, module in model.named_modules():
         state = vars(module).get("four_bit")
         if state is not None:
-            found[f"{name}.weight"] = lambda module=module, state=state: _unpacked(
+            getters[f"{name}.weight"] = lambda module=module, state=state: _unpacked(
                 module.weight.detach(), state
             )
-    return found
+    return getters

@@ -1,4 +1,4 @@
-"""Datums dealt out over the ranks and cut into micro-batches."""
+"""Distribute datums over the ranks and cut them into micro-batches."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rl.learner.packing import PackedBatch, block_cost, blocks, choose_layout, c
 from rl.ranks import distributed
 from rl.types import Datum
 
-Chunk = tuple[str, list[list[int]]]  # the layout of a micro-batch, and its units
+Chunk = tuple[str, list[list[int]]]  # (layout, units) of a micro-batch
 
 
 @dataclass(frozen=True)
 class Dealing:
-    """How: `budget` positions in a micro-batch, the layout asked for and those that are exact, the
-    model's width.
+    """Plan micro-batches.
 
-    `switch`: where its rotary frequencies change with a row's length; `sees`: whether it reads
-    images.
+    `budget`: positions in a micro-batch. `layout`: the requested layout. `layouts`: the exact
+    layouts. `hidden`: the model's hidden size. `switch`: set if the model's rotary frequencies
+    change with a row's length. `sees`: whether the model reads images.
     """
 
     budget: int
@@ -36,16 +36,15 @@ class Dealing:
     def rounds(
         self, datums: Sequence[Datum], group: int, drawn_at: Sequence[float]
     ) -> list[list[Chunk]]:
-        """Micro-batches longest first, in rounds of one for each rank; the last round of a kind may
-        have too few.
+        """Return micro-batches, longest first, in rounds with a micro-batch for each rank.
 
-        `group` consecutive datums belong together and are never torn apart. A micro-batch has one
-        temperature.
+        The last round of a kind may have fewer. `group` consecutive datums belong together and stay
+        in a micro-batch. All datums of a micro-batch have the same temperature.
         """
         world = distributed.world()
-        # Dealt out apart, texts first: every rank runs as many with images as the others (ranks
-        # that share a vision tower's weights have to enter it together), and as many without; as
-        # many of two forwards, and as many of one.
+        # Each kind is distributed separately, texts first. Every rank runs the same number of
+        # micro-batches with images (ranks that share a vision tower's weights must enter it
+        # together) and without, and the same number with two forwards and with a single forward.
         dealt: dict[tuple[bool, bool], list[Chunk]] = {
             (sees, two): [] for sees in (False, True) for two in (False, True)
         }
@@ -53,12 +52,16 @@ class Dealing:
         # rotary frequencies share no micro-batch.
         kinds: dict[tuple, list[int]] = {}
         for i in range(len(datums)):
-            own = datums[i - i % group : i - i % group + group]
-            fields = ((name, data.array.shape[1:]) for name, data in own[0].loss_fn_inputs.items())
-            told = all(datum.experts is not None for datum in own)
-            sees = self.sees and any(datum.model_input.placed() for datum in own)
+            group_datums = datums[i - i % group : i - i % group + group]
+            fields = (
+                (name, data.array.shape[1:])
+                for name, data in group_datums[0].loss_fn_inputs.items()
+            )
+            has_experts = all(datum.experts is not None for datum in group_datums)
+            sees = self.sees and any(datum.model_input.placed() for datum in group_datums)
             kinds.setdefault(
-                (drawn_at[i - i % group], self._row_kind(own), told, sees, *fields), []
+                (drawn_at[i - i % group], self._row_kind(group_datums), has_experts, sees, *fields),
+                [],
             ).append(i)
         for kind, members in kinds.items():
             sees, two_forwards = kind[3], kind[1] is None
@@ -67,7 +70,7 @@ class Dealing:
             together = blocks(same, layout, self.budget, group)
             costs = [block_cost(same, block, layout) for block in together]
             share = self.budget
-            if world > 1:  # enough micro-batches to go round
+            if world > 1:  # at least as many micro-batches as ranks
                 share = max(1, min(self.budget, -(-sum(costs) // world)))
             for chunk in plan(costs, share, layout):
                 dealt[sees, two_forwards].append(
@@ -78,8 +81,9 @@ class Dealing:
         ]
 
     def _row_kind(self, together: Sequence[Datum]) -> bool | None:
-        """Return whether these rows lie beyond the switch of rotary frequencies; None where some
-        do, so that they need two forwards.
+        """Return whether these rows lie beyond the switch of rotary frequencies.
+
+        Return None if only some do: these rows need two forwards.
         """
         if self.switch is None:
             return False
@@ -87,10 +91,14 @@ class Dealing:
         return None if len(kinds) > 1 else next(iter(kinds))
 
     def _layout(self, datums: Sequence[Datum]) -> str:
+        """Return the layout of these datums: the requested layout, or for "auto" the cheapest exact
+        layout.
+        """
         if self.layout != "auto":
             return self.layout
         if "packed" in self.layouts:
-            return "packed"  # flash attention: sequences end to end, told apart by their positions
+            # Flash attention separates concatenated sequences by their positions.
+            return "packed"
         if "shared" not in self.layouts:
             return "padded"
         return choose_layout(datums, self.budget, self.hidden)
@@ -104,34 +112,33 @@ def batches(
     device: torch.device,
     switch: Any = None,
 ) -> list[PackedBatch]:
-    """This rank's of each round; where there is none for it, one of the same kind that counts for
-    nothing.
+    """Return this rank's micro-batch of each round.
 
-    `switch`: where rotary frequencies change with a row's length; a batch with rows of both kinds
-    is split into its `sides`.
+    A round without a micro-batch for this rank gets a micro-batch of the same kind with weight 0.
+    `switch`: set if rotary frequencies change with a row's length; a batch with rows of both kinds is split
+    into its `sides`.
     """
-    rank, found = distributed.rank(), []
-    for dealt_out in rounds:
-        if rank < len(dealt_out):
-            layout, mine = dealt_out[rank]
-            found.append(collate(datums, mine, layout, device))
+    rank, micro_batches = distributed.rank(), []
+    for round_chunks in rounds:
+        if rank < len(round_chunks):
+            layout, mine = round_chunks[rank]
+            micro_batches.append(collate(datums, mine, layout, device))
         else:
-            first = dealt_out[0][1][0][0] // group * group
-            found.append(
+            first = round_chunks[0][1][0][0] // group * group
+            micro_batches.append(
                 collate(datums, [[i] for i in range(first, first + group)], "padded", device)
             )
-            found[-1].scale = 0.0
-        found[-1].temperature = drawn_at[found[-1].datum_index[0]]
+            micro_batches[-1].scale = 0.0
+        micro_batches[-1].temperature = drawn_at[micro_batches[-1].datum_index[0]]
         if switch is not None:
-            _split(found[-1], datums, switch, device)
-    return found
+            _split(micro_batches[-1], datums, switch, device)
+    return micro_batches
 
 
 def _split(batch: PackedBatch, datums: Sequence[Datum], switch: Any, device: torch.device) -> None:
-    """Give the batch its `sides`, if it has rows of both kinds of rotary frequencies: a forward of
-    each kind.
+    """Set the batch's `sides`, a forward each, if it has rows of both kinds of rotary frequencies.
 
-    Such a batch replays no router: what was recorded of it is left out.
+    Such a batch does not replay its routers: their record is discarded.
     """
     sides = [
         [i for i in batch.datum_index if switch.is_beyond(datums[i].model_input.length) == beyond]
@@ -152,8 +159,8 @@ def _split(batch: PackedBatch, datums: Sequence[Datum], switch: Any, device: tor
 
 
 def in_order(parts: Sequence[tuple[Tensor | None, ...]], order: Tensor | None) -> tuple[Any, ...]:
-    """Return what was computed of each of a batch's sides (tuples of [T, ...], or None) as one, in
-    the order of the batch's tokens.
+    """Return the outputs of a batch's sides (tuples of [T, ...], or None) merged into batch token
+    order.
     """
     if order is None:
         return parts[0]
@@ -166,7 +173,7 @@ def in_order(parts: Sequence[tuple[Tensor | None, ...]], order: Tensor | None) -
 def summed_terms(
     terms: Sequence[tuple[Any, Mapping[str, Tensor]]],
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Return the sum of (value, metric sums)."""
+    """Return the sum of (value, metric sums) pairs."""
     metrics: dict[str, Tensor] = {}
     for _, sums in terms:
         metrics |= {
@@ -179,7 +186,7 @@ def summed_terms(
 def collect(
     outputs: dict[int, dict[str, np.ndarray]], batch: PackedBatch, found: Mapping[str, Tensor]
 ) -> None:
-    """Cuts what was found at each token into datums."""
+    """Split the outputs of all tokens by datum."""
     bounds = batch.cu_seqlens.tolist()
     arrays = {name: tensor.detach().float().cpu().numpy() for name, tensor in found.items()}
     for i, start, end in zip(batch.datum_index, bounds[:-1], bounds[1:], strict=True):

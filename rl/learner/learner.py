@@ -1,8 +1,8 @@
-"""One rank's share of a model that learns: forward, backward over micro-batches, optimizer step.
+"""Train a rank's share of a model: forward, backward over micro-batches, optimizer step.
 
 Gradients are those of a SUM of token losses over every datum of every call since the last step,
-divided by what the caller says. How the datums are cut into calls, micro-batches and ranks does not
-enter.
+divided by the caller's divisor. The split of the datums into calls, micro-batches and ranks does
+not change them.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ from rl.types.checked import target_ids
 
 @dataclass(frozen=True)
 class LearnerSettings:
-    """token_budget: positions in one micro-batch. layout: see packing. fused: kernels for logprobs;
-    kept_bytes: see linear_logprob, and rl.learner.keeping where it is None.
+    """Hold the settings of a learner.
 
-    optimizer: see rl.learner.adamw. router_replay: tokens whose experts are given by their datum go
-    to those. router_aux_loss_coef: see rl.learner.balancing.
+    token_budget: positions in a micro-batch. layout: see packing. fused: kernels for logprobs.
+    kept_bytes: see linear_logprob; None: see rl.learner.keeping. optimizer: see rl.learner.adamw.
+    router_replay: tokens with recorded experts in their datum are routed to those experts.
+    router_aux_loss_coef: see rl.learner.balancing.
     """
 
     token_budget: int = 16384
@@ -67,13 +68,15 @@ class LearnerSettings:
 
 
 def _checkpoint(loaded: LoadedModel) -> None:
-    """Turns gradient checkpointing on, which transformers does in training mode alone; the probe
-    sees that nothing else changes.
+    """Enable gradient checkpointing, which transformers applies in training mode only.
+
+    The probe verifies that nothing else changes. Raises UserError if the model does not support it.
     """
     if not inner_model(loaded.model).supports_gradient_checkpointing:
         kind = type(inner_model(loaded.model)).__name__
         raise UserError(
-            f"{kind} ({loaded.name}) has no gradient checkpointing: turn it off (and lower token_budget, if memory is short)"
+            f"{kind} ({loaded.name}) has no gradient checkpointing: turn it off (and lower "
+            "token_budget, if memory is short)"
         )
     loaded.model.gradient_checkpointing_enable(
         gradient_checkpointing_kwargs={"use_reentrant": False}
@@ -82,14 +85,17 @@ def _checkpoint(loaded: LoadedModel) -> None:
 
 
 class Learner:
-    """A model under the accelerator with its optimizer. Every rank holds one and makes the same
-    calls.
+    """Hold a model under the accelerator with its optimizer.
+
+    Every rank holds a learner and makes the same calls.
     """
 
     def __init__(
         self, loaded: LoadedModel, accelerator: Any, settings: LearnerSettings, base: str = "fp32"
     ):
-        """`base`: what frozen matrices are held in (rl.learner.base)."""
+        """Set up the backend and the output head. `base`: storage type of frozen matrices
+        (rl.learner.base).
+        """
         self.loaded = loaded
         self.accelerator = accelerator
         self.settings = settings
@@ -99,7 +105,7 @@ class Learner:
         self.trainable: dict[str, Tensor] = {
             n: p for n, p in self.model.named_parameters() if p.requires_grad
         }
-        # a sharded one's own is no longer its
+        # Sharding replaces a parameter's shape.
         self.parameter_shapes = {n: p.shape for n, p in self.model.named_parameters()}
         self.flash = uses_flash_attention(self.model)
         self.layers = describe(self.model)
@@ -113,45 +119,47 @@ class Learner:
             self.backend = self._read_in_parts(base)
         else:
             self.backend = self._whole(base)
-        kept, kind = settings.kept_bytes, settings.optimizer
+        kept_bytes, kind = settings.kept_bytes, settings.optimizer
         self.head.kept_bytes = settled(
-            kept, self.model, self.parameter_shapes, self.trainable, accelerator, kind
+            kept_bytes, self.model, self.parameter_shapes, self.trainable, accelerator, kind
         )
-        # FSDP replaces parameters by shares: the whole ones are to be let go
+        # FSDP replaces parameters by shards: drop the references to the full parameters.
         self.trainable = dict(self.backend.trainable)
         self.is_lora = is_lora(self.model)
-        # of the value head; the sampler has none
+        # the value head's parameters; the sampler has no value head
         self.values = [name for name in self.trainable if is_value_head(name)]
-        self.version = 0  # counts updates: what a sample was drawn from, what a datum is trained on
+        self.version = 0  # number of updates; samples and datums are compared by it
         self.has_gradient = False
-        self.parts = 0  # micro-batches of a rank in the last call
+        self.parts = 0  # number of micro-batches of a rank in the last call
         self.sampled = Sampled()
 
     def _whole(self, base: str) -> Backend:
-        """The backend of a model that is here: tried out, then sharded, which it may not be tried
-        out in.
+        """Return the backend of a loaded model, after probing it.
+
+        The probe comes before sharding, because a sharded model may not run it.
         """
         model, accelerator = self.model, self.accelerator
         if base == "fp32":
             place(model, accelerator)
-        # as in training: flash attention takes no fp32
+        # Autocast as in training: flash attention does not accept fp32.
         with accelerator.autocast(), runnable(model):
             self.layouts = self._exact_layouts(model)
-            # tries it as well
+            # The head also runs a check on the model.
             self.head = LogprobHead(
                 model, fused=self.settings.fused, kept_bytes=self.settings.kept_bytes
             )
         shell = hollow(model) if base == "4bit" else None
-        # tried out in fp32, where a fault shows most, and on the CPU: the device may not hold it in
-        # fp32
+        # The probe runs in fp32, which shows faults best, and on the CPU, because the model may not
+        # fit the device in fp32.
         if base != "fp32":
             lower_(model, base, accelerator.device)
             place(model, accelerator)
         return make_backend(model, self.trainable, accelerator, self.settings.optimizer, shell)
 
     def _read_in_parts(self, base: str) -> Backend:
-        """The backend of a model whose weights are in their files: each rank reads its share, once
-        rank 0 has tried the first layers.
+        """Return the backend of a model with weights still in files: each rank reads its shard.
+
+        Rank 0 first probes the first layers.
         """
         model, accelerator, settings = self.model, self.accelerator, self.settings
         assert self.loaded.stored is not None
@@ -170,33 +178,40 @@ class Learner:
         return make_backend(model, self.trainable, accelerator, unread=unread)
 
     def _exact_layouts(self, model: Any | None) -> set[str]:
-        """The layouts that may be used, tried on `model` (rl.learner.probe), on this rank or others
-        alone (None).
+        """Return the exact layouts, determined by probing `model` (rl.learner.probe).
 
-        Raises UserError where what was asked for is none.
+        `model` is None on a rank that does not probe. Raises UserError if the requested layout is
+        not exact.
         """
-        asked, training = self.settings.layout, self.settings.gradient_checkpointing
-        may = ["padded", asked if asked != "auto" else "packed" if self.flash else "shared"]
+        requested, training = self.settings.layout, self.settings.gradient_checkpointing
+        candidates = [
+            "padded",
+            requested if requested != "auto" else "packed" if self.flash else "shared",
+        ]
         faults = agreed_faults(
-            model, sorted(set(may)), training=training, device=self.accelerator.device
+            model, sorted(set(candidates)), training=training, device=self.accelerator.device
         )
         kind = type(inner_model(self.model)).__name__
         if "padded" in faults:
             raise UserError(
-                f"{self.loaded.name} ({kind}) cannot be trained: sequences in one batch must not change each other, nor a token what "
-                f"stands before it, and here {faults['padded']}. Use a causal language model (a decoder: is_decoder in its config.json)"
+                f"{self.loaded.name} ({kind}) cannot be trained: sequences in a batch must not "
+                "affect each other, and a token must not affect earlier tokens, but "
+                f"{faults['padded']}. Use a causal language model (a decoder: is_decoder in its "
+                "config.json)"
             )
-        if asked in faults:
-            exact = "padded" if asked != "padded" else "auto"
+        if requested in faults:
+            exact = "padded" if requested != "padded" else "auto"
             raise UserError(
-                f"layout {asked} is not exact for {self.loaded.name} ({kind}): {faults[asked]}. Use auto or {exact}"
+                f"layout {requested} is not exact for {self.loaded.name} ({kind}): "
+                f"{faults[requested]}. Use auto or {exact}"
             )
         if "training" in faults:
             raise UserError(
-                f"{self.loaded.name} ({kind}) computes something else in training mode than when it is sampled from: {faults['training']}. "
-                "Turn gradient_checkpointing off, which needs that mode (and lower token_budget, if memory is short)"
+                f"{self.loaded.name} ({kind}) computes different values in training mode than in "
+                f"sampling: {faults['training']}. Turn gradient_checkpointing off, which needs "
+                "training mode (and lower token_budget, if memory is short)"
             )
-        return set(may) - faults.keys()
+        return set(candidates) - faults.keys()
 
     # ---------------------------------------------------------------------------- forward, backward
 
@@ -213,19 +228,20 @@ class Learner:
         adapters: bool = True,
         part: int | None = None,
     ) -> tuple[dict[int, dict[str, np.ndarray]], dict[str, float]]:
-        """This rank's part of a call: outputs by datum index (logprobs, entropy, values) and sums
-        of metrics.
+        """Return this rank's part of a call: outputs by datum index and sums of metrics.
 
-        `part`: of the call's micro-batches that one alone, of `self.parts`; all of them in order
-        are the whole call, to the bit.
+        Outputs are logprobs, entropy and values. `part`: run only that item of the call's
+        `self.parts` micro-batches; all of them in order equal the full call, bit for bit.
+        `temperature`: a number for all datums, or a number for each datum (the datums of a pair use
+        that of the first). `adapters`: False scores with the LoRA adapter disabled, like the base
+        model; never together with `backward`.
 
-        `temperature`: one for all datums, or each one's own (datums of a pair have the first
-        one's). `adapters`: False scores with the LoRA adapter off, as the base model does; never
-        with `backward`. Raises ValueError for a target that is no id of the model's, before
-        anything is computed, and FloatingPointError when the loss is not finite; the gradients
-        since the last step are dropped then.
+        Raises ValueError for a target that is not a token id of the model, before anything is
+        computed. Raises FloatingPointError if the loss is not finite; the gradients since the last
+        step are dropped then.
         """
-        # all of them on every rank, so that none is left waiting; the head looks at none again
+        # Every rank checks all datums, so that no rank waits for a failed rank. The head does not
+        # check them again.
         for i, datum in enumerate(datums):
             target_ids(f"datum {i}", datum.loss_fn_inputs["target_tokens"].array, self.vocabulary)
         outputs: dict[int, dict[str, np.ndarray]] = {}
@@ -238,7 +254,7 @@ class Learner:
                 self.backend.micro_batch(),
                 replaying as replay,
             ):
-                value, found, metrics = self._forward(
+                value, token_outputs, metrics = self._forward(
                     batch, loss, config, batch.temperature, entropy
                 )
                 if backward:
@@ -246,22 +262,23 @@ class Learner:
             if batch.scale == 0.0:
                 continue
             if replay is not None:
-                elsewhere, told = replay.counts()
-                metrics = {**metrics, "rerouted:sum": elsewhere, "routed:sum": told}
+                rerouted, routed = replay.counts()
+                metrics = {**metrics, "rerouted:sum": rerouted, "routed:sum": routed}
             for name, metric in {"loss:sum": value.detach(), **metrics}.items():
                 sums[name] = (
                     sums[name] + metric.double() if name in sums else metric.detach().double()
                 )
-            collect(outputs, batch, found)
+            collect(outputs, batch, token_outputs)
         totals = {name: float(value) for name, value in sums.items()}
         loss_sum = torch.tensor([totals.get("loss:sum", 0.0)], device=self.accelerator.device)
-        # every rank knows, or those without the bad datum would wait for the others
+        # Every rank gets the sum: otherwise ranks without the bad datum would wait for the rest.
         distributed.all_sum_([loss_sum])
         if not math.isfinite(float(loss_sum)):
             self.drop_gradients()
             raise FloatingPointError(
-                f"the loss ({loss.fn.__name__}) is {float(loss_sum)}: a logprob or an input is not finite. The gradients since the "
-                "last step were dropped, the weights are unchanged; look for logprobs of -inf in the datums, or lower the learning rate"
+                f"the loss ({loss.fn.__name__}) is {float(loss_sum)}: a logprob or an input is "
+                "not finite. The gradients since the last step were dropped, the weights are "
+                "unchanged. Look for logprobs of -inf in the datums, or lower the learning rate"
             )
         self.has_gradient = self.has_gradient or (backward and len(datums) > 0)
         return outputs, totals
@@ -274,7 +291,7 @@ class Learner:
         temperature: float,
         entropy: bool,
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """(the loss, what was found at each token by name, metrics) of one micro-batch."""
+        """Return (loss, outputs of each token by name, metrics) of a micro-batch."""
         likeliest = bool(config.get("token_accuracy"))
         parts, balances = [], []
         for side in batch.sides or (batch,):
@@ -294,11 +311,13 @@ class Learner:
             logp, entropy_T, fields, batch.cu_seqlens, config, fused=self.settings.fused
         )
         if balances:
-            added, watched = summed_terms(balances)
-            value, metrics = value + added, {**metrics, "loss:sum": value.detach(), **watched}
+            aux_loss, aux_metrics = summed_terms(balances)
+            value, metrics = (
+                value + aux_loss,
+                {**metrics, "loss:sum": value.detach(), **aux_metrics},
+            )
         if values_T is not None:
-            # ZeRO wants every parameter touched by every backward, and the model's own output to be
-            # part of it
+            # ZeRO needs every parameter, and the model's output, in the graph of every backward.
             value = (
                 value
                 + 0.0
@@ -306,30 +325,36 @@ class Learner:
                     values_T if loss.logprobs else values_T + logp.reshape(len(values_T), -1)[:, 0]
                 ).sum()
             )
-        found = {"logprobs": logp} if loss.logprobs else {}
-        found |= {"entropy": entropy_T} if entropy else {}
-        return value, found if values_T is None else found | {"values": values_T}, metrics
+        token_outputs = {"logprobs": logp} if loss.logprobs else {}
+        token_outputs |= {"entropy": entropy_T} if entropy else {}
+        return (
+            value,
+            token_outputs if values_T is None else token_outputs | {"values": values_T},
+            metrics,
+        )
 
     def _replaying(self, batch: PackedBatch | None) -> AbstractContextManager[Replay | None]:
-        """Router replay, where it is asked for and the batch says which experts. ValueError where
-        these are another model's.
+        """Return a context that replays the routers, if enabled and the batch records its experts.
+
+        Raises ValueError if the experts are another model's.
         """
         if batch is None or batch.experts is None or not self.settings.router_replay:
             return contextlib.nullcontext()
         experts = self.layers.experts
-        told = batch.experts.shape[1]
+        columns = batch.experts.shape[1]
         if (
             experts is None
-            or told != len(experts.blocks) * experts.per_token
+            or columns != len(experts.blocks) * experts.per_token
             or batch.experts.max() >= experts.count
         ):
             raise ValueError(
-                f"datums with {told} experts a token are not of this model ({self.layers}): sampled from another one?"
+                f"datums with {columns} experts a token do not fit this model ({self.layers}): "
+                "were they sampled from another model?"
             )
         return given(self.model, experts, batch.experts.unflatten(1, (-1, experts.per_token)))
 
     def _read(self, batch: PackedBatch) -> dict[str, Any]:
-        """What the forward reads of a micro-batch's tokens and images."""
+        """Return the forward's inputs: the tokens and images of a micro-batch."""
         inputs: dict[str, Any] = {"input_ids": batch.input_ids}
         if self.reader is not None and batch.images is not None:
             rows, lengths = zip(*batch.images, strict=True)
@@ -344,6 +369,7 @@ class Learner:
 
     @contextlib.contextmanager
     def _adapters(self, on: bool) -> Iterator[None]:
+        """Disable the LoRA adapter inside the block unless `on`."""
         with contextlib.nullcontext() if on else self.model.disable_adapter():
             yield
 
@@ -354,21 +380,32 @@ class Learner:
         temperature: float | Sequence[float] = 1.0,
         part: int | None = None,
     ) -> list[PackedBatch]:
-        """This rank's micro-batches (rl.learner.dealing); `part`: that one of them alone."""
+        """Return this rank's micro-batches (rl.learner.dealing); `part`: only that
+        index.
+        """
         drawn_at = (
             [temperature] * len(datums) if isinstance(temperature, (int, float)) else temperature
         )
-        dealing = Dealing(self.settings.token_budget, self.settings.layout, frozenset(self.layouts), width(self.model), self.length_switch,
-                          self.reader is not None)  # fmt: skip
+        dealing = Dealing(
+            self.settings.token_budget,
+            self.settings.layout,
+            frozenset(self.layouts),
+            width(self.model),
+            self.length_switch,
+            self.reader is not None,
+        )
         rounds = dealing.rounds(datums, group, drawn_at)
         self.parts = len(rounds)
-        wanted = rounds if part is None else rounds[part : part + 1]
-        return batches(datums, wanted, group, drawn_at, self.accelerator.device, self.length_switch)
+        selected = rounds if part is None else rounds[part : part + 1]
+        return batches(
+            datums, selected, group, drawn_at, self.accelerator.device, self.length_switch
+        )
 
     # ----------------------------------------------------------------------------------------- step
 
     def step(self, params: AdamParams) -> dict[str, float]:
-        """One AdamW update of what was accumulated. Returns the gradient norm before clipping.
+        """Apply an AdamW update of the accumulated gradients; return the gradient norm before
+        clipping.
 
         Without a gradient (no datum since the last step) nothing changes, and `skipped` is 1. A
         gradient that is not finite is dropped, nothing changes, and `skipped_nonfinite` is 1.
@@ -384,18 +421,21 @@ class Learner:
 
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
-        """What is accumulated times `factor`. UserError under DeepSpeed, which keeps gradients
-        elsewhere.
+        """Multiply the accumulated gradients by `factor`.
+
+        Raises UserError under DeepSpeed, which stores gradients in private buffers.
         """
         if self.accelerator.distributed_type.value == "DEEPSPEED":
             raise UserError(
-                "gradients cannot be scaled under DeepSpeed, which keeps them to itself: pass forward_backward a divisor"
+                "gradients cannot be scaled under DeepSpeed, which stores them in private "
+                "buffers: pass forward_backward a divisor"
             )
         for parameter in self.trainable.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
     def drop_gradients(self) -> None:
+        """Discard the accumulated gradients."""
         self.backend.drop_gradients()
         self.has_gradient = False
 
@@ -403,42 +443,44 @@ class Learner:
 
     @property
     def shell(self) -> Any:
-        """The model's modules, shapes and names; its weights may count for nothing."""
+        """Return the model's modules, shapes and names; its weights may be meaningless."""
         return self.backend.shell
 
     def weights(self, *, frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """The parameters that are trained (`frozen`: all), whole, one at a time, but the value
-        head's: what is sampled from.
+        """Yield the full trained parameters in turn, without the value head: the sampler's
+        weights.
 
-        All ranks take them together.
+        `frozen`: yield all parameters. All ranks iterate together.
         """
         names = self.parameter_shapes if frozen else self.trainable
         return self.backend.pieces([name for name in names if not is_value_head(name)])
 
     def whole_model(self, *, adapter_only: bool) -> AbstractContextManager[Any | None]:
-        """The model with all its weights (or its adapter's alone) on rank 0, None elsewhere: all
-        ranks enter together.
+        """Yield the model with all its weights (or only its adapter's) on rank 0, None elsewhere.
+
+        All ranks enter together.
         """
         return self.backend.whole_model(
             list(self.trainable if adapter_only else self.parameter_shapes)
         )
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """On rank 0 AdamW's state by parameter name: `<name>/exp_avg`, `<name>/exp_avg_sq`,
-        `<name>/step`.
+        """Return on rank 0 AdamW's state by parameter name.
 
-        The same under every backend and number of ranks, so what one saves another reads. All ranks
-        call it together.
+        Keys: `<name>/exp_avg`, `<name>/exp_avg_sq`, `<name>/step`. The format is the same under
+        every backend and number of ranks, so any launch can load another's state. All ranks call it
+        together.
         """
         return self.backend.optimizer_tensors()
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replaces AdamW's state; nothing makes it a fresh optimizer."""
+        """Replace AdamW's state; no tensors make it a fresh optimizer."""
         self.backend.load_optimizer_tensors(tensors)
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies the trainable tensors in. Raises ValueError naming what is missing, unknown or of
-        another shape.
+        """Copy the trainable tensors in.
+
+        Raises ValueError naming tensors that are missing, unknown or of another shape.
         """
         missing, unknown = (
             sorted(self.trainable.keys() - tensors.keys()),
@@ -446,15 +488,22 @@ class Learner:
         )
         if missing or unknown:
             raise ValueError(
-                f"the saved weights do not fit this model: missing {missing[:3]}, unknown {unknown[:3]}"
+                f"the saved weights do not fit this model: missing {missing[:3]}, unknown "
+                f"{unknown[:3]}"
             )
         for name in self.trainable:
-            here, there = tuple(self.parameter_shapes[name]), shape_of(tensors, name)
-            if here != there:
-                raise ValueError(f"{name} has shape {there} in the file, {here} here")
+            expected_shape, saved_shape = (
+                tuple(self.parameter_shapes[name]),
+                shape_of(tensors, name),
+            )
+            if expected_shape != saved_shape:
+                raise ValueError(
+                    f"{name} has shape {saved_shape} in the file, expected {expected_shape}"
+                )
         self.backend.load_weights(tensors)
         self.drop_gradients()
         self.version += 1
 
     def release(self) -> None:
+        """Free the backend; the learner must not be used afterwards."""
         self.backend.release()
