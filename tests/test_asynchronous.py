@@ -403,5 +403,5 @@ def test_a_run_that_was_stopped_between_two_checkpoints_is_repeated(trained, mon
 
 
 def test_what_is_to_be_replayed_is_looked_for_first(trained, tmp_path):
-    with pytest.raises(UserError, match=r"there is no decisions.jsonl"):
+    with pytest.raises(UserError, match=r"the folder has no decisions.jsonl"):
         trained("nothing-there", f"{LATE} --base-model no-such-model --replay {tmp_path}")

@@ -82,7 +82,7 @@ def test_an_adapter_stays_one_and_another_run_goes_on_with_it(runs, tmp_path):
 
 
 def test_an_adapter_that_nobody_could_use_alone_is_merged_and_says_why(runs, tmp_path):
-    assert "merged, since its base tiny:addition is built on the spot" in described(
+    assert "merged, since its base tiny:addition is built at run time" in described(
         export(str(runs["lora"]), tmp_path / "out")
     )
     torch.testing.assert_close(

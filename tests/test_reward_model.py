@@ -741,11 +741,12 @@ def test_a_policy_does_not_begin_from_the_reward_model_before_it(tmp_path):
         (rlhf + ", base_model: stf", "sft"),
     ):
         with pytest.raises(
-            UserError, match=f"stage rlhf: no earlier stage is called .*did you mean {near}"
+            UserError,
+            match=f"stage rlhf: neither an earlier stage nor a folder is called .*did you mean {near}",
         ):
             begins("", "method: sft", rm, wrong)
     with pytest.raises(
-        UserError, match="the stage rlhf comes after a reward model.*base_model: tiny:ascii"
+        UserError, match="stage rlhf comes after a reward model.*base_model: tiny:ascii"
     ):
         begins("", rm + ", base_model: tiny:ascii", rlhf)
 

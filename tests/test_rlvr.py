@@ -406,7 +406,7 @@ def test_it_draws_from_the_weights_as_they_are(service):
         (lambda: PPOConfig(target_kl=-0.1), "target_kl is positive, got -0.1"),
         (lambda: REINFORCEConfig(entropy_coef=float("nan")), "entropy_coef is at least 0, got nan"),
         (lambda: PPO(REINFORCEConfig()), "PPO takes a PPOConfig"),
-        (lambda: PPO.from_state(REINFORCE().get_state()), "one of REINFORCE, not of PPO"),
+        (lambda: PPO.from_state(REINFORCE().get_state()), "of REINFORCE, not of PPO"),
         (lambda: PPO.from_state({"epoch": 3}), "lacks algorithm, config, updates, method"),
         (lambda: TrajectoryBatch([]).mean_reward, "no trajectories"),
         (lambda: PPO().update(TrajectoryBatch([]), None), "no trajectories"),

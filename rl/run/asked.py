@@ -21,7 +21,7 @@ def that_fit(
     renderer: Renderer,
     max_tokens: int,
 ) -> ProblemSet:
-    """Return the problems whose prompts leave room for `max_tokens` of response.
+    """Return the problems with prompts that leave room for `max_tokens` of response.
 
     Longer prompts are truncated, skipped or raise UserError, as the settings of `data` say.
     """

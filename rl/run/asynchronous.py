@@ -242,7 +242,7 @@ class UnderWay:
     def _of(self, number: int) -> tuple[EnvGroupBuilder, int]:
         """Return the builder of a group and the random stream of its problem.
 
-        Both are the same as when batches are sampled one after the other.
+        Both are the same as in synchronous training.
         """
         stage, size = self.stage, self.stage.loop.batch_size
         problems = stage.problems.batch(number // size, size, stage.seed)

@@ -70,8 +70,8 @@ def check_weights(stages: Sequence[StagePlan]) -> None:
             raise UserError(
                 f"stage {plan.name} comes after a reward model, which scores responses and cannot "
                 "be a policy: name the model to begin from, base_model: "
-                f"{stages[i - 1].settings.model.base_model} for the one that the reward model "
-                "began from"
+                f"{stages[i - 1].settings.model.base_model} to begin "
+                "from the reward model's base model"
             )
         earlier = [stage.name for stage in stages[:i]]
         _check_stage_name(base, plan, earlier)

@@ -139,7 +139,7 @@ def _uses(at: At, folder: Path) -> list[str]:
     """Return the commands that use the weights of the run's last stage."""
     last, quoted_folder = at.stages[-1].plan, shlex.quote(str(folder))
     if last.method != "reward_model":
-        # without a reward, evaluate.py would require one
+        # evaluate.py needs a reward
         scored = at.stages[-1].environment is not None or reward_of(last.settings.data) is not None
         trust = (
             " --trust-run"

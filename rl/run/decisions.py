@@ -23,8 +23,8 @@ class Decisions:
     """Hold the event log of a stage.
 
     `done` is the number of its batches that are trained already; recorded events of later batches
-    belong to no checkpoint and are removed. `replay` is the folder of a run whose events are
-    replayed. Raises UserError if that folder has no event log.
+    belong to no checkpoint and are removed. `replay` is the folder of the run to
+    replay. Raises UserError if that folder has no event log.
     """
 
     def __init__(self, folder: Path, stage: str, done: int, replay: Path | None = None):

@@ -21,8 +21,8 @@ def main(run: Run, beside: Sequence[Any] = ()) -> int:
     """Plan or execute a run and return its exit code.
 
     0: done. 1: another process was lost. 2: a user error. 75: stopped and saved, run again with
-    --resume. 130: interrupted by Ctrl-C. `beside` holds connections to processes that help to plan
-    (rl.quick.beside).
+    --resume. 130: interrupted by Ctrl-C. The connections in `beside` lead to processes that help to
+    plan (rl.quick.beside).
     """
 
     outcome = ["nothing was started"]
@@ -87,8 +87,8 @@ def guarded(
             see="free some space, then --resume continues from the newest checkpoint",
         )
     except ValueError as error:
-        # Every ValueError of this project names the wrong input; one of a library may not, so the
-        # hint is its traceback.
+        # A ValueError of this project names the wrong input. Errors of a library may not, so the
+        # hint is the traceback.
         if os.environ.get(TRACEBACK):
             raise
         hint = see if isinstance(error, UserError) else f"{TRACEBACK}=1 shows where this was raised"

@@ -69,7 +69,7 @@ def answer_rows(
     for group in groups:
         for trajectory, reward in zip(group.trajectories_G, group.get_total_rewards(), strict=True):
             turn = trajectory.transitions[-1]
-            # the last message is the prompt, which has its own key
+            # the last message is the prompt, which has a separate key
             logs = {name: value for name, value in turn.logs.items() if name != "messages"}
             problem_fields = {
                 "problem": group.problem_index,
@@ -83,10 +83,10 @@ def answer_rows(
 
 
 def figures(groups: Sequence[TrajectoryGroup], samples: int) -> dict[str, float]:
-    """Means over all answers; where it is known which are correct, the standard error over
-    problems, and pass@k of several.
+    """Return the mean metrics of all responses; with known correctness also the standard error.
 
-    It is known where the reward says so (its metric `correct`), and where it gives 0 and 1 alone.
+    pass@k is added for `samples` > 1. Correctness is known if the reward reports it (its metric
+    `correct`) or if all rewards are 0 or 1. The standard error is that over problems.
     """
     metrics = group_metrics(groups)
     result = {

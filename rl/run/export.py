@@ -48,7 +48,7 @@ def export(
     dtype: Dtype = "fp32",
     overwrite: bool = False,
 ) -> Exported:
-    """Write the weights of `target` (a run, a checkpoint, a folder of weights) to a new folder.
+    """Write the weights of `target` (a run, a checkpoint, a folder of weights) to the folder `out`.
 
     `overwrite` replaces an earlier export in `out`, which is removed when the new one is complete.
     An adapter stays an adapter unless `merged` is set or its base cannot be loaded elsewhere (a

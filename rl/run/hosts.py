@@ -256,7 +256,7 @@ def make_renderer(
     template: Sequence[tuple[str, str]] = (),
     stop: Sequence[str] = (),
 ) -> Renderer:
-    """Return the renderer named `asked`, by default the model's chat template.
+    """Return the requested renderer, by default the model's chat template.
 
     The default is plain text if the tokenizer has no chat template. `template` holds settings of
     the template as YAML texts. `stop` holds texts that end a response. Raises UserError if the

@@ -24,7 +24,7 @@ from rl.seeds import derive_seed
 from rl.settings import Run
 
 ID = "id"
-_ROWS = 2000  # hashed rows of a data set: all of a small one, evenly spaced ones of a large one
+_ROWS = 2000  # hashed rows of a data set: all of a small set, evenly spaced rows of a large set
 _ROWS_OF_A_STREAM = 64
 
 

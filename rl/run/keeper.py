@@ -1,4 +1,4 @@
-"""Manage a run's checkpoints: the last k, the final one of each stage, the best by a metric."""
+"""Manage a run's checkpoints: the last k, each stage's final, the best by a metric."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Keeper:
     ) -> Path:
         """Save a resumable checkpoint at `step` and return its path.
 
-        Older checkpoints of the run beyond `keep_last` are removed after the new one is complete.
-        `beside` holds other clients that learn in this stage; they are saved under their names.
+        Older checkpoints of the run beyond `keep_last` are removed after the new checkpoint is
+        complete. Other clients that learn in this stage (`beside`) are saved under their names.
         """
         name = f"{stage}-final" if last else f"{stage}-{step:06d}"
         known = {row["name"]: row for row in self.logbook.checkpoints()}
@@ -132,6 +132,6 @@ class Keeper:
                 return row, read_state(checkpoint.below(folder / "checkpoints", row["name"]))
             except checkpoint.DamagedCheckpoint as error:
                 console.warn(
-                    f"checkpoint {row['name']} cannot be used, trying an older one: {error}"
+                    f"checkpoint {row['name']} cannot be used, trying an older checkpoint: {error}"
                 )
         return None
