@@ -9,6 +9,7 @@ import os
 import textwrap
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 from scripted import Scripted
@@ -29,6 +30,7 @@ from rl.episodes import group_metrics, rollout, rollout_rows, trajectory_to_datu
 from rl.errors import UserError
 from rl.models import load_tokenizer
 from rl.renderers import get_renderer
+from rl.rewards import Scorer, resolve_reward
 from rl.seeds import derive_seed
 from rl.types import Problem, SamplingParams
 
@@ -754,3 +756,53 @@ def test_what_a_group_shares_is_made_once_in_its_own_process(play, tmp_path):
     assert (
         len({group.trajectories_G[0].transitions[0].metrics["by"] for group in found.groups}) == 2
     )
+
+
+def asked_row(answer: str) -> dict:
+    return {"messages": [{"role": "user", "content": "?"}], "answer": answer}
+
+
+@pytest.mark.parametrize("name", ["calculator", "python"])
+def test_a_grader_that_spins_for_ever_scores_0_and_the_next_episode_is_graded(
+    play, monkeypatch, name
+):
+    """Python's matcher tries 2^40 ways in C and holds the interpreter: a thread of this process
+    could not be ended.
+    """
+    endless = resolve_reward("format_compliance", patterns=["^(a+)+$"])
+    monkeypatch.setattr("rl.environments.graders.resolve_reward", lambda name: endless)
+    monkeypatch.setattr("rl.environments.graders.Scorer", partial(Scorer, timeout=1.0, workers=1))
+    rows = [asked_row(""), asked_row("")]
+    answers = iter(["a" * 40 + "b", "aaa"])
+    spec = resolve_environment(name, grader=f"spins in {name}")
+    found = play(spec, lambda *_: next(answers), rows=rows)
+    assert not found.errors
+    assert [group.get_total_rewards() for group in found.groups] == [[0.0], [1.0]]
+    last = [group.trajectories_G[0].transitions[-1].metrics for group in found.groups]
+    assert (last[0]["gave_up"], last[0]["correct"], last[1]["correct"]) == (1.0, 0.0, 1.0)
+    assert "gave_up" not in last[1]
+
+
+@pytest.mark.parametrize("how", ["thread", "process"])
+def test_answers_of_a_built_in_environment_are_graded_wherever_it_runs(play, how):
+    spec = resolve_environment("calculator", environment_isolation=how, grader="math_correctness")
+    answers = iter([r"\boxed{14/2}", r"\boxed{9^{9^{9^9}}}", r"\boxed{"])
+    found = play(spec, lambda *_: next(answers), rows=[asked_row("7")] * 3)
+    if spec.root is not None:
+        spec.root.close()
+    assert not found.errors
+    assert [group.get_total_rewards() for group in found.groups] == [[1.0], [0.0], [0.0]]
+
+
+def test_a_grader_of_ones_own_reads_its_variables_and_what_it_raises_is_named(
+    play, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("MY_SERVICE_KEY", "k")
+    (tmp_path / "mine.py").write_text(
+        "import os\ndef mine(prompt, response, meta):\n    return {'k': 0.5}[response[:1] and os.environ['MY_SERVICE_KEY'] + response[1:]]\n"
+    )
+    spec = resolve_environment("calculator", grader=f"{tmp_path / 'mine.py'}:mine")
+    answers = iter(["a", "bad"])
+    found = play(spec, lambda *_: next(answers), rows=[asked_row("7")] * 2)
+    assert [group.get_total_rewards() for group in found.groups] == [[0.5]]
+    assert len(found.errors) == 1 and "KeyError" in found.errors[0]

@@ -28,8 +28,8 @@ from rl.credit.advantages import (
 from rl.episodes.episode import Trajectory, TrajectoryGroup, Transition
 from rl.episodes.metrics import group_metrics
 from rl.episodes.rollout import Rollouts
-from rl.errors import UserError
-from rl.losses.losses import get_loss
+from rl.errors import UnusedSetting, UserError
+from rl.losses.losses import LOSSES, LossSpec, get_loss, importance_sampling, ppo
 from rl.methods import METHODS
 from rl.methods.grpo import PolicyGradient
 from rl.methods.grpo_settings import (
@@ -569,3 +569,34 @@ def test_a_batch_that_a_model_scored_has_a_reward_though_no_function_gave_one(ju
         == ("env/all/by_group/frac_mixed" in rows[0])
         == (judge is not None)
     )
+
+
+def test_a_coefficient_that_a_registered_loss_does_not_read_is_rejected(monkeypatch):
+    """The entry of the loss declares which coefficients it reads; the settings are checked before
+    any model is loaded.
+    """
+    required = ("target_tokens", "advantages", "logprobs")
+    entries = {
+        "bare": LossSpec(importance_sampling, required),
+        "upper": LossSpec(importance_sampling, required, config=("clip_high_threshold",), terms=True),
+        "both": LossSpec(ppo, required, config=("clip_low_threshold", "clip_high_threshold")),
+    }  # fmt: skip
+    coefficients = {"clip_low": 0.5, "clip_high": 1.5, "entropy_coef": 0.1}
+    reads = {"bare": [], "upper": ["clip_high", "entropy_coef"], "both": ["clip_low", "clip_high"]}
+    for loss, spec in entries.items():
+        monkeypatch.setitem(LOSSES, loss, spec)
+        for name, value in coefficients.items():
+            if name in reads[loss]:
+                PolicyGradientSettings(loss=loss, **{name: value})
+                continue
+            with pytest.raises(UnusedSetting, match=f"{name} .* has no effect: loss {loss}"):
+                PolicyGradientSettings(loss=loss, **{name: value})
+        settings = GrpoSettings(policy_gradient=PolicyGradientSettings(loss=loss))
+        config = PolicyGradient(settings).loss_config()
+        clips = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+        assert config == {
+            "temperature": settings.sampling.temperature,
+            **{key: clips[key] for key in clips if key in spec.config},
+        }
+    with pytest.raises(ValueError, match="unknown loss 'none_such'"):
+        PolicyGradientSettings(loss="none_such")

@@ -3,6 +3,7 @@ for every renderer and tokenizer.
 """
 
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,13 @@ from helpers import ADAM
 from test_renderer_specials import pairs, renderers, tokenizers  # noqa: F401  (fixtures)
 
 from rl import ServiceClient
-from rl.environments import ProblemGroupBuilder
+from rl.environments import (
+    Environment,
+    EnvironmentGroup,
+    ProblemGroupBuilder,
+    Turn,
+    resolve_environment,
+)
 from rl.episodes.episode import Trajectory, TrajectoryGroup, Transition
 from rl.judges.comparison import Comparison, comparison_messages
 from rl.judges.learned import ComparedInGroup, RewardModel
@@ -304,3 +311,101 @@ def test_reward_models_and_judges_keep_the_renderer_that_they_were_trained_with(
         ("role_colon", ()),
     ]
     assert asked == ["runs/a/checkpoints/rm-final", "runs/b"]
+
+
+class Remembers(Environment):
+    """Two questions, with a tool that nobody needs."""
+
+    def start(self):
+        def look(place: str) -> str:
+            """Look at a place.
+
+            Args:
+                place: where
+            """
+            return place
+
+        self.tools, self.turns = (look,) if self.row.get("tools") else (), 0
+        return "2+2?"
+
+    def step(self, answer):
+        self.turns += 1
+        return Turn("ab?", done=self.turns > 1)
+
+
+def played(renderer, name, answers, *, cut=False, tools=False):
+    """The group of one episode of `Remembers`, played as a rollout does it: the policy's tokens,
+    and its logs.
+    """
+    spec = resolve_environment(Remembers)
+    problem = Problem([], meta={"tools": tools})
+    env = EnvironmentGroup(spec, problem, 1, renderer).make_envs()[0]
+    prompt, _ = env.initial_observation().result()
+    turns = []
+    for answer in answers:
+        end = renderer._encode("\n\nUser:", continuing=True) if name == "role_colon" else [renderer.get_stop_sequences()[0]]  # fmt: skip
+        ended = not (cut and len(turns) == len(answers) - 1)
+        drawn = [*renderer._encode(as_drawn(renderer, name, answer), continuing=True), *(end if ended else [])]  # fmt: skip
+        action = SampledSequence(drawn, [-1.0] * len(drawn), "stop" if ended else "length")
+        result = env.step(action).result()
+        turns.append(Transition(prompt, action, 0.0, result.episode_done, {}, result.logs))
+        prompt = result.next_observation
+    env.close()
+    return TrajectoryGroup([Trajectory(turns)], [0.0], [{}])
+
+
+@pytest.mark.parametrize("knows_policy", [True, False])
+@pytest.mark.parametrize("policy", ["plain", "role_colon", "chat_template"])
+@pytest.mark.parametrize("judge", ["plain", "role_colon", "chat_template"])
+def test_an_episode_of_an_environment_is_read_in_the_models_own_renderer(
+    renderers,  # noqa: F811
+    policy,
+    judge,
+    knows_policy,
+):
+    """All turns, whichever renderer of the same vocabulary the policy writes them with."""
+    own, other = renderers(judge, "llama-like"), renderers(policy, "llama-like")
+    talk = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "ab?"},
+    ]
+    wanted = scored_pair(Problem(talk, response="st", rejected="x"), own)[0].model_input.to_ints()
+    known = {"policy_renderer": other} if knows_policy else {}
+    reader = Reader()
+    RewardModel(reader, "rm", own, **known).scores([played(other, policy, ["4", "st"])])
+    assert reader.read == [wanted]
+    reader = Reader()
+    RewardModel(reader, "rm", own, **known).scores([played(other, policy, ["4", "st"], cut=True)])
+    assert reader.read == [wanted[: len(reader.read[0])]] and len(reader.read[0]) < len(wanted)
+
+
+def test_an_episode_in_the_models_own_format_is_read_with_its_tools(renderers):  # noqa: F811
+    """A policy of the same renderer: token for token what the policy read and wrote, the
+    descriptions of tools included.
+    """
+    renderer = renderers("chat_template", "qwen3")
+    group = played(renderer, "chat_template", ["4", "st"], tools=True)
+    last = group.trajectories_G[0].transitions[-1]
+    assert "Look at a place" in renderer._decode(last.ob.to_ints())
+    reader = Reader()
+    RewardModel(reader, "rm", renderer, policy_renderer=renderer).scores([group])
+    assert reader.read == [renderer.judged(last.ob.flat(), last.ac.tokens).to_ints()]
+
+
+def test_a_run_tells_its_reward_model_the_policys_renderer(monkeypatch):
+    hosts = StageHosts.__new__(StageHosts)
+    hosts.__dict__.update(earlier={}, policy=None, renderer="the policy's", service=SimpleNamespace(create_training_client_from_state=lambda path: path))  # fmt: skip
+    where = SimpleNamespace(stage=None, path=Path("rm"))
+    given = {}
+    monkeypatch.setattr("rl.run.hosts.open_weights", lambda target: where)
+    monkeypatch.setattr("rl.run.hosts.is_published", lambda found: False)
+    monkeypatch.setattr("rl.run.hosts.Path.is_file", lambda path: True)
+    monkeypatch.setattr(
+        "rl.run.hosts.checkpoint.read_state", lambda path: {"spec": {"value_head": True}}
+    )
+    monkeypatch.setattr("rl.run.hosts.shares_vocabulary", lambda *words: True)
+    monkeypatch.setattr("rl.run.hosts.make_renderer", lambda *words: "its own")
+    monkeypatch.setattr("rl.run.hosts.RewardModel", lambda *words, **more: given.update(more))
+    hosts._reward_model("rm")
+    assert given == {"shares_vocabulary": True, "policy_renderer": "the policy's"}

@@ -118,3 +118,28 @@ def test_an_archive_that_is_removed_before_its_files_are_open_is_not_there(saved
     monkeypatch.setattr(one.book, "folder_of", then_gone)
     answer = wires.http.get(link)
     assert answer.status_code == 404 and path in answer.text
+
+
+def test_a_link_counts_for_the_tenant_who_created_it(tmp_path):
+    """The link names neither the key nor the owner; a link that nobody created counts for no
+    tenant.
+    """
+    with server(tmp_path, keys=KEYS, open_requests=6) as one:
+        links = []
+        for key in KEYS:
+            wires = Wire(one, key)
+            wires.open()
+            model = wires.model()
+            wires.wait(wires.post("save_weights", model_id=model, seq_id=1, path="a"))
+            links.append(archive(wires, model).headers["location"])
+        owners, stranger = [owner for _, owner in one.app._keys], TestClient(one.app)
+        forged = links[0].replace(links[0].split("/files/")[1].split("/")[1], "0" * 64)
+        for index, owner in enumerate(owners):
+            assert not any(word in link for word in (*KEYS, owner) for link in links)
+            one.app.open, one.app._open_of[owner] = 3, 3  # which wait for their answers
+            statuses = [stranger.get(link).status_code for link in (*links, forged)]
+            expected = [200, 200, 404]
+            expected[index] = 429
+            assert statuses == expected, "the tenant's own links are refused, and no others"
+            one.app.open, one.app._open_of[owner] = 0, 0
+        assert [stranger.get(link).status_code for link in links] == [200, 200]

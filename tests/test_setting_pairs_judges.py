@@ -123,7 +123,8 @@ def judge_of(kind: str, client: Shown):
         case "comparison":
             return ComparedInGroup(ComparisonModel(client, Characters()))
         case "reward":
-            return RewardModel(client, "a stand-in", Characters())
+            own = Characters()
+            return RewardModel(client, "a stand-in", own, policy_renderer=own)
         case "rubric-yes_no":
             return RubricJudge(client, Characters(), Rubric.of((("Is it right?", 1.0),)))
     return RubricJudge(client, Characters(), Rubric.of((("Is it right?", 1.0),), "score"))

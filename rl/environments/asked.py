@@ -5,18 +5,12 @@ scored.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 from rl.environments.environment import Environment, Turn
+from rl.environments.graders import graded
 from rl.environments.problem import prompt_text
-from rl.rewards import Reward, resolve_reward
 from rl.types import Message
-
-
-@cache
-def _grader(name: str) -> Reward:
-    return resolve_reward(name)
 
 
 class Question(Environment):
@@ -67,12 +61,7 @@ class Question(Environment):
         if self.grader is None:
             correct = float(self.found(said) == self.right)
             return correct, {"correct": correct}
-        result = _grader(self.grader).evaluate(
-            self.question,
-            said,
-            {key: value for key, value in self.row.items() if key != "messages"},
-        )
-        return result.reward, {"correct": result.reward, **result.metrics}
+        return graded(self.grader, self.question, said, self.row)
 
     def found(self, said: str) -> Any:
         """What an answer comes to, to compare with the right one."""

@@ -47,6 +47,7 @@ class RewardModel:
     `renderer`: what it was trained with. An answer is read as `renderer.judged` gives it, token for
     token as in training. `shares_vocabulary`: whether the policy's token ids mean the same to it;
     else it reads texts alone.
+    `policy_renderer`: the renderer of the policy's episodes; None: only their prompts tell.
     """
 
     scores_alone = True
@@ -58,12 +59,18 @@ class RewardModel:
         renderer: Renderer,
         *,
         shares_vocabulary: bool = True,
+        policy_renderer: Renderer | None = None,
     ):
         self.client, self.name, self.renderer, self.shares_vocabulary = (
             client,
             name,
             renderer,
             shares_vocabulary,
+        )
+        self.shares_format = (
+            shares_vocabulary
+            and policy_renderer is not None
+            and _same_format(renderer, policy_renderer)
         )
 
     def scores(self, groups: Sequence[TrajectoryGroup]) -> list[list[float]]:
@@ -96,10 +103,11 @@ class RewardModel:
         for trajectory in group.trajectories_G:
             last = trajectory.transitions[-1]
             prompt, answer = last.ob, last.ac.tokens
+            own_texts = not self.shares_vocabulary or (
+                "told" in last.logs and not self.shares_format
+            )
             messages = (
-                last.logs.get("messages")
-                if self.shares_vocabulary
-                else episode_of(trajectory).messages[:-1]
+                episode_of(trajectory).messages[:-1] if own_texts else last.logs.get("messages")
             )
             if messages is not None:
                 told.append(messages)
@@ -129,6 +137,15 @@ class RewardModel:
         example, weights = self.renderer.build_supervised_example([*messages, message])
         answer = [token for token, weight in zip(example.flat(), weights, strict=True) if weight]
         return answer if ended else self.renderer.unfinished(answer)
+
+
+def _same_format(one: Renderer, other: Renderer) -> bool:
+    """Return whether two renderers of one vocabulary write a conversation of several turns alike."""
+    roles = ("user", "assistant", "user", "assistant")
+    turns: list[Message] = [{"role": role, "content": ""} for role in roles]  # of any vocabulary
+    prompts = [r.build_generation_prompt(turns[:-1]).flat() for r in (one, other)]
+    examples = [r.build_supervised_example(turns)[0].flat() for r in (one, other)]
+    return prompts[0] == prompts[1] and examples[0] == examples[1]
 
 
 class ComparedInGroup:

@@ -14,7 +14,7 @@ from rl.credit import ADVANTAGES, AdaptiveKL, RewardShaper, has_signal, penalise
 from rl.episodes import Trajectory, TrajectoryGroup, trajectory_to_datums
 from rl.judges import FrozenScorer, check_vocabulary
 from rl.methods.base import Hosts, Models, Progress
-from rl.methods.grpo_settings import VARIANTS, GrpoSettings
+from rl.methods.grpo_settings import VARIANTS, GrpoSettings, coefficients_of
 from rl.methods.steps import (
     corrected_datums,
     correction,
@@ -226,14 +226,11 @@ class PolicyGradient:
         return datums, before
 
     def loss_config(self) -> dict[str, Any]:
-        from rl.losses import get_loss  # with torch, which settings and --help do without
-
         settings, pg = self.settings, self.settings.policy_gradient
         config: dict[str, Any] = {"temperature": settings.sampling.temperature}
-        if "clip_low_threshold" in get_loss(pg.loss).config:
-            config |= {"clip_low_threshold": pg.clip_low, "clip_high_threshold": pg.clip_high}
-        if pg.entropy_coef:
-            config["entropy_coef"] = pg.entropy_coef
+        for name, key in coefficients_of(pg.loss).items():
+            if name != "entropy_coef" or pg.entropy_coef:
+                config[key] = getattr(pg, name)
         if self.kl.active and settings.kl.kl_placement == "loss":
             config |= {"kl_coef": self.kl.coefficient, "kl_kind": settings.kl.kl_kind}
         return config

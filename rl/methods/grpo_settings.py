@@ -136,14 +136,15 @@ class PolicyGradientSettings:
                 f"a group of one has no one to be compared with: advantage {self.advantage!r} is always 0. "
                 "Set group_size to 2 or more, or advantage to running_mean"
             )
-        clips = self.loss != "importance_sampling"
-        only_with(
-            self,
-            ("clip_low", "clip_high"),
-            clips,
-            f"loss {self.loss} does not clip",
-            "set loss to ppo, cispo or gspo",
-        )
+        for name in ("clip_low", "clip_high", "entropy_coef"):
+            does = "does not clip" if name != "entropy_coef" else "adds no entropy bonus"
+            only_with(
+                self,
+                (name,),
+                name in coefficients_of(self.loss),
+                f"loss {self.loss} {does}",
+                "set loss to ppo, cispo or gspo",
+            )
         only_with(
             self,
             ("reward_discount",),
@@ -151,6 +152,27 @@ class PolicyGradientSettings:
             "step_rewards is sum",
             "set step_rewards to to_go",
         )
+
+
+def coefficients_of(loss: str) -> dict[str, str]:
+    """Return which settings the loss reads, each with the key of its config.
+
+    A built-in loss is looked up here, without torch. Any other loss declares its keys in its
+    entry of `rl.losses.LOSSES`. Raises BadRequestError for a loss that has no entry.
+    """
+    keys = {
+        "clip_low": "clip_low_threshold",
+        "clip_high": "clip_high_threshold",
+        "entropy_coef": "entropy_coef",
+    }
+    if loss in ("ppo", "cispo", "gspo"):
+        return keys
+    if loss == "importance_sampling":
+        return {"entropy_coef": keys["entropy_coef"]}
+    from rl.losses import get_loss  # whoever registered the loss has imported torch
+
+    known = get_loss(loss).known_config
+    return {name: key for name, key in keys.items() if key in known}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -272,6 +272,7 @@ class _Whereabouts:
             self.run.options.seed,
             resume_from,
             tags,
+            stage_renderer(policy, plan.settings),
         )
         models = METHODS[plan.method].other_models(plan.settings, hosts)
         if prepared.environment is not None:

@@ -79,6 +79,7 @@ class StageHosts:
 
     `previous` is the checkpoint from which the stage began. `earlier` maps each earlier stage to
     its final checkpoint.
+    `renderer` is the policy's renderer.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class StageHosts:
         seed: int,
         resume_from: str | None = None,
         tags: Sequence[str] = (),
+        renderer: Renderer | None = None,
     ):
         self.service, self.policy, self.model, self.previous, self.earlier, self.seed = (
             service,
@@ -100,7 +102,7 @@ class StageHosts:
             earlier,
             seed,
         )
-        self.resume_from, self.tags = resume_from, tags
+        self.resume_from, self.tags, self.renderer = resume_from, tags, renderer
 
     def beginning(self) -> TokenScorer:
         """Return a scorer with the stage's initial weights, for example as the reference model.
@@ -194,6 +196,7 @@ class StageHosts:
             target,
             make_renderer(client, *self.renderer_of(target)),
             shares_vocabulary=same_vocabulary,
+            policy_renderer=self.renderer,
         )
 
     def renderer_of(self, target: str) -> tuple[str | None, tuple[tuple[str, str], ...]]:

@@ -21,6 +21,7 @@ from starlette.routing import BaseRoute, Route
 
 from rl.serve.answers import JsonAnswer
 from rl.serve.desk import Desk
+from rl.serve.links import LINKS, Links
 from rl.serve.refusals import Refused, told
 from rl.serve.settings import LOCAL, owner_of
 from rl.serve.shares import check_share
@@ -32,11 +33,10 @@ Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 OPEN_PATHS = ("/healthz", "/api/v1/healthz")  # to be asked without a key
-LINKS = "/api/v1/files/"  # what follows is signed: whoever has a link needs no key
 
 
-def make_app(desk: Desk, routes: Sequence[BaseRoute]) -> Any:
-    """An ASGI application with these routes beside /healthz and /metrics."""
+def make_app(desk: Desk, routes: Sequence[BaseRoute], links: Links) -> Any:
+    """Return an ASGI application with these routes beside /healthz and /metrics."""
 
     async def health(request: Request) -> Response:
         status = "ending" if desk.ending else "ok"
@@ -48,7 +48,7 @@ def make_app(desk: Desk, routes: Sequence[BaseRoute]) -> Any:
     own = [Route(path, health) for path in OPEN_PATHS] + [Route("/metrics", metrics)]
     handlers = {Refused: _refused, HTTPException: _no_such, ValueError: _broken, Exception: _broken}
     app = Starlette(routes=[*own, *routes], exception_handlers=handlers)
-    return Guard(app, desk)
+    return Guard(app, desk, links)
 
 
 def refusal(status: int, message: str, retry_after: float | None = None) -> JsonAnswer:
@@ -93,9 +93,10 @@ class Guard:
     at once, a line in the log.
     """
 
-    def __init__(self, app: Any, desk: Desk):
+    def __init__(self, app: Any, desk: Desk, links: Links):
         self.app = app
         self.desk = desk
+        self.links = links
         self.open = 0
         # by owner; None: those without a key, which are refused at once
         self._open_of: Counter[str | None] = Counter()
@@ -126,9 +127,16 @@ class Guard:
             self._note(scope, seen["status"], time.perf_counter() - begin)
 
     def _owner_of(self, scope: Scope) -> str | None:
-        """Whose request it is; None where it lacks a key that it needs."""
-        without_key = scope["path"] in OPEN_PATHS or scope["path"].startswith(LINKS)
-        return LOCAL if not self._keys or without_key else self._owner(dict(scope["headers"]))
+        """Return the owner of the request; None if it lacks a key that it needs.
+
+        A link is its creator's. A link that nobody created, or that has expired, is LOCAL's.
+        """
+        if not self._keys or scope["path"] in OPEN_PATHS:
+            return LOCAL
+        if scope["path"].startswith(LINKS):
+            owners = (owner for _, owner in self._keys)
+            return self.links.owner(scope["path"], owners) or LOCAL
+        return self._owner(dict(scope["headers"]))
 
     def _refusal(self, owner: str) -> Refused | None:
         """Why one more open request of that owner is not answered."""

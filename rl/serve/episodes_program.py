@@ -11,17 +11,17 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rl.environments import Environment, EpisodeThread, Limits, prompt_text
+from rl.environments.graders import graded
 from rl.episodes import Env, EnvGroupBuilder, EpisodeFailed, StepResult
 from rl.errors import UserError
 from rl.jsonl import finite
 from rl.plain import plain_text
 from rl.renderers import Renderer
-from rl.rewards import Reward, environment_of_rewards, resolve_reward
+from rl.rewards import environment_of_rewards, resolve_reward
 from rl.seeds import derive_seed
 from rl.serve.episodes_live import MODEL, Ask, Ended, Episode, LiveEndpoint, endpoint
 from rl.types import ModelInput, Problem, SampledSequence
@@ -62,7 +62,7 @@ class Endpoint(Environment):
                 f"program={self.program!r}: there is no program {self.words[0]!r} here, nor on PATH"
             )
         if self.grader is not None:
-            _grader(self.grader)
+            resolve_reward(self.grader)
 
     @property
     def needs_rows(self) -> bool:  # type: ignore[override]
@@ -78,11 +78,6 @@ class Endpoint(Environment):
         system_prompt: str | None,
     ) -> ProgramGroup:
         return ProgramGroup(self, problem, group_size, renderer, limits, system_prompt)
-
-
-@cache
-def _grader(name: str) -> Reward:
-    return resolve_reward(name)
 
 
 class ProgramGroup(EnvGroupBuilder):
@@ -268,13 +263,14 @@ class ProgramEnv(Env):
                 )
             return posted or 0.0, metrics
         last = self.last.logs.get("answer_text", "") if self.last is not None else ""
-        row = {key: value for key, value in self.group.row.items() if key != "messages"}
         thread = EpisodeThread(self.group.limits.seconds, f"{self.name}, its grader,")
         asked = prompt_text(self.group.problem.messages) if self.group.problem.messages else ""
-        found = thread.do(lambda: _grader(grader).evaluate(asked, last, row)).wait()
+        reward, graded_metrics = thread.do(
+            lambda: graded(grader, asked, last, self.group.row)
+        ).wait()
         thread.end(lambda: None)
         beside = {} if posted is None else {"posted": posted}
-        return found.reward, {"correct": found.reward, **found.metrics, **beside, **metrics}
+        return reward, {**graded_metrics, **beside, **metrics}
 
     def _how(self, event: Ended) -> str:
         said = f"; it last printed: {plain_text(event.printed, 300)}" if event.printed else ""

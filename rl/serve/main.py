@@ -25,6 +25,7 @@ from rl.serve.book import Book
 from rl.serve.chat_routes import routes as openai_routes
 from rl.serve.desk import Desk
 from rl.serve.door import check_certificate, listen_soon, take_address
+from rl.serve.links import Links
 from rl.serve.promises import Promise, Promises, settled
 from rl.serve.rest import Rest
 from rl.serve.samples import Samples
@@ -120,14 +121,14 @@ class Served:
                         session=model.session,
                     )
                     promises.add(settled(told, model.last["result"]))
-        parts = (desk, book, tenants, promises)
+        parts, links = (desk, book, tenants, promises), Links()
         routes = [
             *Tinker(*parts).routes(),
             *Samples(*parts).routes(),
-            *Rest(*parts).routes(),
+            *Rest(*parts, links).routes(),
             *openai_routes(desk),
         ]
-        return cls(*parts, make_app(desk, routes))
+        return cls(*parts, make_app(desk, routes, links))
 
     async def look_after(self) -> None:
         """From time to time: sessions that nobody keeps alive, numbers that never come."""

@@ -6,10 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import os
-import secrets
 import tarfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -25,10 +22,10 @@ from starlette.routing import Route
 from rl.clients import RestClient
 from rl.ranks import checkpoint
 from rl.serve.answers import JsonAnswer
-from rl.serve.app import LINKS
 from rl.serve.body import Body
 from rl.serve.book import KINDS, Book, Model
 from rl.serve.desk import Desk
+from rl.serve.links import Links
 from rl.serve.promises import Promises
 from rl.serve.refusals import Refused
 from rl.serve.tenants import Tenants
@@ -43,10 +40,10 @@ ARCHIVE = "archive.tar"  # in a link: all files of the folder
 class Rest:
     """What is answered under /api/v1 to those who look after what was saved."""
 
-    def __init__(self, desk: Desk, book: Book, tenants: Tenants, promises: Promises):
+    def __init__(self, desk: Desk, book: Book, tenants: Tenants, promises: Promises, links: Links):
         self.desk = desk
         self.book = book
-        self._secret = secrets.token_bytes(32)  # links to files end with the server
+        self.links = links
 
     def routes(self) -> list[Route]:
         one = "training_runs/{model_id}/checkpoints/{kind}/{name}"
@@ -224,20 +221,14 @@ class Rest:
     def _link(self, request: Request, expires: int, name: str) -> str:
         where = request.path_params
         place = f"{where['model_id']}/{where['kind']}/{where['name']}/{name}"
-        return f"{str(request.base_url).rstrip('/')}{LINKS}{expires}/{self._sign(expires, place)}/{place}"
-
-    def _sign(self, expires: int, place: str) -> str:
-        return hmac.new(self._secret, f"{expires} {place}".encode(), hashlib.sha256).hexdigest()
+        path = self.links.path(request.state.owner, expires, place)
+        return f"{str(request.base_url).rstrip('/')}{path}"
 
     async def file(self, request: Request) -> Response:
         where = request.path_params
-        place = f"{where['model_id']}/{where['kind']}/{where['name']}/{where['file']}"
-        model, expires = self.book.models.get(where["model_id"]), where["expires"]
-        known = expires.isascii() and expires.isdigit() and len(expires) < 12
-        known = known and hmac.compare_digest(
-            self._sign(int(expires), place).encode(), where["sign"].encode()
-        )
-        if not known or model is None or where["kind"] not in KINDS or int(expires) < time.time():
+        model = self.book.models.get(where["model_id"])
+        known = model is not None and self.links.valid(model.owner, request.scope["path"])
+        if model is None or not known or where["kind"] not in KINDS:
             raise Refused(404, "the link is none of this server's, or has expired")
         tinker_path = f"tinker://{model.model_id}/{where['kind']}/{where['name']}"
         _, folder = await asyncio.to_thread(self.book.folder_of, tinker_path, model.owner)

@@ -1,0 +1,41 @@
+"""Rewards that score the answers of environments, in the same worker processes as those of
+problems.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from rl.episodes import EpisodeFailed
+from rl.rewards import Scorer, resolve_reward
+
+_scorers: dict[tuple[int, str], Scorer] = {}  # by process, for episodes are forked, and by name
+_lock = threading.Lock()
+
+
+def graded(
+    name: str, question: str, answer: str, row: Mapping[str, Any]
+) -> tuple[float, dict[str, float]]:
+    """Return the score of an answer by the reward `name`, and metrics: `correct`, and the reward's.
+
+    A built-in reward that hangs or dies is ended by its `Scorer`. The answer then scores 0 with
+    the metric `gave_up`. Raises EpisodeFailed if any other reward hangs, dies or raises.
+    """
+    meta = {key: value for key, value in row.items() if key != "messages"}
+    score = _scorer(name).submit(question, answer, meta).result()
+    if score.reward is None:
+        raise EpisodeFailed(score.error or f"reward {name!r} gave no score")
+    return score.reward, {"correct": score.reward, **score.metrics}
+
+
+def _scorer(name: str) -> Scorer:
+    with _lock:
+        key = (os.getpid(), name)
+        if key not in _scorers:
+            reward = resolve_reward(name)
+            # A reward of the user's may read any variable, such as the key of a service.
+            _scorers[key] = Scorer(reward, environment=() if reward.builtin else ("*",))
+        return _scorers[key]
