@@ -42,7 +42,7 @@ not exact is refused by name before work begins.
   them, and a few tensors that are no linear layers.
 """
 
-OTHERWISE = """A layout that the table does not name is refused where it is asked for: a sequence is not told apart from the others in
+OTHERWISE = """A layout that the table does not name is refused when it is requested: a sequence depends on other sequences in
 its row (no position says where it begins, or a state runs on)."""
 
 

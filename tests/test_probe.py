@@ -53,7 +53,7 @@ def test_a_faint_state_that_goes_on_is_seen(strength):
     spoil(model, lambda out: out + strength * out.cumsum(1))
     faults = find_faults(model, LAYOUTS)
     assert faults.keys() == {"packed", "shared"} and all(
-        "is not told apart" in why for why in faults.values()
+        "a sequence depends on" in why for why in faults.values()
     )
 
 
@@ -69,7 +69,7 @@ def test_positions_that_are_not_heeded_are_seen():
     faults = find_faults(model, LAYOUTS)
     assert (
         faults.keys() == {"packed", "shared"}
-        and "differ from those of a sequence alone" in faults["packed"]
+        and "differ from those of a separate forward" in faults["packed"]
     )
 
 

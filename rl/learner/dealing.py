@@ -115,8 +115,9 @@ def batches(
     """Return this rank's micro-batch of each round.
 
     A round without a micro-batch for this rank gets a micro-batch of the same kind with weight 0.
-    `switch`: set if rotary frequencies change with a row's length; a batch with rows of both kinds is split
-    into its `sides`.
+
+    `switch`: set if rotary frequencies change with a row's length. A batch with rows of both kinds
+    is split into its `sides`.
     """
     rank, micro_batches = distributed.rank(), []
     for round_chunks in rounds:

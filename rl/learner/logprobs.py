@@ -1,12 +1,11 @@
-"""Token logprobs inside the model's own forward: the output head returns logprobs of given targets,
-never the logits.
+"""Compute token logprobs inside the model's forward.
 
-A model with a value head computes its values there too, from the hidden states that the output head
-is given.
+The output head returns the logprobs of the requested targets, never the logits. A model with a
+value head computes its values in the same place, from the hidden states passed to the output head.
 
-The head is swapped only while a call runs, and the call goes through the outermost module, so the
-hooks of DDP, DeepSpeed and FSDP see an ordinary forward (a sharded head's weight exists nowhere
-else).
+The head is replaced only during a call, and the call runs through the outermost module, so the
+hooks of DDP, DeepSpeed and FSDP see an ordinary forward (a sharded head's weight exists only inside
+it).
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from rl.models import inner_model, value_head_of, vocabulary_of
 
 @dataclass
 class HeadRequest:
-    """targets int64 [T] (or [T, K]); token_index int64 [T] into the flattened positions, None for
-    all of them.
+    """Describe the outputs requested from the output head.
 
-    All targets lie in [0, V): `Learner.run` has looked at them in host memory. The fused head does
-    not, as a GPU's forward would wait. logprobs: False leaves the vocabulary alone and gives zeros
-    (who wants values only). likeliest: instead of entropies, 1 where the target is the likeliest
-    token, else 0; targets [T], without a gradient.
+    targets: int64 [T] (or [T, K]). token_index: int64 [T] into the flattened positions, None for
+    all of them. All targets lie in [0, V): `Learner.run` has checked them in host memory. The fused
+    head does not check, since a GPU's forward would have to wait. logprobs: False skips the
+    vocabulary and returns zeros (for callers that need values only). likeliest: return instead of
+    entropies 1 where the target is the likeliest token, else 0; targets [T], without a gradient.
     """
 
     targets: Tensor
@@ -43,28 +42,29 @@ class HeadRequest:
     likeliest: bool = False
 
 
-_SMALL = 1 << 20  # logits of soft targets that are held whole
-_SLAB = 1 << 24  # logits held at once where only the largest is looked for
+_SMALL = 1 << 20  # logits of soft targets up to which all are held in memory
+_SLAB = 1 << 24  # logits held at once when only the largest is needed
 
 
 def _is_likeliest(logits: Tensor, targets: Tensor) -> Tensor:
-    """1 where no other of [T, V] is larger than the target's, else 0."""
+    """Return 1 if no logit of a row of [T, V] is larger than the target's, else 0."""
     return (logits.gather(-1, targets[:, None])[:, 0] >= logits.max(-1).values).float()
 
 
 def plain_logprobs(
     logits: Tensor, targets: Tensor, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """fp32 logprobs [T] (or [T, K]) of `targets` and entropies [T] under softmax(logits [T, V] /
-    temperature).
+    """Return fp32 logprobs [T] (or [T, K]) of `targets` and entropies [T].
+
+    The distribution is softmax(logits [T, V] / temperature).
     """
     if logits.is_cuda and targets.ndim == 1:
         return kernel_logprobs(logits, targets, temperature, entropy)
     logits = logits.float()
     if temperature != 1.0:
         logits = logits / temperature
-    # Not log_softmax: on a CPU it loses up to 4e-4 over 150,000 tokens in float32, a subtraction of
-    # logsumexp does not.
+    # log_softmax loses up to 4e-4 over 150,000 tokens in float32 on a CPU; subtracting logsumexp
+    # does not.
     lse_T = logits.logsumexp(-1, keepdim=True)
     picked = logits.gather(-1, targets if targets.ndim == 2 else targets[:, None]) - lse_T
     if entropy:
@@ -79,18 +79,20 @@ def plain_logprobs(
 def kernel_logprobs(
     logits: Tensor, targets: Tensor, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """`plain_logprobs` of [T] targets in one pass over logits of any dtype, without a float32 copy
-    of them.
+    """Compute `plain_logprobs` of [T] targets in a single pass over logits of any dtype.
+
+    It makes no float32 copy of the logits.
     """
     from kernels import token_logprob
 
-    logp, found, _ = token_logprob(logits, targets, temperature)
-    return logp, found if entropy else torch.zeros_like(logp)
+    logp, entropy_T, _ = token_logprob(logits, targets, temperature)
+    return logp, entropy_T if entropy else torch.zeros_like(logp)
 
 
 def _lora_parts(head: nn.Module) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | None:
-    """(W, bias, A, B, scale) of an output head with one active plain LoRA adapter, None for
-    anything else.
+    """Return (W, bias, A, B, scale) of an output head with a single active plain LoRA adapter.
+
+    Return None for any other head.
     """
     from peft.tuners.lora.layer import Linear as LoraLinear
 
@@ -120,14 +122,14 @@ def _lora_parts(head: nn.Module) -> tuple[Tensor, Tensor | None, Tensor, Tensor,
 
 
 def _chosen(states: Tensor, request: HeadRequest) -> Tensor:
-    """The requested positions of [..., D], as [T, D]."""
+    """Return the requested positions of [..., D], as [T, D]."""
     flat = states.reshape(-1, states.shape[-1])
     return flat if request.token_index is None else flat[request.token_index]
 
 
 @contextlib.contextmanager
 def _forward_of(module: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """`module` with another forward inside; its hooks stay."""
+    """Replace the inner forward of `module`; its hooks stay."""
     original = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -140,11 +142,11 @@ def _forward_of(module: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[No
 
 
 class LogprobHead:
-    """Makes `model(...)` return logprobs and entropies for a request instead of logits.
+    """Make `model(...)` return logprobs and entropies for a request instead of logits.
 
-    `fused`: through kernels.linear_logprob, which never holds [T, V] where V is large. It is used
-    where the head is a plain linear layer (or one with a LoRA adapter) and what the model does to
-    its logits afterwards is known; everywhere else the model's own logits are used.
+    `fused`: use kernels.linear_logprob, which never holds [T, V] if V is large. It requires a head
+    that is a plain linear layer (or one with a LoRA adapter) and a known transformation of its
+    logits; otherwise the model's logits are used.
     """
 
     def __init__(self, model: nn.Module, *, fused: bool = True, kept_bytes: int | None = None):
@@ -160,8 +162,10 @@ class LogprobHead:
     def untried(
         cls, model: nn.Module, *, fused: bool = True, kept_bytes: int | None = None
     ) -> LogprobHead:
-        """Without trying the fused head on the model's weights, for models that have none: it is
-        used where it fits the head.
+        """Make a head without checking the fused head on the model's weights, for models without
+        weights.
+
+        The fused head is used if the output layer permits it.
         """
         head = cls(model, fused=False, kept_bytes=kept_bytes)
         layer = head.inner.get_output_embeddings()
@@ -171,19 +175,20 @@ class LogprobHead:
     def __call__(
         self, wrapped: nn.Module, request: HeadRequest, **model_inputs: Any
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(logp [T] or [T, K], entropy [T], values [T] where there is a value head), all fp32.
+        """Return (logp [T] or [T, K], entropy [T], values [T] or None), all fp32.
 
-        `wrapped`: the outermost module around this head's model.
+        Values are None without a value head. `wrapped`: the outermost module around this head's
+        model.
         """
         values: list[Tensor] = []
         if not self.fused and request.logprobs:
             with self._values_beside(request, values):
                 logits = wrapped(**model_inputs, use_cache=False).logits
-            chosen = _chosen(logits, request)
+            selected = _chosen(logits, request)
             logp, entropy = plain_logprobs(
-                chosen, request.targets, request.temperature, request.entropy
+                selected, request.targets, request.temperature, request.entropy
             )
-            entropy = _is_likeliest(chosen, request.targets) if request.likeliest else entropy
+            entropy = _is_likeliest(selected, request.targets) if request.likeliest else entropy
         else:
             with self._swapped(request, values):
                 out = wrapped(**model_inputs, use_cache=False).logits
@@ -192,9 +197,10 @@ class LogprobHead:
 
     @contextlib.contextmanager
     def _swapped(self, request: HeadRequest, values: list[Tensor]) -> Iterator[None]:
+        """Replace the output head's forward so that it returns logprobs."""
         head = self.inner.get_output_embeddings()
         if self.softcap is not None:
-            # applied inside the head instead; some configs allow no None
+            # The head applies the softcap instead; some configs do not accept None.
             vars(self._config)["final_logit_softcapping"] = None
         try:
             with _forward_of(
@@ -207,7 +213,7 @@ class LogprobHead:
 
     @contextlib.contextmanager
     def _values_beside(self, request: HeadRequest, values: list[Tensor]) -> Iterator[None]:
-        """The output head as it is, but values are taken on the way."""
+        """Keep the output head and collect values from its input."""
         if self.value_head is None:
             yield
             return
@@ -224,19 +230,20 @@ class LogprobHead:
     def _head_forward(
         self, head: Any, hidden: Tensor, request: HeadRequest, values: list[Tensor]
     ) -> Tensor:
+        """Return [T, 2] or [T, K + 1]: the logprobs, then the entropy, from hidden states."""
         flat = _chosen(hidden, request)
         if self.value_head is not None:
             values.append(self.value_head(flat))
         if not request.logprobs:
             columns = 1 if request.targets.ndim == 1 else request.targets.shape[1]
             zeros = flat.new_zeros(len(flat), columns + 1, dtype=torch.float32)
-            # zeros that hang on the values: ZeRO-3 gathers a layer for the backward only if the
-            # model's output is part of it
+            # The zeros depend on the values: ZeRO-3 gathers a layer for the backward only if the
+            # model's output is in the graph.
             return zeros + 0.0 * values[0][:, None] if values else zeros
         lora = _lora_parts(head)
         if lora is not None:
-            # W h + s B A h = [W, s B] [h, A h]: one head of a slightly larger hidden size, rows
-            # still beginning at 16 bytes
+            # W h + s B A h = [W, s B] [h, A h]: a single head of a slightly larger hidden size,
+            # with rows still aligned to 16 bytes.
             base, head_bias, a, b, scale = lora
             gap = -(base.shape[1] + len(a)) % 16
             frozen = 0 if base.requires_grad else base.shape[1]
@@ -251,9 +258,17 @@ class LogprobHead:
             from kernels import soft_logprob
 
             logp, ent = soft_logprob(
-                flat, weight, request.targets, head_bias, request.temperature, self.softcap, entropy=request.entropy,
-                saved_bytes=self.kept_bytes, frozen_columns=frozen, checked=True,
-            )  # fmt: skip
+                flat,
+                weight,
+                request.targets,
+                head_bias,
+                request.temperature,
+                self.softcap,
+                entropy=request.entropy,
+                saved_bytes=self.kept_bytes,
+                frozen_columns=frozen,
+                checked=True,
+            )
             return torch.cat(
                 [logp, (torch.zeros_like(logp[:, 0]) if ent is None else ent)[:, None]], dim=-1
             )
@@ -267,7 +282,7 @@ class LogprobHead:
             return torch.cat([logp, entropy[:, None]], dim=-1)
         from kernels import linear_logprob
 
-        logp, found, *_ = linear_logprob(
+        logp, token_stats, *_ = linear_logprob(
             flat,
             weight,
             request.targets,
@@ -279,16 +294,22 @@ class LogprobHead:
             frozen_columns=frozen,
             checked=True,
         )
-        if request.likeliest:  # a rising function of the logits (the softcap) changes no order
+        # The softcap is increasing in the logits, so it does not change their order.
+        if request.likeliest:
             rows = max(1, _SLAB // len(weight))
             pieces = zip(flat.split(rows), request.targets.split(rows), strict=True)
-            found = torch.cat([_is_likeliest(F.linear(x, weight, head_bias), y) for x, y in pieces])
-        return torch.stack([logp, torch.zeros_like(logp) if found is None else found], dim=-1)
+            token_stats = torch.cat(
+                [_is_likeliest(F.linear(x, weight, head_bias), y) for x, y in pieces]
+            )
+        return torch.stack(
+            [logp, torch.zeros_like(logp) if token_stats is None else token_stats], dim=-1
+        )
 
     @torch.no_grad()
     def _agrees(self) -> bool:
-        """Whether the fused head gives the model's own logprobs on a few tokens (some models scale
-        their logits).
+        """Return whether the fused head reproduces the model's logprobs on a few tokens.
+
+        Some models scale their logits.
         """
         head = self.inner.get_output_embeddings()
         if head is None or not (isinstance(head, nn.Linear) or _lora_parts(head) is not None):
@@ -297,7 +318,7 @@ class LogprobHead:
         vocabulary = vocabulary_of(self.inner)
         ids = torch.arange(8, device=device)[None] % vocabulary
         request = HeadRequest((ids[0] + 1) % vocabulary, None, 1.0, False)
-        with shallow(self.model):  # all of its layers come before the head
+        with shallow(self.model):  # the check does not depend on the layers before the head
             logits = self.model(input_ids=ids, use_cache=False).logits[0]
             expected, _ = plain_logprobs(logits, request.targets, 1.0, False)
             with self._swapped(request, []):

@@ -1,15 +1,17 @@
-"""Cutting datums into micro-batches by a token budget, and laying a micro-batch out as tensors.
+"""Cut datums into micro-batches by a token budget and lay a micro-batch out as tensors.
 
-Three layouts of the same micro-batch, which give the same logprobs and gradients on the models that
-take them (see rl.learner.probe):
+Three layouts of the same micro-batch give the same logprobs and gradients on the models that
+support them (see rl.learner.probe):
+
   "padded"  [rows, longest], right-padded. Causal attention never looks right, so no mask is needed,
-  and what stands at
-            the padding is not read: the head runs on real tokens alone. Best where attention costs rows x longest^2.
-  "packed"  [1, T], sequences end to end with positions that restart at 0. Best where attention
-  takes cu_seqlens. "shared"  [rows, longest], a row is a prompt once and then every answer to it,
-  each of which sees the prompt and itself.
-            A group's prompt is computed once instead of once an answer; attention gets an explicit mask, so it costs
-            (prompt + all answers)^2. Best where prompts are long beside answers, or everything is short.
+            and padding is not read: the head runs on real tokens only. Best if attention costs
+            rows x longest^2.
+  "packed"  [1, T], concatenated sequences with positions that restart at 0. Best if attention
+            takes cu_seqlens.
+  "shared"  [rows, longest]. A row is a prompt, then every answer to it; each answer sees the prompt
+            and itself. A group's prompt is computed once instead of once per answer. Attention gets
+            an explicit mask, so it costs (prompt + all answers)^2. Best if prompts are long
+            compared with answers, or everything is short.
 """
 
 from __future__ import annotations
@@ -28,21 +30,27 @@ LAYOUTS = ("padded", "packed", "shared")  # and "auto": see choose_layout
 
 @dataclass(slots=True)
 class PackedBatch:
-    """One micro-batch. `input_ids` and `position_ids` as the model reads them; everything else is
-    flat over real tokens.
+    """Hold a micro-batch.
 
-    attention_mask  bool [rows, 1, longest, longest] where a row is not plainly causal, else None
-    token_index  int64 [T] where each datum's token stands in input_ids.flatten() (several may share
-    one), None: in order cu_seqlens   int64 [D + 1]
-    inputs       the datums' fields, [T] (or [T, K])
-    datum_index  the position of each datum in the caller's list
-    scale        1.0, or 0.0 for a batch that only keeps a rank in step with the others
-    temperature  what all of its datums are scored at
-    experts      int64 [positions of input_ids, B * K] those that are given (see rl.layers.routing),
-    -1 where they are not, or None images       of each row (padded alone) its images, placed, and
-    how long it is; None where no datum has any sides        of a batch whose rows share no forward:
-    the batches of one forward each that it consists of; else empty side_order   int64 [T] where
-    each token of this batch stands in the tokens of `sides`, end to end; None without sides
+    `input_ids` and `position_ids` have the model's input shape; all other fields are flat over real
+    tokens.
+
+    attention_mask  bool [rows, 1, longest, longest] if a row is not plainly causal, else None
+    token_index     int64 [T] position of each datum's token in input_ids.flatten() (several
+                    tokens may share a position); None: in order
+    cu_seqlens      int64 [D + 1]
+    inputs          the datums' fields, [T] (or [T, K])
+    datum_index     the position of each datum in the caller's list
+    scale           1.0, or 0.0 for a batch that only keeps a rank in step with the others
+    temperature     the temperature at which all of its datums are scored
+    experts         int64 [positions of input_ids, B * K] recorded experts (see rl.layers.routing),
+                    -1 for positions without a record; or None
+    images          of each row (padded only): its placed images and its length; None if no datum
+                    has images
+    sides           the batches, a forward each, of a batch with rows that cannot share a forward;
+                    else empty
+    side_order      int64 [T] position of each token of this batch in the concatenated tokens of
+                    `sides`; None without sides
     """
 
     input_ids: Tensor
@@ -61,63 +69,66 @@ class PackedBatch:
 
     @property
     def tokens(self) -> int:
+        """Return the number of real tokens."""
         return int(self.cu_seqlens[-1])
 
 
 def units(datums: Sequence[Datum], layout: str, token_budget: int) -> list[list[int]]:
-    """What may not be torn apart: neighbours with the same prompt where the layout shares it, else
-    each datum alone.
+    """Return the units that must stay together.
 
-    A unit ends where it would outgrow the budget of a micro-batch: its prompt is computed again for
-    the next.
+    A unit is neighboring datums with the same prompt if the layout shares it, else a single datum.
+    A unit ends before it would exceed the budget of a micro-batch; its prompt is computed again for
+    the next unit.
     """
     if layout != "shared":
         return [[i] for i in range(len(datums))]
-    found: list[list[int]] = []
+    result: list[list[int]] = []
     last: list[int] | None = None
     size = 0
     for i, datum in enumerate(datums):
         prompt = datum.model_input.flat()[: prompt_length(datum)]
         answer = datum.model_input.length - len(prompt)
         if last is not None and prompt == last and size + answer <= token_budget:
-            found[-1].append(i)
+            result[-1].append(i)
             size += answer
         else:
-            found.append([i])
+            result.append([i])
             size = len(prompt) + answer
         last = prompt
-    return found
+    return result
 
 
 def blocks(
     datums: Sequence[Datum], layout: str, token_budget: int, group: int = 1
 ) -> list[list[list[int]]]:
-    """Units in blocks that stay together in one micro-batch on one rank: `group` consecutive datums
-    each (a pair, say).
+    """Return the units in blocks, each of which stays in the same micro-batch on the same rank.
+
+    A block has `group` consecutive datums (a pair, for example).
     """
     if group == 1:
         return [[unit] for unit in units(datums, layout, token_budget)]
-    found = []
+    result = []
     for first in range(0, len(datums), group):
-        own = units(datums[first : first + group], layout, token_budget)
-        found.append([[first + i for i in unit] for unit in own])
-    return found
+        group_units = units(datums[first : first + group], layout, token_budget)
+        result.append([[first + i for i in unit] for unit in group_units])
+    return result
 
 
 def block_cost(datums: Sequence[Datum], block: Sequence[Sequence[int]], layout: str) -> int:
-    """Positions that a block takes: its units end to end when packed, else as many rows, each as
-    long as the longest.
+    """Return the positions that a block takes.
+
+    Packed: the sum of its units. Otherwise: the number of rows times the longest.
     """
     costs = [unit_cost(datums, unit) for unit in block]
     return sum(costs) if layout == "packed" else len(costs) * max(costs)
 
 
 def choose_layout(datums: Sequence[Datum], token_budget: int, hidden_size: int) -> str:
-    """ "padded" or "shared", whichever costs less arithmetic.
+    """Return "padded" or "shared", whichever needs less arithmetic.
 
-    A token's linear layers take about 24 D^2 operations a layer (D: hidden size), its attention
-    over L positions 2 L D when it is causal without a mask and 4 L D with one; so a row of L tokens
-    costs L (1 + L / 12 D), or L (1 + L / 6 D) shared.
+    A token's linear layers take about 24 D^2 operations a layer (D: hidden size). Its attention
+    over L positions takes 2 L D if it is causal without a mask and 4 L D with a mask. So a row of L
+    tokens costs L (1 + L / 12 D), or L (1 + L / 6 D) shared.
     """
     lengths = [datum.model_input.length for datum in datums]
     together = units(datums, "shared", token_budget)
@@ -128,8 +139,9 @@ def choose_layout(datums: Sequence[Datum], token_budget: int, hidden_size: int) 
 
 
 def prompt_length(datum: Datum) -> int:
-    """Input tokens before the first one that is sampled: that many positions are the same for all
-    answers to a prompt.
+    """Return the number of input tokens before the first sampled token.
+
+    That many positions are the same for all answers to a prompt.
     """
     inputs = datum.loss_fn_inputs
     for name in ("mask", "weights", "advantages"):
@@ -140,22 +152,25 @@ def prompt_length(datum: Datum) -> int:
 
 
 def unit_cost(datums: Sequence[Datum], unit: Sequence[int]) -> int:
-    """Positions that a unit takes: its prompt once, and what follows it in each datum."""
+    """Return the positions that a unit takes: its prompt once, and the rest of each datum."""
     shared = prompt_length(datums[unit[0]]) if len(unit) > 1 else 0
     return shared + sum(datums[i].model_input.length - shared for i in unit)
 
 
 def plan(lengths: Sequence[int], token_budget: int, layout: str) -> list[list[int]]:
-    """Which units go together: lists of indices, each micro-batch costing at most `token_budget`
-    positions.
+    """Return the units of each micro-batch as lists of indices, at most `token_budget` positions
+    each.
 
-    Cost is what the layout really holds: rows x longest when rows are padded, the sum of lengths
-    when packed. A unit longer than the budget stands alone (it has to be trained on somehow).
-    Longest first, so that neighbours have like lengths and the largest micro-batch, which decides
-    the peak of memory, comes first. A pure function of its arguments.
+    The cost is the layout's size: rows x longest if rows are padded, the sum of lengths if packed.
+    A unit longer than the budget gets a separate micro-batch, since it must be trained on too.
+    Order is longest first, so that neighbors have similar lengths and the largest micro-batch,
+    which determines peak memory, comes first. The result depends only on the arguments. Raises
+    ValueError for a budget below 1.
     """
     if token_budget < 1:
-        raise ValueError(f"the token budget of a micro-batch is at least 1, got {token_budget}")
+        raise ValueError(
+            f"the token budget of a micro-batch must be at least 1, got {token_budget}"
+        )
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     if layout == "packed":
         return _first_fit(order, lengths, token_budget)
@@ -169,17 +184,18 @@ def plan(lengths: Sequence[int], token_budget: int, layout: str) -> list[list[in
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Put each unit into the first micro-batch with enough remaining budget."""
     batches: list[list[int]] = []
-    room: list[int] = []
+    capacities: list[int] = []
     for i in order:
-        for b, left in enumerate(room):
-            if lengths[i] <= left:
+        for b, remaining in enumerate(capacities):
+            if lengths[i] <= remaining:
                 batches[b].append(i)
-                room[b] -= lengths[i]
+                capacities[b] -= lengths[i]
                 break
         else:
             batches.append([i])
-            room.append(token_budget - lengths[i])
+            capacities.append(token_budget - lengths[i])
     return batches
 
 
@@ -189,30 +205,31 @@ def collate(
     layout: str,
     device: torch.device | str = "cpu",
 ) -> PackedBatch:
-    """Lays the units of `chunk` (lists of indices into `datums`) out as one micro-batch on
-    `device`.
+    """Lay the units of `chunk` (lists of indices into `datums`) out as a micro-batch on `device`.
 
-    All datums of a chunk have the same fields. Raises ValueError for an unknown layout.
+    All datums of a chunk have the same fields. Raises ValueError for an unknown layout, and for
+    images in a layout other than padded.
     """
     if layout not in LAYOUTS:
-        raise ValueError(f"unknown layout {layout!r}: one of {', '.join(LAYOUTS)}")
+        raise ValueError(f"unknown layout {layout!r}: expected {', '.join(LAYOUTS)}")
     indices = [i for unit in chunk for i in unit]
-    chosen = [datums[i] for i in indices]
-    tokens = [np.asarray(datum.model_input.flat(), dtype=np.int64) for datum in chosen]
+    selected = [datums[i] for i in indices]
+    tokens = [np.asarray(datum.model_input.flat(), dtype=np.int64) for datum in selected]
     images = [
-        (datum.model_input.placed(), len(own)) for datum, own in zip(chosen, tokens, strict=True)
+        (datum.model_input.placed(), len(token_ids))
+        for datum, token_ids in zip(selected, tokens, strict=True)
     ]
-    seen = any(placed for placed, _ in images)
-    if seen and layout != "padded":
-        raise ValueError(f"sequences with images are laid out padded, not {layout}")
+    has_images = any(placed for placed, _ in images)
+    if has_images and layout != "padded":
+        raise ValueError(f"sequences with images need the layout padded, got {layout}")
     cu_seqlens = np.concatenate([[0], np.cumsum([len(t) for t in tokens])])
     lay_out = {"packed": _packed, "padded": _padded, "shared": _shared}[layout]
     input_ids, position_ids, mask, token_index = lay_out(tokens, chunk, datums)
     inputs = {
         name: torch.from_numpy(
-            np.concatenate([datum.loss_fn_inputs[name].array for datum in chosen])
+            np.concatenate([datum.loss_fn_inputs[name].array for datum in selected])
         ).to(device)
-        for name in chosen[0].loss_fn_inputs
+        for name in selected[0].loss_fn_inputs
     }
 
     def put(array: np.ndarray | None) -> Tensor | None:
@@ -220,14 +237,23 @@ def collate(
 
     ids = torch.from_numpy(input_ids).to(device)
     experts = None
-    if chosen[0].experts is not None:
-        experts = np.full((input_ids.size, chosen[0].experts.shape[1]), -1, np.int64)
-        given = np.concatenate([datum.experts for datum in chosen if datum.experts is not None])
-        experts[np.arange(len(given)) if token_index is None else token_index] = given
+    if selected[0].experts is not None:
+        experts = np.full((input_ids.size, selected[0].experts.shape[1]), -1, np.int64)
+        recorded = np.concatenate(
+            [datum.experts for datum in selected if datum.experts is not None]
+        )
+        experts[np.arange(len(recorded)) if token_index is None else token_index] = recorded
     return PackedBatch(
-        ids, put(position_ids), put(mask), put(token_index), torch.from_numpy(cu_seqlens).to(device), inputs, indices,
-        experts=put(experts), images=images if seen else None,
-    )  # fmt: skip
+        ids,
+        put(position_ids),
+        put(mask),
+        put(token_index),
+        torch.from_numpy(cu_seqlens).to(device),
+        inputs,
+        indices,
+        experts=put(experts),
+        images=images if has_images else None,
+    )
 
 
 _Layout = tuple[np.ndarray, np.ndarray | None, np.ndarray | None, np.ndarray | None]
@@ -236,6 +262,7 @@ _Layout = tuple[np.ndarray, np.ndarray | None, np.ndarray | None, np.ndarray | N
 def _packed(
     tokens: Sequence[np.ndarray], chunk: Sequence[Sequence[int]], datums: Sequence[Datum]
 ) -> _Layout:
+    """Return the packed layout: ids [1, T] and positions [1, T]."""
     positions = np.concatenate([np.arange(len(t)) for t in tokens])
     return np.concatenate(tokens)[None], positions[None], None, None
 
@@ -243,6 +270,7 @@ def _packed(
 def _padded(
     tokens: Sequence[np.ndarray], chunk: Sequence[Sequence[int]], datums: Sequence[Datum]
 ) -> _Layout:
+    """Return the padded layout: ids [rows, longest] and the index of real tokens."""
     lengths = np.asarray([len(t) for t in tokens])
     present = np.arange(lengths.max())[None] < lengths[:, None]
     input_ids = np.zeros(present.shape, dtype=np.int64)
@@ -253,8 +281,9 @@ def _padded(
 def _shared(
     tokens: Sequence[np.ndarray], chunk: Sequence[Sequence[int]], datums: Sequence[Datum]
 ) -> _Layout:
-    """Row by row: the prompt (segment 0), then answer k (segment k); padding is a segment of its
-    own.
+    """Return the shared layout: a row is the prompt (segment 0), then answer k (segment k).
+
+    Padding has segment -1.
     """
     longest = max(unit_cost(datums, unit) for unit in chunk)
     input_ids = np.zeros((len(chunk), longest), dtype=np.int64)
@@ -264,7 +293,7 @@ def _shared(
     sequences = iter(tokens)
     for row, unit in enumerate(chunk):
         prompt = prompt_length(datums[unit[0]]) if len(unit) > 1 else 0
-        at = row * longest  # in the flattened arrays
+        at = row * longest  # offset of the row in the flattened arrays
         ids, positions, segment = input_ids[row], position_ids[row], segments[row]
         end = prompt
         for k, _ in enumerate(unit, start=1):

@@ -1,11 +1,10 @@
-"""Which layouts a model takes: found by trying them on a few tokens when it is loaded, whatever its
-architecture is called.
+"""Find the layouts that a model supports by running it on a few tokens when it is loaded.
 
-A layout is exact where every sequence has the hidden states that it has alone, and where those of
-one hang on nothing but that sequence's own tokens. The second is read from gradients with respect
-to the embeddings: attention that is masked gives exactly zero, so that a leak shows however faint
-it is (in a model with fresh weights it may be 1e-4 of the whole), in every dtype. Shapes: R rows, L
-positions, T tokens of all sequences, D hidden size.
+The architecture's name plays no role. A layout is exact if every sequence has the same hidden
+states as in a separate forward, and if those states depend only on that sequence's tokens. The
+dependence is read from gradients with respect to the embeddings. Masked attention gives exactly
+zero, so a leak shows however small it is (in a model with fresh weights it may be 1e-4 of the
+total), in every dtype. Shapes: R rows, L positions, T tokens of all sequences, D hidden size.
 """
 
 from __future__ import annotations
@@ -24,27 +23,28 @@ from rl.learner.tried import Draws, Seen, Sequences
 from rl.models import attention_mask_for, inner_model, seeded, uses_flash_attention, vocabulary_of
 from rl.ranks import distributed
 
-REACHED = 24  # a window up to here is tried as it is, a larger one as rl.layers.reach.SHRUNK
-# of the gradient's own size: masked attention gives 0; a factor of eight over float32's rounding
+# A window up to this size is probed unchanged, a larger window as rl.layers.reach.SHRUNK.
+REACHED = 24
+# Relative to the gradient's norm. Masked attention gives 0; this is eight times float32's rounding.
 LEAK = 1e-6
-# Largest differences from the sequence alone, relative to its own size: (hidden states of a token,
+# Largest differences from a separate forward, relative to its norm: (hidden states of a token,
 # gradient at a token). In float32 rounding gives up to 3e-6 and 5e-5, a fault on fresh weights (std
-# 0.02) 1e-4 and 1e-2 or more. In bf16 rounding, and experts that change places over it, reach 0.1
-# at single tokens, so there the median over tokens counts.
+# 0.02) 1e-4 and 1e-2 or more. In bf16 rounding, and experts that change because of it, reach 0.1
+# at single tokens, so the median over tokens is compared.
 SHARP, COARSE = (5e-5, 2e-3), (0.1, 0.3)
 
 
 class Untried(Exception):
-    """A layout could not be run on this model; the text says why."""
+    """Report that a layout could not be run on this model; the text says why."""
 
 
 def find_faults(model: Any, layouts: Sequence[str], *, training: bool = False) -> dict[str, str]:
-    """Why a layout is not exact, by layout; what is not in it is. "padded" stands for the model
-    alone in a plain batch.
+    """Return the reason that a layout is not exact, by layout; an exact layout is not listed.
 
-    Tried under the ambient autocast, and without it first where the weights are float32, since that
-    shows most. `training`: the model's training mode is tried as well, under the name "training".
-    Leaves no trace: generators, buffers and the mode of every module are as before.
+    "padded" means the plain model in a plain batch. The probe runs under the ambient autocast, and
+    first without it if the weights are float32, which shows faults best. `training`: probe the
+    model's training mode as well, under the name "training". Generators, buffers and the mode of
+    every module are restored afterwards.
     """
     device = next(model.parameters()).device
     under_autocast = torch.is_autocast_enabled(device.type)
@@ -57,9 +57,9 @@ def find_faults(model: Any, layouts: Sequence[str], *, training: bool = False) -
             with torch.autocast(device.type, enabled=False):
                 faults = _Probe(model, SHARP).run(layouts, training)
         if under_autocast or not sharply:
-            left = [layout for layout in layouts if layout not in faults]
+            remaining = [layout for layout in layouts if layout not in faults]
             faults |= _Probe(model, COARSE, again=sharply).run(
-                left, training and "training" not in faults
+                remaining, training and "training" not in faults
             )
     return faults
 
@@ -67,26 +67,27 @@ def find_faults(model: Any, layouts: Sequence[str], *, training: bool = False) -
 def agreed_faults(
     model: Any | None, layouts: Sequence[str], *, training: bool, device: torch.device
 ) -> dict[str, str]:
-    """`find_faults` as all ranks make of it together: what one of them found holds for all, or they
-    would lay out differently.
+    """Return `find_faults` combined over all ranks.
 
-    `model`: None on a rank that has none to try.
+    A fault on any rank holds for all ranks; otherwise they would choose different layouts. `model`:
+    None on a rank that does not probe.
     """
     mine = {} if model is None else find_faults(model, layouts, training=training)
     names = [*layouts, "training"]
-    found = torch.tensor([float(name in mine) for name in names], device=device)
-    distributed.all_sum_([found])
+    fault_counts = torch.tensor([float(name in mine) for name in names], device=device)
+    distributed.all_sum_([fault_counts])
     return {
-        name: mine.get(name, "another rank found it so")
-        for name, count in zip(names, found.tolist(), strict=True)
+        name: mine.get(name, "another rank reported this fault")
+        for name, count in zip(names, fault_counts.tolist(), strict=True)
         if count
     }
 
 
 @contextlib.contextmanager
 def runnable(model: Any) -> Iterator[None]:
-    """Flash attention runs on a GPU alone: weights that wait on the CPU to be sharded are tried
-    with torch's own attention.
+    """Use torch's attention for flash-attention models on the CPU.
+
+    Flash attention runs only on a GPU, and weights to be sharded are probed on the CPU.
     """
     swap = uses_flash_attention(model) and next(model.parameters()).device.type == "cpu"
     if swap:
@@ -100,7 +101,7 @@ def runnable(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Generators, the mode of every module, and buffers as they were."""
+    """Restore generators, the mode of every module, and buffers after the block."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, name, buffer, buffer.clone())
@@ -120,8 +121,9 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 
 
 class _Probe:
-    """One model at one precision. `most`: the largest differences, see SHARP; `again`: it was tried
-    more sharply before.
+    """Probe a model at one precision.
+
+    `most`: the largest differences, see SHARP. `again`: a more precise probe ran before.
     """
 
     def __init__(self, model: Any, most: tuple[float, float], again: bool = False):
@@ -131,27 +133,30 @@ class _Probe:
         self.layers = describe(self.model)
 
     def run(self, layouts: Sequence[str], training: bool) -> dict[str, str]:
+        """Return the reason that a layout is not exact, by layout."""
         faults: dict[str, str] = {}
         reach = self.layers.reach
-        near = max((n for n in reach.values() if n <= REACHED), default=0)
-        sequences = Sequences.make(self.vocabulary, near)
+        sequence_reach = max((n for n in reach.values() if n <= REACHED), default=0)
+        sequences = Sequences.make(self.vocabulary, sequence_reach)
         self.model.eval()
         with contextlib.ExitStack() as stack:
-            far = self._shrink(
+            unshrinkable = self._shrink(
                 stack, sequences, {name: n for name, n in reach.items() if n > REACHED}
             )
             try:
-                alone = self._alone(sequences)
+                reference = self._alone(sequences)
             except Untried as reason:
                 return {layout: str(reason) for layout in layouts}
             for layout in layouts:
                 fault = (
-                    far if layout != "padded" and far else self._fault_of(layout, sequences, alone)
+                    unshrinkable
+                    if layout != "padded" and unshrinkable
+                    else self._fault_of(layout, sequences, reference)
                 )
                 if fault:
                     faults[layout] = fault
             if training and "padded" not in faults:
-                fault = self._training_fault(sequences, alone)
+                fault = self._training_fault(sequences, reference)
                 if fault:
                     faults["training"] = fault
         return faults
@@ -159,59 +164,74 @@ class _Probe:
     def _shrink(
         self, stack: contextlib.ExitStack, sequences: Sequences, reach: Mapping[str, int]
     ) -> str | None:
-        """Makes far reaches near for what follows; says what cannot be made so, and leaves packed
-        and shared untried.
+        """Shrink the windows that are too large to probe, for the following forwards.
+
+        Return the reason if that is impossible; packed and shared are then not probed.
         """
         if self.again:
             return None
         if self.layers.strange:
-            return f"its layers of the kind {self.layers.strange} may look farther than can be tried here"
+            return (
+                f"its layers of the kind {self.layers.strange} may attend farther than this probe "
+                "can check"
+            )
         if self.most is not SHARP and self.layers.reach:
-            return f"its layers ({', '.join(self.layers.reach)}) do not see everything, and in this precision a fault may not show"
+            return (
+                f"its layers ({', '.join(self.layers.reach)}) do not see all positions, and in "
+                "this precision a fault may not show"
+            )
         try:
             plain = self._forward(self._batch(sequences, "padded", [sequences.judged]))
             for name, value in reach.items():
                 stack.enter_context(shrunk(self.model, name))
                 now = self._forward(self._batch(sequences, "padded", [sequences.judged]))
                 if self._difference(now, plain)[0] <= LEAK:
-                    return f"{name}={value} reaches farther than can be tried here"
+                    return f"{name}={value} reaches farther than this probe can check"
                 plain = now
         except Untried as reason:
-            return f"its layers ({', '.join(reach)}) reach farther than can be tried here: {reason}"
+            return (
+                f"its layers ({', '.join(reach)}) reach farther than this probe can check: {reason}"
+            )
         return None
 
     def _fault_of(self, layout: str, sequences: Sequences, alone: Seen) -> str | None:
+        """Return the reason that a layout is not exact, or None."""
         if layout != "padded" and not self.layers.takes_positions:
             return "its forward takes no position_ids"
         if layout == "shared" and uses_flash_attention(self.model):
-            return "flash attention takes no mask of its own"
+            return "flash attention takes no custom mask"
         try:
-            found = self._forward(self._batch(sequences, layout), judged=sequences.judged)
+            result = self._forward(self._batch(sequences, layout), judged=sequences.judged)
         except Untried as reason:
             return str(reason)
-        what = {
-            "padded": "what stands to its right or in other rows",
-            "packed": "the others in its row",
+        neighbors = {
+            "padded": "tokens to its right or in other rows",
+            "packed": "other sequences in its row",
             "shared": "other answers",
         }
-        assert found.own is not None and alone.own is not None
+        assert result.own is not None and alone.own is not None
         size = float(alone.own.norm())
-        if not found.others <= LEAK * size:
-            return f"a sequence is not told apart from {what[layout]} (by {found.others / max(size, 1e-30):.1g} of its gradient)"
-        return self._why_unlike(found, alone)
+        if not result.others <= LEAK * size:
+            return (
+                f"a sequence depends on {neighbors[layout]} (by "
+                f"{result.others / max(size, 1e-30):.1g} of its gradient)"
+            )
+        return self._why_unlike(result, alone)
 
     def _training_fault(self, sequences: Sequences, alone: Seen) -> str | None:
-        """Two forwards in training mode and a backward, with checkpoints where they are on, against
-        those of evaluation.
+        """Compare two forwards in training mode and a backward with evaluation mode; return the
+        fault.
+
+        Gradient checkpointing is active if it is enabled.
         """
         self.model.train()
         batch = self._batch(sequences, "padded")
         try:
             for _ in range(2):
                 with Draws() as draws:
-                    found = self._forward(batch, judged=sequences.judged)
-                why = self._why_unlike(found, alone) or (
-                    f"it draws random numbers ({', '.join(sorted(draws.by))})" if draws.by else None
+                    result = self._forward(batch, judged=sequences.judged)
+                why = self._why_unlike(result, alone) or (
+                    f"it uses random numbers ({', '.join(sorted(draws.by))})" if draws.by else None
                 )
                 if why:
                     return why
@@ -222,48 +242,55 @@ class _Probe:
         return None
 
     def _why_unlike(self, found: Seen, alone: Seen) -> str | None:
+        """Return the difference between two results that is above the tolerance, or None."""
         states, gradient = self._difference(found, alone)
         if not states <= self.most[0]:
             return (
-                f"hidden states differ from those of a sequence alone by {states:.1g} of their size"
+                f"hidden states differ from those of a separate forward by {states:.1g} of their "
+                "size"
             )
         if not gradient <= self.most[1]:
             return (
-                f"gradients differ from those of a sequence alone by {gradient:.1g} of their size"
+                f"gradients differ from those of a separate forward by {gradient:.1g} of their size"
             )
         return None
 
     def _difference(self, found: Seen, alone: Seen) -> tuple[float, float]:
-        """Of hidden states and of gradients, each token's relative to its own size: the largest, or
-        in bf16 the median.
+        """Return the relative differences of hidden states and of gradients over tokens.
+
+        Each is the maximum, or in bf16 the median.
         """
 
         def relative(a: Tensor, b: Tensor) -> Tensor:
             size = torch.maximum(a.norm(dim=-1), b.norm(dim=-1))
             return ((a - b).norm(dim=-1) / size.clamp_min(1e-30)).nan_to_num(nan=float("inf"))
 
-        def most(values: Tensor) -> float:
+        def reduce_errors(values: Tensor) -> float:
             return float(values.max() if self.most is SHARP else values.median())
 
-        states = max(most(relative(a, b)) for a, b in zip(found.hidden, alone.hidden, strict=True))
+        states = max(
+            reduce_errors(relative(a, b)) for a, b in zip(found.hidden, alone.hidden, strict=True)
+        )
         if found.own is None or alone.own is None:
             return states, 0.0
-        # a position whose gradient is rounding alone says nothing
+        # A position with a gradient of rounding errors only is ignored.
         floor = 1e-6 * alone.own.norm(dim=-1).max()
-        kept = (alone.own.norm(dim=-1) > floor) | (found.own.norm(dim=-1) > floor)
-        return states, most(relative(found.own, alone.own)[kept]) if bool(kept.any()) else float(
-            "inf"
-        )
+        compared = (alone.own.norm(dim=-1) > floor) | (found.own.norm(dim=-1) > floor)
+        return states, reduce_errors(relative(found.own, alone.own)[compared]) if bool(
+            compared.any()
+        ) else float("inf")
 
     # -------------------------------------------------------------------------------------- running
 
     def _batch(
         self, sequences: Sequences, layout: str, which: Sequence[int] | None = None
     ) -> PackedBatch:
+        """Return the sequences (or those in `which`) as a batch in a layout."""
         datums = sequences.datums if which is None else [sequences.datums[i] for i in which]
         return collate(datums, units(datums, layout, 10**9), layout, self.device)
 
     def _alone(self, sequences: Sequences) -> Seen:
+        """Run each sequence in a separate forward."""
         parts = [
             self._forward(
                 self._batch(sequences, "padded", [i]), judged=0 if i == sequences.judged else None
@@ -273,8 +300,10 @@ class _Probe:
         return Seen([part.hidden[0] for part in parts], parts[sequences.judged].own)
 
     def _forward(self, batch: PackedBatch, judged: int | None = None) -> Seen:
-        """Runs a batch as the learner does. `judged`: the sequence whose last two tokens' gradient
-        is taken.
+        """Run a batch as the learner does.
+
+        `judged`: the sequence for which the gradient of the last two tokens is computed. Raises
+        Untried if the model cannot run it.
         """
         inputs: dict[str, Any] = {"input_ids": batch.input_ids}
         if batch.position_ids is not None:
@@ -290,7 +319,8 @@ class _Probe:
                 hidden = states[-1] if states else logits
                 if hidden.shape[:2] != batch.input_ids.shape:
                     raise Untried(
-                        f"logits of shape {tuple(hidden.shape)} for tokens of shape {tuple(batch.input_ids.shape)}"
+                        f"logits of shape {tuple(hidden.shape)} for tokens of shape "
+                        f"{tuple(batch.input_ids.shape)}"
                     )
                 index = (
                     torch.arange(batch.input_ids.numel(), device=self.device)
@@ -299,15 +329,15 @@ class _Probe:
                 )
                 parts = index.split(batch.cu_seqlens.diff().tolist())
                 flat = hidden.flatten(0, 1)
-                seen = [flat[part].detach().float() for part in parts]
+                hidden_states = [flat[part].detach().float() for part in parts]
                 if judged is None:
-                    return Seen(seen)
+                    return Seen(hidden_states)
                 last = flat[parts[judged][-2:]].float()
                 weights = torch.from_numpy(np.random.default_rng(1).standard_normal(last.shape)).to(
                     last
                 )
                 return Seen(
-                    seen,
+                    hidden_states,
                     *self._pulled(
                         (last * weights).sum(), leaves, parts[judged], batch.input_ids.shape
                     ),
@@ -325,22 +355,26 @@ class _Probe:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise Untried(f"it cannot be run so ({type(error).__name__}: {first[:200]})") from error
+            raise Untried(
+                f"it cannot run this layout ({type(error).__name__}: {first[:200]})"
+            ) from error
 
     def _pulled(
         self, value: Tensor, leaves: list[Tensor], own: Tensor, shape: torch.Size
     ) -> tuple[Tensor, float]:
-        """The gradient of `value` at the judged sequence's embeddings [T, D], and the norm of it
-        everywhere else.
+        """Return the gradient of `value` at the judged sequence's embeddings [T, D], and its norm
+        elsewhere.
+
+        Raises Untried if the forward does not use the embeddings as expected.
         """
         if not leaves:
-            raise Untried("its input embeddings are not those that its forward uses")
-        found = torch.autograd.grad(value, leaves, allow_unused=True)
+            raise Untried("its forward does not use its input embeddings")
+        gradients = torch.autograd.grad(value, leaves, allow_unused=True)
         total = (
             torch.stack(
                 [
                     torch.zeros_like(leaf) if g is None else g
-                    for g, leaf in zip(found, leaves, strict=True)
+                    for g, leaf in zip(gradients, leaves, strict=True)
                 ]
             )
             .sum(0)
@@ -359,11 +393,11 @@ class _Probe:
     def _tapped(
         self, shape: torch.Size, leaves_wanted: bool
     ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """The embeddings as leaves of the graph, and what the output head is given, as a forward
-        makes them.
+        """Make the embeddings leaves of the graph and record the output head's input during a
+        forward.
 
-        A linear head itself runs on no token: it may be most of the work, and what it does to one
-        has nothing to do with others.
+        A linear head itself runs on no token: it may be most of the work, and it treats tokens
+        independently.
         """
         leaves: list[Tensor] = []
         states: list[Tensor] = []
@@ -371,7 +405,7 @@ class _Probe:
         def cut(module: nn.Module, args: Any, out: Tensor) -> Tensor:
             leaf = out.detach().requires_grad_()
             leaves.append(leaf)
-            return leaf.clone()  # which a model may write into
+            return leaf.clone()  # a model may write into it
 
         def note(module: nn.Module, args: Any) -> Any:
             if args[0].shape[:-1] != shape:

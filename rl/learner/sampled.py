@@ -1,5 +1,6 @@
-"""What is remembered of sampling from a model that learns: at which temperatures, and whether the
-whole distribution was drawn from.
+"""Record the sampling settings of a learner's samples.
+
+The record holds the temperatures and whether the full distribution was sampled.
 """
 
 from __future__ import annotations
@@ -11,45 +12,46 @@ from rl.types import SamplingParams
 
 
 class Sampled:
-    """How the newest version of the weights that was sampled from was sampled."""
+    """Record the sampling settings of the newest sampled weight version."""
 
     def __init__(self) -> None:
+        """Start without a record."""
         self.forget()
 
     def forget(self) -> None:
-        """Nothing is known of samples of these weights."""
+        """Clear the record: nothing is known about samples of these weights."""
         self._version: int | None = None
         self.temperatures: list[float] = []
         self._truncated = self._untruncated = False
 
     def note(self, version: int, params: Sequence[SamplingParams]) -> None:
-        """Remembers how this version was sampled from: it stands until a newer one is.
+        """Record the sampling settings of this version; they are kept until a newer version is
+        sampled.
 
-        (Several updates on the same samples are all scored as these were drawn.) Greedy samples are
-        for looking at.
+        Several updates on the same samples are all scored with the samples' settings. Greedy
+        samples are ignored: they are for inspection.
         """
-        for one in params:
-            if one.temperature > 0:
+        for sampling in params:
+            if sampling.temperature > 0:
                 if self._version != version:
                     self.forget()
                     self._version = version
-                if one.temperature not in self.temperatures:
-                    self.temperatures.append(one.temperature)
+                if sampling.temperature not in self.temperatures:
+                    self.temperatures.append(sampling.temperature)
                 self._truncated, self._untruncated = (
-                    self._truncated or one.reshapes,
-                    self._untruncated or not one.reshapes,
+                    self._truncated or sampling.reshapes,
+                    self._untruncated or not sampling.reshapes,
                 )
 
     def state(self) -> dict[str, Any]:
-        """What is known of the samples, for a checkpoint: who goes on from it scores as if nothing
-        had come between.
-        """
+        """Return the record for a checkpoint, so that a resumed run scores identically."""
         ways = {"truncated": self._truncated, "untruncated": self._untruncated}
         return {"temperatures": self.temperatures, "sampled_version": self._version, **ways}
 
     def restore(self, state: Mapping[str, Any], version: int) -> None:
-        """What `state` gave; of older checkpoints the temperatures alone are known, and taken to be
-        of `version`.
+        """Restore the record from a `state`.
+
+        Older checkpoints hold only the temperatures, which are assumed to belong to `version`.
         """
         self.temperatures = list(state["temperatures"])
         self._version = state.get("sampled_version", version if self.temperatures else None)
@@ -59,29 +61,30 @@ class Sampled:
         )
 
     def temperature(self) -> float:
-        """The temperature to score datums at that do not say theirs: that of the samples, 1 if
-        there are none.
+        """Return the temperature for scoring datums without an explicit temperature.
 
-        Raises ValueError where these weights were sampled at several: which of them the data is of
-        cannot be known.
+        It is that of the samples, 1 without samples. Raises ValueError if these weights were
+        sampled at several temperatures, because the datum's temperature is then unknown.
         """
         if len(self.temperatures) > 1:
             raise ValueError(
-                f"these weights were sampled at the temperatures {self.temperatures}, and a datum is none of the samples that this "
-                "process drew: say which of them it was drawn at, Datum(..., temperature=...) or "
+                f"these weights were sampled at the temperatures {self.temperatures}, and a datum "
+                "is not a sample of this process: set the temperature of its sample with "
+                "Datum(..., temperature=...) or "
                 'loss_fn_config={"temperature": ...}'
             )
         return self.temperatures[0] if self.temperatures else 1.0
 
     def refuse_truncated(self) -> None:
-        """Raises ValueError where every sample of this version was drawn with top-k, top-p, min-p,
-        a logit bias or min_tokens.
+        """Raise ValueError if every sample of this version used a reshaped distribution.
 
-        Their logprobs are of the renormalised, truncated or biased distribution, the learner's of
-        the whole one: ratios would be wrong at every token, by a factor that no clip is meant for.
+        Such samples use top-k, top-p, min-p, a logit bias or min_tokens. Their logprobs belong to
+        the renormalized, truncated or biased distribution, the learner's to the full one: ratios
+        would be wrong at every token, by a factor that clipping does not address.
         """
         if self._truncated and not self._untruncated:
             raise ValueError(
-                "all samples of these weights were drawn with top_k, top_p, min_p, logit_bias or min_tokens, whose logprobs are not those "
-                "of the distribution that is trained: sample training data with top_k=-1 and top_p=1, and without the others"
+                "all samples of these weights used top_k, top_p, min_p, logit_bias or "
+                "min_tokens, so their logprobs are not those of the trained distribution: sample "
+                "training data with top_k=-1 and top_p=1, and without the others"
             )

@@ -1,4 +1,4 @@
-"""ModelSpec: enough to make a model again."""
+"""Define ModelSpec: the data from which a model is built again."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from rl.types import LoraConfig
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What makes a model: enough to make it again.
+    """Describe a model completely enough to build it again.
 
-    elsewhere   whether `base_model` is a folder outside of what the same service writes (another
-    run's): it is then where it was noted base_dtype  of the frozen matrices under an adapter: auto,
-    fp32, bf16 or 4bit (rl.learner.base)
+    elsewhere   whether `base_model` is a folder outside the folders that the same service writes
+                (another run's); it is then read from the recorded path
+    base_dtype  storage type of the frozen matrices under an adapter: auto, fp32, bf16 or 4bit
+                (rl.learner.base)
     """
 
     base_model: str
@@ -28,5 +29,6 @@ class ModelSpec:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ModelSpec:
+        """Return the spec from its JSON dict. Raises TypeError for unknown or missing fields."""
         lora = data.get("lora")
         return cls(**{**data, "lora": LoraConfig(**lora) if lora else None})

@@ -1,5 +1,6 @@
-"""What a model is tried out with (rl.learner.probe): sequences, what is seen of a forward, what
-draws random numbers.
+"""Provide the inputs and results of the probe (rl.learner.probe).
+
+They are sequences, the outputs of a forward, and a recorder of random operations.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from rl.types import Datum, ModelInput
 
 @dataclass(frozen=True)
 class Sequences:
-    """Three answers to one prompt and a sequence by itself; the judged one has neighbours before
-    and behind, and is short.
+    """Hold three answers to the same prompt and an unrelated sequence.
+
+    The judged sequence is short and has neighbors before and after it.
     """
 
     datums: list[Datum]
@@ -26,20 +28,21 @@ class Sequences:
 
     @classmethod
     def make(cls, vocabulary: int, reach: int) -> Sequences:
+        """Return sequences of random tokens that are long enough for a window of `reach`."""
         rng = np.random.default_rng(0)
 
         def draw(n: int) -> list[int]:
             return rng.integers(0, vocabulary, n).tolist()
 
-        prompt, answers, alone = (
+        prompt, answers, single = (
             draw(4 + reach),
             [draw(n + reach // 2) for n in (4, 3, 6)],
             draw(7 + 2 * reach),
         )
         masks = [[0.0] * (len(prompt) - 1) + [1.0] * (len(answer) + 1) for answer in answers] + [
-            [1.0] * len(alone)
+            [1.0] * len(single)
         ]
-        texts = [*([*prompt, *answer] for answer in answers), alone]
+        texts = [*([*prompt, *answer] for answer in answers), single]
         fields = [
             {"target_tokens": text, "mask": mask} for text, mask in zip(texts, masks, strict=True)
         ]
@@ -53,8 +56,10 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Seen:
-    """Of one forward: hidden states of each sequence [T, D]; the judged one's gradient at its own
-    tokens, and at all others.
+    """Hold the outputs of a forward.
+
+    `hidden`: hidden states of each sequence [T, D]. `own`: the judged sequence's gradient at its
+    tokens. `others`: the norm of that gradient at all other tokens.
     """
 
     hidden: list[Tensor]
@@ -63,11 +68,11 @@ class Seen:
 
 
 class Draws(TorchDispatchMode):
-    """Notes what draws random tensors: one that changes a token in a thousand would not show in a
-    few.
+    """Record the operations that generate random tensors.
 
-    A single number is let be (a layer's dropout draws it at a rate of 0 too), and attention, which
-    is marked for its own dropout.
+    Dropout that changes a token in a thousand would not show in a few tokens. A single number is
+    ignored (layer dropout generates it at rate 0 too), and so is attention, which is tagged random
+    because of its dropout argument.
     """
 
     def __init__(self) -> None:
@@ -78,8 +83,8 @@ class Draws(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func.name():
             if any(
-                isinstance(one, Tensor) and one.numel() > 1
-                for one in (out if isinstance(out, tuple) else (out,))
+                isinstance(output, Tensor) and output.numel() > 1
+                for output in (out if isinstance(out, tuple) else (out,))
             ):
                 self.by.add(func.name().removeprefix("aten::"))
         return out
