@@ -279,7 +279,7 @@ def test_a_token_older_than_the_bound_or_of_a_version_yet_to_come_ends_the_run()
 
     samples.check(rollouts((5, 5), (4, 5), (3, 4)), 5, 2)
     for wrong, oldest in (((3, 4), 1), ((2, 5), 2), ((5, 6), 2), ((4, 4), 0)):
-        with pytest.raises(RuntimeError, match="samples of versions"):
+        with pytest.raises(RuntimeError, match="samples come from weight versions"):
             samples.check(rollouts((5, 5), wrong), 5, oldest)
 
 

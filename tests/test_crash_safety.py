@@ -383,7 +383,7 @@ def test_told_to_stop_two_processes_save_and_ask_to_be_requeued(
     done = len(rows(tmp_path / "out"))
     resumed = ranks.start(recipe, "--output-dir", "out", "--resume", *QUICK, cwd=tmp_path, world=2)
     assert resumed.wait(240) == [0, 0], resumed.output()
-    assert "going on from grpo-" in resumed.output(0)
+    assert "resuming from grpo-" in resumed.output(0)
     assert 0 < done < len(rows(undisturbed[0]))
     assert_same(tmp_path / "out", undisturbed[0], "grpo")
     assert ranks.nothing_left() == []

@@ -336,7 +336,7 @@ def test_a_run_killed_in_the_middle_of_grpo_ends_as_if_it_had_not_been(
     )
 
     finish(train(recipe, broken, "--resume"), recipe, broken)
-    assert "going on from grpo-" in (recipe.parent / "killed.log").read_text()
+    assert "resuming from grpo-" in (recipe.parent / "killed.log").read_text()
     assert untimed(broken) == untimed(run)
     for file in ("model/model.safetensors", "optimizer.safetensors"):
         ours, theirs = (

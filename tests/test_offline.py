@@ -575,12 +575,12 @@ def test_a_stage_learns_from_the_rollouts_of_an_earlier_one(tmp_path):
         (
             "steps: 2, rollouts_every: 1",
             "steps: 2, rollouts_every: 0",
-            "of stage grpo-1, which keeps none: set its rollouts_every",
+            "of stage grpo-1, which stores none: set its rollouts_every",
         ),
         (
             "steps: 2,",
             "steps: 2, temperature: 0.7,",
-            "drawn at temperature 0.7, .* score them at 1: give stage offline temperature: 0.7",
+            "sampled at temperature 0.7, .* score them at 1: give stage offline temperature: 0.7",
         ),
         (
             "method: grpo, base_model",

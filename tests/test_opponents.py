@@ -85,7 +85,7 @@ def test_the_folder_is_bounded_and_a_lost_version_is_named(tmp_path):
     final = tmp_path / "run" / "checkpoints" / "grpo-final"
     final.rename(tmp_path / "aside")
     with pytest.raises(
-        RunFolderError, match="an older version that the run plays against is not whole"
+        RunFolderError, match="an older version that the run plays against is damaged"
     ):
         train(f"{words} --resume", tmp_path / "run")
 

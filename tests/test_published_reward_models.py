@@ -291,7 +291,7 @@ def test_a_later_stage_is_checked_before_the_first(tmp_path):
         f"  - {{method: grpo, dataset: addition, reward: null, reward_model: {folder}, steps: 1, max_tokens: 3}}\n"
     )
     with pytest.raises(
-        UserError, match="stage grpo, before anything was trained: .*has no chat template"
+        UserError, match="stage grpo, before any training: .*has no chat template"
     ):
         train(f"{tmp_path / 'two.yaml'}", tmp_path / "run")
 

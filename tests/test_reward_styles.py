@@ -224,11 +224,11 @@ def test_a_reward_is_tried_on_rows_with_their_own_answers(file):
     ):
         tried(f"{file}:needs_gold")
     with pytest.raises(
-        UserError, match="(?s)tried on their own answers of 6 rows of sums.*KeyError: 'colour'"
+        UserError, match="(?s)tried on the reference answers of 6 rows of sums.*KeyError: 'colour'"
     ):
         tried(f"{file}:breaks")
     assert tried(f"{file}:whole") == []
-    with pytest.raises(UserError, match="(?s)tried on their own answers.*AttributeError"):
+    with pytest.raises(UserError, match="(?s)tried on the reference answers.*AttributeError"):
         tried(f"{file}:whole_and_broken")
     bare = [Problem(({"role": "user", "content": "a"},), {}, tag="bare")]
     with pytest.raises(UserError, match="no answer to compare with"):
@@ -238,7 +238,7 @@ def test_a_reward_is_tried_on_rows_with_their_own_answers(file):
     wrong = [Problem(row.messages, row.meta, response="the sum is 7", tag="sums") for row in ROWS]
     (said,) = tried("exact_match", wrong)
     assert (
-        "calls the data's own answers wrong, all of 6 rows tried" in said and "the sum is 7" in said
+        "calls the data's reference answers wrong, all of 6 rows tried" in said and "the sum is 7" in said
     )
 
 

@@ -369,7 +369,7 @@ def test_a_plan_tells_both_sides_and_refuses_a_side_without_ranks(capsys):
         and "KV cache" in samples
         and "optimizer" not in samples
     )
-    with pytest.raises(UserError, match="sampler_ranks 4 of 4 processes leaves none to learn"):
+    with pytest.raises(UserError, match="sampler_ranks 4 of 4 processes leaves no rank to learn"):
         plan(4)
 
 
@@ -606,7 +606,7 @@ runpy.run_path({train!r}, run_name="__main__")
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        ("nothing arrives", "the hand-over delivers nothing"),
+        ("nothing arrives", "the weight sync delivers nothing"),
         ("a tensor is left out", "hand-over of version 0 is not whole: 1 tens"),
     ],
 )

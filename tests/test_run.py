@@ -175,7 +175,7 @@ def test_a_killed_run_resumes_to_the_same_bits(undisturbed, tmp_path, where):
     )
     assert not (tmp_path / "out" / "checkpoints" / "grpo-final").exists()
     done = run(recipe, "--output-dir", "out", "--resume", cwd=tmp_path)
-    assert ("no whole checkpoint yet" if "before any" in where else "going on from") in done.stdout
+    assert ("no complete checkpoint yet" if "before any" in where else "resuming from") in done.stdout
     assert_same(tmp_path / "out", undisturbed, "grpo")
 
 

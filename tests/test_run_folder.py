@@ -250,9 +250,9 @@ def test_a_link_in_the_way_is_left_alone_and_named(done, tmp_path):
         tmp_path / "elsewhere"
     ).is_dir()
     (folder / "checkpoints" / "grpo-final").unlink()
-    # whole, and none of its own
+    # whole, and not from this run
     shutil.copytree(folder / "checkpoints" / "sft-final", folder / "checkpoints" / "grpo-final")
-    with pytest.raises(RunFolderError, match="grpo-final is in the way.*none of its own"):
+    with pytest.raises(RunFolderError, match="grpo-final is in the way.*not from this run"):
         again(folder)
     checkpoint.verify(folder / "checkpoints" / "grpo-final")
 
@@ -269,7 +269,7 @@ def test_what_lies_at_the_step_gone_on_from_is_in_the_way_where_it_is_none_of_it
     assert find(plan, folder, Heard()).step == 8
     shutil.copytree(folder / "checkpoints" / "sft-final", folder / "checkpoints" / "grpo-final")
     with pytest.raises(
-        RunFolderError, match="grpo-final is in the way.*its step 8.*none of its own"
+        RunFolderError, match="grpo-final is in the way.*its step 8.*not from this run"
     ):
         find(plan, folder, Heard())
     checkpoint.verify(folder / "checkpoints" / "grpo-final")
@@ -336,7 +336,7 @@ def put(key: str, value, *path: str):
         (put("stage", 0, "metadata"), "grpo-000006 is in the way"),
         (put("stage", "x", "metadata"), "grpo-000006 is in the way"),
         (put("next_batch", 2.0, "metadata"), "its next_batch is 2.0"),
-        (put("first_step", 3, "metadata"), "where the run's stage does not go"),
+        (put("first_step", 3, "metadata"), "which is outside of the run's stage"),
         (put("metadata", []), "no 'metadata' as save_state writes it"),
     ],
 )
@@ -469,7 +469,7 @@ max_tokens: 3
         ("grpo", "{kl_coef: 0.1, reference_model: tiny:ascii}", "", "vocabulary"),
         ("distill", "teacher: tiny:ascii", "", "vocabulary"),
         ("rlhf", "reward_model: sft", "", "is no reward model"),
-        ("grpo", "base_model: EMPTY", "", "holds neither a run nor weights"),
+        ("grpo", "base_model: EMPTY", "", "contains neither a run nor weights"),
         ("grpo", "{base_model: HALF, tokenizer: 'tiny:addition'}", "", "lacks"),
         ("grpo", "reward: exact_matsch", "", "exact_match"),
         ("grpo", "dataset: ./rows.jsonl", "", "rows.jsonl"),
@@ -574,7 +574,7 @@ def test_the_lost_end_of_a_stage_that_a_later_one_begins_from_is_known_at_the_st
     lines = (folder / "metrics.jsonl").read_text()
     (folder / "checkpoints" / "sft-final" / "manifest.json").unlink()
     with pytest.raises(
-        UserError, match="begins from the end of stage sft, which is not whole any more"
+        UserError, match="begins from the end of stage sft, but that checkpoint is damaged"
     ):
         again(folder)
     assert (folder / "metrics.jsonl").read_text() == lines

@@ -59,7 +59,7 @@ def test_a_second_process_is_refused_and_told_who_has_it(tmp_path):
     process = holding(tmp_path)
     with pytest.raises(
         RunFolderError,
-        match=rf"in use by process {process.pid} on \S+, begun \d+ s ago, last heard of \d s ago",
+        match=rf"in use by process {process.pid} on \S+, started \d+ s ago, last heartbeat \d s ago",
     ):
         RunLock(tmp_path).acquire()
     # on the same host nobody has to wait to know
@@ -72,8 +72,8 @@ def test_a_second_process_is_refused_and_told_who_has_it(tmp_path):
         lock.acquire(said.append)
         lock.acquire(said.append)  # twice is once
         who = f"process {process.pid} on {os.uname().nodename}"
-        told = f"{who} had {tmp_path} and did not give it back; that process has ended (killed, perhaps)"
-        assert said == [f"{told}. Its lock is taken over, nothing is to be done about it"]
+        told = f"{who} had {tmp_path} and did not release it; that process has ended (perhaps it was killed)"
+        assert said == [f"{told}. Its lock is taken over; no action is needed"]
         assert left(tmp_path) == ["run.lock"]
         lock.held()
     assert left(tmp_path) == []
@@ -111,7 +111,7 @@ def test_a_lock_of_another_host_ends_with_its_heartbeat(tmp_path):
     another_hosts(tmp_path, 30)
     with pytest.raises(
         RunFolderError,
-        match=r"process 4242 on node17, begun 60 min ago, last heard of (30|31) s ago",
+        match=r"process 4242 on node17, started 60 min ago, last heartbeat (30|31) s ago",
     ):
         RunLock(tmp_path).acquire()
     another_hosts(tmp_path, 61)
@@ -147,7 +147,7 @@ def test_a_heart_that_beats_again_is_alive(tmp_path):
     another_hosts(tmp_path, 5)
     code = f"import os, time\nfor _ in range(600):\n    time.sleep(0.1)\n    os.utime({str(tmp_path / 'run.lock')!r})"
     beating = subprocess.Popen([sys.executable, "-c", code])
-    with pytest.raises(RunFolderError, match="last heard of 0 s ago"):
+    with pytest.raises(RunFolderError, match="last heartbeat 0 s ago"):
         RunLock(tmp_path, patient=True, beat=0.5, stale=8.0).acquire()
     beating.kill()
     beating.wait()
@@ -174,7 +174,7 @@ def test_who_lost_the_folder_writes_nothing_more_there(tmp_path):
 )
 def test_a_lock_that_cannot_be_read_ends_with_its_heartbeat(tmp_path, text):
     (tmp_path / "run.lock").write_text(text)
-    with pytest.raises(RunFolderError, match="does not name"):
+    with pytest.raises(RunFolderError, match="its lock names none"):
         RunLock(tmp_path).acquire()
     os.utime(tmp_path / "run.lock", (0, 0))
     with RunLock(tmp_path) as lock:

@@ -141,7 +141,7 @@ def test_a_32b_policy_fits_8_gpus_of_80_gib_with_a_split_sampler(large, capsys):
     assert "does not fit" in capsys.readouterr().out and "--sampler-tp 4" not in str(refused.value)
     show(asked(words + " --sampler-tp 2"))
     said = " ".join(capsys.readouterr().out.split())
-    assert "fits:" in said and "by 2 processes that hold a sampler together" in said
+    assert "fits:" in said and "by groups of 2 processes, each with its part of weights and cache of a sampler" in said
     launch = Launch(cuda=True, bf16=True, world=8, per_node=8, zero=3)
     plans = {k: needs_of(asked(words + f" --sampler-tp {k}"), launch, 512)[0] for k in (1, 2, 4, 8)}
     copies = {
@@ -320,7 +320,7 @@ def test_it_holds_for_the_whole_run():
             3,
             "does not divide the 3 processes of a machine: it is one of 1, 3",
         ),
-        ("qwen3", "--sampler-tp 2", 1, "over 2 processes of a machine, and this is one"),
+        ("qwen3", "--sampler-tp 2", 1, "over 2 processes of a machine, but only a single process was launched"),
         (
             "qwen3",
             "--sampler-tp 2 --sampler-ranks 1 --max-steps-off-policy 1",

@@ -109,7 +109,7 @@ def decoders(monkeypatch, change):
 
 def test_a_hand_over_that_delivers_nothing(run, monkeypatch):
     decoders(monkeypatch, lambda pieces: ())
-    with pytest.raises(SelfTestFailed, match="the hand-over delivers nothing"):
+    with pytest.raises(SelfTestFailed, match="the weight sync delivers nothing"):
         run()
 
 
@@ -168,7 +168,7 @@ def shifted(names, by):
 def test_a_mask_or_logprobs_shifted_by_one(run, monkeypatch, names, by):
     monkeypatch.setattr(module, "trajectory_to_datums", shifted(names, by))
     with pytest.raises(
-        SelfTestFailed, match="not those that were sampled|not those of the sampled tokens"
+        SelfTestFailed, match="not the tokens that were sampled|not the logprobs of the sampled tokens"
     ):
         run()
 

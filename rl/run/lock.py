@@ -1,16 +1,16 @@
-"""One process works in a run's folder at a time: a lock that holds on a disk of many machines
-(NFS), and ends with its owner.
+"""Lock a run's folder for one process at a time, on a disk shared by many machines (NFS). The lock
+ends with its owner.
 
-`run.lock` is made whole or not at all (a link to a file that is written before: atomic on NFS,
-where flock may not hold) and says who has it: host, process, when it began. Its time of change is a
-heartbeat. Whoever finds a lock takes it over
+`run.lock` is created atomically as a hard link to a file that is written before. A link is atomic
+on NFS, where flock may not hold. The file names its owner: host, process id, start time. Its
+modification time is the heartbeat. A process that meets an existing lock takes it over
 
-    of a process on this host that has ended: at once
-    of an earlier start of the same Slurm job: at once, Slurm starts a job again only when it has ended
-    of another host: when the heart has not beaten for STALE seconds
+    from an ended process on this host: at once
+    from an earlier start of the same Slurm job: at once, Slurm restarts a job only after it ended
+    from another host: when the last heartbeat is older than STALE seconds
 
-and else is refused. Ages are taken between two files of the same disk, so clocks that differ do not
-matter.
+and is refused otherwise. Ages are differences between two files of the same disk, so clock
+differences between hosts do not matter.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from rl.report import LOCK
 
 BEAT = 5.0
 STALE = 60.0
-_TAKING = LOCK + ".taking"  # held for the moment in which a dead owner's lock is replaced
+_TAKING = LOCK + ".taking"  # held while a dead owner's lock is replaced
 
 
 def _boot() -> str:
-    """Which start of which machine, and which of its containers' tables of processes: a process id
-    means nothing in another.
+    """Return an id of this boot of this machine and of the container's process-id namespace.
+
+    A process id has no meaning in another boot or namespace.
     """
     with contextlib.suppress(OSError):
         return (
@@ -49,8 +50,9 @@ def _boot() -> str:
 
 
 def _began(pid: int) -> str:
-    """When a process began, in the kernel's own ticks: a process id is given again, this is not. ""
-    where it cannot be told.
+    """Return the start time of process `pid` in kernel ticks, or "" if it cannot be read.
+
+    Process ids are reused, the pair (process id, start time) is not.
     """
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -67,7 +69,7 @@ def _is_alive(pid: int, began: str) -> bool:
     now = _began(pid)
     if began and now and began != now:
         return False
-    # ended, and nobody has asked for its exit code yet
+    # a zombie: the process has ended, but its parent has not collected its exit code yet
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     return True
@@ -87,12 +89,13 @@ def _who() -> dict[str, Any]:
 
 
 class RunLock:
-    """Holds a folder's lock from `acquire` to `release` (or the end of `with`). `held()` raises
-    once another has taken it over.
+    """Hold a folder's lock from `acquire` to `release` (or to the end of `with`).
 
-    `patient`: a lock of another host is watched until its heart beats again (refused) or has
-    stopped for STALE seconds (taken): for a job that a scheduler started again elsewhere, which
-    nobody is there to start a third time.
+    `held()` raises RunFolderError once another process has taken the lock over.
+
+    `patient`: watch a lock of another host until its heartbeat continues (refused) or has been
+    missing for STALE seconds (taken over). It serves a job that a scheduler restarted on another
+    host, where no user can restart it again.
     """
 
     def __init__(
@@ -106,17 +109,19 @@ class RunLock:
         self._ended = threading.Event()
 
     def acquire(self, say: Callable[[str], None] = lambda text: None) -> None:
-        """RunFolderError, naming host, process and age of who has the folder. `say` hears whose
-        lock was taken over. Twice is once.
+        """Acquire the lock. Call `say` with the owner of a lock that is taken over.
+
+        Acquiring a lock that is already held is a no-op. Raises RunFolderError, naming host,
+        process and heartbeat age of the owner, if the folder is in use.
         """
         waited = False
         while not self._mine:
             if self._put(self.path):
                 break
-            there = self._read()
-            if there is None:
-                continue  # it was released just now
-            owner, age = there
+            current = self._read()
+            if current is None:
+                continue  # the owner released it meanwhile
+            owner, age = current
             over = self._is_over(owner, age)
             if over is None:
                 if not self._patient or self._is_here(owner):
@@ -134,19 +139,19 @@ class RunLock:
             threading.Thread(target=self._beats, name="whetstone-lock", daemon=True).start()
 
     def held(self) -> None:
-        """RunFolderError where the folder is another's by now: this process slept (or lost its
-        disk) for too long.
+        """Raise RunFolderError if another process has taken the folder over.
+
+        This happens when this process was suspended (or lost its disk) for too long.
         """
         if self._lost_to is not None:
             raise RunFolderError(
-                f"{self.folder} was taken over by {_named(self._lost_to)} while this process did not answer: it writes nothing more there"
+                f"{self.folder} was taken over by {_named(self._lost_to)} while this process "
+                "did not respond: this process stops writing to the folder"
             )
 
     def release(self) -> None:
-        """Gives the folder back. Safe to call twice, from a signal handler, and when it was never
-        had.
-        """
-        if self._mine and self._me["pid"] == os.getpid():  # not a child that was forked
+        """Release the lock. Safe to call twice, from a signal handler, and without a lock."""
+        if self._mine and self._me["pid"] == os.getpid():  # not in a forked child
             self._mine = False
             self._ended.set()
             owner = self._owner()
@@ -165,8 +170,6 @@ class RunLock:
     ) -> None:
         self.release()
 
-    # ------------------------------------------------------------------------------------------ how
-
     def path_time(self) -> float | None:
         with contextlib.suppress(OSError):
             return self.path.stat().st_mtime
@@ -176,12 +179,12 @@ class RunLock:
         self, said: bool, owner: Mapping[str, Any], age: float, say: Callable[[str], None]
     ) -> bool:
         if not said:
-            heard = f"{_named(owner)} has {self.folder} and was last heard of {age:.0f} s ago"
-            say(f"{heard}: waiting up to {self._stale:g} s to know whether it lives")
+            state = f"{_named(owner)} has {self.folder}, its last heartbeat was {age:.0f} s ago"
+            say(f"{state}: waiting up to {self._stale:g} s to see whether it is alive")
         return True
 
     def _put(self, path: Path) -> bool:
-        """Makes `path` with our name in it, whole at once; False where there is one already."""
+        """Create `path` with this process's record atomically. Return False if `path` exists."""
         aside = path.with_name(f"{LOCK}.{self._me['nonce']}")
         try:
             with aside.open("x") as file:
@@ -192,12 +195,14 @@ class RunLock:
                 os.link(aside, path)
             except FileExistsError:
                 return False
-            except OSError:  # a file system without links: the name alone is made at once, its text a moment later
+            # A file system without links: creating the name is atomic, its content follows a moment
+            # later.
+            except OSError:
                 return self._put_without_links(path)
             return True
         except OSError as error:
             raise RunFolderError(
-                f"{self.folder} cannot be written to ({error}): give another --output-dir"
+                f"cannot write to {self.folder} ({error}): give another --output-dir"
             ) from error
         finally:
             with contextlib.suppress(OSError):
@@ -212,7 +217,7 @@ class RunLock:
             return False
 
     def _owner(self) -> dict[str, Any] | None:
-        """Who has the lock; nobody's name where it cannot be read, None where there is none."""
+        """Return the owner's record: {} if it cannot be read, None if no lock exists."""
         try:
             owner = json.loads(self.path.read_bytes().decode("utf-8"))
         except FileNotFoundError:
@@ -222,7 +227,7 @@ class RunLock:
         return owner if isinstance(owner, dict) else {}
 
     def _read(self) -> tuple[dict[str, Any], float] | None:
-        """(owner, seconds since the last beat); None where there is no lock."""
+        """Return (owner, seconds since the last heartbeat), or None if no lock exists."""
         owner, beaten = self._owner(), self.path_time()
         return (
             None
@@ -231,7 +236,7 @@ class RunLock:
         )
 
     def _disk_time(self) -> float:
-        """Now, by the clock that the disk's times are taken from."""
+        """Return the current time by the clock of the disk's modification times."""
         probe = self.folder / f"{LOCK}.{self._me['nonce']}.now"
         try:
             probe.touch()
@@ -250,12 +255,12 @@ class RunLock:
         )
 
     def _is_over(self, owner: Mapping[str, Any], age: float) -> str | None:
-        """Why the owner cannot be at work any more; None where it may be."""
+        """Return the reason why the owner has ended, or None if it may be running."""
         if self._is_here(owner):
             return (
                 None
                 if _is_alive(owner["pid"], str(owner.get("began") or ""))
-                else "that process has ended (killed, perhaps)"
+                else "that process has ended (perhaps it was killed)"
             )
         mine, theirs = self._me["slurm"], owner.get("slurm")
         if (
@@ -266,25 +271,27 @@ class RunLock:
             and theirs[1] != mine[1]
         ):
             return f"it was an earlier start of this Slurm job {mine[0]}"
-        return f"it was last heard of {age:.0f} s ago" if age > self._stale else None
+        return f"its last heartbeat was {age:.0f} s ago" if age > self._stale else None
 
     def _replace(self, owner: Mapping[str, Any]) -> bool:
-        """Puts our lock in the place of a dead owner's. One process at a time may try, and looks
-        again before it does.
+        """Replace a dead owner's lock by this process's lock. Return whether it succeeded.
+
+        One process at a time may try. It reads the lock again before replacing it.
         """
         taking = self.folder / _TAKING
         if not self._put(taking):
             with contextlib.suppress(OSError):
-                # whoever held it was killed in that moment
+                # the process holding it was killed in that moment
                 if self._disk_time() - taking.stat().st_mtime > self._stale:
                     taking.unlink()
             time.sleep(0.05)
             return False
         try:
-            there = self._owner()
-            if there is None or there.get("nonce") != owner.get("nonce"):
+            current = self._owner()
+            if current is None or current.get("nonce") != owner.get("nonce"):
                 return False
-            # we slept for so long that another took our turn, or even put our place in
+            # This process was suspended so long that another process removed its temporary lock, or
+            # even moved it into place.
             with contextlib.suppress(FileNotFoundError):
                 os.replace(taking, self.path)
             now = self._owner()
@@ -293,7 +300,7 @@ class RunLock:
             self._take_back(taking)
 
     def _take_back(self, taking: Path) -> None:
-        """Ends our turn to replace a lock, and nobody else's."""
+        """Remove the temporary lock of the replacement if it belongs to this process."""
         with contextlib.suppress(OSError, ValueError, AttributeError):
             if json.loads(taking.read_bytes()).get("nonce") == self._me["nonce"]:
                 taking.unlink()
@@ -301,14 +308,15 @@ class RunLock:
     def _refusal(self, owner: Mapping[str, Any], age: float) -> str:
         since = owner.get("since")
         running = (
-            f", begun {_duration(time.time() - since)} ago"
+            f", started {_duration(time.time() - since)} ago"
             if isinstance(since, (int, float))
             else ""
         )
         return (
-            f"{self.folder} is in use by {_named(owner)}{running}, last heard of {age:.0f} s ago: wait for it or end it, or give another "
-            f"--output-dir. (A process that was killed on another machine counts as ended {self._stale:g} s after it was last heard of; if "
-            f"nothing runs there, remove {self.path})"
+            f"{self.folder} is in use by {_named(owner)}{running}, last heartbeat {age:.0f} s "
+            "ago: wait for it or end it, or give another --output-dir. (A process that was "
+            f"killed on another machine counts as ended {self._stale:g} s after its last "
+            f"heartbeat; if nothing runs on that machine, remove {self.path})"
         )
 
     def _beats(self) -> None:
@@ -319,22 +327,25 @@ class RunLock:
             if owner is not None and owner.get("nonce") not in (None, self._me["nonce"]):
                 self._lost_to = owner
                 return
-            # a disk that is away for a while: nobody else sees the lock then, either
+            # While the disk is unreachable, no other process sees the lock either.
             with contextlib.suppress(OSError, RunFolderError):
                 os.utime(self.path) if owner is not None else self._put(self.path)
 
 
 def _named(owner: Mapping[str, Any]) -> str:
     if not isinstance(owner.get("pid"), int):
-        return "a process that its lock does not name"
+        return "an unknown process (its lock names none)"
     return f"process {owner['pid']} on {owner.get('host')}"
 
 
 def _takes_over(folder: Path, owner: Mapping[str, Any], over: str) -> str:
-    """What a person is told who starts after a process that did not give the folder back: that this
-    is well.
+    """Return the message for a user who starts after a process that did not release the folder: no
+    action is needed.
     """
-    return f"{_named(owner)} had {folder} and did not give it back; {over}. Its lock is taken over, nothing is to be done about it"
+    return (
+        f"{_named(owner)} had {folder} and did not release it; {over}. Its lock is taken "
+        "over; no action is needed"
+    )
 
 
 def _duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""The offline loop: read, prepare, train."""
+"""Run the offline loop: read, prepare, train."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rl.seeds import derive_seed
 
 @named
 def train_offline(stage: Stage) -> None:
-    """Runs a stage of a method that learns from rows of data, from where it stands to its end."""
+    """Run a stage of a method that learns from rows of data, from its next batch to its end."""
     sampler = stage.start()
     for batch in stage.batches():
         rows = stage.problems.batch(batch, stage.loop.batch_size, stage.seed)

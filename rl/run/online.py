@@ -1,4 +1,4 @@
-"""The online loop: sample, evaluate, advantage, prepare, train."""
+"""Run the online loop: sample, evaluate, compute advantages, prepare, train."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl.seeds import derive_seed
 
 @named
 def train_online(stage: Stage) -> None:
-    """Runs a stage of a method that learns from its own samples, from where it stands to its end."""
+    """Run a stage of a method that learns from its samples, from its next batch to its end."""
     if stage.given.flow.steps_off_policy:
         train_asynchronous(stage)
         return
@@ -42,7 +42,9 @@ def train_online(stage: Stage) -> None:
 
 
 def train_streaming(stage: Stage) -> None:
-    """The same, each part of a batch on its way to the gradient while the rest is still sampled."""
+    """Run the same loop, but send each part of a batch to the gradient while the rest is still
+    sampled.
+    """
     sampler = stage.start()
     assert sampler is not None
     for batch in stage.batches():

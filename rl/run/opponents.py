@@ -1,5 +1,5 @@
-"""Who plays the seats that are not the policy's: other models, by their names, and older versions
-of the policy itself.
+"""Load the players that are not the policy: other models, by name, and older versions of the
+policy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class AtTemperature:
-    """A sampler that draws at a temperature of its own, whatever is asked for."""
+    """Sample at a fixed temperature, whatever temperature the request names."""
 
     def __init__(self, sampler: SamplingClient, temperature: float):
         self.sampler, self.temperature = sampler, temperature
@@ -38,15 +38,15 @@ class AtTemperature:
     def sample_many(self, requests: Sequence[Request], /) -> Any:
         return self.sampler.sample_many(
             [
-                replace(one, params=replace(one.params, temperature=self.temperature))
-                for one in requests
+                replace(request, params=replace(request.params, temperature=self.temperature))
+                for request in requests
             ]
         )
 
 
-# a renderer's name (None: the default), settings of its template
+# name of a renderer (None: the default), settings of its template
 Rendering = tuple[str | None, tuple[tuple[str, str], ...]]
-# samplers and renderers of players, by their names
+# samplers and renderers of the players, by player name
 Seated = tuple[dict[str, Sampler], dict[str, Renderer]]
 
 
@@ -56,7 +56,7 @@ def load_models(
     renderer_of: Callable[[str], Rendering],
     temperature: float,
 ) -> Seated:
-    """The models that have a seat, but for the pool. UserError for one that is not there."""
+    """Load the models that play, except the pool. Raises UserError if a model cannot be loaded."""
     samplers: dict[str, Sampler] = {}
     renderers: dict[str, Renderer] = {}
     for name in names:
@@ -73,16 +73,16 @@ def seated(
     weights: Weights,
     service: ServiceClient,
 ) -> Seated:
-    """Who plays the seats that are not the policy's where saved weights are evaluated: of older
-    versions the run's newest.
+    """Return the other players for an evaluation of saved weights. For the pool it is the run's
+    newest older version.
     """
 
     def renderer_of(name: str) -> Rendering:
-        found = open_weights(name).stage
+        saved_stage = open_weights(name).stage
         return (
             (None, ())
-            if found is None
-            else (found.settings.data.renderer, found.settings.data.template)
+            if saved_stage is None
+            else (saved_stage.settings.data.renderer, saved_stage.settings.data.template)
         )
 
     samplers, renderers = load_models(
@@ -93,26 +93,28 @@ def seated(
     )
     if POOL in environment.models:
         stage = None if weights.stage is None else weights.stage.name
-        found = (
+        paths = (
             []
             if weights.path is None
             else sorted((weights.path.parent.parent / WEIGHTS).glob(f"{stage}-opponent-step-*"))
         )
-        if not found:
+        if not paths:
             raise UserError(
-                f"{weights.name} keeps no older versions to play against: name other opponents with --environment.opponent and "
-                "--environment.held_out_opponent"
+                f"{weights.name} has no older versions to play against: name other opponents "
+                "with --environment.opponent and --environment.held_out_opponent"
             )
-        samplers[POOL] = service.create_sampling_client(model_path=str(found[-1]))
+        samplers[POOL] = service.create_sampling_client(model_path=str(paths[-1]))
     return samplers, renderers
 
 
 class Opponents:
-    """The other players of a stage. `older`: the pool of the policy's older versions, where one has
-    a seat; a batch plays one of them.
+    """Hold the other players of a stage.
 
-    They lie below the run's folder as weights to sample from, `<stage>-opponent-<step>`, as long as
-    the pool or a checkpoint that can be resumed from names them.
+    `older`: the pool of the policy's older versions, if it is a player; each batch plays against a
+    single version.
+
+    Older versions are stored in the run's folder as weights for sampling,
+    `<stage>-opponent-<step>`, while the pool or a resumable checkpoint refers to them.
     """
 
     def __init__(
@@ -137,12 +139,12 @@ class Opponents:
         self._loaded: tuple[str, SamplingClient] | None = None
 
     def begin(self, policy: TrainingClient, step: int) -> None:
-        """The policy as it is before the stage's first batch is the first of its older versions."""
+        """Add the policy before the stage's first batch to the pool, as its first version."""
         if self.older is not None and not self.older.opponents:
             self._take_in(policy, step)
 
     def players(self, batch: int, seed: int) -> dict[str, Sampler]:
-        """The samplers of a training batch. `seed`: the stage's."""
+        """Return the samplers of the other players for a training batch. `seed`: the stage's."""
         if self.older is None:
             return self.models
         return {
@@ -151,7 +153,9 @@ class Opponents:
         }
 
     def held_out_players(self) -> dict[str, Sampler]:
-        """Those of an evaluation: of older versions the newest."""
+        """Return the samplers of the other players for an evaluation: for the pool the newest
+        version.
+        """
         if self.older is None:
             return self.models
         return {**self.models, POOL: self._load(self.older.opponents[-1].name)}
@@ -159,8 +163,8 @@ class Opponents:
     def after(
         self, policy: TrainingClient, rollouts: Rollouts, done: int, step: int
     ) -> dict[str, float]:
-        """Rates the older version that the batch was played against, and takes in the policy where
-        it is time. Metrics.
+        """Rate the older version that the batch was played against, and add the policy to the pool
+        when it is due. Return metrics.
 
         `done`: batches of the stage; `step`: of the run.
         """
@@ -176,8 +180,8 @@ class Opponents:
         return None if self.older is None else self.older.state()
 
     def load_state(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on with the versions that a checkpoint names. RunFolderError where one is not there,
-        whole.
+        """Restore the versions that a checkpoint names. Raises RunFolderError if a version is
+        missing or damaged.
         """
         if self.older is None or state is None:
             return
@@ -188,19 +192,19 @@ class Opponents:
                 checkpoint.verify(path)
             except checkpoint.DamagedCheckpoint as error:
                 raise RunFolderError(
-                    f"an older version that the run plays against is not whole: {error}"
+                    f"an older version that the run plays against is damaged: {error}"
                 ) from error
 
     def prune(self) -> None:
-        """Removes versions that neither the pool nor a checkpoint of the run names."""
+        """Remove versions that neither the pool nor a checkpoint of the run names."""
         if self.older is None:
             return
-        wanted = {opponent.name for opponent in self.older.opponents}
+        referenced = {version.name for version in self.older.opponents}
         for path in (self.folder / RESUMABLE).glob(f"{self.stage}-*"):
-            wanted |= _named_by(path)
+            referenced |= _named_by(path)
         for path in (self.folder / WEIGHTS).glob(f"{self.stage}-opponent-step-*"):
             if (
-                path.name.removeprefix(f"{self.stage}-opponent-") not in wanted
+                path.name.removeprefix(f"{self.stage}-opponent-") not in referenced
                 and path.is_dir()
                 and not path.is_symlink()
             ):
@@ -208,11 +212,11 @@ class Opponents:
 
     def _take_in(self, policy: TrainingClient, step: int) -> None:
         assert self.older is not None
-        # whoever goes is removed from the disk with the next checkpoint: one before may still name
-        # it
+        # A version that leaves the pool is removed from disk with the next checkpoint: an earlier
+        # checkpoint may still name it.
         self.older.add(step)
         path = self._path(self.older.opponents[-1].name)
-        checkpoint.remove(path)  # of the run before it was resumed from an earlier step
+        checkpoint.remove(path)  # saved by the run before it was resumed from an earlier step
         policy.save_weights_for_sampler(path.name).result()
 
     def _load(self, name: str) -> SamplingClient:
@@ -230,8 +234,9 @@ class Opponents:
 
 
 def _scores(rollouts: Rollouts) -> list[float]:
-    """The policy's score in each game against an older version: 1 won, 0.5 drawn, 0 lost; those
-    that say no such thing have none.
+    """Return the policy's score of each game against an older version: 1 won, 0.5 drawn, 0 lost.
+
+    Games without such a result have no score.
     """
     scores = []
     for group in rollouts.sampled:
@@ -243,7 +248,7 @@ def _scores(rollouts: Rollouts) -> list[float]:
 
 
 def _named_by(path: Path) -> set[str]:
-    """The versions that a checkpoint's state names."""
+    """Return the versions that a checkpoint's state names."""
     try:
         loop = checkpoint.glance(path).get("metadata")
     except checkpoint.DamagedCheckpoint:

@@ -1,5 +1,5 @@
-"""`train.py ... --plan`: what each GPU of a run would hold, whether it fits, and what to change,
-before weights are loaded.
+"""Run `train.py ... --plan`: report the memory that each GPU of a run would hold, whether it fits,
+and what to change, before weights are loaded.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from rl.run.plan_needs import TRACES, CannotSplit, launch_of, needs_of, nothing
 from rl.run.plan_page import Device, StageNeeds, gib, print_plans
 from rl.settings import Run
 
-# that Python needs at least for one answer, its tokens, logprobs and advantages: twice as much is
-# usual
+# least Python memory of an answer, its tokens, logprobs and advantages; twice as much is usual
 ANSWER_BYTES = 2048
 
 
 def show(run: Run, beside: Sequence[Connection] = ()) -> None:
-    """Prints the plan of a run on rank 0. Raises UserError (on every rank) where it cannot fit.
-    `beside`: see `Traces.helped`.
+    """Print the plan of a run on rank 0. `beside`: connections to helper processes, see
+    `Traces.helped`.
+
+    Raises UserError (on every rank) if the run cannot fit.
     """
-    gc.disable()  # of a process that lives for seconds and imports much, a tenth of its time
+    # garbage collection takes a tenth of the time of this short process with many imports
+    gc.disable()
     try:
         with TRACES.helped(beside) if beside else nullcontext():
             _show(run)
@@ -51,7 +53,7 @@ def _show(run: Run) -> None:
         print_plans(stages, device)
     if largest.plan.peak <= ROOM * device.memory:
         return
-    # the others' words are not shown
+    # only rank 0 prints its message
     advice = _advice(run, launch, options.plan_prompt_tokens, device) if prints else ""
     if largest.plan.peak > device.memory:
         raise UserError(_shortage(largest, device) + advice + _ceiling(largest, device))
@@ -60,11 +62,12 @@ def _show(run: Run) -> None:
 
 
 def check(run: Run, warn: Callable[[str], None]) -> None:
-    """At the start of a run on a GPU, before weights are loaded: warns of what may not fit.
+    """Check the memory plan at the start of a run on a GPU, before weights are loaded. Call `warn`
+    with what may not fit.
 
-    Raises UserError for what cannot, whatever the prompts and answers: weights, optimizer and
-    sampler's copy alone; on any device for a sampler that so many processes cannot hold together. A
-    model that cannot be planned is let through.
+    Raises UserError if weights, optimizer and the sampler's copy alone cannot fit, whatever the
+    lengths of prompts and answers; on any device also if the requested number of processes cannot
+    share a sampler. A model that cannot be planned is accepted.
     """
     _check_batches(run)
     options = run.options
@@ -89,19 +92,17 @@ def check(run: Run, warn: Callable[[str], None]) -> None:
 
 
 def _check_batches(run: Run) -> None:
-    """Raises UserError where a batch's answers alone, counted as ANSWER_BYTES each, are more than
-    the driver's memory.
-    """
+    """Raise UserError if a batch's answers, ANSWER_BYTES each, exceed the driver's memory."""
     machine = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for stage in run.stages:
         hooks = METHODS[stage.method].hooks(stage.settings)
         group, batch = (hooks.group_size if hooks.online else 1), stage.settings.loop.batch_size
         if batch * group * ANSWER_BYTES > machine:
-            what = f"batch_size {batch}" + (f" x group_size {group}" if group > 1 else "")
+            product = f"batch_size {batch}" + (f" x group_size {group}" if group > 1 else "")
             raise UserError(
-                f"stage {stage.name}: {what} are {batch * group} answers a batch, at the very least "
-                f"{gib(batch * group * ANSWER_BYTES)} of the {gib(machine)} that this machine has: "
-                f"lower batch_size{' or group_size' if group > 1 else ''}"
+                f"stage {stage.name}: {product} are {batch * group} answers a batch, at the "
+                f"very least {gib(batch * group * ANSWER_BYTES)} of the {gib(machine)} that "
+                f"this machine has: lower batch_size{' or group_size' if group > 1 else ''}"
             )
 
 
@@ -112,34 +113,36 @@ def _shortage(needs: StageNeeds, device: Device) -> str:
         "train": "in a micro-batch",
         "update": "at the optimizer's step",
     }[moment]
-    return f"stage {needs.stage} with {needs.model} needs {gib(peak)} on each {device.name}, of {gib(device.memory)} there (most {when})."
+    return (
+        f"stage {needs.stage} with {needs.model} needs {gib(peak)} on each {device.name}, "
+        f"which has {gib(device.memory)} (most {when})."
+    )
 
 
 def _advice(run: Run, launch: Launch, prompt: int, device: Device) -> str:
-    """What would lower the peak, the most effective first, and what to take together where nothing
-    is enough alone.
+    """Return the changes that would lower the peak, the most effective first, and a combination of
+    changes if no single change is enough.
     """
-    room = ROOM * device.memory
+    limit = ROOM * device.memory
     changes = remedies(run, launch, prompt)
     if not changes:
-        return " No setting lowers it: take a smaller model, or larger GPUs."
+        return " No setting lowers it: use a smaller model, or larger GPUs."
     lines = [
-        f"  {change.words}: {gib(change.peak)}" + (", fits" if change.peak <= room else "")
-        for change in shown(changes, room)
+        f"  {change.words}: {gib(change.peak)}" + (", fits" if change.peak <= limit else "")
+        for change in shown(changes, limit)
     ]
     text = "\nWhat would lower it, the most effective first:\n" + "\n".join(lines)
-    if any(change.peak <= room for change in changes):
+    if any(change.peak <= limit for change in changes):
         return text
-    taken, peak = together(run, launch, prompt, changes, room)
-    if not taken:
-        return (
-            text
-            + f"\nAll of it together still needs {gib(peak)}: take a smaller model, or larger GPUs."
+    combination, peak = together(run, launch, prompt, changes, limit)
+    if not combination:
+        return text + (
+            f"\nAll of it together still needs {gib(peak)}: use a smaller model, or larger GPUs."
         )
     return (
         text
-        + f"\nNone fits alone; together {gib(peak)}, which fits: "
-        + ", ".join(change.words for change in taken)
+        + f"\nNo single change is enough; together {gib(peak)}, which fits: "
+        + ", ".join(change.words for change in combination)
     )
 
 
@@ -148,6 +151,9 @@ def _ceiling(needs: StageNeeds, device: Device) -> str:
     if copy <= ROOM * device.memory:
         return ""
     if needs.launch.team > 1:
-        return f"\nA GPU's part of the sampler's copy alone is {gib(copy)}: a larger --sampler-tp helps, or larger GPUs."
-    what = "no sharding of the learner helps; --sampler-tp does, or larger GPUs"
-    return f"\nThe sampler's copy alone is {gib(copy)}, whole on every GPU: {what}."
+        return (
+            f"\nA GPU's part of the sampler's copy alone is {gib(copy)}: a larger "
+            "--sampler-tp helps, or larger GPUs."
+        )
+    advice = "no sharding of the learner helps; --sampler-tp does, or larger GPUs"
+    return f"\nThe sampler's copy alone is {gib(copy)}, whole on every GPU: {advice}."

@@ -1,4 +1,6 @@
-"""What would make a run fit: single changes of its settings or its launch, and several together."""
+"""Find changes that would make a run fit: single changes of its settings or its launch, and
+combinations.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,18 @@ from rl.memory import Launch
 from rl.run.plan_needs import TRACES, needs_of, nothing, runs_of
 from rl.settings import Run
 
-# settings, and kinds of change of which the least that is enough is told
+# settings, and kinds of change, of which only the smallest sufficient change is listed
 CACHE, TEAM = "kv_cache_tokens", "sampler_tp"
-HELPS = 0.98  # of a peak: a change that leaves more than that of it is none
+HELPS = 0.98  # fraction of a peak: a change that leaves more than that fraction does not count
 
 
 @dataclass(frozen=True)
 class Change:
-    """A remedy: what to type, what it makes of a stage's settings and of the launch, and the peak
-    with it.
+    """Describe a change: the words to type, its effect on a stage's settings and on the launch, and
+    the peak with it.
 
-    `kind`: of several of a kind one is taken. `costly`: it changes what is learnt, or costs much
-    time.
+    `kind`: a combination contains at most a single change of each kind. `costly`: the change
+    affects what is learned, or costs much time.
     """
 
     words: str
@@ -61,24 +63,26 @@ def _candidates(run: Run, launch: Launch) -> list[Change]:
     model, optim, sampling = (
         getattr(run.stages[-1].settings, name) for name in ("model", "optim", "sampling")
     )
-    found = [_setting("model", "gradient_checkpointing", True)] * (not model.gradient_checkpointing)
-    found += [_setting("model", "fused_logprobs", True)] * (not model.fused_logprobs)
-    found += [_setting("model", "kept_logits_gib", 0)] * (
+    changes = [_setting("model", "gradient_checkpointing", True)] * (
+        not model.gradient_checkpointing
+    )
+    changes += [_setting("model", "fused_logprobs", True)] * (not model.fused_logprobs)
+    changes += [_setting("model", "kept_logits_gib", 0)] * (
         launch.cuda and model.fused_logprobs and model.kept_logits_gib != 0
     )
-    found += [_setting("model", "lora_rank", 32, costly=True)] * (not model.lora_rank)
-    found += [
+    changes += [_setting("model", "lora_rank", 32, costly=True)] * (not model.lora_rank)
+    changes += [
         _setting("optim", "token_budget", max(1, optim.token_budget // divisor))
         for divisor in (2, 4)
     ]
-    found.append(_setting("sampling", "max_rows", max(1, sampling.max_rows // 4)))
-    found += [_setting("sampling", "kv_cache_tokens", size) for size in _smaller_caches(run)]
-    # none of them goes with another, or with sharding
+    changes.append(_setting("sampling", "max_rows", max(1, sampling.max_rows // 4)))
+    changes += [_setting("sampling", "kv_cache_tokens", size) for size in _smaller_caches(run)]
+    # these changes exclude each other, and sharding
     if launch.cuda and launch.zero is None and not launch.fsdp:
-        found += [
+        changes += [
             replace(_setting("model", "base_dtype", "4bit", costly=True), kind="launch")
         ] * bool(model.lora_rank)
-        found.append(
+        changes.append(
             replace(_setting("optim", "optimizer", "adamw_8bit", costly=True), kind="launch")
         )
     if launch.cuda:
@@ -88,18 +92,18 @@ def _candidates(run: Run, launch: Launch) -> list[Change]:
             _sharding(stage, gpus) for stage in (1, 2, 3) if stage > now or gpus > launch.world
         ]
         shardings += [_sharding(3, gpus, offload=True)] * (not launch.offload)
-        # teams are of a machine's processes
+        # a tensor-parallel group consists of processes of a single machine
         if min(gpus, 8) % max(stage.settings.sampling.sampler_tp for stage in run.stages) == 0:
-            found += shardings
-        found += _teams(run, launch, gpus)
-    return found
+            changes += shardings
+        changes += _teams(run, launch, gpus)
+    return changes
 
 
 def _teams(run: Run, launch: Launch, gpus: int) -> list[Change]:
-    """Samplers that 2, 4 or 8 processes of a machine hold together, where the policy's heads and
-    columns can be dealt out to them.
+    """Return samplers shared by 2, 4 or 8 processes of a machine, where the policy's heads and
+    columns can be divided among them.
     """
-    settings, found = [stage.settings for stage in run.stages], []
+    settings, changes = [stage.settings for stage in run.stages], []
     for size in (2, 4, 8):
         change = _setting("sampling", TEAM, size)
         if launch.per_node % size:  # more processes have to be launched
@@ -108,23 +112,31 @@ def _teams(run: Run, launch: Launch, gpus: int) -> list[Change]:
             )
         try:
             needs_of(
-                run, change.launch(launch), 1, [change.settings(one) for one in settings], nothing
+                run,
+                change.launch(launch),
+                1,
+                [change.settings(stage_settings) for stage_settings in settings],
+                nothing,
             )
-        except ValueError:  # these settings, this model or so many processes do not go with it
+        except ValueError:  # these settings, this model or so many processes do not fit together
             continue
-        found += [change] * (size > max(one.sampling.sampler_tp for one in settings))
-    return found
+        changes += [change] * (
+            size > max(stage_settings.sampling.sampler_tp for stage_settings in settings)
+        )
+    return changes
 
 
 def _launched(gpus: int, size: int) -> Callable[[Launch], Launch]:
-    """On so many GPUs, where those of a machine are no whole number of teams."""
+    """Return a launch change to `gpus` GPUs, for a machine whose GPUs are no multiple of `size`."""
     return lambda launch: (
         replace(launch, world=gpus, per_node=min(gpus, 8)) if launch.per_node % size else launch
     )
 
 
 def _smaller_caches(run: Run) -> list[int]:
-    """Halves, down to one that holds the longest answer and its prompt in every stage."""
+    """Return halvings of the KV cache, down to the size of the longest prompt and answer of any
+    stage.
+    """
     now = run.stages[-1].settings.sampling.kv_cache_tokens
     least = (
         max(stage.settings.sampling.max_tokens for stage in run.stages)
@@ -134,14 +146,12 @@ def _smaller_caches(run: Run) -> list[int]:
 
 
 def ahead(run: Run, launch: Launch, prompt: int) -> None:
-    """Has what the run's plan and the remedies for it will ask for worked out from now on, if there
-    are processes for it.
-    """
+    """Start computing what the run's plan and its changes need, if helper processes exist."""
     _want(run, launch, prompt, [[], *([change] for change in _candidates(run, launch))])
 
 
 def remedies(run: Run, launch: Launch, prompt: int) -> list[Change]:
-    """Single changes that lower the peak of the run, the most effective first."""
+    """Return single changes that lower the peak of the run, the most effective first."""
     bound = HELPS * _peak(run, launch, prompt, [])
     candidates = _candidates(run, launch)
     _want(
@@ -150,48 +160,48 @@ def remedies(run: Run, launch: Launch, prompt: int) -> list[Change]:
         prompt,
         [[change] for change in candidates if _least(run, launch, prompt, [change]) <= bound],
     )
-    tried = [
+    evaluated = [
         replace(change, peak=_peak(run, launch, prompt, [change], bound)) for change in candidates
     ]
     return sorted(
-        (change for change in tried if change.peak < bound), key=lambda change: change.peak
+        (change for change in evaluated if change.peak < bound), key=lambda change: change.peak
     )
 
 
 def together(
     run: Run, launch: Launch, prompt: int, changes: Sequence[Change], room: float
 ) -> tuple[list[Change], float]:
-    """Changes that make it fit when taken together, the costly ones only if the others are not
-    enough; and the peak then.
+    """Return (changes, peak): changes that make the run fit in combination. Costly changes are
+    included only if the others are not enough.
 
-    No changes where all of them are not enough.
+    The list is empty if all changes together are not enough.
     """
-    taken: list[Change] = []
+    selected: list[Change] = []
     peak = _peak(run, launch, prompt, [])
     ordered = sorted(changes, key=lambda change: (change.costly, change.peak))
     for i, change in enumerate(ordered):
-        tried = _with(taken, change)
-        # and meanwhile what comes next if this one helps
-        if TRACES.are_helped and _least(run, launch, prompt, tried) <= HELPS * peak:
-            following = [_with(tried, change) for change in ordered[i + 1 : i + 2]]
-            everything = tried  # where nothing less is enough
+        trial = _with(selected, change)
+        # meanwhile compute what comes next if this change helps
+        if TRACES.are_helped and _least(run, launch, prompt, trial) <= HELPS * peak:
+            following = [_with(trial, change) for change in ordered[i + 1 : i + 2]]
+            everything = trial  # for the case that nothing less is enough
             for change in ordered[i + 1 :]:
                 everything = (
                     everything
                     if change.kind in {other.kind for other in everything}
                     else _with(everything, change)
                 )
-            _want(run, launch, prompt, [tried, *following, everything])
-        lower = _peak(run, launch, prompt, tried, HELPS * peak)
+            _want(run, launch, prompt, [trial, *following, everything])
+        lower = _peak(run, launch, prompt, trial, HELPS * peak)
         if lower < HELPS * peak:
-            taken, peak = tried, lower
+            selected, peak = trial, lower
         if peak <= room:
-            return _no_more_than_needed(run, launch, prompt, taken, changes, room)
+            return _no_more_than_needed(run, launch, prompt, selected, changes, room)
     return [], peak
 
 
 def _with(taken: Sequence[Change], change: Change) -> list[Change]:
-    """Of several of a kind one is taken, the last."""
+    """Add `change` and replace a change of the same kind."""
     return [*(other for other in taken if other.kind != change.kind), change]
 
 
@@ -203,8 +213,8 @@ def _no_more_than_needed(
     changes: Sequence[Change],
     room: float,
 ) -> tuple[list[Change], float]:
-    """What was taken together, with the smallest team and the largest of the caches that still fit
-    beside it, and the peak.
+    """Return (changes, peak): the combination with the smallest tensor-parallel group and the
+    largest KV cache that still fit.
     """
     others = [change for change in taken if change.kind not in (CACHE, TEAM)]
     caches = [[], *([cache] for cache in _least_first(changes, CACHE))]
@@ -213,7 +223,7 @@ def _no_more_than_needed(
         peak = _peak(run, launch, prompt, [*others, *team, *cache], room)
         if peak <= room:
             return [*others, *team, *cache], peak
-    raise AssertionError("what was taken fits")
+    raise AssertionError("the selected changes fit")
 
 
 def _least_first(changes: Sequence[Change], kind: str) -> list[Change]:
@@ -223,8 +233,8 @@ def _least_first(changes: Sequence[Change], kind: str) -> list[Change]:
 
 
 def shown(changes: Sequence[Change], room: float) -> list[Change]:
-    """The changes to be told: of several caches or teams the one that changes least and fits, or
-    where none does that helps most.
+    """Return the changes to list. Of several cache sizes or tensor-parallel sizes, list only the
+    smallest change that fits, or the most effective if none fits.
     """
     best = []
     for kind in (CACHE, TEAM):
@@ -240,10 +250,10 @@ def shown(changes: Sequence[Change], room: float) -> list[Change]:
 def _peak(
     run: Run, launch: Launch, prompt: int, changes: Sequence[Change], bound: float = math.inf
 ) -> float:
-    """The run's peak with these changes; where it is above `bound` whatever a micro-batch holds,
-    what it is at least.
+    """Return the run's peak with these changes. If its lower bound exceeds `bound`, return the
+    lower bound.
     """
-    if math.isfinite(bound):  # following a micro-batch takes long
+    if math.isfinite(bound):  # tracing a micro-batch takes long
         least = _least(run, launch, prompt, changes)
         if least > bound:
             return least
@@ -252,25 +262,28 @@ def _peak(
 
 
 def _least(run: Run, launch: Launch, prompt: int, changes: Sequence[Change]) -> float:
-    """What the run's peak with these changes is at least, whatever a micro-batch holds."""
+    """Return a lower bound of the run's peak with these changes: a micro-batch counts as 0 B."""
     settings, launch = _changed(run, launch, changes)
     return max(needs.plan.peak for needs in needs_of(run, launch, prompt, settings, nothing))
 
 
 def _changed(run: Run, launch: Launch, changes: Sequence[Change]) -> tuple[list[Any], Launch]:
-    """(the stages' settings, the launch) with these changes."""
+    """Return (the stages' settings, the launch) with these changes."""
     settings = [stage.settings for stage in run.stages]
     for change in changes:
-        settings, launch = [change.settings(one) for one in settings], change.launch(launch)
+        settings, launch = (
+            [change.settings(stage_settings) for stage_settings in settings],
+            change.launch(launch),
+        )
     return settings, launch
 
 
 def _want(run: Run, launch: Launch, prompt: int, tries: Sequence[Sequence[Change]]) -> None:
-    """Has the micro-batches of these tries followed, in this order, where there are processes for
-    it.
+    """Queue the micro-batches of these sets of changes for tracing, in this order, if helper
+    processes exist.
     """
-    found = []
+    micro_batches = []
     for changes in tries if TRACES.are_helped else ():
         settings, changed = _changed(run, launch, changes)
-        found += runs_of(run, changed, prompt, settings)
-    TRACES.want(found)
+        micro_batches += runs_of(run, changed, prompt, settings)
+    TRACES.want(micro_batches)

@@ -1,4 +1,4 @@
-"""From a run's settings and its launch to what each of its stages would hold."""
+"""Compute what each stage of a run would hold, from the run's settings and its launch."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ from rl.run.reopen import is_run
 from rl.settings import ModelSettings, Run, StagePlan
 from rl.types import LoraConfig
 
-_DEFAULT_GPU = 80.0  # GiB, of a GPU that is only asked about
-TRACES = Traces()  # a process plans for one run, again and again with other settings
+_DEFAULT_GPU = 80.0  # GiB of a hypothetical GPU
+TRACES = Traces()  # a process plans a single run, repeatedly with other settings
 Holds = Callable[[ModelSettings, MicroBatch, Launch], Held]
 
 
 def launch_of(options: Any, precision: str) -> tuple[Launch, Device]:
-    """The processes of this launch (or those that --plan-gpus and --plan-zero ask about) and the
-    memory of each.
+    """Return (launch, device): the processes of this launch, or of a hypothetical launch
+    (--plan-gpus, --plan-zero), and the memory of each.
     """
-    here = torch.cuda.is_available()
-    asked = options.plan_gpus is not None or options.plan_gpu_memory is not None
-    cuda = here or asked
+    has_gpu = torch.cuda.is_available()
+    hypothetical = options.plan_gpus is not None or options.plan_gpu_memory is not None
+    cuda = has_gpu or hypothetical
     launched, zero, offload = int(os.environ.get("WORLD_SIZE", "1")), *zero_settings()
     world = options.plan_gpus or launched
     fsdp = asks_for_fsdp() and options.plan_zero is None
@@ -60,7 +60,7 @@ def launch_of(options: Any, precision: str) -> tuple[Launch, Device]:
         zero, offload = (None if options.plan_zero == "none" else int(options.plan_zero)), False
     per_node = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", "8")) if world == launched else 8)
     bf16 = precision == "bf16" or (precision == "auto" and cuda)
-    device = _device(options.plan_gpu_memory, asked=asked, per_node=per_node)
+    device = _device(options.plan_gpu_memory, asked=hypothetical, per_node=per_node)
     launch = Launch(
         cuda=cuda,
         bf16=bf16,
@@ -75,14 +75,14 @@ def launch_of(options: Any, precision: str) -> tuple[Launch, Device]:
 
 
 def _device(gib: float | None, *, asked: bool, per_node: int) -> Device:
-    """Of `gib` GiB, or the one that is here, or one that is only asked about, or a process's part
-    of this machine.
+    """Return a device of `gib` GiB; by default the present GPU, a hypothetical GPU, or a process's
+    part of this machine.
     """
     if gib is not None:
         return Device(f"GPU of {gib:g} GiB", gib * GIB)
     if torch.cuda.is_available():
-        found = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))
-        return Device(found.name, float(found.total_memory))
+        properties = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))
+        return Device(properties.name, float(properties.total_memory))
     if asked:
         return Device(f"GPU of {_DEFAULT_GPU:g} GiB", _DEFAULT_GPU * GIB)
     machine = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -96,33 +96,38 @@ def needs_of(
     settings: Sequence[Any] | None = None,
     holds: Holds | None = None,
 ) -> list[StageNeeds]:
-    """Every stage's needs, under `settings` (by default the run's own).
+    """Return the needs of every stage, under `settings` (by default the run's).
 
-    `holds`: what a micro-batch holds; None: it is followed, which takes long.
+    `holds`: function that returns what a micro-batch holds; None: trace the micro-batch, which
+    takes long.
     """
-    found = []
+    needs = []
     holds = holds or _held
-    chosen = [stage.settings for stage in run.stages] if settings is None else list(settings)
+    stage_settings = (
+        [stage.settings for stage in run.stages] if settings is None else list(settings)
+    )
     for i, stage in enumerate(run.stages):
-        first, before = i, begins_after(run.stages, i)
+        first, predecessor = i, begins_after(run.stages, i)
         while (earlier := begins_after(run.stages, first)) is not None:
             first = earlier
         model = replace(
-            chosen[i].model,
-            base_model=chosen[first].model.base_model,
-            tokenizer=chosen[first].model.tokenizer,
+            stage_settings[i].model,
+            base_model=stage_settings[first].model.base_model,
+            tokenizer=stage_settings[first].model.tokenizer,
         )
-        went_on = (
+        continues_adapter = (
             origin_of(model, None).continued is not None
-            if before is None
-            else goes_on(chosen[before].model, model)
+            if predecessor is None
+            else goes_on(stage_settings[predecessor].model, model)
         )
-        adapter = bool(model.lora_rank) and not went_on
-        if went_on and before is None:
+        adapter = bool(model.lora_rank) and not continues_adapter
+        if continues_adapter and predecessor is None:
             root = root_of(model.base_model)[0]
             model = replace(model, base_model=root.name, tokenizer=root.tokenizer)
-        found += _needs(stage, chosen[i], model, launch, prompt, fresh_adapter=adapter, holds=holds)
-    return found
+        needs += _needs(
+            stage, stage_settings[i], model, launch, prompt, fresh_adapter=adapter, holds=holds
+        )
+    return needs
 
 
 def _needs(
@@ -135,10 +140,11 @@ def _needs(
     fresh_adapter: bool,
     holds: Holds,
 ) -> list[StageNeeds]:
-    """`fresh_adapter`: whether the policy as the stage begins is its base model, under an adapter
-    that can be turned off.
+    """Return the needs of a stage: a single item, or two if some ranks only sample (the learner
+    ranks', then the sampler ranks').
 
-    One, or where some ranks only sample that of those that learn, and of those that sample.
+    `fresh_adapter`: whether the stage's initial policy is its base model, under an adapter that can
+    be turned off.
     """
     samplers, launch = _sides(settings, launch)
     shape = TRACES.shape((model.base_model, model.tokenizer, _lora(model)))
@@ -150,9 +156,15 @@ def _needs(
         prompt = max(1, min(prompt, shape.max_context - sampling.max_tokens))
     layout = "padded" if shape.windowed and optim.layout == "auto" else optim.layout
     batch = micro_batch(
-        groups=max(1, loop.batch_size // optim.num_substeps), group=group, prompt=prompt, answer=sampling.max_tokens,
-        budget=optim.token_budget, layout=layout, world=launch.world, hidden=shape.hidden,
-    )  # fmt: skip
+        groups=max(1, loop.batch_size // optim.num_substeps),
+        group=group,
+        prompt=prompt,
+        answer=sampling.max_tokens,
+        budget=optim.token_budget,
+        layout=layout,
+        world=launch.world,
+        hidden=shape.hidden,
+    )
     budgets = {
         "kv_cache_tokens": sampling.kv_cache_tokens,
         "max_rows": sampling.max_rows,
@@ -198,7 +210,7 @@ def _needs(
         ]
     )
     held = holds(model, batch, launch)
-    kept = (
+    kept_bytes = (
         kept_logits(shape, launch, batch, kept_of_gib(model.kept_logits_gib))
         if model.fused_logprobs
         else 0.0
@@ -208,35 +220,40 @@ def _needs(
             StageNeeds(
                 stage.name,
                 model.base_model,
-                plan(shape, held, launch, work, others, critics, kept),
+                plan(shape, held, launch, work, others, critics, kept_bytes),
                 work,
                 launch,
             )
         ]
-    learns = plan(shape, held, launch, Work(batch=batch, samples=False), (), critics, kept)
+    learner_plan = plan(
+        shape, held, launch, Work(batch=batch, samples=False), (), critics, kept_bytes
+    )
     host = (
-        *learns.host,
+        *learner_plan.host,
         ("weights on their way to the ranks that sample, on rank 0", staged(shape)),
     )
-    one = StageNeeds(
+    learner_needs = StageNeeds(
         f"{stage.name}, ranks that learn",
         model.base_model,
-        Plan(learns.items, host),
+        Plan(learner_plan.items, host),
         replace(work, samples=False),
         launch,
     )
-    draws = plan_sampler(shape, samplers, work, others)
+    sampler_plan = plan_sampler(shape, samplers, work, others)
     return [
-        one,
-        StageNeeds(f"{stage.name}, ranks that sample", model.base_model, draws, work, samplers),
+        learner_needs,
+        StageNeeds(
+            f"{stage.name}, ranks that sample", model.base_model, sampler_plan, work, samplers
+        ),
     ]
 
 
 def _in_pages(
     sampling: Any, model: ModelSettings, shape: ModelShape, launch: Launch, team: int
 ) -> bool:
-    """Whether samples come from a cache in pages, as `rl.sampler.make_engine` chooses; on a GPU by
-    a trial, which is taken to succeed.
+    """Return whether the sampler uses a paged KV cache, as `rl.sampler.make_engine` chooses.
+
+    On a GPU the engine tries it; the plan assumes that it succeeds.
     """
     may = shape.fast and sampling.sampler != "hf" and team == 1 and not model.router_replay
     return may and (
@@ -245,17 +262,20 @@ def _in_pages(
 
 
 def _sides(settings: Any, launch: Launch) -> tuple[Launch | None, Launch]:
-    """(the launch as ranks see it that only sample, if some do; the learners'). UserError where
-    none are left to learn.
+    """Return (sampler launch or None, learner launch). The sampler launch exists if some ranks only
+    sample.
+
+    Raises UserError if no rank remains to learn.
     """
     ranks = getattr(getattr(settings, "flow", None), "sampler_ranks", 0)
     if not ranks:
         return None, launch
     if ranks >= launch.world:
         raise UserError(
-            f"sampler_ranks {ranks} of {launch.world} processes leaves none to learn: --plan-gpus says how many there are, or launch more"
+            f"sampler_ranks {ranks} of {launch.world} processes leaves no rank to learn: "
+            "--plan-gpus sets the number of processes, or launch more"
         )
-    whole = replace(
+    sampler_launch = replace(
         launch,
         world=ranks,
         per_node=min(ranks, launch.per_node),
@@ -263,25 +283,28 @@ def _sides(settings: Any, launch: Launch) -> tuple[Launch | None, Launch]:
         fsdp=False,
         offload=False,
     )
-    return whole, replace(
+    return sampler_launch, replace(
         launch, world=launch.world - ranks, per_node=min(launch.world - ranks, launch.per_node)
     )
 
 
 class CannotSplit(UserError):
-    """A sampler that so many processes cannot hold together."""
+    """Raised if the requested number of processes cannot share a sampler."""
 
 
 def _team(sampler_tp: int, sampler_ranks: int, shape: ModelShape, launch: Launch) -> int:
-    """So many processes hold a sampler of that model together. Raises CannotSplit."""
+    """Return the number of processes that share a sampler of this model. Raises CannotSplit if it
+    is not possible.
+    """
     if sampler_tp == 1:
         return 1
     try:
         check_apart_from_roles(sampler_tp, sampler_ranks)
         if launch.world == 1:
             raise UserError(
-                f"sampler_tp {sampler_tp} splits the sampler's weights over {sampler_tp} processes of a machine, and this is one: launch "
-                f"as many (--plan-gpus {sampler_tp} plans for them), or set it to 1"
+                f"sampler_tp {sampler_tp} splits the sampler's weights over {sampler_tp} "
+                "processes of a machine, but only a single process was launched: launch as "
+                f"many (--plan-gpus {sampler_tp} plans for them), or set it to 1"
             )
         check_divides(sampler_tp, launch.per_node)
         check_team_holds(shape, sampler_tp)
@@ -291,20 +314,20 @@ def _team(sampler_tp: int, sampler_ranks: int, shape: ModelShape, launch: Launch
 
 
 def _others(method: str, settings: Any, policy: ModelShape) -> list[ModelShape]:
-    """Models that a method's weights name; what is no model's own name (a stage, a run's folder) is
-    taken to be like the policy.
+    """Return the shapes of the models that a method's weights name. A name that is no model's name
+    (a stage, a run's folder) counts as a model like the policy.
 
-    A reward model is read as a learner is, which no team splits.
+    A reward model is loaded like a learner, which tensor parallelism does not split.
     """
     learned = getattr(settings, "learned", None)
     read_whole = {name for name, _ in learned.scoring} if learned is not None else set()
     shapes = []
     for target in METHODS[method].other_weights(settings):
         folder = Path(target).expanduser()
-        named = target.startswith("tiny:") or (
+        is_model = target.startswith("tiny:") or (
             (folder / "config.json").is_file() and not is_run(folder)
         )
-        if named and target in read_whole and (size := classifier_size(target)) is not None:
+        if is_model and target in read_whole and (size := classifier_size(target)) is not None:
             shapes.append(
                 replace(
                     policy,
@@ -317,7 +340,7 @@ def _others(method: str, settings: Any, policy: ModelShape) -> list[ModelShape]:
                 )
             )
             continue
-        shape = TRACES.shape((target, settings.model.tokenizer, None)) if named else policy
+        shape = TRACES.shape((target, settings.model.tokenizer, None)) if is_model else policy
         whole = replace(
             shape, unsplit=shape.parameters - shape.adapters, unsplit_adapters=shape.adapters
         )
@@ -326,7 +349,7 @@ def _others(method: str, settings: Any, policy: ModelShape) -> list[ModelShape]:
 
 
 def _base(model: ModelSettings, launch: Launch) -> str:
-    """What the frozen base will be held in (rl.learner.base)."""
+    """Return the dtype of the frozen base (rl.learner.base)."""
     if not model.lora_rank:
         return "fp32"
     return ("bf16" if launch.bf16 else "fp32") if model.base_dtype == "auto" else model.base_dtype
@@ -339,20 +362,20 @@ def _lora(model: ModelSettings) -> LoraConfig | None:
 
 
 def nothing(model: ModelSettings, batch: MicroBatch, launch: Launch) -> Held:
-    """As if a micro-batch held nothing, which is known at once."""
+    """Return zero bytes for a micro-batch, which needs no tracing."""
     return Held()
 
 
 def runs_of(run: Run, launch: Launch, prompt: int, settings: Sequence[Any]) -> list[Any]:
-    """The micro-batches that would be followed, as `Traces.want` takes them."""
-    found = []
+    """Return the micro-batches that a plan would trace, in the form that `Traces.want` accepts."""
+    micro_batches = []
 
     def note(model: ModelSettings, batch: MicroBatch, launch: Launch) -> Held:
-        found.append(_run(model, batch, launch))
+        micro_batches.append(_run(model, batch, launch))
         return Held()
 
     needs_of(run, launch, prompt, settings, note)
-    return found
+    return micro_batches
 
 
 def _held(model: ModelSettings, batch: MicroBatch, launch: Launch) -> Held:
@@ -360,7 +383,7 @@ def _held(model: ModelSettings, batch: MicroBatch, launch: Launch) -> Held:
 
 
 def _run(model: ModelSettings, batch: MicroBatch, launch: Launch) -> Any:
-    how = Arithmetic(
+    config = Arithmetic(
         dtype=torch.bfloat16
         if launch.compute_bytes == 2 and (launch.fsdp or launch.zero is not None)
         else torch.float32,
@@ -372,4 +395,4 @@ def _run(model: ModelSettings, batch: MicroBatch, launch: Launch) -> Any:
         kept=None if launch.cuda else kept_of_gib(model.kept_logits_gib),
         low_base=launch.base != "fp32" and launch.zero is None and not launch.fsdp,
     )
-    return (model.base_model, model.tokenizer, _lora(model)), batch, how
+    return (model.base_model, model.tokenizer, _lora(model)), batch, config

@@ -1,4 +1,4 @@
-"""How a memory plan is shown: a table for each stage, what was assumed, whether it fits."""
+"""Print a memory plan: a table for each stage, the assumptions, and whether it fits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl.memory import GIB, ROOM, Launch, Plan, Work
 
 @dataclass(frozen=True)
 class Device:
-    """What the run is to fit on. `name`: for the reader."""
+    """Hold the memory of the device in bytes. `name`: for display."""
 
     name: str
     memory: float
@@ -20,7 +20,7 @@ class Device:
 
 @dataclass(frozen=True)
 class StageNeeds:
-    """A stage's plan, and what went into it."""
+    """Hold a stage's plan and its inputs."""
 
     stage: str
     model: str
@@ -34,7 +34,7 @@ def gib(size: float) -> str:
 
 
 def print_plans(stages: Sequence[StageNeeds], device: Device) -> None:
-    """To stdout, in GiB or (small models) MiB."""
+    """Print the plans to stdout, in GiB or (small models) MiB."""
     from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table
@@ -70,32 +70,37 @@ def print_plans(stages: Sequence[StageNeeds], device: Device) -> None:
 
 
 def _launch_words(launch: Launch) -> str:
-    what = "one process" if launch.world == 1 else f"{launch.world} processes"
-    how = "" if launch.world == 1 else ", DDP"
+    processes = "one process" if launch.world == 1 else f"{launch.world} processes"
+    sharding = "" if launch.world == 1 else ", DDP"
     if launch.fsdp:
-        how = ", FSDP2"
+        sharding = ", FSDP2"
     if launch.zero is not None:
-        how = f", ZeRO-{launch.zero}" + (" with the optimizer on the CPU" if launch.offload else "")
-    return f"{what}{how}, {'bf16' if launch.bf16 else 'fp32'}"
+        sharding = f", ZeRO-{launch.zero}" + (
+            " with the optimizer on the CPU" if launch.offload else ""
+        )
+    return f"{processes}{sharding}, {'bf16' if launch.bf16 else 'fp32'}"
 
 
 def _remarks(needs: StageNeeds) -> list[str]:
     work, batch = needs.work, needs.work.batch
-    laid = f"{batch.rows} rows of {batch.length} positions" + (
-        " with a mask of their own" if batch.masked else ""
+    layout = f"{batch.rows} rows of {batch.length} positions" + (
+        " with an explicit mask" if batch.masked else ""
     )
     lines = [
-        f"assumed: prompts of {work.prompt} tokens (--plan-prompt-tokens), answers of {work.answer}; a micro-batch is {laid}"
+        f"assumed: prompts of {work.prompt} tokens (--plan-prompt-tokens), answers of "
+        f"{work.answer}; a micro-batch is {layout}"
     ]
     if work.samples:
         team = needs.launch.team
         together = (
-            f", by {team} processes that hold a sampler together, each its part of weights and cache"
+            f", by groups of {team} processes, each with its part of weights and cache of a sampler"
             if team > 1
             else ""
         )
         lines.append(f"sampled at once: {work.rows} answers to {work.prompts} prompts{together}")
-    lines += [f"CPU memory of a machine: {gib(size)} for {what}" for what, size in needs.plan.host]
+    lines += [
+        f"CPU memory of a machine: {gib(size)} for {purpose}" for purpose, size in needs.plan.host
+    ]
     return lines
 
 
@@ -107,7 +112,7 @@ def _verdict(peak: float, device: Device) -> Any:
         return Text(f"does not fit: {share}", style="bold red")
     if peak > ROOM * device.memory:
         return Text(
-            f"tight: {share}; above {ROOM:.0%} the allocator's fragments may not leave enough",
+            f"tight: {share}; above {ROOM:.0%} fragmentation may not leave enough",
             style="bold yellow",
         )
     return Text(f"fits: {share}", style="bold green")

@@ -1,5 +1,5 @@
-"""Where a run goes on: the newest whole checkpoint that is its own, and what has to make way for
-what it will write.
+"""Find the resume point of a run: the newest complete checkpoint that belongs to it. Find and
+remove what conflicts with files that the run will write.
 """
 
 from __future__ import annotations
@@ -24,13 +24,22 @@ from rl.settings import Run, resolved
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run goes on: the checkpoint and its loop state; all empty at the beginning.
+    """Describe a resume point: the checkpoint and its loop state; all empty at the beginning of a
+    run.
 
-    run_id   of the run, from its config.json
-    rows     the checkpoints that stay; `stale`: those after this point, whose folders make way
-    run      as it goes on: what was asked for, but for stages that have ended; `notes`: what is
-    different from here on; `changed`: before renamed  the end of a stage that goes on after all,
-    and the name of its checkpoint from now on
+    run_id: of the run, from its config.json
+
+    rows: the checkpoints that stay
+
+    stale: the checkpoints after this point; their folders are removed or replaced
+
+    run: the run as it continues: the requested settings, except for stages that have ended
+
+    notes: the settings that differ from this point on
+
+    changed: the settings that differed at earlier resumes
+
+    renamed: (old, new) checkpoint name of an ended stage that continues because steps were added
     """
 
     state_path: str | None = None
@@ -49,72 +58,73 @@ class Position:
 
 
 def find(run: Run, folder: Path, console: Console) -> Position:
-    """The newest whole checkpoint of the run in `folder`. Nothing is written.
+    """Return the resume point of the run in `folder`: its newest complete checkpoint. Nothing is
+    written.
 
-    The settings of stages that have begun must be those asked for; a stage that has not may have
-    been mended. RunFolderError or UserError where they are not, where a checkpoint is of another
-    run, or the metrics have holes.
+    The settings of stages that have begun must equal the requested settings; later stages may
+    differ. Raises RunFolderError or UserError if they differ, if a checkpoint belongs to another
+    run, or if the metrics have gaps.
     """
     config = saved_config(folder)
     rows, trouble = completed(folder, stage_steps(config["stages"]))
     if trouble is not None:
-        console.warn(
-            f"{trouble}: the list is made again from the {len(rows)} checkpoints that are there"
-        )
-    found = Keeper.newest_whole(folder, rows, console)
-    if found is None:
+        console.warn(f"{trouble}: the list is rebuilt from the {len(rows)} checkpoints on disk")
+    newest = Keeper.newest_whole(folder, rows, console)
+    if newest is None:
         return _beginning(run, folder, config, rows, console)
-    row, state = found
-    place = folder / RESUMABLE / row["name"]
-    loop = _loop_state(state, config, place, row)
-    going = allowed(config, run, loop["stage"], loop["next_batch"], row["batch"])
-    run = going.run
-    for text in going.said:
+    row, state = newest
+    path = folder / RESUMABLE / row["name"]
+    loop = _loop_state(state, config, path, row)
+    changes = allowed(config, run, loop["stage"], loop["next_batch"], row["batch"])
+    run = changes.run
+    for text in changes.said:
         console.note(text)
-    identity.check_run(state, config, run, loop["stage"], place)
-    own = stage_steps(resolved(run)["stages"])
-    taken = [
-        range(stage.first + 1, stage.first + 1 + stage.steps) for stage in own[: loop["stage"]]
+    identity.check_run(state, config, run, loop["stage"], path)
+    stages = stage_steps(resolved(run)["stages"])
+    finished = [
+        range(stage.first + 1, stage.first + 1 + stage.steps) for stage in stages[: loop["stage"]]
     ]
     identity.check_metrics(
-        folder, [*taken, range(loop["first_step"] + 1, loop["first_step"] + loop["next_batch"] + 1)]
+        folder,
+        [*finished, range(loop["first_step"] + 1, loop["first_step"] + loop["next_batch"] + 1)],
     )
-    here = rows.index(row)
-    kept, stale = rows[: here + 1], rows[here + 1 :]  # none of those after it can be resumed from
-    _check_the_way(folder, own, kept, stale, row["batch"])
+    index = rows.index(row)
+    # no checkpoint after it can be resumed from
+    kept_rows, stale = rows[: index + 1], rows[index + 1 :]
+    _check_the_way(folder, stages, kept_rows, stale, row["batch"])
     console.note(
-        f"going on from {row['name']} (stage {row['stage']}, {loop['next_batch']} steps done)"
+        f"resuming from {row['name']} (stage {row['stage']}, {loop['next_batch']} steps done)"
     )
     ended = row["kind"] == "final"
     renamed = None
-    if ended and loop["next_batch"] < own[loop["stage"]].steps:  # steps were added
+    if ended and loop["next_batch"] < stages[loop["stage"]].steps:  # steps were added
         ended, name = False, f"{row['stage']}-{row['batch']:06d}"
         renamed = (row["name"], name)
-        there = folder / RESUMABLE / name
-        again = {
+        target = folder / RESUMABLE / name
+        renamed_row = {
             **row,
             "name": name,
             "kind": "last",
-            "state_path": str(there),
-            "sampler_path": str(there / "model"),
+            "state_path": str(target),
+            "sampler_path": str(target / "model"),
         }
-        kept = [*[other for other in kept if other["name"] not in renamed], again]
-    _change_state(loop, going.notes)
-    where: dict[str, Any] = {
-        "state_path": str(place),
+        kept_rows = [*[other for other in kept_rows if other["name"] not in renamed], renamed_row]
+    _change_state(loop, changes.notes)
+    fields: dict[str, Any] = {
+        "state_path": str(path),
         "stage": loop["stage"],
         "next_batch": loop["next_batch"],
         "step": row["batch"],
     }
-    where |= {
+    fields |= {
         "stage_ended": ended,
         "loop_state": loop,
         "run_id": config.get(identity.ID),
-        "rows": kept,
+        "rows": kept_rows,
         "stale": stale,
         "renamed": renamed,
     }
-    return Position(**where, run=run, notes=going.notes, changed=config.get(CHANGES, ()))
+    return Position(**fields, run=run, notes=changes.notes, changed=config.get(CHANGES, ()))
 
 
 def _beginning(
@@ -126,10 +136,10 @@ def _beginning(
 ) -> Position:
     notes: list[dict[str, Any]] = []
     if not never_took_a_step(folder):
-        going = allowed(config, run, len(run.stages) - 1, 0, 0)
-        run, notes = going.run, going.notes
+        changes = allowed(config, run, len(run.stages) - 1, 0, 0)
+        run, notes = changes.run, changes.notes
     _check_the_way(folder, stage_steps(resolved(run)["stages"]), (), rows, 0)
-    console.note(f"{folder} holds no whole checkpoint yet: starting from the beginning")
+    console.note(f"{folder} holds no complete checkpoint yet: starting from the beginning")
     return Position(
         run_id=config.get(identity.ID),
         stale=rows,
@@ -140,7 +150,7 @@ def _beginning(
 
 
 def _change_state(loop: dict[str, Any], notes: Sequence[Mapping[str, Any]]) -> None:
-    """What the loop's state holds of a setting that changes: it would win over the setting."""
+    """Update changed settings in the loop's state, which would otherwise override the setting."""
     for note in notes:
         state = loop.get("method")
         if (
@@ -155,8 +165,8 @@ def _change_state(loop: dict[str, Any], notes: Sequence[Mapping[str, Any]]) -> N
 def _loop_state(
     state: Mapping[str, Any], config: Mapping[str, Any], place: Path, row: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the loop noted in a checkpoint. RunFolderError where that is not what its name and the
-    run's stages say.
+    """Return the loop state of a checkpoint. Raises RunFolderError if it contradicts the
+    checkpoint's name or the run's stages.
     """
     loop, stages = state.get("metadata"), stage_steps(config["stages"])
     wrong = None
@@ -167,7 +177,7 @@ def _loop_state(
     ):
         loop["first_step"] = stages[loop["stage"]].first
     if not isinstance(loop, dict):
-        wrong = "it has no state of a loop"
+        wrong = "it has no loop state"
     elif bad := [
         key
         for key in ("stage", "next_batch", "first_step")
@@ -176,18 +186,23 @@ def _loop_state(
         wrong = f"its {bad[0]} is {loop.get(bad[0])!r}"
     elif not 0 <= loop["stage"] < len(stages) or stages[loop["stage"]].name != row["stage"]:
         wrong = (
-            f"it is of stage number {loop['stage'] + 1}, which the run does not call {row['stage']}"
+            f"it belongs to stage number {loop['stage'] + 1}, which is not called "
+            f"{row['stage']} in the run"
         )
     elif (
         loop["first_step"] != stages[loop["stage"]].first
         or not 0 <= loop["next_batch"] <= stages[loop["stage"]].steps
     ):
-        wrong = f"it was made {loop['next_batch']} steps after step {loop['first_step']}, where the run's stage does not go"
+        wrong = (
+            f"it was made {loop['next_batch']} steps after step {loop['first_step']}, which "
+            "is outside of the run's stage"
+        )
     elif not place.name.endswith("-final") and place.name != f"{row['stage']}-{row['batch']:06d}":
-        wrong = f"it is of step {row['batch']}"
+        wrong = f"it belongs to step {row['batch']}"
     if wrong is not None:
         raise RunFolderError(
-            f"the checkpoint {place} is not as this run saved it: {wrong}. Move it out of {place.parent}"
+            f"the checkpoint {place} is not as this run saved it: {wrong}. Move it out of "
+            f"{place.parent}"
         )
     assert isinstance(loop, dict)
     return loop
@@ -200,73 +215,74 @@ def _check_the_way(
     stale: Sequence[Mapping[str, Any]],
     step: int,
 ) -> None:
-    """RunFolderError where something that is not ours to remove has a name that the run is going to
-    write under.
+    """Raise RunFolderError if a foreign file or folder has a name that the run is going to write
+    to.
     """
-    stays, leaves = {row["name"] for row in kept}, {row["name"] for row in stale}
+    kept_names, stale_names = {row["name"] for row in kept}, {row["name"] for row in stale}
     for parent, form in (
         (folder / RESUMABLE, r"(?:(\d{6,12})|final)"),
         (folder / WEIGHTS, r"best-(\d{6,12})"),
     ):
         for path in sorted(parent.iterdir()) if parent.is_dir() else ():
             for stage in stages:
-                found = re.fullmatch(re.escape(stage.name) + "-" + form, path.name)
-                at = (
+                match = re.fullmatch(re.escape(stage.name) + "-" + form, path.name)
+                checkpoint_step = (
                     None
-                    if found is None
+                    if match is None
                     else stage.first + stage.steps
-                    if found[1] is None
-                    else int(found[1])
+                    if match[1] is None
+                    else int(match[1])
                 )
                 if (
-                    at is not None
-                    and at >= step
-                    and path.name not in stays
-                    and (path.name not in leaves or path.is_symlink())
+                    checkpoint_step is not None
+                    and checkpoint_step >= step
+                    and path.name not in kept_names
+                    and (path.name not in stale_names or path.is_symlink())
                 ):
                     raise RunFolderError(
-                        f"{path} is in the way: the run is going to write its step {at} under that name, and it is "
-                        f"{'a link' if path.is_symlink() else 'none of its own'}. Move it elsewhere"
+                        f"{path} is in the way: the run is going to write its step "
+                        f"{checkpoint_step} under that name, and it is "
+                        f"{'a link' if path.is_symlink() else 'not from this run'}. Move it "
+                        "elsewhere"
                     )
 
 
 def make_way(folder: Path, position: Position) -> None:
-    """Removes cut-off writes, and damaged checkpoints after the point of a resume. Whole weights
-    stay until they are made again.
+    """Remove incomplete writes and damaged checkpoints after the resume point. Complete weights
+    stay until the run writes them again.
 
-    The end of a stage that goes on after all becomes a checkpoint like others: to be called before
-    config.json says that it goes on.
+    The final checkpoint of a stage that continues becomes an ordinary checkpoint. Call this
+    function before config.json records that the stage continues.
     """
     if position.renamed is not None:
         ended, name = (folder / RESUMABLE / part for part in position.renamed)
-        checkpoint.remove(name)  # of the same step, from before the stage ended
+        checkpoint.remove(name)  # a checkpoint of the same step, from before the stage ended
         os.rename(ended, name)
     for parent in (folder / RESUMABLE, folder / WEIGHTS):
         checkpoint.remove_leftovers(parent)
     for row in position.stale:
-        place = checkpoint.below(
-            folder / (RESUMABLE if row["state_path"] else WEIGHTS), row["name"]
-        )
+        path = checkpoint.below(folder / (RESUMABLE if row["state_path"] else WEIGHTS), row["name"])
         try:
             if row["state_path"]:
-                # as whoever looked for the point did: what cannot be read as a state is not only
-                # what is damaged
-                read_state(place)
+                # The same reading as in the search for the resume point: a state may be unreadable
+                # for other reasons than damage.
+                read_state(path)
             else:
-                checkpoint.verify(place)
+                checkpoint.verify(path)
         except checkpoint.DamagedCheckpoint:
-            checkpoint.remove(place)
+            checkpoint.remove(path)
 
 
 def check_finals(run: Run, folder: Path, names: Sequence[str]) -> None:
-    """UserError where the final checkpoint of a stage that is done and that others begin from is
-    not whole.
+    """Raise UserError if the final checkpoint of an ended stage is damaged and other stages begin
+    from it.
     """
     for name in names:
-        place = folder / RESUMABLE / f"{name}-final"
+        path = folder / RESUMABLE / f"{name}-final"
         try:
-            checkpoint.verify(place)
+            checkpoint.verify(path)
         except checkpoint.DamagedCheckpoint as error:
             raise UserError(
-                f"a later stage begins from the end of stage {name}, which is not whole any more: {error}"
+                f"a later stage begins from the end of stage {name}, but that checkpoint is "
+                f"damaged: {error}"
             ) from error

@@ -1,5 +1,5 @@
-"""What the stages of a run need, made and checked before the run's folder is touched and before any
-work is done.
+"""Load and check what the stages of a run need, before the run's folder is touched and any work is
+done.
 """
 
 from __future__ import annotations
@@ -42,12 +42,19 @@ from rl.settings import DataSettings, StagePlan
 
 @dataclass
 class Prepared:
-    """A stage's data and reward, loaded. `scorer`: None where answers are not scored. `curriculum`:
-    of `problems`, if there is one. `remarks`: what is to be said of them before the first step.
+    """Hold a stage's loaded data and reward.
 
-    `rows`: to train on; None as long as the earlier stage that `awaits` numbers has not written
-    them. `sandbox`: the kind that programs run in, where answers are programs. `overlap`: what
-    held-out rows share with those to train on.
+    rows: to train on; None until the earlier stage with number `awaits` has written them
+
+    scorer: None if answers are not scored
+
+    curriculum: of `problems`, if any
+
+    sandbox: the kind that programs run in, if answers are programs
+
+    overlap: what held-out rows share with training rows
+
+    remarks: messages to print before the first step
     """
 
     plan: StagePlan
@@ -60,7 +67,7 @@ class Prepared:
     sandbox: str | None = None
     overlap: Overlap | None = None
     remarks: list[str] = field(default_factory=list)
-    # the model that rows were looked through for, as far as that matters to them
+    # the model that the rows were checked for, as far as it affects them
     checked_for: Any = None
 
     @property
@@ -73,8 +80,8 @@ class Prepared:
 
 
 def check_sandboxes(stages: Sequence[StagePlan]) -> None:
-    """UserError where a stage runs programs and this host has no sandbox of the kind that it asks
-    for. Nothing is loaded.
+    """Raise UserError if a stage runs programs and this host has no sandbox of the requested kind.
+    Nothing is loaded.
     """
     for plan in stages:
         if (reward := reward_of(plan.settings.data)) is not None:
@@ -82,10 +89,10 @@ def check_sandboxes(stages: Sequence[StagePlan]) -> None:
 
 
 def prepare(plan: StagePlan, earlier: Sequence[StagePlan] = ()) -> Prepared:
-    """Loads a stage's data and starts its reward. Raises UserError or ValueError naming what is
+    """Load a stage's data and start its reward. Raises UserError or ValueError naming what is
     wrong.
 
-    earlier: the stages before it, of which one may be to write its data first.
+    earlier: the stages before it; a stage among them may have to write its data first.
     """
     data, held_out = plan.settings.data, plan.settings.loop.eval_every > 0
     environment = environment_of(plan.settings)
@@ -117,20 +124,23 @@ def prepare(plan: StagePlan, earlier: Sequence[StagePlan] = ()) -> Prepared:
         and not METHODS[plan.method].judges(plan.settings)
     ):
         raise UserError(
-            f"{plan.method} learns from a reward: name one with --reward (exact_match, gsm8k, module:function, ...)"
+            f"{plan.method} learns from a reward: name one with --reward (exact_match, gsm8k, "
+            "module:function, ...)"
         )
-    # whose splits share nothing
-    own = (environment is not None and not environment.needs_rows) or _generated(data)
+    # their splits share nothing
+    disjoint = (environment is not None and not environment.needs_rows) or _generated(data)
     shared = (
         overlap(rows, test_problems)
-        if rows is not None and test_problems is not None and not own
+        if rows is not None and test_problems is not None and not disjoint
         else None
     )
     remarks: list[str] = []
-    tried = rows if METHODS[plan.method].needs_reward or test_problems is None else test_problems
-    if scorer is not None and tried is not None and environment is None:
+    trial_rows = (
+        rows if METHODS[plan.method].needs_reward or test_problems is None else test_problems
+    )
+    if scorer is not None and trial_rows is not None and environment is None:
         try:
-            remarks = try_reward(scorer, tried)
+            remarks = try_reward(scorer, trial_rows)
         except ValueError:
             scorer.close()
             raise
@@ -140,8 +150,8 @@ def prepare(plan: StagePlan, earlier: Sequence[StagePlan] = ()) -> Prepared:
 
 
 def reward_of(data: DataSettings) -> str | Reward | None:
-    """What scores answers: one reward, or the weighted sum of several; those of programs with their
-    settings.
+    """Return what scores answers: a single reward, or the weighted sum of several. Rewards that run
+    programs get their settings.
     """
     seconds = 0.8 * data.reward_timeout
     programs = {
@@ -150,20 +160,27 @@ def reward_of(data: DataSettings) -> str | Reward | None:
         "seconds": seconds,
         "packages": data.sandbox_packages,
     }
-    own = {"code_tests": {**programs, "score": data.code_score}, "code_output": programs}
+    reward_settings = {
+        "code_tests": {**programs, "score": data.code_score},
+        "code_output": programs,
+    }
     if data.rewards:
         weights = dict(data.rewards)
         return resolve_reward(
             "composite",
             weights=weights,
-            settings={name: own[name] for name in own if name in weights},
+            settings={name: reward_settings[name] for name in reward_settings if name in weights},
         )
-    return resolve_reward(data.reward, **own[data.reward]) if data.reward in own else data.reward
+    return (
+        resolve_reward(data.reward, **reward_settings[data.reward])
+        if data.reward in reward_settings
+        else data.reward
+    )
 
 
 def sandbox_kind(reward: str | Reward, data: DataSettings) -> str | None:
-    """The kind of sandbox that programs would run in; None where none are run. UserError where this
-    host has none of it.
+    """Return the kind of sandbox that programs run in, or None if the reward runs none. Raises
+    UserError if this host has no such sandbox.
     """
     return (
         _kind(data.sandbox, data.sandbox_packages) if resolve_reward(reward).runs_programs else None
@@ -172,12 +189,14 @@ def sandbox_kind(reward: str | Reward, data: DataSettings) -> str | None:
 
 @cache
 def _kind(mode: str, packages: tuple[str, ...]) -> str:
-    with code.make_sandbox(mode, 1.0, packages) as found:
-        return found.kind
+    with code.make_sandbox(mode, 1.0, packages) as sandbox:
+        return sandbox.kind
 
 
 def _generated(data: DataSettings) -> bool:
-    """Whether training and held-out rows are of the same generators, whose splits share nothing."""
+    """Return whether training and held-out rows come from the same generators, whose splits do not
+    overlap.
+    """
     sources = (data.dataset, *data.more_datasets)
     return data.eval_dataset is None and all(
         source.partition(":")[0] in GENERATED_REWARDS for source in sources
@@ -185,8 +204,8 @@ def _generated(data: DataSettings) -> bool:
 
 
 def found_out(stages: Sequence[Prepared]) -> dict[str, Any]:
-    """What the run's config says besides what was asked for: the sandbox that programs run in, what
-    held-out rows share with others.
+    """Return what the run's config records besides the requested settings: the sandbox of programs,
+    and the overlap of held-out rows with training rows.
     """
     kinds = sorted({prepared.sandbox for prepared in stages if prepared.sandbox is not None})
     shared = {
@@ -201,8 +220,8 @@ def found_out(stages: Sequence[Prepared]) -> dict[str, Any]:
 
 
 def held_out_rows(environment: EnvironmentSpec | None, settings: Any) -> ProblemSet | None:
-    """What an evaluation asks or plays, of a stage's settings (or what has their `data` and `env`);
-    None as of `held_out_problems`.
+    """Return the held-out rows of an evaluation, from a stage's settings (or an object with their
+    `data` and `env`). None as in `held_out_problems`.
     """
     if environment is None or environment.needs_rows:
         return held_out_problems(settings.data)
@@ -210,19 +229,19 @@ def held_out_rows(environment: EnvironmentSpec | None, settings: Any) -> Problem
 
 
 def check_rows(prepared: Prepared, policy: TrainingClient, renderer: Renderer) -> None:
-    """Raises UserError naming rows that could not be trained on or evaluated, before anything is;
-    or leaves such rows out.
+    """Raise UserError naming rows that cannot be trained on or evaluated, before the first step; or
+    leave such rows out (`on_bad_row`).
 
-    Where rows are sampled (online, and held-out rows that a reward scores) every prompt leaves room
-    for max_tokens in the context. Where their responses are learnt, every row has them, and the
-    whole fits. Rows that were looked through for such a model before (of a later stage, before the
-    first step) are not again.
+    If rows are sampled (online, and held-out rows that a reward scores), every prompt leaves room
+    for max_tokens in the context. If responses are learned, every row has a response, and the whole
+    fits. Rows that were checked for an equal model before (of a later stage, before the first step)
+    are not checked again.
     """
-    asked_for = None if prepared.rows is None else (prepared.rows, *_matters(policy, renderer))
-    if asked_for is not None and asked_for == prepared.checked_for:
+    cache_key = None if prepared.rows is None else (prepared.rows, *_matters(policy, renderer))
+    if cache_key is not None and cache_key == prepared.checked_for:
         return
     settings, method = prepared.plan.settings, METHODS[prepared.plan.method]
-    wanted, skip, reads = (
+    max_tokens, skip, reads = (
         settings.sampling.max_tokens,
         settings.data.on_bad_row,
         method.reads(settings),
@@ -237,26 +256,32 @@ def check_rows(prepared: Prepared, policy: TrainingClient, renderer: Renderer) -
     )
     faults: list[FaultyRows] = []
 
-    def kept(found: ProblemSet, check: Any) -> ProblemSet:
+    def checked(problems: ProblemSet, check: Any) -> ProblemSet:
         try:
-            return good_rows(found, check, skip)
+            return good_rows(problems, check, skip)
         except FaultyRows as error:
             faults.append(error)
-            return found
+            return problems
 
-    if rows is not None:  # else an earlier stage is to write them
+    if rows is not None:  # otherwise an earlier stage writes them
         check: Any = RowCheck(
-            policy.info, renderer, rows.name, reads, 0 if reads else wanted, longest, limits=limits
+            policy.info,
+            renderer,
+            rows.name,
+            reads,
+            0 if reads else max_tokens,
+            longest,
+            limits=limits,
         )
         if "answers" in reads:
             check = answers_check(partial(check_answer, settings, policy.info, renderer), skip)
-        prepared.rows = kept(rows, check)
+        prepared.rows = checked(rows, check)
         if prepared.rows is not rows and prepared.curriculum is not None:
             prepared.curriculum = Curriculum(prepared.rows, settings.data)
     if test_problems is not None:
-        ranked, asked = (
+        ranked, held_out_max_tokens = (
             reads if method.ranks_held_out else (),
-            wanted if prepared.scorer is not None else 0,
+            max_tokens if prepared.scorer is not None else 0,
         )
         lenient = method.ranks_where_there
         check = RowCheck(
@@ -264,14 +289,14 @@ def check_rows(prepared: Prepared, policy: TrainingClient, renderer: Renderer) -
             renderer,
             test_problems.name,
             ranked,
-            asked,
+            held_out_max_tokens,
             longest,
             limits=limits,
             where_there=lenient,
         )
-        prepared.test_problems = kept(test_problems, check)
+        prepared.test_problems = checked(test_problems, check)
     if faults:
-        # where none is good they are of another shape
+        # if no row is good, the rows have another shape
         raise faults[0] if not faults[0].good else FaultyRows.of_all(faults)
     prepared.checked_for = (
         None if prepared.rows is None else (prepared.rows, *_matters(policy, renderer))
@@ -279,10 +304,13 @@ def check_rows(prepared: Prepared, policy: TrainingClient, renderer: Renderer) -
 
 
 def _matters(policy: TrainingClient, renderer: Renderer) -> tuple[Any, ...]:
-    """What of a model and its renderer a row's tokens, and the room that they have, hang on."""
+    """Return the properties of a model and its renderer that a row's tokens and their room depend
+    on.
+    """
     info, tokenizer = policy.info, renderer.tokenizer
     vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
-    written = getattr(renderer, "inner", renderer)  # of one that stops at texts of its own
+    # the inner renderer of a renderer with additional stop texts
+    written = getattr(renderer, "inner", renderer)
     template = (
         getattr(tokenizer, "chat_template", None),
         getattr(written, "template_settings", None),

@@ -1,8 +1,8 @@
-"""Later stages, gone through before the first step: models, tokenizers, adapters, critics,
-teachers, renderers and rows that would not do.
+"""Check later stages before the first step: models, tokenizers, adapters, critics, teachers,
+renderers and rows.
 
-No weights are loaded: a model is its config, its tokenizer and, in a folder, the names of its
-tensors. What a method asks of its other models is asked of such outlines, by the method itself.
+No weights are loaded. An outline of a model is its config, its tokenizer and, for a folder, the
+names of its tensors. Each method checks its other models on such outlines itself.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Outline:
-    """What a client tells of its model, of a model that is not loaded."""
+    """Provide a client's information about a model that is not loaded."""
 
     def __init__(
         self,
@@ -54,10 +54,10 @@ class Outline:
         *,
         value_head: bool = False,
     ):
-        size, context, found = _skeleton(base_model, tokenizer)
+        size, context, model_tokenizer = _skeleton(base_model, tokenizer)
         self.info: dict[str, Any] = {
             "base_model": base_model,
-            "tokenizer": found,
+            "tokenizer": model_tokenizer,
             "vocab_size": size,
             "max_context": context,
         }
@@ -67,13 +67,13 @@ class Outline:
         return self.info["tokenizer"]
 
     def release(self) -> None:
-        """Holds nothing."""
+        """Do nothing: an outline holds no resources."""
 
 
 @cache
 def _skeleton(base_model: str, tokenizer: str | None) -> tuple[int, int | None, Any]:
-    """(rows of the embedding, context, tokenizer) of a base model. UserError where it cannot be
-    had, or is not whole.
+    """Return (rows of the embedding, context, tokenizer) of a base model. Raises UserError if the
+    model is not available or incomplete.
     """
     folder = Path(base_model).expanduser()
     if is_adapter(folder):
@@ -83,23 +83,24 @@ def _skeleton(base_model: str, tokenizer: str | None) -> tuple[int, int | None, 
         check_whole_folder(folder)
     with torch.device("meta"):
         loaded = load_skeleton(base_model, tokenizer=tokenizer)
-    found = loaded.tokenizer
+    model_tokenizer = loaded.tokenizer
     if not base_model.startswith("tiny:"):
-        found = load_tokenizer(tokenizer or base_model, required=tokenizer is not None)
-    if found is not None and len(found) > loaded.vocab_size:
+        model_tokenizer = load_tokenizer(tokenizer or base_model, required=tokenizer is not None)
+    if model_tokenizer is not None and len(model_tokenizer) > loaded.vocab_size:
         raise UserError(
-            f"the tokenizer has {len(found)} tokens, the model {base_model!r} only {loaded.vocab_size} rows: they do not belong together"
+            f"the tokenizer has {len(model_tokenizer)} tokens, the model {base_model!r} only "
+            f"{loaded.vocab_size} rows: they do not belong together"
         )
     config = loaded.model.config.get_text_config().to_dict()
     return (
         loaded.vocab_size,
         config.get("max_position_embeddings") or config.get("n_positions"),
-        found,
+        model_tokenizer,
     )
 
 
 def _check_adapter(model: ModelSettings, base_model: str) -> None:
-    """UserError where the adapter asked for cannot be put on the model."""
+    """Raise UserError if the requested adapter cannot be put on the model."""
     if model.lora_rank:
         with torch.device("meta"):
             loaded = load_skeleton(
@@ -110,8 +111,8 @@ def _check_adapter(model: ModelSettings, base_model: str) -> None:
 
 
 def _root(stages: Sequence[StagePlan], index: int) -> tuple[str, str | None]:
-    """(base model, tokenizer) that a stage's policy comes down to. UserError where a stage on the
-    way cannot go on with what it gets.
+    """Return (base model, tokenizer) of a stage's policy, following the stages that it begins from.
+    Raises UserError if such a stage cannot continue.
     """
     model, before = stages[index].settings.model, begins_after(stages, index)
     if before is None:
@@ -124,13 +125,13 @@ def _root(stages: Sequence[StagePlan], index: int) -> tuple[str, str | None]:
 
 
 def outline_of(stages: Sequence[StagePlan], index: int, value_head: bool) -> Outline:
-    """What a stage's policy tells of itself. UserError where the stage could not begin."""
+    """Return the outline of a stage's policy. Raises UserError if the stage could not begin."""
     base, tokenizer = _root(stages, index)
     return Outline(base, tokenizer, stages[index].settings.model.lora_rank, value_head=value_head)
 
 
 class _Hosts:
-    """rl.methods.base.Hosts, of outlines."""
+    """Implement rl.methods.base.Hosts with outlines."""
 
     def __init__(
         self, stages: Sequence[StagePlan], index: int, policy: Outline, tags: Sequence[str]
@@ -149,15 +150,15 @@ class _Hosts:
         names = [stage.name for stage in self.stages[: self.index]]
         if target in names:
             return Outline(*_root(self.stages, names.index(target)))
-        found = open_weights(target)
-        if found.path is None:
+        weights = open_weights(target)
+        if weights.path is None:
             return Outline(target, None)
-        folder = saving.model_folder(found.path)
-        spec = saving.read_spec(found.path) if (found.path / "state.json").is_file() else None
+        folder = saving.model_folder(weights.path)
+        spec = saving.read_spec(weights.path) if (weights.path / "state.json").is_file() else None
         if not (folder / "adapter_config.json").is_file():
             return Outline(str(folder), None)
         if spec is not None:
-            return Outline(*saving.base_of(spec, str(found.path)))
+            return Outline(*saving.base_of(spec, str(weights.path)))
         return Outline(saving.adapter_base(folder), None)
 
     def rewards(self, learned: LearnedRewardSettings) -> dict[str, Any]:
@@ -181,8 +182,9 @@ class _Hosts:
             )
             if not scores:
                 raise UserError(
-                    f"{source.name} is no reward model: {source.method} without a value head of its own trains it. Name a stage of "
-                    "reward_model; a language model can judge as well, with comparison_model"
+                    f"{source.name} is no reward model: {source.method} without a value head "
+                    "trains it. Name a stage of reward_model; a language model can judge as "
+                    "well, with comparison_model"
                 )
         elif is_published(open_weights(target)):
             classifier_tokenizer(target)
@@ -198,21 +200,21 @@ class _Hosts:
 
 
 def prepared_stages(stages: Sequence[StagePlan]) -> list[Prepared]:
-    """`prepare` of each. Of a stage whose rows cannot all be read, those that can are looked
-    through too, and all faults told at once.
+    """Prepare each stage. If some rows of a stage cannot be read, check its readable rows too, and
+    report all faults together.
     """
-    found = []
+    prepared = []
     for i, plan in enumerate(stages):
         try:
-            found.append(prepare(plan, stages[:i]))
+            prepared.append(prepare(plan, stages[:i]))
         except FaultyRows as error:
             more = _unfit(stages, i, error.rows)
             raise error if more is None else error.and_more(more) from error
-    return found
+    return prepared
 
 
 def _unfit(stages: Sequence[StagePlan], index: int, rows: Sequence[Problem]) -> FaultyRows | None:
-    """Which of a stage's rows could not be trained on, as far as that can be known before anything
+    """Return the rows of a stage that cannot be trained on, as far as this is known before anything
     is loaded.
     """
     plan = stages[index]
@@ -230,13 +232,13 @@ def _unfit(stages: Sequence[StagePlan], index: int, rows: Sequence[Problem]) -> 
     except (
         ValueError,
         OSError,
-    ):  # something else is wrong besides, which is told when the rows are mended
+    ):  # another fault besides these, which is reported once the rows are corrected
         return None
     return None
 
 
 def rehearse(stages: Sequence[StagePlan], prepared: Sequence[Prepared], after: int) -> None:
-    """UserError, naming the stage, where one after stage number `after` could not begin."""
+    """Raise UserError, naming the stage, if a stage after stage number `after` could not begin."""
     for index in range(after + 1, len(stages)):
         plan, ready = stages[index], prepared[index]
         try:
@@ -247,4 +249,4 @@ def rehearse(stages: Sequence[StagePlan], prepared: Sequence[Prepared], after: i
             METHODS[plan.method].other_models(plan.settings, _Hosts(stages, index, policy, tags))
             check_rows(ready, cast("TrainingClient", policy), renderer)
         except ValueError as error:
-            raise UserError(f"stage {plan.name}, before anything was trained: {error}") from error
+            raise UserError(f"stage {plan.name}, before any training: {error}") from error

@@ -1,5 +1,5 @@
-"""What a stage samples: answers to problems, enough of them to learn from, and none that cannot be
-learnt from.
+"""Sample what a stage learns from: enough answers to problems, without those that cannot be learned
+from.
 """
 
 from __future__ import annotations
@@ -35,31 +35,36 @@ from rl.types import Problem
 
 
 class EveryRewardFailed(UserError):
-    """No sample of a batch could be scored: the reward is broken, and going on would train on
-    nothing.
+    """Raised if no sample of a batch could be scored: the reward is broken, and training would
+    continue on nothing.
     """
 
 
 class Samples:
-    """Who is asked, how often, and which answers count."""
+    """Choose the players, sample the rollouts, and select those to train on."""
 
     def __init__(self, given: Given, said: Said):
         self.given, self._said = given, said
 
     def groups(self, problems: Sequence[Problem], group_size: int) -> Sequence[EnvGroupBuilder]:
-        given = self.given
-        if given.environment is not None:
-            renderers = None if given.opponents is None else given.opponents.renderers
+        context = self.given
+        if context.environment is not None:
+            renderers = None if context.opponents is None else context.opponents.renderers
             return episode_groups(
-                given.environment, given.settings, problems, group_size, given.renderer, renderers
+                context.environment,
+                context.settings,
+                problems,
+                group_size,
+                context.renderer,
+                renderers,
             )
         return [
-            ProblemGroupBuilder(problem, group_size, given.renderer, given.scorer)
+            ProblemGroupBuilder(problem, group_size, context.renderer, context.scorer)
             for problem in problems
         ]
 
     def players(self, batch: int) -> Mapping[str, Sampler]:
-        """Who plays the seats of a batch that are not the policy's."""
+        """Return the samplers of a batch's players other than the policy."""
         return (
             {}
             if self.given.opponents is None
@@ -67,28 +72,28 @@ class Samples:
         )
 
     def held_out_players(self) -> Mapping[str, Sampler]:
-        """The same of an evaluation."""
+        """Return the samplers of an evaluation's players other than the policy."""
         return {} if self.given.opponents is None else self.given.opponents.held_out_players()
 
     def roll(
         self, builders: Sequence[EnvGroupBuilder], sampler: SamplingClient, batch: int, seed: int
     ) -> Rollouts:
-        """Plays a batch to its end, its episodes in step or each by itself."""
-        given, players = self.given, self.players(batch)
-        if given.decisions is None:
-            return rollout(builders, sampler, given.sampling_params, seed=seed, players=players)
-        given.decisions.batch = batch
+        """Run a batch to its end, with its episodes in lockstep or each by itself."""
+        context, players = self.given, self.players(batch)
+        if context.decisions is None:
+            return rollout(builders, sampler, context.sampling_params, seed=seed, players=players)
+        context.decisions.batch = batch
         return continuous_rollout(
             builders,
             sampler,
-            given.sampling_params,
+            context.sampling_params,
             seed=seed,
             players=players,
             stream_of=SampleStream,
-            limit=given.flow.max_waiting,
-            steps=given.flow.slice_steps,
+            limit=context.flow.max_waiting,
+            steps=context.flow.slice_steps,
             seconds=self.seconds,
-            clock=given.decisions.clock(),
+            clock=context.decisions.clock(),
         )
 
     def stream(
@@ -99,18 +104,20 @@ class Samples:
         seed: int,
         use: Callable[[Rollouts], None],
     ) -> Rollouts:
-        """The same in parts, each handed to `use` as soon as its groups have ended: parts in order,
-        and groups in each.
+        """Run a batch in parts. Call `use` with each part as soon as its groups have ended, in the
+        order of parts and of groups.
         """
-        given = self.given
-        assert given.decisions is not None
-        given.decisions.batch = batch
+        context = self.given
+        assert context.decisions is not None
+        context.decisions.batch = batch
         samplers: dict[str | None, Any] = {None: sampler}
         samplers.update(self.players(batch).items())
         streams = group_streams([builder.problem_index for builder in builders])
-        cuts = [round(i * len(builders) / given.flow.parts) for i in range(given.flow.parts + 1)]
+        cuts = [
+            round(i * len(builders) / context.flow.parts) for i in range(context.flow.parts + 1)
+        ]
         parts: list[Rollouts] = []
-        with self.flow(samplers, given.decisions.clock()) as flow:
+        with self.flow(samplers, context.decisions.clock()) as flow:
             for number, (builder, problem) in enumerate(zip(builders, streams, strict=True)):
                 flow.begin(number, builder, seed=seed, problem=problem)
             for low, high in zip(cuts[:-1], cuts[1:], strict=True):
@@ -122,13 +129,16 @@ class Samples:
 
     @contextmanager
     def flow(self, samplers: Mapping[str | None, Any], clock: Clock) -> Iterator[Flow]:
-        """Episodes on their way, with streams of their own, which end with it."""
+        """Run episodes with separate sample streams, which close with the context."""
         waiters = Waiters(self.given.flow.max_waiting)
         with ExitStack() as stack:
             stack.callback(waiters.close)
             seats = {
-                who: Seat(stack.enter_context(SampleStream(one)), one.info["max_context"])
-                for who, one in samplers.items()
+                player: Seat(
+                    stack.enter_context(SampleStream(player_sampler)),
+                    player_sampler.info["max_context"],
+                )
+                for player, player_sampler in samplers.items()
             }
             params, steps = self.given.sampling_params, self.given.flow.slice_steps
             flow = Flow(seats, params, waiters, clock, steps=steps, seconds=self.seconds)
@@ -137,85 +147,94 @@ class Samples:
 
     @property
     def seconds(self) -> float:
-        """What an environment that blocks has for an answer."""
+        """Return the seconds that a blocking environment waits for an answer."""
         env = getattr(self.given.settings, "env", None)
         return float(env.episode_seconds) if env is not None else 600.0
 
     def judged(self, rollouts: Rollouts, *, alone: bool = False) -> Rollouts:
-        """With what whole episodes earn beside their environment, and a model's judgement. `alone`:
-        answers stand in no group.
+        """Add the rewards of whole episodes (besides the environment's), and the judgement of a
+        model. `alone`: the answers form no group.
         """
-        given = self.given
-        beside = given.scorer if given.environment is not None else None
-        return judged(with_episode_rewards(rollouts, beside), given.models.rewards, alone=alone)
+        context = self.given
+        episode_scorer = context.scorer if context.environment is not None else None
+        return judged(
+            with_episode_rewards(rollouts, episode_scorer), context.models.rewards, alone=alone
+        )
 
     def fill(self, rollouts: Rollouts, batch: int, sampler: SamplingClient) -> Rollouts:
-        """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): further problems until batch_size
-        groups are mixed, within a bound.
+        """Sample further problems until batch_size groups are mixed, within a bound (dynamic
+        sampling: DAPO, arXiv 2503.14476, section 3.2).
 
-        Without it, the same rollouts. Groups without signal and those beyond batch_size are left
-        out of training, not of metrics; of a batch without any mixed group the first batch_size are
-        kept. Each round takes its problems in an order of its own. A round in which every reward
-        failed is the last: more samples would only fail again (`check` says how, if nothing is
-        left).
+        Without dynamic sampling, return the same rollouts. Groups without signal and groups beyond
+        batch_size are left out of training, but not of metrics. If no group is mixed, the first
+        batch_size groups are used. Each round shuffles its problems differently. A round in which
+        every reward failed is the last: more samples would only fail again (`check` reports the
+        reason if nothing remains).
         """
-        given = self.given
-        bound, wanted = given.settings.sampling.dynamic_sampling, given.loop.batch_size
+        context = self.given
+        bound, batch_size = context.settings.sampling.dynamic_sampling, context.loop.batch_size
         rounds, more = 0, rollouts
-        while rounds < bound and more.groups and sum(map(is_mixed, rollouts.groups)) < wanted:
+        while rounds < bound and more.groups and sum(map(is_mixed, rollouts.groups)) < batch_size:
             rounds += 1
-            problems = given.problems.batch(batch, wanted, derive_seed(given.seed, "extra", rounds))
-            seed = derive_seed(given.seed, "sample", batch, rounds)
-            builders = self.groups(problems, given.method.group_size)
+            problems = context.problems.batch(
+                batch, batch_size, derive_seed(context.seed, "extra", rounds)
+            )
+            seed = derive_seed(context.seed, "sample", batch, rounds)
+            builders = self.groups(problems, context.method.group_size)
             more = rollout(
-                builders, sampler, given.sampling_params, seed=seed, players=self.players(batch)
+                builders, sampler, context.sampling_params, seed=seed, players=self.players(batch)
             )
             more = self.judged(more)
             rollouts = rollouts.with_more(more)
         if not bound:
             return rollouts
         rollouts.counters["extra_rounds"] = rounds
-        kept = ([group for group in rollouts.groups if is_mixed(group)] or rollouts.groups)[:wanted]
-        chosen = {id(group) for group in kept}
+        selected = ([group for group in rollouts.groups if is_mixed(group)] or rollouts.groups)[
+            :batch_size
+        ]
+        chosen = {id(group) for group in selected}
         return replace(
             rollouts,
-            groups=kept,
+            groups=selected,
             left_out=[group for group in rollouts.groups if id(group) not in chosen],
         )
 
     def check(self, rollouts: Rollouts, newest: int, oldest: int = 0) -> None:
-        """Names rewards that failed (each kind once); ends the run where none worked, or samples
-        are of other weights.
+        """Warn about failed rewards (each kind once). End the run if no reward worked, or samples
+        come from other weights.
 
-        `newest`: the version of the weights that learn of them; `oldest`: so many updates before it
-        samples may be.
+        `newest`: weight version that learns from the samples; `oldest`: allowed staleness in
+        updates.
+
+        Raises EveryRewardFailed, or RuntimeError for samples of unexpected weight versions.
         """
         if rollouts.errors:
-            # texts that differ in a number would be said at every step: 20 at most
+            # texts that differ in a number would be printed at every step: 20 at most
             kind = rollouts.errors[0].split(" (prompt")[0]
             self._said.warn(
                 kind,
                 f"{len(rollouts.errors)} samples were left out of this batch: {rollouts.errors[0]}",
                 most=20,
             )
-        drawn = [
+        actions = [
             turn.ac for g in rollouts.groups for t in g.trajectories_G for turn in t.transitions
         ]
         versions: set[int | None] = set()
-        for ac in drawn:
+        for ac in actions:
             versions |= {*ac.versions} if ac.versions else {ac.version}
         if versions - {newest - age for age in range(oldest + 1)}:
             expected = f"{newest}" if not oldest else f"{newest - oldest} to {newest}"
             raise RuntimeError(
-                f"samples of versions {sorted(map(str, versions))}, version {expected} of the weights was expected"
+                f"samples come from weight versions {sorted(map(str, versions))}, expected "
+                f"version {expected}"
             )
         if not rollouts.groups:
-            what = "the reward" if self.given.environment is None else "the environment"
+            source = "the reward" if self.given.environment is None else "the environment"
             raise EveryRewardFailed(
-                f"{what} failed on every sample of the batch: {rollouts.errors[0]}"
+                f"{source} failed on every sample of the batch: {rollouts.errors[0]}"
             )
         pg = getattr(self.given.settings, "policy_gradient", None)
         single = all(len(t.transitions) == 1 for g in rollouts.groups for t in g.trajectories_G)
         if pg is not None and pg.step_rewards != "sum" and single:
-            text = "every episode has one turn, and its reward is all there is to go"
+            text = "every episode has one turn, so its reward is the whole reward to go"
             self._said.warn("to_go", f"step_rewards {pg.step_rewards} has no effect: {text}")

@@ -1,4 +1,4 @@
-"""What a stage saves: checkpoints to go on from, with where its loop stands, and its best weights."""
+"""Save checkpoints of a stage, with the state of its loop, and its best weights."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ from rl.run.said import Said
 
 
 class Saves:
-    """When something is saved, and what stands in it; the keeper writes it, and removes what is
-    old.
+    """Choose when to save, and assemble the state. The Keeper writes checkpoints and removes old
+    ones.
     """
 
     def __init__(self, given: Given, evaluator: Evaluator, said: Said):
         self.given, self.evaluator, self._said = given, evaluator, said
-        # of episodes under way, where sampling never stops
+        # state of unfinished episodes, if sampling is continuous
         self.state_of_flow: Callable[[], dict[str, Any]] | None = None
-        self.in_flight: Mapping[str, Any] | None = None  # what a checkpoint held of them
+        # a checkpoint's state of unfinished episodes
+        self.in_flight: Mapping[str, Any] | None = None
 
     def keep(self, done: int, row: Mapping[str, float]) -> None:
-        """After `done` batches: the best weights, if these are, and a checkpoint, if it is time."""
-        given, loop = self.given, self.given.loop
+        """Save after `done` batches: the best weights if these are the best, and a checkpoint if it
+        is due.
+        """
+        context, loop = self.given, self.given.loop
         best = loop.keep_best
         if best == HELD_OUT and best not in row:
-            rows = isinstance(given.method, EvaluatesRows) and not self.evaluator.samples_held_out
-            # a reward that does not tell what is correct
-            best = given.method.headline if rows else "test/env/all/reward/total"
+            rows = isinstance(context.method, EvaluatesRows) and not self.evaluator.samples_held_out
+            # a reward without a "correct" metric
+            best = context.method.headline if rows else "test/env/all/reward/total"
         if (
             self.evaluator.measures
             and best is not None
@@ -43,64 +46,65 @@ class Saves:
         ):
             self._said.warn(
                 best,
-                f"keep_best asks for {best}, which this run does not measure: no best weights are kept",
+                f"keep_best asks for {best}, which this run does not measure: no best weights "
+                "are saved",
             )
         if best is not None and best in row:
             head, mode = (
-                isinstance(given.method, EvaluatesRows) and given.method.keeps_value_head,
+                isinstance(context.method, EvaluatesRows) and context.method.keeps_value_head,
                 loop.best_is(best),
             )
-            given.keeper.best(
-                given.models.policy,
-                given.first_step + done,
-                given.name,
+            context.keeper.best(
+                context.models.policy,
+                context.first_step + done,
+                context.name,
                 best,
                 row[best],
                 mode=mode,
                 value_head=head,
             )
-        # after the best weights: a run that goes on from here has them
+        # saved after the best weights, so that a resumed run has them
         if done < loop.steps and self.is_due(done):
             self.save(done)
 
     def is_due(self, done: int) -> bool:
-        """Whether there is a checkpoint after `done` batches; there is one at the end, whatever was
-        asked for.
+        """Return whether a checkpoint is due after `done` batches. The end of the stage always has
+        a checkpoint, whatever save_every is.
         """
         loop = self.given.loop
         return done == loop.steps or bool(loop.save_every and done % loop.save_every == 0)
 
     def save(self, done: int, *, last: bool = False) -> Path:
-        """A resumable checkpoint: the learner's state, and where this loop stands."""
-        given = self.given
+        """Save a resumable checkpoint: learner state and loop state. Return its path."""
+        context = self.given
         state = {
-            "stage": given.index,
+            "stage": context.index,
             "next_batch": done,
-            "first_step": given.first_step,
-            "method": given.method.state(),
+            "first_step": context.first_step,
+            "method": context.method.state(),
             "held_out": asdict(self.evaluator.held_out),
-            "curriculum": given.problems.state()
-            if isinstance(given.problems, Curriculum)
+            "curriculum": context.problems.state()
+            if isinstance(context.problems, Curriculum)
             else None,
-            "opponents": None if given.opponents is None else given.opponents.state(),
-            "run": dict(given.identity),
+            "opponents": None if context.opponents is None else context.opponents.state(),
+            "run": dict(context.identity),
             **({} if self.state_of_flow is None else {"in_flight": finite(self.state_of_flow())}),
         }
-        path = given.keeper.save(
-            given.models.policy,
-            given.first_step + done,
-            given.name,
+        path = context.keeper.save(
+            context.models.policy,
+            context.first_step + done,
+            context.name,
             state,
-            keep_last=given.loop.keep_last,
+            keep_last=context.loop.keep_last,
             last=last,
-            beside=given.models.learning,
+            beside=context.models.learning,
         )
-        if given.opponents is not None:
-            given.opponents.prune()
+        if context.opponents is not None:
+            context.opponents.prune()
         return path
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `save` wrote of the loop."""
+        """Restore the loop's state from what `save` wrote."""
         self.given.method.load_state(state["method"])
         self.in_flight = state.get("in_flight")
         self.evaluator.held_out = HeldOut.of(state["held_out"])

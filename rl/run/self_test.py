@@ -1,10 +1,9 @@
-"""What a run proves of itself before its first step: that what is sampled is what is trained, and
-that what is trained is sampled.
+"""Check before the first step that sampler and learner agree, and that updates reach the sampler.
 
-Most of what silently ruins a run leaves its metrics healthy: weights that are never handed over, an
-adapter that the sampler does not have, a mask that is off by one. So a few answers are drawn to the
-first problems and looked at from both sides. Nothing stays of it: the run's samples, gradients and
-weights are the same bits without it.
+Most errors that ruin a run silently leave its metrics healthy: weights that are never synchronized,
+an adapter that the sampler lacks, a mask that is off by one. The test therefore samples a few
+answers to the first problems and compares sampler and learner on them. It leaves no traces:
+samples, gradients and weights of the run are bitwise the same without it.
 """
 
 from __future__ import annotations
@@ -24,21 +23,22 @@ from rl.sampler import Request
 from rl.seeds import derive_seed
 from rl.types import Datum, Message, ModelInput, SampledSequence, SamplingParams
 
-PROBLEMS, ANSWERS, TOKENS = 2, 2, 16  # drawn: answers to each problem, tokens of each at most
-_ANY = range(3, 9)  # tokens that stand for the prompt of an environment
-AGREE = 2e-3  # nats: fp32's rounding over a deep model stays below 1e-4
-# with moved weights in fp32: nats, or as many times what they are apart before
+# number of problems, answers to each problem, tokens of each answer at most
+PROBLEMS, ANSWERS, TOKENS = 2, 2, 16
+_ANY = range(3, 9)  # tokens that replace the prompt of an environment
+AGREE = 2e-3  # nats: fp32 rounding over a deep model stays below 1e-4
+# limits with moved weights in fp32: nats, and a multiple of the difference before
 ROUNDING, GROWTH = 3e-5, 30
 AGREE_BF16 = 0.1  # nats on average; single tokens differ by more
-ARRIVED_BF16 = 0.25  # of the change that moved weights make, on average
+ARRIVED_BF16 = 0.25  # fraction of the mean change that moved weights make
 
 
 class SelfTestFailed(UserError):
-    """The run would not have learned from what it samples."""
+    """Raised if the run would not learn from what it samples."""
 
     def __init__(self, what: str):
         super().__init__(
-            f"self-test: {what}. Nothing was trained; --no-self-test trains all the same"
+            f"self-test: {what}. Nothing was trained; --no-self-test trains without this check"
         )
 
 
@@ -50,32 +50,37 @@ def self_test(
     params: SamplingParams,
     seed: int,
 ) -> str:
-    """What was seen, in a line. `sampler`: of the weights as they are. Raises SelfTestFailed,
-    naming what is broken.
+    """Run the self-test and return its result as a line of text. `sampler`: of the current weights.
+
+    Raises SelfTestFailed, naming what is broken.
     """
     start = time.perf_counter()
-    drawn = _draw(sampler, conversations[:PROBLEMS], renderer, params, seed)
+    samples = _draw(sampler, conversations[:PROBLEMS], renderer, params, seed)
     datums: list[Datum] = []
-    for prompt, sequence in drawn:
+    for prompt, sequence in samples:
         _check_ends(sequence, prompt, renderer, params)
-        found = trajectory_to_datums(
+        sample_datums = trajectory_to_datums(
             Trajectory([Transition(prompt, sequence, 0.0, True)], advantage=1.0)
         )
-        _check_tokens(prompt, sequence, found)
-        datums += found
-    versions = {sequence.version for _, sequence in drawn}
+        _check_tokens(prompt, sequence, sample_datums)
+        datums += sample_datums
+    versions = {sequence.version for _, sequence in samples}
     if versions != {policy.version}:
         raise SelfTestFailed(
-            f"samples are labelled version {sorted(map(str, versions))}, the weights are version {policy.version}"
+            f"samples are labeled version {sorted(map(str, versions))}, the weights are version "
+            f"{policy.version}"
         )
     seen = prove(policy, sampler, datums, params.temperature)
-    whole = policy.info["dtype"] == "fp32"
-    apart = _check_agreement(datums, seen, whole)
-    _check_hand_over(datums, seen, min(AGREE, max(ROUNDING, GROWTH * apart)) if whole else None)
+    exact = policy.info["dtype"] == "fp32"
+    difference = _check_agreement(datums, seen, exact)
+    _check_hand_over(
+        datums, seen, min(AGREE, max(ROUNDING, GROWTH * difference)) if exact else None
+    )
     reached = _check_gradients(seen)
     return (
-        f"self-test: sampler and learner agree to {apart:.1g} nats over {sum(len(s.tokens) for _, s in drawn)} tokens, moved weights reach "
-        f"the sampler, gradients reach {reached} tensors ({time.perf_counter() - start:.1f} s)"
+        f"self-test: sampler and learner agree to {difference:.1g} nats over "
+        f"{sum(len(s.tokens) for _, s in samples)} tokens, moved weights reach the sampler, "
+        f"gradients reach {reached} tensors ({time.perf_counter() - start:.1f} s)"
     )
 
 
@@ -91,19 +96,19 @@ def _draw(
         max_tokens=min(TOKENS, params.max_tokens or TOKENS),
         stop=renderer.get_stop_sequences(),
     )
-    # What an environment asks is not asked here: it would begin an episode.
+    # An environment's prompt is not used: it would begin an episode.
     prompts = [
-        renderer.build_generation_prompt(said) if said else ModelInput.from_ints(list(_ANY))
-        for said in conversations
+        renderer.build_generation_prompt(messages) if messages else ModelInput.from_ints(list(_ANY))
+        for messages in conversations
     ]
-    own = derive_seed(seed, "self-test")
+    sampling_seed = derive_seed(seed, "self-test")
     requests = [
         Request(
             prompt=prompt.flat(),
             images=prompt.placed(),
             num_samples=ANSWERS,
             params=short,
-            seed=own,
+            seed=sampling_seed,
             problem=i,
         )
         for i, prompt in enumerate(prompts)
@@ -119,18 +124,21 @@ def _draw(
 def _check_ends(
     sequence: SampledSequence, prompt: ModelInput, renderer: Renderer, params: SamplingParams
 ) -> None:
-    """An answer that was cut off is no ended one, for the sampler and for whoever reads it."""
+    """Check that sampler and renderer agree whether an answer ended. A truncated answer did not
+    end.
+    """
     _, ended = renderer.parse_response(sequence.tokens)
     if ended != (sequence.stop_reason == "stop"):
-        said = "ended" if ended else "not ended"
+        reading = "ended" if ended else "not ended"
         raise SelfTestFailed(
-            f"an answer of {len(sequence.tokens)} tokens whose stop_reason is {sequence.stop_reason!r} is read as {said} "
-            f"(its last tokens: {renderer.tokenizer.decode(sequence.tokens[-4:])!r})"
+            f"an answer of {len(sequence.tokens)} tokens with stop_reason "
+            f"{sequence.stop_reason!r} is read as {reading} (its last tokens: "
+            f"{renderer.tokenizer.decode(sequence.tokens[-4:])!r})"
         )
 
 
 def _check_tokens(prompt: ModelInput, sequence: SampledSequence, datums: Sequence[Datum]) -> None:
-    """What is trained is what was drawn, all of it, and nothing else."""
+    """Check that the trained tokens are exactly the sampled tokens, all of them."""
     trained: list[int] = []
     logprobs: list[float] = []
     for datum in datums:
@@ -140,13 +148,15 @@ def _check_tokens(prompt: ModelInput, sequence: SampledSequence, datums: Sequenc
         logprobs += inputs["logprobs"].array[mask].tolist()
     if trained != list(sequence.tokens):
         raise SelfTestFailed(
-            f"the tokens that would be trained {trained[:8]} are not those that were sampled {list(sequence.tokens)[:8]}"
+            f"the tokens that would be trained {trained[:8]} are not the tokens that were "
+            f"sampled {list(sequence.tokens)[:8]}"
         )
     if not np.array_equal(
         np.array(logprobs, np.float32), np.array(sequence.logprobs or [], np.float32)
     ):
         raise SelfTestFailed(
-            "the logprobs that would be trained with are not those of the sampled tokens, in their places"
+            "the logprobs that would be used in training are not the logprobs of the sampled "
+            "tokens at their positions"
         )
     whole = [
         *datums[0].model_input.flat(),
@@ -163,25 +173,30 @@ def _at_actions(datums: Sequence[Datum], found: dict[int, np.ndarray]) -> np.nda
 
 
 def _check_agreement(datums: Sequence[Datum], seen: Seen, whole: bool) -> float:
-    """The largest difference in nats of sampler, as it drew and as it reads, and learner."""
-    drawn = np.concatenate(
+    """Return the largest difference in nats between learner and sampler (its sampling logprobs and
+    its scoring logprobs).
+    """
+    sampled = np.concatenate(
         [d.loss_fn_inputs["logprobs"].array[d.loss_fn_inputs["mask"].array != 0] for d in datums]
     ).astype(np.float64)
     learner, read = _at_actions(datums, seen.learner), _at_actions(datums, seen.sampler)
-    for what, sampler in (("drew", drawn), ("reads", read)):
-        apart = np.abs(sampler - learner)
-        if apart.max() > AGREE if whole else apart.mean() > AGREE_BF16:
-            at = int(apart.argmax())
+    for action, sampler in (("drew", sampled), ("reads", read)):
+        difference = np.abs(sampler - learner)
+        if difference.max() > AGREE if whole else difference.mean() > AGREE_BF16:
+            at = int(difference.argmax())
             raise SelfTestFailed(
-                f"sampler and learner disagree on the logprobs of the same tokens at the same weights, by {apart.mean():.3g} nats on "
-                f"average and {apart.max():.3g} at worst (the sampler {what} {sampler[at]:.4f}, the learner has {learner[at]:.4f})"
+                "sampler and learner disagree on the logprobs of the same tokens at the same "
+                f"weights, by {difference.mean():.3g} nats on average and "
+                f"{difference.max():.3g} at worst (the sampler {action} {sampler[at]:.4f}, the "
+                f"learner has {learner[at]:.4f})"
             )
-    return float(np.abs(drawn - learner).max())
+    return float(np.abs(sampled - learner).max())
 
 
 def _check_hand_over(datums: Sequence[Datum], seen: Seen, most: float | None) -> None:
-    """Moved weights change what the sampler says, and as they change what the learner says. `most`:
-    nats in fp32; None: in bf16.
+    """Check that moved weights change the sampler's logprobs in the same way as the learner's.
+
+    `most`: largest difference in nats, in fp32; None: in bf16.
     """
     learner, sampler = (
         _at_actions(datums, seen.learner_moved),
@@ -190,21 +205,23 @@ def _check_hand_over(datums: Sequence[Datum], seen: Seen, most: float | None) ->
     change = np.abs(learner - _at_actions(datums, seen.learner))
     if not seen.moved or not change.max() > 0:
         raise SelfTestFailed(
-            "moving the trained weights changes nothing that the learner says: nothing is trained"
+            "moving the trained weights changes no logprob of the learner: nothing is trained"
         )
     if not np.abs(sampler - _at_actions(datums, seen.sampler)).max() > 0:
         raise SelfTestFailed(
-            "the sampler does not notice that the weights changed: the hand-over delivers nothing"
+            "the sampler does not notice that the weights changed: the weight sync delivers nothing"
         )
-    apart = np.abs(sampler - learner)
+    difference = np.abs(sampler - learner)
     if (
-        apart.max() > most
+        difference.max() > most
         if most is not None
-        else apart.mean() > max(AGREE_BF16, ARRIVED_BF16 * float(change.mean()))
+        else difference.mean() > max(AGREE_BF16, ARRIVED_BF16 * float(change.mean()))
     ):
         raise SelfTestFailed(
-            f"the hand-over delivers only a part of the weights: with moved weights sampler and learner disagree by {apart.mean():.3g} "
-            f"nats on average and {apart.max():.3g} at worst, where moving them changes the learner by {change.mean():.3g}"
+            "the weight sync delivers only a part of the weights: with moved weights sampler "
+            f"and learner disagree by {difference.mean():.3g} nats on average and "
+            f"{difference.max():.3g} at worst, where moving them changes the learner by "
+            f"{change.mean():.3g}"
         )
 
 
@@ -216,13 +233,16 @@ def _check_gradients(seen: Seen) -> str:
     ]
     if missed:
         raise SelfTestFailed(
-            f"no gradient reaches {len(missed)} of {len(seen.sizes)} trained tensors: {_named(missed)}"
+            f"no gradient reaches {len(missed)} of {len(seen.sizes)} trained tensors: "
+            f"{_named(missed)}"
         )
     return f"{sum(size > 0 for size in seen.sizes.values())} of {len(seen.sizes)}"
 
 
 def _may_be_missed(name: str) -> bool:
-    """A few tokens reach few experts, and text reaches no image encoder."""
+    """Return whether a tensor may have no gradient: a few tokens reach few experts, and text
+    reaches no image encoder.
+    """
     return any(
         part in name
         for part in ("expert", "vision", "visual", "image", "audio", "mm_projector", "multi_modal")

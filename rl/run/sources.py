@@ -1,4 +1,4 @@
-"""The problems that a stage's data settings name: to train on, and held out."""
+"""Load the problems that a stage's data settings name: training problems and held-out problems."""
 
 from __future__ import annotations
 
@@ -41,14 +41,17 @@ def _columns(data: DataSettings) -> dict[str, Any]:
 
 
 def training_problems(data: DataSettings, held_out: bool) -> tuple[ProblemSet, ProblemSet | None]:
-    """Training and held-out problems of all data sets."""
+    """Load training and held-out problems of all data sets. Raises FaultyRows naming the faults of
+    all sets together.
+    """
     if data.stream and data.more_datasets:
         raise UserError(
-            "stream reads one data set (a folder of several files is one): leave out more_datasets, or stream"
+            "stream reads a single data set (a folder of several files counts as a single "
+            "set): leave out more_datasets, or stream"
         )
     parts: list[tuple[ProblemSet, ProblemSet | None]] = []
     more: list[ProblemSet] = []
-    faults: list[FaultyRows] = []  # of all data sets, to be told together
+    faults: list[FaultyRows] = []  # of all data sets, to be reported together
     for i, source in enumerate(_sources(data)):
         try:
             parts.append(_of_one(source, held_out and (i == 0 or data.eval_dataset is None)))
@@ -67,11 +70,11 @@ def training_problems(data: DataSettings, held_out: bool) -> tuple[ProblemSet, P
 
 
 def _sources(data: DataSettings) -> list[DataSettings]:
-    """The settings of each data set alone."""
-    alone: dict[str, Any] = {"more_datasets": (), "dataset_weights": (), "more_eval_datasets": ()}
-    own = [replace(data, **alone)]
-    return own + [
-        replace(data, **alone, dataset=source, eval_dataset=None) for source in data.more_datasets
+    """Return the settings of each data set separately."""
+    single: dict[str, Any] = {"more_datasets": (), "dataset_weights": (), "more_eval_datasets": ()}
+    settings = [replace(data, **single)]
+    return settings + [
+        replace(data, **single, dataset=source, eval_dataset=None) for source in data.more_datasets
     ]
 
 
@@ -85,7 +88,7 @@ def _of_one(data: DataSettings, held_out: bool) -> tuple[ProblemSet, ProblemSet 
             **_columns(data),
         )
     except FaultyRows as error:
-        if held_out and data.eval_dataset is not None:  # in the same breath
+        if held_out and data.eval_dataset is not None:  # report the faults of both sets together
             try:
                 _named(data)
             except FaultyRows as more:
@@ -104,8 +107,8 @@ def _of_one(data: DataSettings, held_out: bool) -> tuple[ProblemSet, ProblemSet 
 
 
 def _named(data: DataSettings) -> ProblemSet:
-    """The test split of what is named for evaluation, or of the data set itself; the only split
-    where a set has no test split.
+    """Load the test split of the evaluation set, or of the data set itself; the only split if a set
+    has no test split.
     """
     source = data.eval_dataset or data.dataset
     try:
@@ -121,8 +124,8 @@ def _more_held_out(data: DataSettings) -> list[ProblemSet]:
 
 
 def held_out_problems(data: DataSettings) -> ProblemSet | None:
-    """The problems that evaluation asks; None for a file too short to hold any out, and for stored
-    answers alone.
+    """Return the problems of an evaluation. None for a file too short to hold out any problem, and
+    for stored answers without an evaluation set.
     """
     if isinstance(data, RolloutDataSettings):
         if data.eval_dataset is None and not data.more_eval_datasets:
@@ -143,15 +146,15 @@ def held_out_problems(data: DataSettings) -> ProblemSet | None:
 
 
 def _one_piece(data: DataSettings) -> bool:
-    """Whether the data set is a file without splits of its own."""
+    """Return whether the data set is a file without named splits."""
     return Path(data.dataset).expanduser().is_file() and not tells_splits(
         data.dataset, **_columns(data)
     )
 
 
 def _held_out(problems: ProblemSet, limit: int) -> tuple[ProblemSet, ProblemSet | None]:
-    """A single file has no test split: its last tenth (at most `limit` rows) is held out and never
-    trained on.
+    """Split off the last tenth (at most `limit` rows) of a file without a test split. It is held
+    out and never trained on.
     """
     count = min(limit, len(problems) // 10)
     if count == 0:

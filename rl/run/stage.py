@@ -1,5 +1,6 @@
-"""One stage of a run: what a loop calls around its five steps. Its parts say what is sampled,
-logged, evaluated and saved.
+"""Provide what a training loop calls around its five steps, for one stage of a run.
+
+Separate classes sample, log, evaluate and save.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from rl.types import Datum, Problem
 
 
 class Stage:
-    """A method at work on a policy. `first_step`: the run's step count before this stage; `done`:
-    batches already trained.
+    """Train a policy by a method.
 
-    `identity`: what its checkpoints note of the run (see rl.run.identity). `proves_itself`: see
-    rl.run.self_test.
+    `first_step`: the run's step count before this stage; `done`: batches already trained;
+    `identity`: what its checkpoints record of the run (see rl.run.identity); `proves_itself`: run
+    the self-test first (see rl.run.self_test).
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Stage:
         self.proves_itself = proves_itself
         flow = getattr(method.settings, "flow", None)
         continuous = flow is not None and flow.continuous and method.online
-        given = Given(
+        context = Given(
             decisions=Decisions(logbook.folder, name, done, replay) if continuous else None,
             name=name,
             index=index,
@@ -88,20 +89,22 @@ class Stage:
             identity=identity or {},
             environment=environment,
         )
-        self.given, self.settings, self.loop = given, given.settings, given.loop
-        self.sampling_params, self.eval_params = given.sampling_params, given.eval_params
-        said = Said(console)
-        self.samples = Samples(given, said)
-        self.evaluator = Evaluator(given, self.samples)
-        self.log = BatchLog(given)
-        self.saves = Saves(given, self.evaluator, said)
+        self.given, self.settings, self.loop = context, context.settings, context.loop
+        self.sampling_params, self.eval_params = context.sampling_params, context.eval_params
+        warnings = Said(console)
+        self.samples = Samples(context, warnings)
+        self.evaluator = Evaluator(context, self.samples)
+        self.log = BatchLog(context)
+        self.saves = Saves(context, self.evaluator, warnings)
         self._clock = 0.0
         self._sampled_at: float | None = None
-        self._rest_seconds = 0.0  # from the samples to the end of a batch, its save included
+        # seconds from the samples to the end of a batch, including its save
+        self._rest_seconds = 0.0
 
     def start(self) -> SamplingClient | None:
-        """A sampler of the policy as it is, evaluated if this is the stage's beginning; None where
-        nothing is ever sampled.
+        """Return a sampler of the current policy; None if the stage never samples.
+
+        At the beginning of the stage the policy is evaluated too.
         """
         self.console.stage(self.name, self.loop.steps, first=self.first_step, done=self.done)
         if self.done:
@@ -113,23 +116,28 @@ class Stage:
         if self.method.online or self.samples_held_out:
             sampler = self.models.policy.save_weights_and_get_sampling_client()
         if sampler is not None and self.method.online and self.proves_itself:
-            few = [
+            conversations = [
                 problem.messages for problem in self.problems.batch(self.done, PROBLEMS, self.seed)
             ]
             self.console.note(
                 self_test(
-                    self.models.policy, sampler, few, self.renderer, self.sampling_params, self.seed
+                    self.models.policy,
+                    sampler,
+                    conversations,
+                    self.renderer,
+                    self.sampling_params,
+                    self.seed,
                 )
             )
         if self.done == 0 and self.loop.eval_every:
-            found = self.evaluator.before(sampler)
-            if found or self.samples_held_out:
-                self._log(0, found)
+            metrics = self.evaluator.before(sampler)
+            if metrics or self.samples_held_out:
+                self._log(0, metrics)
         self._clock = time.perf_counter()
         return sampler
 
     def remark(self) -> str | None:
-        """What the method has to say of the rows that it learns from."""
+        """Return the method's remark on the rows that it learns from, if any."""
         first = self.problems.batch(
             0, min(256, self.loop.batch_size * max(1, self.loop.steps)), self.seed
         )
@@ -145,19 +153,17 @@ class Stage:
     def progress(self, batch: int) -> Progress:
         return Progress(batch, self.loop.steps, self.seed)
 
-    # -------------------------------------------------------------------------------------- samples
-
     def groups(self, problems: Sequence[Problem], group_size: int) -> Sequence[EnvGroupBuilder]:
         return self.samples.groups(problems, group_size)
 
     def fill(self, rollouts: Rollouts, batch: int, sampler: SamplingClient) -> Rollouts:
-        """Dynamic sampling: further problems until batch_size groups are mixed (see Samples.fill).
-        Without it, the same rollouts.
+        """Sample further problems until batch_size groups are mixed (dynamic sampling, see
+        Samples.fill). Without dynamic sampling, return the same rollouts.
         """
         return self.samples.fill(rollouts, batch, sampler)
 
     def check(self, rollouts: Rollouts, sampler: SamplingClient) -> None:
-        """Ends the run where every reward failed, or samples are of other weights (see
+        """End the run if every reward failed, or samples come from other weights (see
         Samples.check).
         """
         self.samples.check(rollouts, sampler.version)
@@ -165,16 +171,18 @@ class Stage:
     def next_sampler(
         self, old: SamplingClient | None, fresh: SamplingClient | None = None
     ) -> SamplingClient:
-        """The new weights, in the old sampler's place; `fresh`: where they are there already."""
+        """Release the old sampler and return a sampler of the new weights; `fresh`: that sampler,
+        if it exists already.
+        """
         if old is not None:
             old.release()
         return fresh or self.models.policy.save_weights_and_get_sampling_client()
 
-    # ---------------------------------------------------------------------------- held-out problems
-
     @property
     def samples_held_out(self) -> bool:
-        """Whether answers to held-out problems are ever sampled: where something scores them."""
+        """Return whether held-out answers are ever sampled, which requires something
+        to score them.
+        """
         return self.evaluator.samples_held_out
 
     @property
@@ -182,22 +190,21 @@ class Stage:
         return self.evaluator.held_out
 
     def samples_at(self, batch: int) -> bool:
-        """Whether held-out problems are looked at after this batch."""
+        """Return whether an evaluation is due after this batch."""
         return self.evaluator.is_due(batch)
 
-    # --------------------------------------------------------------------------- ends, and stopping
-
     def stop_if_late(self) -> None:
-        """Stops before the update where a stop was asked for and the rest of the step would outlast
-        the grace time.
+        """Stop before the update if a stop was requested and the rest of the step would exceed the
+        grace time.
 
-        The rest is taken to need what it needed in the batch before. A resumed run draws the same
-        samples again.
+        The rest of the step is estimated by its duration in the previous batch. A resumed run
+        generates the same samples again. Raises Stopped.
         """
         self._sampled_at = time.perf_counter()
         code = self.stop_request.exit_code
         if code is not None and self.stop_request.late(self._rest_seconds):
-            if self.done > 0:  # else the end of the stage before is where to go on, and is saved
+            # otherwise the run resumes from the end of the stage before, which is saved
+            if self.done > 0:
                 self.save(self.done)
             raise Stopped(code)
 
@@ -209,9 +216,7 @@ class Stage:
         rollouts: Rollouts | None = None,
         datums: Sequence[Datum] = (),
     ) -> None:
-        """Logs the batch, evaluates and saves where it is time, and stops the run if somebody asked
-        for that.
-        """
+        """Log the batch, evaluate and save when due, and stop the run if a stop was requested."""
         done = batch + 1
         row = self.log.row(batch, self._clock, metrics, sampler, rollouts, datums)
         if rollouts is not None and self.given.opponents is not None:
@@ -219,10 +224,10 @@ class Stage:
                 self.models.policy, rollouts, done, self.first_step + done
             )
         row |= self.evaluator.after(batch, sampler)
-        said = self.log.watch(row)
+        warnings = self.log.watch(row)
         self.done = done
         self._log(done, row)
-        for text in said:
+        for text in warnings:
             self.console.warn(text)
         self.log.rollouts(batch, rollouts)
         self.saves.keep(done, row)
@@ -234,18 +239,16 @@ class Stage:
             self._rest_seconds = self._clock - self._sampled_at
 
     def end(self) -> None:
-        """The stage's last state, saved under its name."""
+        """Save the stage's final state under its name."""
         self.save(self.done, last=True)
-
-    # ---------------------------------------------------------------------------- metrics and state
 
     def _log(self, done: int, metrics: Mapping[str, float]) -> None:
         self.log.write(done, metrics)
 
     def save(self, done: int, *, last: bool = False) -> Path:
-        """A resumable checkpoint: the learner's state, and where this loop stands."""
+        """Save a resumable checkpoint: learner state and loop state. Return its path."""
         return self.saves.save(done, last=last)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `save` wrote of the loop."""
+        """Restore the loop's state from what `save` wrote."""
         self.saves.load_state(state)

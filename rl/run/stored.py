@@ -1,5 +1,5 @@
-"""The stored answers that a stage learns from: of a run's folder or a file, or what an earlier
-stage of the same run writes.
+"""Load the stored answers that a stage learns from: from a run's folder or a file, or from an
+earlier stage of the same run.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from rl.settings import StagePlan
 
 
 def written_by(plan: StagePlan, earlier: Sequence[StagePlan]) -> int | None:
-    """The number of the earlier stage whose rollouts a stage names as its `dataset`; None where its
-    data is there already.
+    """Return the number of the earlier stage whose rollouts a stage names as its `dataset`; None if
+    its data exists already.
 
-    Raises UserError where that stage will have written none, or none that this one can learn from.
+    Raises UserError if that stage writes no rollouts, or rollouts that this stage cannot learn
+    from.
     """
     data, names = plan.settings.data, [stage.name for stage in earlier]
     if not isinstance(data, RolloutDataSettings):
@@ -27,16 +28,24 @@ def written_by(plan: StagePlan, earlier: Sequence[StagePlan]) -> int | None:
         return None
     index = names.index(data.dataset)
     source, settings = earlier[index], earlier[index].settings
-    what = f"stage {plan.name} learns from the rollouts of stage {source.name}"
+    relation = f"stage {plan.name} learns from the rollouts of stage {source.name}"
     if not _samples(source):
-        raise UserError(f"{what}, but {source.method} samples no answers: name a stage that does")
-    if settings.loop.rollouts_every == 0:
-        raise UserError(f"{what}, which keeps none: set its rollouts_every (1 keeps every step's)")
-    drawn, scored = settings.sampling.temperature, plan.settings.sampling.temperature
-    if plan.settings.offline.needs_behaviour and drawn != scored:
         raise UserError(
-            f"{what}, drawn at temperature {drawn:g}, which their logprobs are of, and would score them at {scored:g}: "
-            f"give stage {plan.name} temperature: {drawn:g}"
+            f"{relation}, but {source.method} samples no answers: name a stage that does"
+        )
+    if settings.loop.rollouts_every == 0:
+        raise UserError(
+            f"{relation}, which stores none: set its rollouts_every (1 stores every step's)"
+        )
+    behavior_temperature, learner_temperature = (
+        settings.sampling.temperature,
+        plan.settings.sampling.temperature,
+    )
+    if plan.settings.offline.needs_behaviour and behavior_temperature != learner_temperature:
+        raise UserError(
+            f"{relation}, sampled at temperature {behavior_temperature:g}, which their logprobs "
+            f"belong to, and would score them at {learner_temperature:g}: give stage "
+            f"{plan.name} temperature: {behavior_temperature:g}"
         )
     return index
 
@@ -44,14 +53,14 @@ def written_by(plan: StagePlan, earlier: Sequence[StagePlan]) -> int | None:
 def stored_answers(
     plan: StagePlan, folder: Path | None = None, steps: range | None = None
 ) -> ProblemSet:
-    """What a stage learns from: its `dataset`, or what the run in `folder` wrote in `steps`; of
-    `bc` the best answers alone.
+    """Return what a stage learns from: its `dataset`, or what the run in `folder` wrote in `steps`;
+    for `bc` only the best answers.
     """
-    data, how = plan.settings.data, plan.settings.offline
+    data, offline = plan.settings.data, plan.settings.offline
     if folder is None and not data.dataset:
         raise UserError(
-            "offline needs stored answers: --dataset with a run's folder, a file of answers and rewards, or in a recipe the name of an "
-            "earlier stage"
+            "offline needs stored answers: --dataset with a run's folder, a file of answers "
+            "and rewards, or in a recipe the name of an earlier stage"
         )
     problems = load_rollouts(
         data.dataset if folder is None else folder,
@@ -64,7 +73,9 @@ def stored_answers(
         on_bad_row=data.on_bad_row,
     )
     return (
-        filtered(problems, how.top_fraction, how.reward_threshold) if how.loss == "bc" else problems
+        filtered(problems, offline.top_fraction, offline.reward_threshold)
+        if offline.loss == "bc"
+        else problems
     )
 
 
@@ -73,13 +84,14 @@ def _samples(plan: StagePlan) -> bool:
 
 
 def _check_there(dataset: str, plan: StagePlan, earlier: Sequence[StagePlan]) -> None:
-    """A word that is neither a path nor a stage: where there are earlier stages, it may have meant
-    one of them.
+    """Raise UserError if a word is neither a path nor a stage. The message lists earlier stages,
+    since the word may have meant an earlier stage.
     """
     if not dataset or not earlier or Path(dataset).expanduser().exists():
         return
     sampling = [stage.name for stage in earlier if _samples(stage)]
     raise UserError(
-        f"stage {plan.name}: stored rollouts {dataset} do not exist (seen from {Path.cwd()}), and no earlier stage is called that; "
-        f"earlier stages that sample: {', '.join(sampling) or 'none'}"
+        f"stage {plan.name}: stored rollouts {dataset} do not exist (seen from {Path.cwd()}), "
+        "and no earlier stage has that name; earlier stages that sample: "
+        f"{', '.join(sampling) or 'none'}"
     )

@@ -1,5 +1,5 @@
-"""Code that a run's files name: it is imported where it lies in the current folder, or where the
-user says that the run may be trusted.
+"""Check code that a run's files name: it is imported if it lies in the current folder, or if the
+user trusts the run.
 """
 
 from __future__ import annotations
@@ -14,31 +14,33 @@ from rl.settings import DataSettings
 
 
 def environment_address(settings: Any) -> list[str]:
-    """The environment that a stage's settings name by an address."""
+    """Return the environment that a stage's settings name by an address."""
     named = getattr(getattr(settings, "env", None), "environment", None) or ""
     return [named] if ":" in named else []
 
 
 def rewards_of(data: DataSettings) -> list[str]:
-    """The rewards that settings name by an address; registered ones are the project's own."""
+    """Return the rewards that settings name by an address. Registered rewards belong to the
+    project.
+    """
     named = [name for name, _ in data.rewards] or [data.reward or ""]
     return [name for name in named if ":" in name]
 
 
 def source_of(address: str) -> Path | None:
-    """The file that `file.py:function` or `module:function` would import; None where there is none.
-    Nothing is imported.
+    """Return the file that `file.py:function` or `module:function` would import, or None. Nothing
+    is imported.
     """
     place = address.rpartition(":")[0]
     if place.endswith(".py"):
         return Path(place).expanduser().resolve()
     top, *inner = place.split(".")
-    # of the package alone: to ask for what is in it, Python would import it
-    found = importlib.machinery.PathFinder.find_spec(top, sys.path)
-    if found is None:
+    # Look up the top package only: to look inside of it, Python would import it.
+    spec = importlib.machinery.PathFinder.find_spec(top, sys.path)
+    if spec is None:
         return None
-    if found.submodule_search_locations:
-        folder = Path(next(iter(found.submodule_search_locations)))
+    if spec.submodule_search_locations:
+        folder = Path(next(iter(spec.submodule_search_locations)))
         inside = folder.joinpath(*inner)
         return next(
             (
@@ -48,19 +50,20 @@ def source_of(address: str) -> Path | None:
             ),
             folder.resolve(),
         )
-    return Path(found.origin).resolve() if found.origin else None
+    return Path(spec.origin).resolve() if spec.origin else None
 
 
 def check_code(address: str, where: str) -> None:
-    """UserError where a method of one's own that a run's files name lies outside of the current
-    folder: to open the run would run it.
+    """Raise UserError if a method's code that a run's files name lies outside the current folder:
+    opening the run would execute it.
     """
     file = source_of(address)
-    there = file is not None and file.exists()
-    if not there or not file.is_relative_to(Path.cwd().resolve()):  # type: ignore[union-attr]
+    exists = file is not None and file.exists()
+    if not exists or not file.is_relative_to(Path.cwd().resolve()):  # type: ignore[union-attr]
         raise UserError(
-            f"{where} names the method {address}, which is {file if there else 'not to be found from here'}: only code in the current "
-            "folder is imported for a run that is opened; go to its folder"
+            f"{where} names the method {address}, which is "
+            f"{file if exists else 'not available from this folder'}: only code in the current "
+            "folder is imported for a run that is opened; change to its folder"
         )
 
 
@@ -73,20 +76,22 @@ def is_outside_current_folder(addresses: list[str]) -> bool:
 
 
 def check_trusted(named: list[str], where: str, trusted: bool, what: str = "reward") -> list[str]:
-    """What code the files of a run make us import, in words; UserError where some of it lies
-    elsewhere and nobody said to trust it.
+    """Return messages that name the code which the files of a run import. Raises UserError if the
+    code lies elsewhere and is not trusted.
     """
-    said = []
+    messages = []
     for address in named:
         file = source_of(address)
         if file is None:
             raise UserError(
-                f"{where} names the {what} {address}, which is not to be found from here: give --{what}, or go to its folder"
+                f"{where} names the {what} {address}, which is not available from this folder: "
+                f"give --{what}, or change to its folder"
             )
         if not trusted and not file.is_relative_to(Path.cwd().resolve()):
             raise UserError(
-                f"{where} names the {what} {address}, which is {file}: not in the current folder, and importing it runs it. Give "
-                f"--trust-run if you know that file, or --{what} with one of your own"
+                f"{where} names the {what} {address}, which is {file}: not in the current "
+                "folder, and importing it runs it. Give --trust-run if you know that file, or "
+                f"--{what} with another one"
             )
-        said.append(f"{where} names the {what} {address}: importing {file}")
-    return said
+        messages.append(f"{where} names the {what} {address}: importing {file}")
+    return messages
