@@ -168,7 +168,7 @@ def test_an_architecture_whose_images_are_not_known_is_refused_by_name(tmp_path)
     )
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(
-        UserError, match="images are not known for the architecture 'llava'; known are qwen2_vl"
+        UserError, match="images are not supported for the architecture 'llava'; supported: qwen2_vl"
     ):
         load_model(str(folder))
 

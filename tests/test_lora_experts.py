@@ -315,7 +315,7 @@ def test_the_share_without_an_adapter_is_that_of_the_routers():
         sizes.values()
     )
     loaded = load.LoadedModel(base, None, "tiny", ())
-    with pytest.warns(UserWarning, match="--train-experts gives them one"):
+    with pytest.warns(UserWarning, match="--train-experts adds adapters to them"):
         add_lora(load.LoadedModel(copy.deepcopy(base), None, "tiny", ()), LoraConfig(RANK))
     assert routers < 0.02
     assert add_lora(loaded, LoraConfig(RANK, train_experts=True)).unadapted == pytest.approx(

@@ -118,7 +118,7 @@ def test_what_cannot_be_read_so_is_read_whole_or_refused(tmp_path, monkeypatch):
     assert load_unread(str(tmp_path / "lacks")) is None  # load_model says what is missing
     (file,) = (tmp_path / "bare").glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(UserError, match="damaged or cut off"):
+    with pytest.raises(UserError, match="damaged or truncated"):
         load_unread(str(tmp_path / "bare"))
 
 

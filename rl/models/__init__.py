@@ -1,4 +1,4 @@
-"""Load or build a model and its tokenizer, put adapters on it, advise on it."""
+"""Load or build models and tokenizers, add adapters to models, recommend settings for them."""
 
 from rl.models import info
 from rl.models.adapters import (

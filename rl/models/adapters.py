@@ -1,8 +1,8 @@
-"""A LoRA adapter as a folder: what it stands on, and how it is merged into that.
+"""Read a LoRA adapter's folder: find its base model, and merge the adapter into the base.
 
-Merging is done in fp32 (in bf16 a young adapter would be rounded away). A head that is tied to the
-embedding and has an adapter of its own is untied first: the adapter changed what the head says, not
-what the embedding reads, and one matrix cannot be both.
+Merging is done in fp32 (in bf16 the small updates of a barely trained adapter would be rounded
+away). A head that is tied to the embedding and has an adapter is untied first: the adapter changed
+the output of the head but not the embedding, and a single matrix cannot be both.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ ADAPTER = "adapter_config.json"
 
 @dataclass(frozen=True)
 class Base:
-    """What an adapter was trained on: a base model, its tokenizer where another one was named, the
-    seed of a tiny model's weights.
+    """Describe what an adapter was trained on.
+
+    A base model, its tokenizer if another one was set, and the seed of a tiny model's weights.
     """
 
     name: str
@@ -32,12 +33,12 @@ class Base:
 
 
 def is_adapter(folder: str | Path) -> bool:
-    """Whether a folder holds an adapter, and so no weights of a model."""
+    """Return whether a folder holds an adapter instead of a whole model."""
     return (Path(folder).expanduser() / ADAPTER).is_file()
 
 
 def adapter_base(folder: Path) -> str:
-    """The base model that a PEFT folder names. UserError where it names none."""
+    """Return the base model that a PEFT folder names. Raises UserError if it names none."""
     base = read_adapter(folder).get("base_model_name_or_path")
     if not base or not isinstance(base, str):
         raise UserError(f"{folder}/{ADAPTER} names no base model: pass base_model")
@@ -45,20 +46,22 @@ def adapter_base(folder: Path) -> str:
 
 
 def read_adapter(folder: Path) -> dict[str, Any]:
-    """adapter_config.json. UserError where it is none."""
-    config = _json_of(folder / ADAPTER, "give an adapter that is whole")
+    """Return the content of adapter_config.json. Raises UserError if it is not JSON."""
+    config = _json_of(folder / ADAPTER, "pass a complete adapter folder")
     return config if isinstance(config, dict) else {}
 
 
 def made_from(folder: Path) -> Base:
-    """What the adapter in `folder` stands on: by the state.json of the checkpoint that it lies in,
-    else by its own config.
+    """Return the base of the adapter in `folder`.
+
+    It comes from the state.json of the adapter's checkpoint, else from the adapter's config. Raises
+    UserError if either is not JSON or no base is named.
     """
     folder = folder.expanduser()
     checkpoint = folder.parent if folder.name == "model" else folder
     if not (checkpoint / "state.json").is_file():
         return Base(adapter_base(folder))
-    state = _json_of(checkpoint / "state.json", "give a checkpoint that is whole")
+    state = _json_of(checkpoint / "state.json", "pass a complete checkpoint")
     spec = state.get("spec") if isinstance(state, dict) else None
     if not isinstance(spec, dict) or not isinstance(spec.get("base_model"), str):
         return Base(adapter_base(folder))
@@ -66,17 +69,17 @@ def made_from(folder: Path) -> Base:
 
 
 def found_base(spec: Mapping[str, Any], checkpoint: Path) -> str:
-    """The base that a checkpoint's adapter stands on, as it is to be found now.
+    """Return the current location of the base of a checkpoint's adapter.
 
-    A base of the same run (an earlier stage's end) is looked for beside the checkpoint first,
-    wherever the path noted leads: a run that was moved or copied is whole by itself, and a path in
-    its files is not followed out of it. One that was noted as `elsewhere` is never: another run may
-    have a checkpoint of the same name.
+    A base of the same run (the end of an earlier stage) is first searched next to the checkpoint,
+    whatever path was recorded: a run that was moved or copied is complete by itself, and a path in
+    its files is not followed out of it. A base recorded as `elsewhere` is not searched: another run
+    may have a checkpoint of the same name.
     """
     base = Path(spec["base_model"])
     if base.name == "model" and len(base.parts) > 1 and not spec.get("elsewhere"):
-        for parent in list(checkpoint.parents)[:3]:  # a critic's checkpoint lies in the policy's
-            # best weights lie in a folder beside
+        for parent in list(checkpoint.parents)[:3]:  # a critic's checkpoint is inside the policy's
+            # best weights are in a sibling folder
             for moved in (parent.joinpath(*base.parts[-2:]), parent.joinpath(*base.parts[-3:])):
                 if moved.is_dir() and moved != checkpoint / "model":
                     return str(moved)
@@ -84,8 +87,10 @@ def found_base(spec: Mapping[str, Any], checkpoint: Path) -> str:
 
 
 def root_of(name: str) -> tuple[Base, set[str]]:
-    """(what weights come down to through adapters that stand on adapters, the names of the modules
-    that these adapt).
+    """Return the base model below a chain of adapters, and the names of the modules that they
+    adapt.
+
+    Raises UserError if the chain is longer than 32 or circular.
     """
     root, adapted = Base(name), set[str]()
     for _ in range(_DEEPEST):
@@ -96,7 +101,8 @@ def root_of(name: str) -> tuple[Base, set[str]]:
         adapted |= {modules} if isinstance(modules, str) else set(modules)
         root = made_from(folder)
     raise UserError(
-        f"{name}: its adapter stands on more than {_DEEPEST} others, or on itself; give weights that are merged"
+        f"{name}: its adapter is based on more than {_DEEPEST} others, or on itself: pass "
+        "merged weights"
     )
 
 
@@ -104,17 +110,17 @@ _DEEPEST = 32
 
 
 def merge(model: Any) -> Any:
-    """The adapter of a PEFT model merged into its base, which it changes: a transformers model. On
-    the CPU, give one in fp32.
+    """Merge the adapter of a PEFT model into its base and return the transformers model.
 
-    Raises UserError where layers that share a matrix (Zamba's blocks) have adapters of their own:
-    no one matrix is right for all.
+    The base is changed in place. On the CPU, pass a model in fp32. Raises UserError if layers that
+    share a matrix (Zamba's blocks) have separate adapters: no single matrix is right for all of
+    them.
     """
     base = model.get_base_model()
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
     layer = head.get_base_layer() if hasattr(head, "get_base_layer") else head
     if layer is not head and layer.weight is embedding.weight:
-        # BERT's kin: the bias as well
+        # BERT and its relatives: the bias as well
         for name, shared in list(layer.named_parameters(recurse=False)):
             setattr(layer, name, torch.nn.Parameter(shared.detach().clone()))
         untie(base)
@@ -123,6 +129,7 @@ def merge(model: Any) -> Any:
 
 
 def _refuse_shared(model: Any) -> None:
+    """Raise UserError if an adapted layer shares its matrix with another layer."""
     adapted = {
         f"{name}.base_layer.weight"
         for name, module in model.named_modules()
@@ -132,23 +139,25 @@ def _refuse_shared(model: Any) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(parameter), name)
         if other != name and adapted & {name, other}:
-            one, two = (
+            first_name, second_name = (
                 text.removeprefix("base_model.model.").replace(".base_layer", "")
                 for text in (other, name)
             )
             raise UserError(
-                f"this adapter cannot be merged: {one} and {two} are one matrix, and its layers have an adapter each, so that no matrix "
-                "is right for all of them. Go on with the adapter, or export without --merge"
+                f"this adapter cannot be merged: {first_name} and {second_name} are the same "
+                "matrix, and its layers have separate adapters, so that no matrix "
+                "is right for all of them. Continue with the adapter, or export without --merge"
             )
 
 
 def untie(model: Any) -> None:
-    """Says in the config that head and embedding are two matrices."""
+    """Mark head and embedding as separate matrices in the model's config."""
     model.config.get_text_config().tie_word_embeddings = False
     model.config.tie_word_embeddings = False
 
 
 def _json_of(path: Path, remedy: str) -> Any:
+    """Parse a JSON file. Raises UserError, with `remedy`, if it is not JSON."""
     try:
         return json.loads(path.read_bytes().decode("utf-8"))
     except (ValueError, RecursionError) as error:

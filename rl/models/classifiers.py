@@ -1,5 +1,5 @@
-"""Published reward models: sequence classifiers with one output (`...ForSequenceClassification`),
-with their own tokenizer.
+"""Load published reward models: sequence classifiers with one output
+(`...ForSequenceClassification`), with their tokenizer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ KIND = "ForSequenceClassification"
 
 @dataclass(frozen=True)
 class Classifier:
-    """A classifier with one output and what goes with it. `max_context`: tokens it reads at most;
-    None: no limit is known.
+    """Hold a classifier with one output, its tokenizer and its name.
+
+    `max_context`: the most tokens it reads; None: no limit is known.
     """
 
     model: Any
@@ -35,7 +36,7 @@ def classifier_config(name: str) -> Any | None:
     """Return the config of a sequence classifier (a folder or a hub name); None if `name` is a
     model of another kind.
 
-    Raises UserError if the config cannot be read, or if the classifier has more outputs than one.
+    Raises UserError if the config cannot be read, or if the classifier has more than one output.
     """
     from transformers import AutoConfig
 
@@ -49,27 +50,31 @@ def classifier_config(name: str) -> Any | None:
     except (
         OSError,
         ValueError,
-    ) as error:  # ValueError: a model type that transformers does not know
+    ) as error:  # ValueError: a model type unknown to transformers
         raise UserError(f"cannot read the config of the reward model {name!r}: {error}") from error
     if not any(str(architecture).endswith(KIND) for architecture in config.architectures or ()):
         return None
     if config.num_labels != 1:
         raise UserError(
-            f"{name} is a classifier with {config.num_labels} outputs ({', '.join(map(str, config.id2label.values()))[:80]}); a reward "
-            "model has one output: take a model with num_labels 1"
+            f"{name} is a classifier with {config.num_labels} outputs "
+            f"({', '.join(map(str, config.id2label.values()))[:80]}); a reward "
+            "model has one output: use a model with num_labels 1"
         )
     return config
 
 
 def classifier_tokenizer(name: str) -> Any:
-    """Return the classifier's own tokenizer. Raises UserError if there is none, or if it has no
-    chat template.
+    """Return the classifier's tokenizer.
+
+    Raises UserError if the tokenizer is missing or has no chat template.
     """
     tokenizer = load_tokenizer(_source(name))
     if tokenizer is None or tokenizer.chat_template is None:
         raise UserError(
-            f"the tokenizer of the reward model {name} has no chat template, so it is not known how it reads a conversation: save the "
-            "template that it was trained with as chat_template.jinja beside its tokenizer, and give that folder"
+            f"the tokenizer of the reward model {name} has no chat template, so the format of "
+            "its conversations is unknown: save the "
+            "template that it was trained with as chat_template.jinja next to its tokenizer, "
+            "and pass that folder"
         )
     return tokenizer
 
@@ -77,14 +82,14 @@ def classifier_tokenizer(name: str) -> Any:
 def load_classifier(name: str, dtype: torch.dtype) -> Classifier:
     """Load a classifier with one output (a folder or a hub name), ready to score.
 
-    Raises UserError if it is no such classifier, if its weights are not whole, or if it has no
+    Raises UserError if it is not such a classifier, if weights are missing, or if it has no
     tokenizer with a chat template.
     """
     from transformers import AutoModelForSequenceClassification
 
     config = classifier_config(name)
     if config is None:
-        raise UserError(f"{name} is no reward model: its config names no class ...{KIND}")
+        raise UserError(f"{name} is not a reward model: its config names no class ...{KIND}")
     tokenizer = classifier_tokenizer(name)
     try:
         with readable(name), without_bars():
@@ -100,8 +105,10 @@ def load_classifier(name: str, dtype: torch.dtype) -> Classifier:
 
 
 def classifier_size(name: str) -> int | None:
-    """Return how many parameters a published reward model has; None if `name` is none. No weights
-    are read.
+    """Return the number of parameters of a published reward model; None if `name` is not a reward
+    model.
+
+    No weights are read.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -117,12 +124,12 @@ def classifier_size(name: str) -> int | None:
 def classify(
     classifier: Classifier, inputs: Sequence[Sequence[int]], token_budget: int
 ) -> list[float]:
-    """Return the score (the one logit) of each input, as transformers' forward of that input alone
-    gives it.
+    """Return the score (the only logit) of each input, equal to transformers' forward of that input
+    without others.
 
     Inputs of equal length share a forward of at most `token_budget` positions, so that nothing is
-    ever padded: padding moves the place that some classes read, and the attention of others. A
-    model without a padding token reads one input at a time, as transformers asks.
+    padded: padding shifts the position that some classes read, and changes the attention of others.
+    A model without a padding token reads a single input at a time, as transformers requires.
     """
     model = classifier.model
     pads = getattr(model.config.get_text_config(), "pad_token_id", None) is not None
@@ -142,5 +149,6 @@ def classify(
 
 
 def _source(name: str) -> str:
+    """Return the expanded path if `name` is a folder, else `name`."""
     folder = Path(name).expanduser()
     return str(folder) if folder.is_dir() else name

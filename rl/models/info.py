@@ -1,4 +1,4 @@
-"""What is advised for a model by its name: the renderer, the learning rate of a LoRA."""
+"""Recommend settings for a model by its name: the renderer, the learning rate of a LoRA."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ Family = Literal["qwen", "llama"]
 _EXPONENTS: dict[str, float] = {"qwen": 0.0775, "llama": 0.781}
 
 
-# Families whose models are base models unless the name says otherwise, as their makers name them.
+# Families with base models unless the name says otherwise, as their publishers name them.
 _BASE_FAMILIES = frozenset(
-    "llama gemma codegemma mistral mixtral smollm smollm2 olmo gpt gpt2 distilgpt2 pythia opt falcon bloom mpt starcoder starcoder2".split()
+    "llama gemma codegemma mistral mixtral smollm smollm2 olmo gpt gpt2 distilgpt2 "
+    "pythia opt falcon bloom mpt starcoder starcoder2".split()
 )
 _BASE_NAMES = frozenset(("phi-1", "phi-1_5", "phi-2"))
 # Parts of such a name that tell size, version, format or layout: 8b, v0.1, 17b, 16e, e4b, hf,
@@ -25,14 +26,14 @@ _NEUTRAL = re.compile(r"[vea]?\d[\w.]*|hf|scout|maverick|nemo|neo|neox|j|medium|
 
 
 def get_recommended_renderer_name(model_name: str) -> str:
-    """Return the renderer for a model; nothing is fetched from the hub.
+    """Return the recommended renderer of a model; nothing is fetched from the hub.
 
-    tiny:...    "plain" ("chat_template" for one that sees)
+    tiny:...    "plain" ("chat_template" for a model with a vision tower)
     a folder    "chat_template" if it has a template, else "plain"
     a hub name  "role_colon" for a base model by its name (Llama-3.1-8B, Qwen3-8B-Base), as on
-    Tinker, even if it has a template, which
-                it was not trained with. For other names the hub's cache tells whether there is a template ("role_colon" if not);
-                "chat_template" if the tokenizer is not in the cache.
+                Tinker, even if it has a template, which it was not trained with. For other names
+                the hub's cache decides: "chat_template" if the tokenizer has a template or is not
+                in the cache, else "role_colon".
     """
     if model_name.startswith("tiny:"):
         return "plain" if get_preset(model_name).eyes is None else "chat_template"
@@ -46,8 +47,9 @@ def get_recommended_renderer_name(model_name: str) -> str:
 
 
 def is_base_name(model_name: str) -> bool:
-    """Return whether a hub name is that of a model that was not tuned to chat, by the habits of
-    those who publish models.
+    """Return whether a hub name is that of a base model, by publishers' naming conventions.
+
+    A base model is not tuned to chat.
     """
     name = model_name.rsplit("/", 1)[-1].lower().removeprefix("meta-")
     parts = re.split(r"[-_]", name)
@@ -59,8 +61,8 @@ def is_base_name(model_name: str) -> bool:
 
 
 def _cached_folder(model_name: str) -> Path | None:
-    """Return the folder in the hub's cache that holds the settings of the tokenizer of a hub name;
-    None if it is not there.
+    """Return the folder in the hub's cache that holds a hub name's tokenizer settings; None if not
+    cached.
     """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -73,24 +75,27 @@ def _cached_folder(model_name: str) -> Path | None:
 
 
 def get_recommended_lora_lr(hidden_size: int, family: Family) -> float:
-    """Learning rate of a LoRA: 5e-5 * 10 * (2000 / hidden_size) ** p, p = 0.0775 (Qwen) or 0.781
-    (Llama).
+    """Return the learning rate of a LoRA: 5e-5 * 10 * (2000 / hidden_size) ** p.
 
-    Source: Tinker's published rule; the 10 is the ratio of a LoRA's best rate to that of training
-    all weights.
+    p = 0.0775 (Qwen) or 0.781 (Llama). Source: Tinker's published rule; the 10 is the ratio of a
+    LoRA's best rate to that of training all weights. Raises UserError for another family or a
+    hidden_size below 1.
     """
     if hidden_size < 1:
-        raise UserError(f"hidden_size is at least 1, got {hidden_size}")
+        raise UserError(f"hidden_size must be at least 1, got {hidden_size}")
     if family.lower() not in _EXPONENTS:
         known = ", ".join(_EXPONENTS)
         raise UserError(
-            f"the rule is known for the families {known}; got {family!r}: give a learning rate yourself"
+            f"the rule covers the families {known}; got {family!r}: set a learning rate explicitly"
         )
     return 5e-5 * 10.0 * (2000.0 / hidden_size) ** _EXPONENTS[family.lower()]
 
 
 def _has_template(folder: Path) -> bool:
-    """Whether a model folder holds a chat template, in any of the places that transformers reads."""
+    """Return whether a model folder holds a chat template, anywhere that transformers reads it.
+
+    Raises UserError if tokenizer_config.json is not JSON.
+    """
     if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
         return True
     settings = folder / "tokenizer_config.json"
@@ -99,5 +104,5 @@ def _has_template(folder: Path) -> bool:
     try:
         content: dict[str, Any] = json.loads(settings.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{settings} is no JSON: {error}") from error
+        raise UserError(f"{settings} is not JSON: {error}") from error
     return bool(content.get("chat_template"))

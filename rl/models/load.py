@@ -26,32 +26,34 @@ from rl.models.whole_weights import load_whole, load_whole_adapter
 
 @dataclass
 class LoadedModel:
-    """A model with what goes with it. `name` is what the user asked for; `tokenizer` is None where
-    there is none.
+    """Hold a model, its tokenizer, its name and its EOS ids.
+
+    `name` is the name that the user passed; `tokenizer` is None if the model has none.
     """
 
     model: Any  # a transformers PreTrainedModel, or a PEFT model around one
     tokenizer: Any | None
     name: str
     eos_token_ids: tuple[int, ...]
-    # the share of the base's numbers that its LoRA was to train and cannot (experts, say)
+    # fraction of the base's parameters that its LoRA should train and cannot (experts, say)
     unadapted: float = 0.0
-    # where the base's weights still lie, of a model without values
+    # files of the base's weights, for a model without values
     stored: StoredWeights | None = None
 
     @property
     def vocab_size(self) -> int:
+        """Return the number of rows of the input embedding."""
         return vocabulary_of(self.model)
 
 
 def vocabulary_of(model: Any) -> int:
-    """Rows of the input embedding."""
+    """Return the number of rows of the input embedding."""
     return model.get_input_embeddings().weight.shape[0]
 
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Torch's generators from `seed` inside, as they were outside."""
+    """Seed torch's generators within the context, and restore them afterwards."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         yield
@@ -64,12 +66,12 @@ def load_model(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> LoadedModel:
-    """A causal LM from `tiny:<preset>` (random weights from `seed`), a folder, or a hub name. An
-    adapter's folder: merged into its base.
+    """Load a causal LM from `tiny:<preset>` (random weights from `seed`), a folder, or a hub name.
 
-    `tokenizer`: a folder or hub name that replaces the model's own. A folder without a tokenizer
-    gives None. Raises UserError for an unknown preset, a folder that holds no model or not all of
-    its tensors, a hub name that cannot be had.
+    The folder of an adapter is merged into its base. `tokenizer`: a folder or hub name that
+    replaces the model's tokenizer; a folder without a tokenizer results in None. Raises UserError
+    for an unknown preset, a folder that holds no model or lacks some of its tensors, or a hub name
+    that cannot be loaded.
     """
     if base_model.startswith("tiny:"):
         return _build_tiny(base_model, tokenizer, seed, dtype)
@@ -77,7 +79,8 @@ def load_model(
     local = folder.is_dir()
     if not local and (base_model.startswith((".", "/", "~")) or base_model.count("/") > 1):
         raise UserError(
-            f"no model folder at {folder}: give an existing folder, a hub name (owner/model) or tiny:<preset>"
+            f"no model folder at {folder}: give an existing folder, a hub name (owner/model) "
+            "or tiny:<preset>"
         )
     if is_adapter(folder):
         return _merged(folder, tokenizer)
@@ -87,52 +90,54 @@ def load_model(
     try:
         model = load_whole(class_of(source), source, base_model, dtype=dtype, **_attention())
     except OSError as error:
-        here = (
-            f"; there is no folder {base_model} here either"
+        hint = (
+            f"; no local folder {base_model} exists either"
             if "/" in base_model and not local
             else ""
         )
         raise UserError(
-            f"cannot load the model {base_model!r}{_offline()}{here}: {error}"
+            f"cannot load the model {base_model!r}{_offline()}{hint}: {error}"
         ) from error
-    found = load_tokenizer(tokenizer or source, required=tokenizer is not None)
-    _check_vocabulary(model, found, base_model)
-    give_eyes(model, found, source)
-    return LoadedModel(_prepared(model), found, base_model, eos_token_ids(model, found))
+    loaded_tokenizer = load_tokenizer(tokenizer or source, required=tokenizer is not None)
+    _check_vocabulary(model, loaded_tokenizer, base_model)
+    give_eyes(model, loaded_tokenizer, source)
+    return LoadedModel(
+        _prepared(model), loaded_tokenizer, base_model, eos_token_ids(model, loaded_tokenizer)
+    )
 
 
 def _offline() -> str:
+    """Return a note for error messages if the hub is offline; otherwise an empty string."""
     return (
-        " (HF_HUB_OFFLINE=1 is set: only cached models can be had)"
+        " (HF_HUB_OFFLINE=1 is set: only cached models are available)"
         if os.environ.get("HF_HUB_OFFLINE") == "1"
         else ""
     )
 
 
 def _merged(folder: Path, tokenizer: str | None) -> LoadedModel:
-    """An adapter merged into its base in fp32 (rl.models.adapters); the base may be such a folder
-    again.
+    """Load an adapter merged into its base in fp32 (rl.models.adapters); the base may be an
+    adapter.
     """
-    root_of(str(folder))  # ends, or is an error
+    root_of(str(folder))  # raises UserError for a circular chain
     base = made_from(folder)
     loaded = load_model(base.name, tokenizer=tokenizer or base.tokenizer, seed=base.seed)
     with quiet_about_tied_heads():
         model = merge(load_whole_adapter(loaded.model, folder))
-    found = (
+    merged_tokenizer = (
         loaded.tokenizer
         if tokenizer is not None
         else load_tokenizer(str(folder), required=False) or loaded.tokenizer
     )
-    _check_vocabulary(model, found, str(folder))
-    note_reader(found, reader_of(model))
-    return LoadedModel(model, found, str(folder), eos_token_ids(model, found))
+    _check_vocabulary(model, merged_tokenizer, str(folder))
+    note_reader(merged_tokenizer, reader_of(model))
+    return LoadedModel(model, merged_tokenizer, str(folder), eos_token_ids(model, merged_tokenizer))
 
 
 def load_skeleton(base_model: str, *, tokenizer: str | None = None) -> LoadedModel:
-    """`load_model` without reading weights: of a folder or hub name the config alone. Call it under
-    torch.device("meta").
+    """Build the model of `load_model` without its weights: only the config is read.
 
-    Raises UserError as `load_model` does.
+    Call it under torch.device("meta"). Raises UserError as `load_model` does.
     """
     from transformers import AutoConfig
 
@@ -146,7 +151,8 @@ def load_skeleton(base_model: str, *, tokenizer: str | None = None) -> LoadedMod
         base_model.startswith((".", "/", "~")) or base_model.count("/") > 1
     ):
         raise UserError(
-            f"no model folder at {folder}: give an existing folder, a hub name (owner/model) or tiny:<preset>"
+            f"no model folder at {folder}: give an existing folder, a hub name (owner/model) "
+            "or tiny:<preset>"
         )
     try:
         config = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else base_model)
@@ -163,15 +169,13 @@ def load_skeleton(base_model: str, *, tokenizer: str | None = None) -> LoadedMod
 
 
 def _untied(loaded: LoadedModel, adapted: Collection[str]) -> LoadedModel:
-    """A skeleton as merging adapters on these modules leaves it: with a head of its own where one
-    of them is on the head.
-    """
+    """Untie the head of a skeleton if one of the adapted modules is the head, as merging would."""
     head, embedding = loaded.model.get_output_embeddings(), loaded.model.get_input_embeddings()
     name = next((name for name, module in loaded.model.named_modules() if module is head), None)
     if (
         name is not None
         and head.weight is embedding.weight
-        and any(name == one or name.endswith(f".{one}") for one in adapted)
+        and any(name == module_name or name.endswith(f".{module_name}") for module_name in adapted)
     ):
         head.weight = nn.Parameter(torch.empty_like(head.weight))
         untie(loaded.model)
@@ -179,8 +183,9 @@ def _untied(loaded: LoadedModel, adapted: Collection[str]) -> LoadedModel:
 
 
 def _attention() -> dict[str, str]:
-    """Flash attention on a CUDA device where the package flash_attn is installed; else what
-    transformers takes by itself.
+    """Return the attention setting: flash attention on CUDA if flash_attn is installed.
+
+    Otherwise it is empty, which selects transformers' default.
     """
     from transformers.utils import is_flash_attn_2_available
 
@@ -192,12 +197,14 @@ def _attention() -> dict[str, str]:
 
 
 def uses_flash_attention(model: Any) -> bool:
+    """Return whether the model runs flash attention."""
     return inner_model(model).config._attn_implementation == "flash_attention_2"
 
 
 def attention_mask_for(model: Any, sees: torch.Tensor) -> torch.Tensor:
-    """A mask as the model's attention takes it: `sees` itself (True: is seen), or for eager
-    attention, which adds it, 0 and -max.
+    """Return a mask in the format of the model's attention.
+
+    That is `sees` itself (True: may attend), or 0 and -max for eager attention, which adds it.
     """
     inner = inner_model(model)
     if inner.config._attn_implementation != "eager":
@@ -209,37 +216,40 @@ def attention_mask_for(model: Any, sees: torch.Tensor) -> torch.Tensor:
 
 
 def check_model_folder(folder: Path) -> None:
-    """UserError unless a folder has a model's config and weights."""
+    """Raise UserError unless a folder has a model's config and weights."""
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"{folder} holds no config.json: it is not a Hugging Face model folder (it has {_listing(folder)})"
+            f"{folder} has no config.json, so it is not a Hugging Face model folder (it "
+            f"has {_listing(folder)})"
         )
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise UserError(
-            f"{folder} has a config.json but no weights (*.safetensors): nothing to train (it has {_listing(folder)})"
+            f"{folder} has a config.json but no weights (*.safetensors): nothing to train (it "
+            f"has {_listing(folder)})"
         )
 
 
 def _listing(folder: Path) -> str:
+    """Return the names of up to 8 files of the folder."""
     return ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "no files"
 
 
 def _check_vocabulary(model: Any, tokenizer: Any | None, name: str) -> None:
+    """Raise UserError if the tokenizer has more tokens than the embedding has rows."""
     if tokenizer is None:
         return
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model {name!r} only {rows} rows: they do not belong together"
+            f"the tokenizer has {len(tokenizer)} tokens, the model {name!r} only {rows} rows: "
+            "pass the tokenizer of this model"
         )
 
 
 def eos_token_ids(model: Any, tokenizer: Any | None) -> tuple[int, ...]:
-    """The union of every end-of-sequence id that tokenizer, model config and generation config
-    name.
-    """
+    """Return the union of the EOS ids of tokenizer, model config and generation config."""
     ids: set[int] = set()
-    # some configs have none (CPM-Ant's)
+    # some configs have no EOS id (CPM-Ant's)
     sources = [getattr(model.config.get_text_config(), "eos_token_id", None)]
     if getattr(model, "generation_config", None) is not None:
         sources.append(model.generation_config.eos_token_id)
@@ -254,11 +264,13 @@ def eos_token_ids(model: Any, tokenizer: Any | None) -> tuple[int, ...]:
 def _build_tiny(
     base_model: str, tokenizer_name: str | None, seed: int, dtype: torch.dtype
 ) -> LoadedModel:
+    """Build the model of a tiny preset with random weights from `seed`."""
     preset = get_preset(base_model)
     tokenizer = load_tokenizer(tokenizer_name) if tokenizer_name else tiny_tokenizer(base_model)
     if tokenizer is None:
         raise UserError(
-            f"{base_model} has no alphabet of its own: name a tokenizer with --tokenizer (a folder or hub name)"
+            f"{base_model} has no built-in alphabet: set a tokenizer with --tokenizer (a "
+            "folder or hub name)"
         )
     if preset.eyes is not None:
         return _build_seeing(base_model, preset, tokenizer, seed, dtype)
@@ -287,13 +299,12 @@ def _build_tiny(
 def _build_seeing(
     base_model: str, preset: Preset, tokenizer: Any, seed: int, dtype: torch.dtype
 ) -> LoadedModel:
+    """Build the tiny vision-language model of a preset."""
     from transformers import Qwen3VLForConditionalGeneration
 
     reader = reader_of(tokenizer)
     if reader is None:
-        raise UserError(
-            f"{base_model} comes with the tokenizer that its images need: leave out --tokenizer"
-        )
+        raise UserError(f"{base_model} needs its built-in tokenizer for images: omit --tokenizer")
     with seeded(seed):
         model: Any = Qwen3VLForConditionalGeneration(tiny_config(preset, tokenizer))
         open_eyes(model)
@@ -304,12 +315,12 @@ def _build_seeing(
 
 
 def _prepared(model: Any) -> Any:
-    """Nothing random in a policy or its reference (their logprobs must be functions of the
-    weights), all else as loaded.
+    """Disable everything random in a policy or its reference; logprobs must depend only on the
+    weights.
 
-    Dropout of values and of layers, and the noise on a router's input: rates in modules, in their
-    attributes, in the config. What is random under another name is found when the learner tries the
-    model out (rl.learner.probe).
+    That is dropout of values and of layers, and the noise on a router's input: rates in modules, in
+    their attributes, in the config. The learner's probe detects randomness under other names
+    (rl.learner.probe).
     """
     for module in model.modules():
         for name, value in vars(module).items():
@@ -331,8 +342,10 @@ _DROPOUTS = (
 
 
 def _is_rate(name: str, value: Any) -> bool:
-    """Phi-MoE's `router_jitter_noise` is none: it is a threshold between experts, in evaluation
-    too.
+    """Return whether an attribute is a dropout or noise rate.
+
+    Phi-MoE's `router_jitter_noise` is not a noise rate: it is a threshold between experts, in
+    evaluation too.
     """
     return isinstance(value, float) and (
         "drop" in name or name in ("jitter_noise", "input_jitter_noise")
@@ -340,6 +353,7 @@ def _is_rate(name: str, value: Any) -> bool:
 
 
 def _no_rates(config: Any) -> None:
+    """Set the dropout and noise rates of a config, and of its parts, to 0."""
     from transformers import PreTrainedConfig
 
     for name, value in list(vars(config).items()):
@@ -351,66 +365,72 @@ def _no_rates(config: Any) -> None:
 
 @contextlib.contextmanager
 def quiet_about_tied_heads() -> Iterator[None]:
-    """PEFT warns that merging an adapter on a tied head is delicate; merging here unties first (see
-    rl.models.adapters).
+    """Silence PEFT's warnings about merging an adapter on a tied head, which is untied first
+    (rl.models.adapters).
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
         warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")
-        # PEFT's and transformers' words to each other
+        # deprecation warnings between PEFT and transformers
         warnings.simplefilter("ignore", FutureWarning)
         yield
 
 
 def is_lora(model: Any) -> bool:
+    """Return whether the model is a PEFT model."""
     from peft import PeftModel
 
     return isinstance(model, PeftModel)
 
 
 class ValueHead(nn.Linear):
-    """A scalar for each position, from the hidden state that the output head reads. Computed in
-    fp32, whatever is around it.
+    """Compute a scalar value for each position from the output head's input, always in fp32.
 
-    All zeros at first: every value is 0, and the first gradient moves the head alone, not yet the
+    Initially zero: every value is 0, and the first gradient changes only the head, not yet the
     trunk.
     """
 
     def __init__(self, hidden_size: int):
         super().__init__(hidden_size, 1)
 
-    def reset_parameters(self) -> None:  # nn.Linear's own would draw from the process's generator
+    def reset_parameters(self) -> None:  # nn.Linear's method would sample from the global generator
+        """Zero the parameters."""
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
     def forward(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """Return the values [T] of hidden states [T, D]."""
         with torch.autocast(hidden_TD.device.type, enabled=False):
             return nn.functional.linear(hidden_TD.float(), self.weight.float(), self.bias.float())[
                 :, 0
             ]
 
 
-# the child of the transformers model that holds it; so its parameters' names contain "value_head."
+# name of the head in the transformers model, so that its parameters' names contain "value_head."
 VALUE_HEAD = "value_head"
 
 
 def add_value_head(loaded: LoadedModel) -> LoadedModel:
-    """The same model with a value head, trained in full even where everything else is under a LoRA
-    adapter.
+    """Add a value head, which is trained in full even if everything else has a LoRA adapter.
+
+    Raises UserError if the model has no output head.
     """
     inner = inner_model(loaded.model)
     head = inner.get_output_embeddings()
     if head is None:
         raise UserError(
-            f"{loaded.name} has no output head, so it is not known what a value head should read"
+            f"{loaded.name} has no output head, so the input of a value head is unknown: use "
+            "a causal language model"
         )
     inner.add_module(VALUE_HEAD, ValueHead(head.weight.shape[1]))
     return loaded
 
 
 def value_head_of(model: Any) -> ValueHead | None:
+    """Return the model's value head; None if it has none."""
     return dict(inner_model(model).named_children()).get(VALUE_HEAD)
 
 
 def is_value_head(parameter_name: str) -> bool:
+    """Return whether a parameter belongs to the value head."""
     return f".{VALUE_HEAD}." in f".{parameter_name}"

@@ -1,4 +1,4 @@
-"""A LoRA adapter put on a model."""
+"""Add a LoRA adapter to a model."""
 
 from __future__ import annotations
 
@@ -11,28 +11,33 @@ from rl.types import LoraConfig
 
 
 def unadapted_share(model: Any, lora: LoraConfig) -> float:
-    """The share of a model's numbers that were asked for and get no adapter."""
+    """Return the fraction of a model's parameters that `lora` selects but that cannot get an
+    adapter.
+    """
     return sum(left_out(model, lora).values()) / sum(p.numel() for p in model.parameters())
 
 
 def add_lora(
     loaded: LoadedModel, lora: LoraConfig, *, unadapted: float | None = None
 ) -> LoadedModel:
-    """The same model with fresh LoRA adapters (PEFT): A random from lora.seed, B zero, the base
-    frozen.
+    """Add fresh LoRA adapters (PEFT) to a model: A random from lora.seed, B zero, the base frozen.
 
-    `unadapted`: the share of the whole model, where some of its layers were taken away since.
+    `unadapted`: the fraction in the whole model, if some of its layers have been removed since.
+    Raises UserError for a rank below 1, an alpha that is not positive, or a model that PEFT cannot
+    adapt.
     """
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
 
     if lora.rank < 1:
         raise UserError(
-            f"the LoRA rank is at least 1, got {lora.rank} (full weights: create_full_training_client)"
+            f"the LoRA rank must be at least 1, got {lora.rank} (full weights: "
+            "create_full_training_client)"
         )
     if lora.alpha is not None and not lora.alpha > 0:
         raise UserError(
-            f"LoRA's alpha is positive (the adapter is scaled by alpha / rank), got {lora.alpha}"
+            "LoRA's alpha must be positive (the adapter is scaled by alpha / rank), got "
+            f"{lora.alpha}"
         )
     config = PeftConfig(
         r=lora.rank,
@@ -48,10 +53,11 @@ def add_lora(
         remedy = (
             ""
             if lora.train_experts or not any(stacked_experts(loaded.model))
-            else "; --train-experts gives them one"
+            else "; --train-experts adds adapters to them"
         )
         remark(
-            f"LoRA: {unadapted:.0%} of the weights of {loaded.name} (experts) get no adapter and stay as they are{remedy}"
+            f"LoRA: {unadapted:.0%} of the weights of {loaded.name} (experts) get no adapter "
+            f"and stay as they are{remedy}"
         )
     loaded.model.name_or_path = loaded.name  # PEFT writes it into adapter_config.json
     with seeded(lora.seed if lora.seed is not None else 0), quiet_about_tied_heads():
@@ -59,9 +65,9 @@ def add_lora(
             model = get_peft_model(loaded.model, config)
         except (
             ValueError
-        ) as error:  # of architectures that PEFT does not adapt, state-space models among them
+        ) as error:  # for architectures that PEFT does not adapt, such as state-space models
             raise UserError(
-                f"{loaded.name} takes no LoRA adapter: {error} Train all weights (lora_rank 0)"
+                f"{loaded.name} cannot have a LoRA adapter: {error} Train all weights (lora_rank 0)"
             ) from error
     return LoadedModel(
         model, loaded.tokenizer, loaded.name, loaded.eos_token_ids, unadapted, loaded.stored
@@ -69,7 +75,7 @@ def add_lora(
 
 
 def set_alpha(model: Any, lora: LoraConfig) -> None:
-    """Scale the adapters of `model` by the alpha of `lora`, as if they had been made with it."""
+    """Scale the adapters of `model` by the alpha of `lora`, as if they had been created with it."""
     from peft.tuners.lora.layer import LoraLayer
 
     for layer in model.modules():

@@ -1,5 +1,5 @@
-"""Which weights of a model get a LoRA adapter, and which are left without one though they were
-asked for.
+"""Select the weights that get a LoRA adapter, and list selected weights that cannot get an
+adapter.
 """
 
 from __future__ import annotations
@@ -16,44 +16,46 @@ from rl.errors import UserError
 from rl.layers import describe
 from rl.types import LoraConfig
 
-# of LoraConfig: what an adapter is put on
+# fields of LoraConfig that select what is adapted
 PARTS = ("train_mlp", "train_attn", "train_unembed", "train_vision", "train_experts")
-# those that older checkpoints do not name, as these were made
+# fields missing in older checkpoints, with the values that these used
 LATER_PARTS = {"train_vision": False, "train_experts": False}
 _NO_MATRIX = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.GroupNorm)
 
 
 def targets(model: Any, lora: LoraConfig) -> list[str]:
-    """Full names of the modules that get an adapter: linear layers of attention, of the MLP, and
-    the output head.
+    """Return the full names of the linear layers of attention and MLP, and of the head, that get an
+    adapter.
 
-    Raises UserError where there are none and no experts are trained: nothing was asked for, or only
-    what no adapter fits.
+    Raises UserError if no module is selected and experts are not trained: all parts are off, or no
+    adapter fits those selected.
     """
-    found = [name for name, module in _linear(model) if _wanted(model, name, module, lora)]
-    if found or lora.train_experts:
-        return found
+    names = [name for name, module in _linear(model) if _wanted(model, name, module, lora)]
+    if names or lora.train_experts:
+        return names
     missed = left_out(model, lora)
     if missed:
         raise UserError(
-            f"LoRA on linear layers has no adapter for experts whose weights are one tensor ({next(iter(missed))}, ...), and nothing else "
-            "was asked for: turn train_experts, train_attn or train_unembed on, or train all weights (--lora-rank 0)"
+            "LoRA on linear layers has no adapter for experts stored as a single tensor "
+            f"({next(iter(missed))}, ...), and nothing else "
+            "is selected: turn train_experts, train_attn or train_unembed on, or train all "
+            "weights (--lora-rank 0)"
         )
     raise UserError(
-        "LoRA with train_mlp, train_attn and train_unembed all off trains nothing: turn one on"
+        "LoRA with train_mlp, train_attn and train_unembed all off trains nothing: turn at "
+        "least 1 on"
     )
 
 
 def expert_targets(model: Any, lora: LoraConfig) -> list[str]:
-    """Full names of the tensors of experts that get an adapter, PEFT's `target_parameters`: []
-    unless `train_experts` asks for them.
+    """Return the full names of the expert tensors that get an adapter, PEFT's `target_parameters`.
 
-    Raises UserError where they are asked for and there are none that PEFT can adapt.
+    [] unless `train_experts` is set. Raises UserError if it is set and PEFT can adapt none.
     """
     if not lora.train_experts:
         return []
-    if found := list(stacked_experts(model)):
-        return found
+    if expert_names := list(stacked_experts(model)):
+        return expert_names
     experts = describe(model).experts
     if experts is None:
         raise UserError(
@@ -62,16 +64,18 @@ def expert_targets(model: Any, lora: LoraConfig) -> list[str]:
     names = {name for name, _ in _linear(model)}
     if any(name.startswith(f"{block}.experts.") for block in experts.blocks for name in names):
         raise UserError(
-            "the experts of this model are linear layers, which train_mlp adapts with the others: turn train_experts off"
+            "the experts of this model are linear layers, which train_mlp adapts with the "
+            "others: turn train_experts off"
         )
     raise UserError(
-        f"PEFT has no adapter for these experts ({experts.blocks[0]}.experts holds them in no tensor [experts, .., ..]): turn "
+        f"PEFT has no adapter for these experts ({experts.blocks[0]}.experts holds them in no "
+        "tensor [experts, .., ..]): turn "
         "train_experts off, or train all weights (--lora-rank 0)"
     )
 
 
 def stacked_experts(model: Any) -> Iterator[str]:
-    """Names of the tensors [experts, .., ..] that hold a matrix of every expert."""
+    """Yield the names of the tensors [experts, .., ..] that hold a matrix of every expert."""
     for name, module in model.named_modules():
         if "expert" not in f"{name}.{type(module).__name__}".lower() or isinstance(
             module, _NO_MATRIX
@@ -83,12 +87,13 @@ def stacked_experts(model: Any) -> Iterator[str]:
 
 
 def left_out(model: Any, lora: LoraConfig) -> dict[str, int]:
-    """Matrices that were asked for and get no adapter, since no linear layer holds them: how many
-    numbers, by name.
+    """Return the size of each selected matrix that cannot get an adapter, as no linear layer holds
+    it.
 
-    Experts in one tensor of three dimensions above all (unless `train_experts` asks for them), and
-    their routers; layers whose weights are read past them (see `_read_as_numbers`); layers of
-    groups (see `_gives_rows`); what PEFT would not find again (see `_read_under_other_names`).
+    Sizes are numbers of elements, by name. Mostly experts in a three-dimensional tensor (unless
+    `train_experts` is set), and their routers; layers with weights that are read bypassing the
+    layer (see `_read_as_numbers`); layers of groups (see `_gives_rows`); layers that PEFT could not
+    find again (see `_read_under_other_names`).
     """
     linear, adapted = (
         {name for name, _ in _linear(model)},
@@ -114,6 +119,7 @@ def left_out(model: Any, lora: LoraConfig) -> dict[str, int]:
 
 
 def _linear(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) of each linear layer that an adapter can be added to."""
     from transformers.pytorch_utils import Conv1D
 
     none = {*_read_as_numbers(model), *_read_under_other_names(model)}
@@ -123,11 +129,11 @@ def _linear(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _gives_rows(module: nn.Module) -> bool:
-    """Whether a layer with a forward of its own makes rows [1, out] of rows [1, in], so that an
-    adapter's can be added to them.
+    """Return whether a layer with a custom forward maps rows [1, in] to rows [1, out].
 
-    Llama 4's router gives a pair; DeepSeek V4's `o_a_proj` reads groups of rows, each with its own
-    part of the weight. A layer that takes more than one argument is left to PEFT.
+    Otherwise an adapter's output cannot be added. Llama 4's router returns a pair; DeepSeek V4's
+    `o_a_proj` reads groups of rows, each with a separate part of the weight. A layer that takes
+    several arguments is left to PEFT.
     """
     if (
         not type(module).__module__.startswith("transformers.models.")
@@ -137,44 +143,44 @@ def _gives_rows(module: nn.Module) -> bool:
     weight: Tensor = module.weight  # type: ignore[assignment]
     try:
         with torch.no_grad():
-            given = module(
+            output = module(
                 torch.zeros(1, weight.shape[-1], dtype=weight.dtype, device=weight.device)
             )
     except TypeError:
         return True
     except (RuntimeError, ValueError, IndexError):
         return False
-    return isinstance(given, Tensor) and given.shape == (1, weight.shape[0])
+    return isinstance(output, Tensor) and output.shape == (1, weight.shape[0])
 
 
 def _read_as_numbers(model: Any) -> Iterator[str]:
-    """Linear layers whose weights are read past the layer, so that an adapter would not be seen
-    there and would be by a merge.
+    """Yield the linear layers with weights that other code reads directly.
 
-    Those that fused kernels of state spaces read; routers that score in fp32 (LongCat's
-    `classifier`); Gemma 3n's `correction_coefs`, which are clamped while it trains.
+    An adapter would have no effect on such reads until it is merged. These are the layers that
+    fused kernels of state spaces read; routers that score in fp32 (LongCat's `classifier`); Gemma
+    3n's `correction_coefs`, which are clamped in training.
     """
     for name, module in model.named_modules():
-        own = (
+        unadaptable = (
             {"out_proj", "dt_proj"}
             if {"A_log", "D"} <= {key for key, _ in module.named_parameters(recurse=False)}
             else set()
         )
-        own |= {
+        unadaptable |= {
             key
             for key in ("x_proj", "classifier", "correction_coefs")
             if _reads(module.__class__, key)
         }
         yield from (
             f"{name}.{key}"
-            for key in sorted(own)
+            for key in sorted(unadaptable)
             if isinstance(getattr(module, key, None), nn.Linear)
         )
 
 
 @cache
 def _reads(kind: type, own: str) -> bool:
-    """Whether a class of transformers reads the weight of its layer `own` itself."""
+    """Return whether a transformers class reads the weight of its layer `own` directly."""
     if not kind.__module__.startswith("transformers.models."):
         return False
     try:
@@ -184,8 +190,9 @@ def _reads(kind: type, own: str) -> bool:
 
 
 def _read_under_other_names(model: Any) -> Iterator[str]:
-    """Linear layers whose adapters PEFT would not find again, since transformers renames what it
-    reads (Laguna's shared experts).
+    """Yield the linear layers with adapters that PEFT could not load again.
+
+    transformers renames them at load (Laguna's shared experts).
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -194,7 +201,7 @@ def _read_under_other_names(model: Any) -> Iterator[str]:
             WeightRenaming,
             rename_source_key,
         )
-    except ImportError:  # a transformers that renames nothing, or by other means
+    except ImportError:  # a transformers version that renames nothing, or by other means
         return
     changes = get_model_conversion_mapping(model)
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
@@ -207,8 +214,7 @@ def _read_under_other_names(model: Any) -> Iterator[str]:
             yield name
 
 
-# Parts of a vision-language model that are no part of its text model, by the names that
-# architectures give them.
+# Parts of a vision-language model outside its text model, by the names that architectures use.
 _SEES = {
     "visual",
     "vision_tower",
@@ -221,11 +227,12 @@ _SEES = {
 
 
 def belongs_to_eyes(name: str) -> bool:
-    """Whether a module or a parameter is of the vision tower, or of what joins it to the text."""
+    """Return whether a module or parameter belongs to the vision tower or its projector."""
     return bool(_SEES & set(name.split(".")))
 
 
 def _wanted(model: Any, name: str, module: nn.Module, lora: LoraConfig) -> bool:
+    """Return whether `lora` selects this module."""
     if module is model.get_output_embeddings():
         return lora.train_unembed
     if not lora.train_vision and belongs_to_eyes(name):

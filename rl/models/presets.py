@@ -1,5 +1,6 @@
-"""The tiny models that are built on the spot: `tiny:<preset>`. No torch here, so that help and
-checks stay fast.
+"""Define the tiny models that are built locally: `tiny:<preset>`.
+
+Torch is not imported here, so that help and checks stay fast.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from rl.errors import UserError
 
 @dataclass(frozen=True)
 class Eyes:
-    """A Qwen3-VL vision tower: square patches, `merge` x `merge` of them one token, images of at
-    most `pixels` x `pixels`.
+    """Describe a Qwen3-VL vision tower.
+
+    Square patches of `patch` pixels, `merge` x `merge` of them per token, images of at most
+    `pixels` x `pixels`.
     """
 
     hidden: int
@@ -25,10 +28,10 @@ class Eyes:
 
 @dataclass(frozen=True)
 class Preset:
-    """A Qwen3-architecture shape. `alphabet`: the characters of a tokenizer made on the spot; None:
-    bring a tokenizer.
+    """Describe the shape of a Qwen3 model.
 
-    `eyes`: it is a Qwen3-VL, and sees.
+    `alphabet`: the characters of its built-in tokenizer; None: the user passes a tokenizer. `eyes`:
+    the vision tower of a Qwen3-VL; None: text only.
     """
 
     hidden: int
@@ -44,27 +47,29 @@ class Preset:
 PRESETS: dict[str, Preset] = {
     # 0.43M parameters: two-digit addition, the default recipe.
     "addition": Preset(128, 2, 4, 4, 384, "0123456789+="),
-    # 0.24M: a student for it.
+    # 0.24M: a student for distillation from it.
     "addition-small": Preset(96, 2, 4, 4, 288, "0123456789+="),
-    # The same body over printable ASCII, for one's own character-level tasks.
+    # The same shape over printable ASCII, for custom character-level tasks.
     "ascii": Preset(128, 2, 4, 4, 384, "\n" + "".join(chr(c) for c in range(32, 127)), 1024),
-    # The same, four times smaller, for games that are learnt on a CPU.
+    # The same, four times smaller, for games that are learned on a CPU.
     "ascii-small": Preset(64, 2, 2, 2, 192, "\n" + "".join(chr(c) for c in range(32, 127)), 512),
-    # 0.3M: the same body with eyes, for tasks about small pictures. Its template is its own, its
-    # characters are printable ASCII.
+    # 0.3M: the same shape with a vision tower, for tasks about small images. It has a separate
+    # template; its characters are printable ASCII.
     "vision": Preset(
         96, 2, 4, 4, 288, "\n" + "".join(chr(c) for c in range(32, 127)), 1024, Eyes(64, 2, 4, 4)
     ),
-    # A small body for a real tokenizer (--tokenizer): to try a recipe of a real data set on a CPU.
+    # A small model for a real tokenizer (--tokenizer): to try a recipe with a real data set on a
+    # CPU.
     "chat": Preset(64, 2, 4, 2, 192, None, 2048),
 }
 
 
 def get_preset(base_model: str) -> Preset:
+    """Return the preset of `tiny:<preset>`. Raises UserError for an unknown preset."""
     name = base_model.removeprefix("tiny:")
     if name not in PRESETS:
         known = ", ".join(f"tiny:{p}" for p in PRESETS)
         raise UserError(
-            f"unknown preset {base_model!r}: one of {known}, a model folder, or a hub name"
+            f"unknown preset {base_model!r}: use one of {known}, a model folder, or a hub name"
         )
     return PRESETS[name]

@@ -1,10 +1,9 @@
-"""A model's weights where they lie: modules without values, and each tensor read from its file when
-it is asked for.
+"""Read a model's weights directly from its files: modules without values, each tensor on request.
 
-What shards a model over ranks fills it from here one tensor at a time, so that no process ever
-holds the whole. Only safetensors files can be read so. Names in a file that are not the model's own
-(experts by themselves, older names) are put together as transformers does it, by its own rules for
-the architecture.
+Code that shards a model over ranks fills it from here tensor by tensor, so that no process ever
+holds the whole model. Only safetensors files are supported. File keys that differ from the model's
+parameter names (separate experts, older names) are converted as transformers does it, by its rules
+for the architecture.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 @dataclass(frozen=True)
 class _Parts:
-    """What one tensor is put together from: a rule of transformers, and keys by the pattern that
-    they match.
+    """Describe the sources of a converted tensor: a rule of transformers, and keys by the pattern
+    that they match.
     """
 
     rule: Any
@@ -34,12 +33,13 @@ class _Parts:
 
 
 class Unfit(Exception):
-    """The files cannot be read so; the text says why."""
+    """Signal that the files cannot be read lazily; the text says why."""
 
 
 class StoredWeights:
-    """The tensors of a folder by the names that a model's parameters and buffers have. Raises Unfit
-    where they are not just those.
+    """Read the tensors of a folder by the names of a model's parameters and buffers.
+
+    Raises Unfit if the files lack tensors, have additional ones or other shapes.
     """
 
     def __init__(self, folder: Path, model: Any):
@@ -47,32 +47,36 @@ class StoredWeights:
         self._file_of = _keys(folder)
         self._sources = _sources(model, list(self._file_of))
         self._name_of: dict[int, str] = {}
-        own = dict(model.named_parameters(remove_duplicate=False))
-        for name, parameter in own.items():
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for name, parameter in parameters.items():
             if name in self._sources:
                 self._name_of.setdefault(id(parameter), name)
-        without = [name for name, parameter in own.items() if id(parameter) not in self._name_of]
-        beside = self._sources.keys() - own.keys() - dict(model.named_buffers()).keys()
-        if without or beside:
+        missing = [
+            name for name, parameter in parameters.items() if id(parameter) not in self._name_of
+        ]
+        unexpected = self._sources.keys() - parameters.keys() - dict(model.named_buffers()).keys()
+        if missing or unexpected:
             raise Unfit(
-                f"its files lack {sorted(without)[:3]} or have {sorted(beside)[:3]} beside the model's own"
+                f"its files lack {sorted(missing)[:3]} or have {sorted(unexpected)[:3]}, "
+                "which the model does not have"
             )
         for name in self._name_of.values():
             source = self._sources[name]
-            if isinstance(source, str) and self._shape(source) != tuple(own[name].shape):
+            if isinstance(source, str) and self._shape(source) != tuple(parameters[name].shape):
                 raise Unfit(
-                    f"{source} has the shape {self._shape(source)}, the model's is {tuple(own[name].shape)}"
+                    f"{source} has the shape {self._shape(source)}, the model's is "
+                    f"{tuple(parameters[name].shape)}"
                 )
 
     def fill_buffers(self) -> None:
-        """Buffers that the files hold; others are computed, and are there."""
+        """Load the buffers that the files hold; other buffers are computed and already filled."""
         for name, buffer in self._model.named_buffers():
             if name in self._sources:
                 buffer.copy_(self.read(name))
 
     def under(self, model: nn.Module) -> Unread:
-        """The same by the names that parameters have in a model around the one that this was made
-        for (under adapters).
+        """Return these weights by the parameter names of `model`, which wraps the original model
+        (with adapters).
         """
         return Unread(
             self,
@@ -84,7 +88,7 @@ class StoredWeights:
         )
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, in the dtype of its file."""
+        """Return the whole tensor, in the dtype of its file."""
         source = self._sources[name]
         if isinstance(source, str):
             with self._opened(source) as file:
@@ -92,16 +96,17 @@ class StoredWeights:
         rule = copy.deepcopy(source.rule)
         for pattern, key in source.keys:
             rule.add_tensor(name, key, pattern, lambda key=key: self.read_key(key))
-        found = rule.convert(name, model=self._model, config=self._model.config)[name]
-        return found[0] if isinstance(found, list) else found
+        converted = rule.convert(name, model=self._model, config=self._model.config)[name]
+        return converted[0] if isinstance(converted, list) else converted
 
     def read_key(self, key: str) -> Tensor:
+        """Return the tensor of a key of the files."""
         with self._opened(key) as file:
             return file.get_tensor(key)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows of the first dimension, of which no others are read (but of a tensor that is put
-        together).
+        """Return rows of the first dimension, without reading the others (except for converted
+        tensors).
         """
         source = self._sources[name]
         if not isinstance(source, str):
@@ -110,11 +115,13 @@ class StoredWeights:
             return file.get_slice(source)[start:stop]
 
     def _shape(self, key: str) -> tuple[int, ...]:
+        """Return the shape of a key's tensor."""
         with self._opened(key) as file:
             return tuple(file.get_slice(key).get_shape())
 
     @contextmanager
     def _opened(self, key: str) -> Iterator[Any]:
+        """Open the file of a key."""
         from safetensors import safe_open
 
         with safe_open(str(self._file_of[key]), framework="pt") as file:
@@ -123,9 +130,7 @@ class StoredWeights:
 
 @dataclass(frozen=True)
 class Unread:
-    """Weights that are still in their files, by the parameters' names in a model that is to be
-    filled.
-    """
+    """Map the parameter names of a model without values to its weights in the files."""
 
     stored: StoredWeights
     names: Mapping[str, str]
@@ -134,16 +139,16 @@ class Unread:
         return name in self.names
 
     def whole(self, name: str) -> Tensor:
+        """Return the whole tensor of a parameter."""
         return self.stored.read(self.names[name])
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows `start` to `stop` of a parameter."""
         return self.stored.rows(self.names[name], start, stop)
 
 
 class Lazy(Mapping[str, Tensor]):
-    """Tensors by name, each read from its file whenever it is asked for; `here`: those that are in
-    memory.
-    """
+    """Map names to tensors, each read from its file at every access; `here`: tensors in memory."""
 
     def __init__(
         self, places: Mapping[str, tuple[Path, str]], here: Mapping[str, Tensor] | None = None
@@ -152,7 +157,7 @@ class Lazy(Mapping[str, Tensor]):
 
     @classmethod
     def of(cls, file: Path) -> Lazy:
-        """All of a safetensors file."""
+        """Return all tensors of a safetensors file."""
         from safetensors import safe_open
 
         with safe_open(str(file), framework="pt") as opened:
@@ -174,10 +179,11 @@ class Lazy(Mapping[str, Tensor]):
         return len(self._here) + len(self._places)
 
     def and_here(self, here: Mapping[str, Tensor]) -> Lazy:
-        """These and others that are in memory."""
+        """Return these tensors plus others that are in memory."""
         return Lazy(self._places, {**self._here, **here})
 
     def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, without reading it."""
         from safetensors import safe_open
 
         if name in self._here:
@@ -188,14 +194,12 @@ class Lazy(Mapping[str, Tensor]):
 
 
 def shape_of(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
-    """A tensor's shape, of one that lies in a file without reading it."""
+    """Return a tensor's shape, without reading a tensor that is in a file."""
     return tensors.shape_of(name) if isinstance(tensors, Lazy) else tuple(tensors[name].shape)
 
 
 def in_folder(folder: Path, names: Collection[str]) -> Lazy | None:
-    """The named tensors of a model's folder; None where its files are no safetensors or have other
-    names.
-    """
+    """Return the named tensors of a model's folder; None if it has no such safetensors or names."""
     try:
         files = _keys(folder)
     except Unfit:
@@ -208,8 +212,8 @@ def in_folder(folder: Path, names: Collection[str]) -> Lazy | None:
 
 
 def hollow_(model: nn.Module) -> None:
-    """Parameters without memory become CPU memory that nobody has touched, which the system does
-    not give out yet.
+    """Replace meta parameters by uninitialized CPU memory, which the system does not allocate until
+    it is written.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -224,7 +228,9 @@ def hollow_(model: nn.Module) -> None:
 
 
 def _keys(folder: Path) -> dict[str, Path]:
-    """The file of each key. Raises Unfit where there are no safetensors files of a whole model."""
+    """Return the file of each key. Raises Unfit if safetensors files of the whole model are
+    missing.
+    """
     from safetensors import safe_open
 
     if (folder / INDEX).is_file():
@@ -233,18 +239,18 @@ def _keys(folder: Path) -> dict[str, Path]:
         )
     else:
         names = [SINGLE]
-    found: dict[str, Path] = {}
+    file_of: dict[str, Path] = {}
     for name in sorted(names):
         if not (folder / name).is_file():
             raise Unfit(f"{folder} has no {name}")
         with safe_open(str(folder / name), framework="pt") as file:
-            found |= dict.fromkeys(file.keys(), folder / name)
-    return found
+            file_of |= dict.fromkeys(file.keys(), folder / name)
+    return file_of
 
 
 def _sources(model: Any, keys: Collection[str]) -> dict[str, str | _Parts]:
-    """What each of the model's tensors is read from: its key in the files, or the parts that it is
-    put together from.
+    """Return the source of each tensor of the model: its key in the files, or the parts of its
+    conversion.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -254,22 +260,24 @@ def _sources(model: Any, keys: Collection[str]) -> dict[str, str | _Parts]:
         rename_source_key,
     )
 
-    own = model.state_dict()
+    state = model.state_dict()
     rules = get_model_conversion_mapping(model) or []
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    found: dict[str, str | _Parts] = {}
+    sources: dict[str, str | _Parts] = {}
     for key in sorted(keys, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, own)
-        if name not in own and key in own:
+        name, pattern = rename_source_key(
+            key, renamings, converters, model.base_model_prefix, state
+        )
+        if name not in state and key in state:
             name, pattern = key, None
         if pattern is None:
-            found[name] = key
+            sources[name] = key
             continue
         if len(by_pattern[pattern].target_patterns) > 1:
-            raise Unfit(f"{key} is cut up into several tensors")
-        before = found.get(name)
+            raise Unfit(f"{key} is split into several tensors")
+        before = sources.get(name)
         parts = before.keys if isinstance(before, _Parts) else ()
-        found[name] = _Parts(by_pattern[pattern], (*parts, (pattern, key)))
-    return found
+        sources[name] = _Parts(by_pattern[pattern], (*parts, (pattern, key)))
+    return sources

@@ -1,4 +1,4 @@
-"""Tokenizers: of folders and hub names, and those of single characters that tiny presets have."""
+"""Load the tokenizer of a folder or hub name, or build the character tokenizer of a tiny preset."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ EOS, PAD = "<eos>", "<pad>"
 
 
 def load_tokenizer(name: str, *, required: bool = True) -> Any | None:
-    """The tokenizer of a folder or hub name (or of a `tiny:` preset); None where a folder has none
-    and none is required.
+    """Load the tokenizer of a folder or hub name (or of a `tiny:` preset).
 
-    Of a model that sees, it knows what reads its images (`rl.images.reader_of`), if the image
-    processor lies beside it.
+    Returns None if it cannot be loaded and is not required. For a vision-language model, the image
+    reader is attached to it (`rl.images.reader_of`), if the image processor is next to it. Raises
+    UserError if a required tokenizer cannot be loaded.
     """
     if name.startswith("tiny:"):
         return tiny_tokenizer(name)
     from rl.models.vision import note_eyes
 
-    found = _loaded(name, required)
-    note_eyes(found, name)
-    return found
+    tokenizer = _loaded(name, required)
+    note_eyes(tokenizer, name)
+    return tokenizer
 
 
 def _loaded(name: str, required: bool) -> Any | None:
+    """Load a tokenizer with transformers; None if it cannot be loaded and is not required."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.models.gpt2.tokenization_gpt2 import GPT2Tokenizer
 
@@ -51,7 +52,8 @@ def _loaded(name: str, required: bool) -> Any | None:
             and not (folder / "tokenizer_config.json").is_file()
             and (folder / "merges.txt").is_file()
         ):
-            return GPT2Tokenizer.from_pretrained(str(folder))  # GPT-2's own files name no class
+            # GPT-2's original files name no class
+            return GPT2Tokenizer.from_pretrained(str(folder))
         return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name)
     except (OSError, ValueError) as error:
         if required:
@@ -60,8 +62,8 @@ def _loaded(name: str, required: bool) -> Any | None:
 
 
 def _says_plain_fast(folder: Path) -> bool:
-    """Whether the folder names the generic class: AutoTokenizer would look for a class of the
-    model's type first.
+    """Return whether the folder names the generic class: AutoTokenizer would try the model type's
+    class first.
     """
     config = folder / "tokenizer_config.json"
     if not config.is_file():
@@ -73,8 +75,9 @@ def _says_plain_fast(folder: Path) -> bool:
 
 
 def tiny_tokenizer(name: str) -> Any | None:
-    """That of a `tiny:` preset; None for one that has to be brought. Of one that sees, it knows
-    what reads its images.
+    """Return the tokenizer of a `tiny:` preset; None if the preset needs a user's tokenizer.
+
+    For a preset with a vision tower, the image reader is attached to it.
     """
     preset = get_preset(name)
     if preset.eyes is None:
@@ -92,8 +95,8 @@ def tiny_tokenizer(name: str) -> Any | None:
 def character_tokenizer(
     alphabet: str | None, marks: Sequence[str] = (), end: str = EOS
 ) -> Any | None:
-    """A tokenizer of single characters, made on the spot; None without an alphabet. `marks`:
-    special tokens beside them.
+    """Build a tokenizer of single characters; None without an alphabet. `marks`: additional special
+    tokens.
     """
     if alphabet is None:
         return None

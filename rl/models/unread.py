@@ -1,4 +1,4 @@
-"""A model whose weights are still in their files."""
+"""Load a model with weights that stay in their files."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ from rl.models.whole_weights import readable
 
 
 def load_unread(base_model: str, *, tokenizer: str | None = None) -> LoadedModel | None:
-    """`load_model` but for the weights, which stay in their files (`stored`) until somebody reads
-    them one by one.
+    """Load a model as `load_model` does, but leave its weights in their files.
 
-    None for what cannot be read so: see `may_stay_unread`; files that need more than renaming; a
-    hub name that cannot be had.
+    `LoadedModel.stored` reads them tensor by tensor. Returns None if that is not possible: see
+    `may_stay_unread`; files that need more than renaming; a hub name that cannot be loaded.
     """
     if not may_stay_unread(base_model):
         return None
@@ -41,7 +40,7 @@ def load_unread(base_model: str, *, tokenizer: str | None = None) -> LoadedModel
     config = AutoConfig.from_pretrained(str(folder))
     with init_empty_weights(include_buffers=False):
         model = model_class(config).from_config(config, dtype=torch.float32, **_attention())
-    # what was tied inside is not any more: each assignment there made a parameter of its own
+    # the context untied parameters: each assignment in it made a new parameter
     model.tie_weights()
     hollow_(model)
     try:
@@ -54,17 +53,22 @@ def load_unread(base_model: str, *, tokenizer: str | None = None) -> LoadedModel
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(str(folder))
     source = str(folder) if Path(base_model).expanduser().is_dir() else base_model
-    found = load_tokenizer(tokenizer or source, required=tokenizer is not None)
-    _check_vocabulary(model, found, base_model)
-    give_eyes(model, found, source)
+    loaded_tokenizer = load_tokenizer(tokenizer or source, required=tokenizer is not None)
+    _check_vocabulary(model, loaded_tokenizer, base_model)
+    give_eyes(model, loaded_tokenizer, source)
     return LoadedModel(
-        _prepared(model), found, base_model, eos_token_ids(model, found), stored=stored
+        _prepared(model),
+        loaded_tokenizer,
+        base_model,
+        eos_token_ids(model, loaded_tokenizer),
+        stored=stored,
     )
 
 
 def may_stay_unread(base_model: str) -> bool:
-    """Whether a model may be read tensor by tensor: not what is built on the spot, adapters, a
-    folder of other files than safetensors.
+    """Return whether a model may be read tensor by tensor.
+
+    False for tiny models, adapters, and a folder with files other than safetensors.
     """
     folder = Path(base_model).expanduser()
     if base_model.startswith("tiny:") or is_adapter(folder):
@@ -73,8 +77,8 @@ def may_stay_unread(base_model: str) -> bool:
 
 
 def _folder(base_model: str) -> Path | None:
-    """Where a model's files lie, of a hub name in the hub's cache, to which they are brought first.
-    None where they cannot be had.
+    """Return the folder of a model's files, downloading a hub name to the hub's cache; None if
+    unavailable.
     """
     folder = Path(base_model).expanduser()
     if folder.is_dir():
@@ -82,7 +86,7 @@ def _folder(base_model: str) -> Path | None:
     from huggingface_hub import snapshot_download
 
     try:
-        found = Path(
+        snapshot = Path(
             snapshot_download(
                 base_model,
                 allow_patterns=[
@@ -93,11 +97,11 @@ def _folder(base_model: str) -> Path | None:
                 ],
             )
         )
-    except (OSError, ValueError):  # load_model says what is wrong with it
+    except (OSError, ValueError):  # load_model reports the error
         return None
     return (
-        found
-        if (found / "config.json").is_file()
-        and ((found / INDEX).is_file() or (found / SINGLE).is_file())
+        snapshot
+        if (snapshot / "config.json").is_file()
+        and ((snapshot / INDEX).is_file() or (snapshot / SINGLE).is_file())
         else None
     )

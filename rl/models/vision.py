@@ -1,6 +1,4 @@
-"""Vision-language models: which class loads them, what reads their images, and the tiny one that is
-built on the spot.
-"""
+"""Load vision-language models: the class, the image reader, and the tiny model built locally."""
 
 from __future__ import annotations
 
@@ -11,8 +9,7 @@ from rl.errors import UserError
 from rl.images import FAMILIES, ImageReader, note_reader, reader_of
 from rl.models.presets import Preset
 
-# What a tiny vision tokenizer has beside its characters. Those of images are spelt as Qwen's models
-# spell them.
+# Special tokens of the tiny vision tokenizer. The image tokens are spelled as in Qwen's models.
 USER, ASSISTANT, SYSTEM, END = "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
 IMAGE_BEGIN, IMAGE, IMAGE_END, VIDEO = (
     "<|vision_start|>",
@@ -25,18 +22,19 @@ TEMPLATE = (
     "{%- for message in messages -%}<|{{ message.role }}|>"
     "{%- if message.content is string -%}{{ message.content }}"
     "{%- else -%}{%- for part in message.content -%}"
-    "{%- if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>{%- else -%}{{ part.text }}{%- endif -%}"
+    "{%- if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>{%- else -%}{{ "
+    "part.text }}{%- endif -%}"
     "{%- endfor -%}{%- endif -%}<|end|>{%- endfor -%}"
     "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
 )
 
 
 def model_class(config: Any) -> Any:
-    """The auto class that loads a model of this config: with its images where they are known here,
-    else as a causal language model.
+    """Return the auto class that loads a model of this config.
 
-    UserError, by name, for an architecture that sees, whose images are not known and whose text has
-    no class of its own.
+    It loads the vision tower if the family's images are supported, else a causal language model.
+    Raises UserError for an architecture with unsupported images and no separate class for its text
+    model.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import (
@@ -52,21 +50,27 @@ def model_class(config: Any) -> Any:
         and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     ):
         raise UserError(
-            f"images are not known for the architecture {kind!r}; known are {', '.join(FAMILIES)}"
+            f"images are not supported for the architecture {kind!r}; "
+            f"supported: {', '.join(FAMILIES)}"
         )
     return AutoModelForCausalLM
 
 
 def class_of(name: str) -> Any:
-    """The same of a folder or hub name. OSError or ValueError where its config cannot be had."""
+    """Return the auto class of a folder or hub name.
+
+    Raises OSError or ValueError if its config cannot be loaded.
+    """
     from transformers import AutoConfig
 
     return model_class(AutoConfig.from_pretrained(name))
 
 
 def give_eyes(model: Any, tokenizer: Any | None, source: str) -> None:
-    """Notes the reader of images with a model and its tokenizer, where the model sees and its image
-    processor is in `source`.
+    """Attach the image reader to a model and its tokenizer, if the model has a vision tower and an
+    image processor.
+
+    The image processor is loaded from `source`.
     """
     if tokenizer is not None and model.config.model_type in FAMILIES:
         reader = reader_of(tokenizer) or _reader(model.config, tokenizer, source)
@@ -75,7 +79,7 @@ def give_eyes(model: Any, tokenizer: Any | None, source: str) -> None:
 
 
 def note_eyes(tokenizer: Any | None, source: str) -> None:
-    """Notes the reader of images with a tokenizer that lies beside a model that sees."""
+    """Attach the image reader to a tokenizer that belongs to a vision-language model."""
     from transformers import AutoConfig
 
     folder = Path(source).expanduser()
@@ -83,26 +87,29 @@ def note_eyes(tokenizer: Any | None, source: str) -> None:
         return
     try:
         config = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else source)
-    except (OSError, ValueError):  # a tokenizer without a model beside it
+    except (OSError, ValueError):  # a tokenizer without a model next to it
         return
     if config.model_type in FAMILIES:
         note_reader(tokenizer, _reader(config, tokenizer, source))
 
 
 def _reader(config: Any, tokenizer: Any, source: str) -> ImageReader | None:
+    """Return the image reader; None if `source` has no image processor."""
     processor = _image_processor(source)
     return None if processor is None else ImageReader(config, tokenizer, processor)
 
 
 def _has_processor(folder: Path) -> bool:
+    """Return whether a folder has an image processor."""
     return any(
         (folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
     )
 
 
 def _image_processor(source: str) -> Any | None:
-    """None where the folder has none: the model is then trained on text alone, and says so when it
-    is given an image.
+    """Load the image processor; None if the folder has none.
+
+    Without it the model is trained on text only, and images in its input are an error.
     """
     from transformers import AutoImageProcessor
 
@@ -116,7 +123,7 @@ def _image_processor(source: str) -> Any | None:
 
 
 def tiny_config(preset: Preset, tokenizer: Any) -> Any:
-    """Of a Qwen3-VL of the preset's size."""
+    """Return the config of a Qwen3-VL of the preset's size."""
     from transformers import Qwen3VLConfig
 
     assert preset.eyes is not None
@@ -167,12 +174,12 @@ def tiny_config(preset: Preset, tokenizer: Any) -> Any:
 
 
 def open_eyes(model: Any) -> None:
-    """Draws the tower's matrices anew, each with the spread 1 / sqrt(inputs), from torch's
+    """Reinitialize the tower's matrices with a standard deviation of 1 / sqrt(inputs), from torch's
     generator.
 
-    transformers draws all with a spread of 0.02, made for widths of a thousand: at 64 a tower then
-    writes nearly nothing of what it sees into the text, and learning begins with hundreds of steps
-    that make it louder.
+    transformers uses a standard deviation of 0.02, which suits widths of about a thousand. At a
+    width of 64, the tower's output then hardly affects the text model, and training spends its
+    first hundreds of steps on scaling it up.
     """
     import torch
 
@@ -183,14 +190,15 @@ def open_eyes(model: Any) -> None:
 
 
 def _thirds(half: int) -> list[int]:
-    """Rotary frequencies of time, height and width, as many of each as go."""
+    """Split the rotary frequencies into shares for time, height and width, as equal as possible."""
     side = half // 3
     return [half - 2 * side, side, side]
 
 
 def tiny_image_processor(preset: Preset) -> Any:
-    """Qwen's, with patches of the preset's size: images keep their shape, and are made smaller
-    above `pixels` x `pixels`.
+    """Return Qwen's image processor with patches of the preset's size.
+
+    Images keep their shape, and are scaled down above `pixels` x `pixels`.
     """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -206,4 +214,5 @@ def tiny_image_processor(preset: Preset) -> Any:
 
 
 def tiny_reader(preset: Preset, tokenizer: Any) -> ImageReader:
+    """Return the image reader of a tiny preset."""
     return ImageReader(tiny_config(preset, tokenizer), tokenizer, tiny_image_processor(preset))

@@ -1,5 +1,6 @@
-"""Weights that are read must be the model's own, all of them: what a file lacks would be random,
-what it has beside would be dropped.
+"""Check that a file of weights holds exactly the model's tensors.
+
+Missing tensors would be random, and additional ones would be ignored.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from torch import Tensor, nn
 from rl.errors import UserError
 from rl.models.stored import in_folder, shape_of
 
-# Buffers that older versions of transformers wrote and that are computed now: they say nothing that
-# the config does not.
+# Buffers that older versions of transformers wrote and that are now computed from the config.
 _BUFFERS = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|position_ids|masked_bias|attn\.bias)$"
 )
@@ -27,8 +27,8 @@ _SHOWN = 4
 
 @contextmanager
 def readable(name: str) -> Iterator[None]:
-    """Around the reading of weights: what a library raises for a damaged or unfitting file becomes
-    a UserError that names it.
+    """Convert errors from reading damaged or unfitting files of weights into a UserError with their
+    name.
     """
     from safetensors import SafetensorError
 
@@ -36,7 +36,7 @@ def readable(name: str) -> Iterator[None]:
         yield
     except SafetensorError as error:
         raise UserError(
-            f"the weights of {name} cannot be read, a file of theirs is damaged or cut off: {error}"
+            f"the weights of {name} cannot be read, since a file is damaged or truncated: {error}"
         ) from error
     except (
         RuntimeError
@@ -46,40 +46,38 @@ def readable(name: str) -> Iterator[None]:
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """No bar for each model that is read (downloads keep theirs), and none of a library's words
-    about its own future.
-    """
+    """Hide the progress bars of loading (not of downloads) and the FutureWarnings of libraries."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
-        if shown:
+        if was_enabled:
             logging.enable_progress_bar()
 
 
 def load_whole(model_class: Any, source: str, name: str, **how: Any) -> Any:
-    """`model_class.from_pretrained(source)`. UserError where a tensor is missing, unexpected or of
-    another shape.
+    """Load a model with `model_class.from_pretrained(source)`.
 
-    Tied tensors, those that the model's class names as optional, and buffers that are computed
-    count as there.
+    Raises UserError if a tensor is missing, unexpected or of another shape. Tied tensors, those
+    that the model's class names as optional, and computed buffers may be missing.
     """
     with readable(name), without_bars():
-        model, found = model_class.from_pretrained(source, output_loading_info=True, **how)
-    check_names(name, found["missing_keys"], found["unexpected_keys"])
+        model, loading_info = model_class.from_pretrained(source, output_loading_info=True, **how)
+    check_names(name, loading_info["missing_keys"], loading_info["unexpected_keys"])
     if how.get("device_map") != "meta":
         _keep_padding(model, Path(source))
     return model
 
 
 def _keep_padding(model: Any, folder: Path) -> None:
-    """The row of a padding token as the files have it: Youtu's class puts zeros there as it reads,
-    which a tied head writes as well.
+    """Restore the padding token's row from the files, as Youtu's class zeros it at load.
+
+    A tied head would otherwise write the zeros as well.
     """
     for name, module in model.named_modules():
         row = module.padding_idx if isinstance(module, nn.Embedding) else None
@@ -92,17 +90,16 @@ def _keep_padding(model: Any, folder: Path) -> None:
 
 
 def check_whole_folder(folder: Path) -> None:
-    """`load_whole` of a causal language model, but for the weights themselves: their names and
-    shapes alone are read.
-    """
+    """Check a causal LM's folder as `load_whole` does, reading only names and shapes."""
     from rl.models.vision import class_of
 
     load_whole(class_of(str(folder)), str(folder), str(folder), device_map="meta")
 
 
 def load_whole_adapter(model: Any, folder: Path) -> Any:
-    """The PEFT adapter in `folder` on a transformers model. UserError where its file lacks or has
-    other tensors than its config says.
+    """Load the PEFT adapter in `folder` onto a transformers model.
+
+    Raises UserError if the file's tensors differ from those that the config defines.
     """
     from peft import PeftModel
 
@@ -110,60 +107,63 @@ def load_whole_adapter(model: Any, folder: Path) -> Any:
         (folder / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")
     ):
         raise UserError(
-            f"{folder} has an adapter_config.json but no adapter_model.safetensors: the adapter's weights are missing"
+            f"{folder} has an adapter_config.json but no adapter_model.safetensors: the "
+            "adapter's weights are missing"
         )
     with readable(str(folder)), warnings.catch_warnings():
-        # they are an error below
+        # raised as an error below
         warnings.filterwarnings("ignore", message="Found missing adapter keys")
         adapted = PeftModel.from_pretrained(model, str(folder))
-        # the first call keeps to itself what was missing
-        found = adapted.load_adapter(str(folder), "default")
-    check_names(str(folder), found.missing_keys, found.unexpected_keys, "adapter")
+        # the first call does not report missing keys
+        load_result = adapted.load_adapter(str(folder), "default")
+    check_names(str(folder), load_result.missing_keys, load_result.unexpected_keys, "adapter")
     return adapted
 
 
 def check_names(
     name: str, missing: Collection[str], unexpected: Collection[str], what: str = "model"
 ) -> None:
-    """UserError naming tensors that a file of weights lacks, and those that it has beside the
-    model's own.
-    """
+    """Raise UserError naming the missing tensors of a file of weights, and the unexpected ones."""
     lacking = sorted(key for key in missing if not _BUFFERS.search(key))
-    beside = sorted(key for key in unexpected if not _BUFFERS.search(key))
-    if not lacking and not beside:
+    extra = sorted(key for key in unexpected if not _BUFFERS.search(key))
+    if not lacking and not extra:
         return
-    said = []
+    problems = []
     if lacking:
-        said.append(f"it lacks {_listed(lacking)}, which would be random")
-    if beside:
-        said.append(f"it has {_listed(beside)}, which would be left out")
+        problems.append(f"it lacks {_listed(lacking)}, which would be random")
+    if extra:
+        problems.append(f"it has {_listed(extra)}, which would be ignored")
     raise UserError(
-        f"{name} does not hold the weights of its {what}: {'; '.join(said)}. Give a folder that was saved whole, by the class of model "
-        "that is trained here (a causal language model with its output head), or mend its config.json"
+        f"{name} does not hold the weights of its {what}: {'; '.join(problems)}. Pass a "
+        "complete folder, saved by the model class "
+        "that is trained here (a causal language model with its output head), or correct its "
+        "config.json"
     )
 
 
 def check_tensors(
     name: str, shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]
 ) -> None:
-    """UserError unless a file's tensors have just these names and shapes."""
+    """Raise UserError unless a file's tensors have exactly these names and shapes."""
     check_names(name, shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys())
     for key, shape in shapes.items():
-        if (there := shape_of(tensors, key)) != tuple(shape):
-            raise UserError(f"{key} of {name} has the shape {there}, the model's is {tuple(shape)}")
+        if (actual := shape_of(tensors, key)) != tuple(shape):
+            raise UserError(
+                f"{key} of {name} has the shape {actual}, the model's is {tuple(shape)}"
+            )
 
 
 def _listed(names: list[str]) -> str:
+    """Return the number of the names, and the first 4 of them."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{len(names)} tensor{'s' * (len(names) > 1)} ({', '.join(names[:_SHOWN])}{more})"
 
 
 def weights_to_write(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the `weights` of a model that a file holds: of tensors that are one, only the one that
-    reading ties the others to.
+    """Return the `weights` to write to a file, with a single tensor of each tied group.
 
-    Where its head and embedding were untied, nothing that they shared is tied any more: each name
-    gets its numbers.
+    It is the tensor that the others are tied to at load. If the model's head and embedding were
+    untied, nothing shared is tied any more: each name gets a copy.
     """
     tied = set(getattr(model, "all_tied_weights_keys", None) or model._tied_weights_keys or [])
     if not tied or getattr(model.config.get_text_config(), "tie_word_embeddings", True):
@@ -177,11 +177,11 @@ def weights_to_write(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def _without_shared(weights: Mapping[str, Tensor], tied: Collection[str]) -> dict[str, Tensor]:
-    """Return the weights without names of a tensor that is kept under another: one that is not
-    `tied`, the first of these by name.
+    """Return the weights with a single name for each shared tensor: the first by name that is not
+    `tied`.
 
-    `save_torch_state_dict` would leave them out too, and list them in the header, in an order that
-    differs from file to file.
+    `save_torch_state_dict` would drop the other names too, and list them in the header, in an order
+    that differs from file to file.
     """
     names: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in weights.items():

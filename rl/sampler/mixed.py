@@ -75,7 +75,7 @@ class MixedEngine(Engine):
     def beside(cls, decoder: Decoder, **settings: Any) -> MixedEngine:
         """Build an engine for all models on the base of `decoder`, without any adapter yet."""
         assert isinstance(decoder.base, FastDecoder), (
-            "Decoder.base` of this decoder must be a FastDecoder"
+            "`Decoder.base` of this decoder must be a FastDecoder"
         )
         return cls(MixedDecoder(decoder.base), **settings)
 

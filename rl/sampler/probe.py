@@ -58,7 +58,7 @@ def settle(decoder: HFDecoder, model: Any | None) -> None:
     if decoder.layers.chosen:
         remark(
             f"{decoder.name}: its layers select the {decoder.layers.chosen} positions that "
-            "they read by scores, and rounding can change the order of the scores:"
+            "they read by scores, and rounding can change the order of the scores: "
             "beyond that many tokens a sample's logprob may differ from the learner's "
             "(optim/max_logprob_difference)"
         )
@@ -269,7 +269,7 @@ def _check_causal(decoder: HFDecoder, rows: Rows, alone: Sequence[Tensor], bound
     if worst > bound:
         raise UserError(
             f"{decoder.name} cannot be sampled from: its logits change by {worst:.3g} with "
-            "the tokens after them (or from call to"
+            "the tokens after them (or from call to "
             "call), so a token's probability is not known when it is sampled. Use a causal "
             "language model; an encoder needs "
             "is_decoder=true in its config.json"

@@ -113,7 +113,7 @@ def check_counts(size: int, heads: int, key_heads: int, columns: int) -> None:
         fitting = [k for k in range(1, size) if not any(count % k for count in counts.values())]
         raise UserError(
             f"sampler_tp {size} does not divide this model's {', '.join(odd)}: every rank "
-            "must hold the same number."
+            "must hold the same number. "
             f"Smaller sizes that do: {', '.join(map(str, fitting))}"
         )
 
