@@ -199,7 +199,7 @@ def test_a_low_base_and_an_optimizer_of_8_bit_by_hand():
     paged = plan(shape, Held(), replace(one, optimizer="paged_adamw_8bit"), WORKING)
     assert not any(item.train for item in paged.items if item.name.startswith("optimizer"))
     assert dict(paged.host)[
-        "pages of the optimizer that the GPU has no room for, at most"
+        "optimizer pages that do not fit on the GPU, at most"
     ] == 1e5 * (2 + 8 / 256)
     reading = dict(
         plan(

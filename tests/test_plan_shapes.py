@@ -91,7 +91,7 @@ def test_a_mixture_of_experts_is_planned_in_every_precision(name, how, tmp_path,
     tiny_config(name).save_pretrained(tmp_path)
     skeleton, way = Skeleton(str(tmp_path), None, None), HOW[how]
     if {name, (name, way.dtype)} & REFUSED:
-        with pytest.raises(UserError, match="cannot be worked out without weights.*--steps 1"):
+        with pytest.raises(UserError, match="cannot be computed without weights.*--steps 1"):
             skeleton.held(BATCH, way)
         return
     planned = skeleton.held(BATCH, way)

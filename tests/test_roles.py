@@ -334,7 +334,7 @@ def test_what_a_sampler_holds_by_hand():
     work = Work(batch=MicroBatch(1, 8, 8), samples=True, prompts=2, prompt=10, rows=6, answer=5)
     launch = Launch(cuda=True, bf16=True)
     found = {item.name: item for item in plan_sampler(SHAPE, launch, work).items}
-    arriving = "the next version, and one that follows at its heels"
+    arriving = "pending weight versions (at most two)"
     assert found["sampler's copy of the weights"].sample == 2e6 and found[arriving].sample == 4e6
     assert found["KV cache"].sample == (2 * 10 + 6 * 4) * 2 * 4 * 2 * 16 * 2
     lora = replace(SHAPE, parameters=1_010_000, trainable=10_000, adapters=10_000)

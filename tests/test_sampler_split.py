@@ -329,7 +329,7 @@ def test_heads_and_columns_that_cannot_be_dealt_out():
     model = tiny_model("llama", num_attention_heads=4, num_key_value_heads=2, intermediate_size=48)
     with pytest.raises(
         UserError,
-        match=r"sampler_tp 4 does not divide this model's 2 key-value heads: .* Smaller ones that do: 1, 2$",
+        match=r"sampler_tp 4 does not divide this model's 2 key-value heads: .* Smaller sizes that do: 1, 2$",
     ):
         on_ranks(4, lambda team: split(model, team))
     odd = tiny_model("llama", num_key_value_heads=4, intermediate_size=50)
@@ -344,7 +344,7 @@ def test_what_only_the_generic_decoder_samples(kind):
     model = tiny_model("gpt2")
     with pytest.raises(
         UserError,
-        match="sampler_tp 2 splits what the fast decoder samples .* leave sampler_tp at 1",
+        match="sampler_tp 2 requires the fast decoder .* leave sampler_tp at 1",
     ):
         on_ranks(2, lambda team: make_decoder(copy.deepcopy(model), kind=kind, team=team))
 

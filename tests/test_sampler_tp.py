@@ -313,7 +313,7 @@ def test_it_holds_for_the_whole_run():
             4,
             "does not divide this model's 2 key-value heads, 50 MLP columns",
         ),
-        ("gpt2", "--sampler-tp 2", 2, "fast decoder .*is none of these: leave sampler_tp at 1"),
+        ("gpt2", "--sampler-tp 2", 2, "fast decoder .*is not supported by it: leave sampler_tp at 1"),
         (
             "qwen3",
             "--sampler-tp 2",

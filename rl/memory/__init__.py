@@ -1,4 +1,4 @@
-"""Bytes that a run would hold, worked out before it begins."""
+"""Estimate the memory that a run would need, before it begins."""
 
 from rl.memory.given import Held, Launch, MicroBatch, ModelShape, Work
 from rl.memory.plan import GIB, ROOM, Plan, kept_logits, plan

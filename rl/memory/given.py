@@ -1,5 +1,5 @@
-"""What a plan is made from: a model in numbers, the micro-batch and what it holds, the launch, the
-work of a step.
+"""Define the inputs of a memory plan: the model's sizes, the micro-batch and what it holds, the
+launch, the work of a step.
 """
 
 from __future__ import annotations
@@ -13,18 +13,27 @@ FP32, BF16 = 4, 2
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model in numbers. `small`: numbers in parameters that ZeRO-3 does not shard; `largest`: of
-    one parameter.
+    """Describe a model by its sizes. "Numbers" counts tensor elements.
 
-    `adapters`: numbers in LoRA's matrices; `fast`: whether the sampler's own decoder serves it;
-    `layer`: numbers in a layer, which FSDP2 puts together as one; `matrices`, `linears`: numbers in
-    frozen matrices, which a base in bf16 has in bf16, and in those that a base in 4 bit has in 4
-    bit; `windowed`: some layers do not look at everything, or positions cannot be given, so that
-    rows are padded; `caching`: layers that keep keys and values (None: all), the others of a hybrid
-    keep a state of one size; `idle`: numbers in the experts that a token does not go to; `seeing`:
-    in the vision tower and what joins it to the text, of which `seeing_trained` are trained;
-    `unsplit`, `unsplit_adapters`: numbers, of the model and of its adapters, that each rank of a
-    team holds all of (rl.sampler.split).
+    parameters       numbers in all parameters
+    trainable        numbers in trained parameters
+    adapters         numbers in LoRA matrices
+    small            numbers in parameters that ZeRO-3 does not shard
+    largest          numbers in the largest parameter
+    fast             whether the sampler's fast decoder supports the model
+    windowed         some layers have windowed attention, or positions cannot be passed,
+                     so rows are padded
+    layer            numbers in a layer, which FSDP2 gathers as a unit
+    matrices         numbers in frozen matrices, which a bf16 base stores in bf16
+    linears          numbers in frozen matrices that a 4-bit base stores in 4 bit
+    caching          number of layers with keys and values (None: all); the other layers of a
+                     hybrid model keep a state of constant size
+    idle             numbers in the experts that a token is not routed to
+    seeing           numbers in the vision tower and its projection to the text model
+    seeing_trained   numbers of `seeing` that are trained
+    unsplit          numbers of the model that each rank of a tensor-parallel group holds
+                     completely (rl.sampler.split)
+    unsplit_adapters the same for adapters
     """
 
     name: str
@@ -55,14 +64,16 @@ class ModelShape:
 
     @property
     def active(self) -> int:
-        """Numbers that a token of text is multiplied with."""
+        """Return how many numbers a text token is multiplied with."""
         return self.parameters - self.idle - self.seeing
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The largest micro-batch of a rank: `rows` of `length` positions, of which `tokens` are real;
-    `masked`: see packing.
+    """Describe the largest micro-batch of a rank: `rows` of `length` positions, of which `tokens`
+    are not padding.
+
+    `masked`: an explicit attention mask, see packing.
     """
 
     rows: int
@@ -73,12 +84,13 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes at the moment of a micro-batch's peak, besides weights and accumulated gradients.
+    """Hold the bytes at the memory peak of a micro-batch, besides weights and accumulated
+    gradients.
 
-    activations  kept for the backward, and what the layer at work needs
-    logits       tensors as wide as the vocabulary
-    casts        the weights in the dtype of the arithmetic (autocast)
-    weight_sized gradients on their way, and other tensors of a weight's shape
+        activations  kept for the backward, and working memory of the current layer
+        logits       tensors as wide as the vocabulary
+        casts        the weights in the dtype of the computation (autocast)
+        weight_sized gradients before accumulation, and other tensors of a weight's shape
     """
 
     activations: float = 0.0
@@ -93,11 +105,11 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch(Sharing):
-    """Where a run runs. `memory`: bytes of each GPU; 0 where it is not known.
+    """Describe the processes of a run. `memory`: bytes of each GPU, 0 if unknown.
 
-    `base`: what frozen matrices are held in, as the settings call it;
-    `in_parts`: a sharded model is read so (rl.models.may_stay_unread); `team`: so many ranks hold a
-    sampler together (`sampler_tp`).
+    `base`: dtype of frozen matrices, as a setting names it; `in_parts`: a sharded model is loaded
+    shard by shard (rl.models.may_stay_unread); `team`: number of ranks that share a sampler
+    (`sampler_tp`).
     """
 
     cuda: bool
@@ -114,18 +126,18 @@ class Launch(Sharing):
 
     @property
     def weight_bytes(self) -> int:
-        """Of one weight as the learner keeps it: fp32 but under DeepSpeed in bf16, where the
-        optimizer has the fp32 copy.
+        """Return the bytes per weight in the learner: fp32, except under DeepSpeed in bf16, where
+        the optimizer has the fp32 copy.
         """
         return BF16 if self.zero is not None and self.bf16 else FP32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a rank does in a step. `rows` answers of `answer` tokens to `prompts` prompts of
+    """Describe a rank's work in a step. `rows` answers of `answer` tokens to `prompts` prompts of
     `prompt` tokens are sampled at once.
 
-    `pages`: of the pool that the sampler takes from the beginning; 0: its cache is not in pages.
+    `pages`: size of the sampler's page pool, allocated at the beginning; 0: no paged KV cache.
     """
 
     batch: MicroBatch

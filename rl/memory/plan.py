@@ -1,12 +1,13 @@
-"""Bytes that one GPU (or process) holds, from a model's numbers, the launch and the work of a step:
-pure functions.
+"""Compute the bytes that a GPU (or process) holds, from a model's sizes, the launch and the work of
+a step. All functions are pure.
 
-Three moments are told apart, since what they hold does not lie there at once:
+Three moments are distinguished, since they do not hold memory at the same time:
     sample  KV cache and the sampler's working memory
     train   a micro-batch: gradients, activations, logits
     update  gradients summed over ranks, the optimizer's step
-The largest sum is the peak. Every constant below is a dtype's size or a default of DeepSpeed 0.19
-or torch; none is fitted. N: numbers in the model, of which Nt are trained; W: ranks.
+
+The largest sum is the peak. Every constant below is the size of a dtype or a default of DeepSpeed
+0.19 or torch; none is fitted. N: numbers in the model, of which Nt are trained; W: ranks.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from rl.memory.given import BF16, FP32, Held, Launch, MicroBatch, ModelShape, Wo
 from rl.sampler import PAGE
 
 GIB = float(1 << 30)
-# 4 bit, an 8-bit scale for 64 numbers, and one of fp32 for 256 scales (arXiv 2305.14314)
+# 4 bit, an 8-bit scale for 64 numbers, and an fp32 scale for 256 scales (arXiv 2305.14314)
 NF4 = (4 + 8 / 64 + 32 / (64 * 256)) / 8
-BUCKET = 500_000_000  # numbers that DeepSpeed sends at once (reduce_bucket_size)
-# ZeRO-3 keeps what is used again within 1e9 numbers (stage3_max_reuse_distance): there and back
+BUCKET = 500_000_000  # numbers in a DeepSpeed bucket (reduce_bucket_size)
+# ZeRO-3 keeps what is used again within 1e9 numbers (stage3_max_reuse_distance), forwards and back
 REUSE = 500_000_000
 PREFETCH = 50_000_000  # stage3_prefetch_bucket_size
-# ZeRO-3 leaves parameters of fewer numbers whole on every rank (stage3_param_persistence_threshold)
+# ZeRO-3 does not shard smaller parameters (stage3_param_persistence_threshold)
 SMALL = 100_000
-SUB_GROUP = 1_000_000_000  # ZeRO-3 steps on so many numbers at once
+SUB_GROUP = 1_000_000_000  # numbers that ZeRO-3 updates at once
 PREFILL_TOKENS = 8192  # see rl.sampler
 PACKED_LEAST, PACKED_MOST = 1 << 18, 512 << 20  # see rl.sampler.packed
 CUDA_BYTES = 1 << 30  # context, cuBLAS, NCCL: an assumption
-ROOM = 0.92  # of a GPU's memory: beyond it the allocator's fragments may not leave enough
+ROOM = 0.92  # usable fraction of a GPU's memory: above it, fragmentation may not leave enough
 
 
 @dataclass(frozen=True)
 class Item:
-    """Bytes at each of the three moments."""
+    """Hold the bytes of an item at each of the three moments."""
 
     name: str
     sample: float = 0.0
@@ -47,7 +48,9 @@ class Item:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is held, item by item; `host`: bytes of CPU memory that one machine needs, by what for."""
+    """List what a GPU holds, item by item. `host`: (purpose, bytes) of CPU memory that a machine
+    needs.
+    """
 
     items: tuple[Item, ...]
     host: tuple[tuple[str, float], ...]
@@ -77,12 +80,12 @@ def plan(
     critics: Sequence[ModelShape] = (),
     kept: float = 0.0,
 ) -> Plan:
-    """Everything. `held`: of a micro-batch (`rl.memory.trace`). `others`: models that only score (a
-    reference, teachers).
+    """Compute the complete plan of a rank.
 
-    `kept`: see `kept_logits`.
-    `critics`: models that learn beside this one; their micro-batches, which come in turn, are taken
-    to need no more than its own.
+    `held`: memory of a micro-batch (`rl.memory.trace`). `others`: models that only score (a
+    reference model, teachers). `kept`: see `kept_logits`. `critics`: models that are trained
+    besides this model. Their micro-batches run one after another, and are assumed to need no more
+    memory than the policy's.
     """
     sampler = sampler_copy(shape, launch) + packed_copy(shape, launch) if work.samples else 0.0
     items = [
@@ -104,14 +107,11 @@ def plan(
     return Plan(tuple(items), tuple(host(shape, launch)))
 
 
-# --------------------------------------------------------------------------------------- what stays
-
-
 def weights(shape: ModelShape, launch: Launch) -> float:
-    """4 N; under DeepSpeed in bf16 2 N; at stage 3 sharded, but for parameters that are small;
-    FSDP2 shards all.
+    """Return the bytes of the weights: 4 N; under DeepSpeed in bf16 2 N; at ZeRO stage 3 sharded,
+    except small parameters; FSDP2 shards all.
 
-    Less what a frozen base in bf16 or in 4 bit saves, where not everything is in bf16 anyway.
+    A frozen base in bf16 or in 4 bit needs less, unless all weights are in bf16 already.
     """
     whole = float(FP32 * shape.parameters)
     if launch.zero is None and launch.base != "fp32":
@@ -128,8 +128,8 @@ def weights(shape: ModelShape, launch: Launch) -> float:
 
 
 def gradients(shape: ModelShape, launch: Launch) -> Item:
-    """4 Nt while a step is under way; sharded at stage 2; at stage 3 in a buffer that is always
-    there.
+    """Return the bytes of the gradients: 4 Nt during a step; sharded at ZeRO stage 2; at stage 3 a
+    permanent buffer.
     """
     size = gradient_bytes(shape.trainable, launch)
     return (
@@ -140,7 +140,7 @@ def gradients(shape: ModelShape, launch: Launch) -> Item:
 
 
 def learner(shape: ModelShape, launch: Launch) -> Item:
-    """A second model that learns, beside what a micro-batch needs."""
+    """Return the bytes of a critic (a second trained model), except its micro-batch."""
     stays, grads = (
         weights(shape, launch) + optimizer_bytes(shape.trainable, launch),
         gradients(shape, launch),
@@ -154,18 +154,20 @@ def learner(shape: ModelShape, launch: Launch) -> Item:
 
 
 def sampler_copy(shape: ModelShape, launch: Launch) -> float:
-    """On every GPU, in bf16 where that is what is computed in; adapters unmerged, in fp32. Whole,
-    or a rank's part of a team's.
+    """Return the bytes of the sampler's copy on each GPU: weights in the dtype of the computation,
+    unmerged adapters in fp32. A rank of a tensor-parallel group holds only its part.
     """
-    own, adapters = float(shape.parameters - shape.adapters), float(shape.adapters)
+    base, adapters = float(shape.parameters - shape.adapters), float(shape.adapters)
     if launch.team > 1:
-        own = (own - shape.unsplit) / launch.team + shape.unsplit
+        base = (base - shape.unsplit) / launch.team + shape.unsplit
         adapters = (adapters - shape.unsplit_adapters) / launch.team + shape.unsplit_adapters
-    return launch.compute_bytes * own + FP32 * adapters
+    return launch.compute_bytes * base + FP32 * adapters
 
 
 def packed_copy(shape: ModelShape, launch: Launch) -> float:
-    """On a CPU in fp32 the fast decoder's large matrices once more, in another layout."""
+    """Return the bytes of the packed copy: on a CPU in fp32, the fast decoder stores its large
+    matrices a second time in another layout.
+    """
     width, across = shape.head_width * shape.hidden, shape.mlp * shape.hidden
     layer = [(shape.heads + 2 * shape.key_heads) * width, shape.heads * width, 2 * across, across]
     size = FP32 * sum(
@@ -178,14 +180,11 @@ def packed_copy(shape: ModelShape, launch: Launch) -> float:
     )
 
 
-# ------------------------------------------------------------------------------ what comes and goes
-
-
 def kv_cache(shape: ModelShape, launch: Launch, work: Work) -> float:
-    """Keys and values of every layer: prompts once for their group (the generic decoder: once for
-    every row); of a team's rank its heads'.
+    """Return the bytes of keys and values of every layer. Prompts count once per group (in the
+    generic decoder once per row). A tensor-parallel rank stores only its heads.
 
-    In pages: the whole pool, which is there from the beginning, and the page of nobody.
+    A paged cache counts the whole pool, allocated at the beginning, and an unused page.
     """
     layers = shape.layers if shape.caching is None else shape.caching
     per_token = 2 * layers * shape.key_heads * shape.head_width * launch.compute_bytes / launch.team
@@ -196,11 +195,10 @@ def kv_cache(shape: ModelShape, launch: Launch, work: Work) -> float:
 
 
 def kept_logits(shape: ModelShape, launch: Launch, batch: MicroBatch, asked: int | None) -> float:
-    """What the output head keeps of a micro-batch on a GPU so that its backward need not compute
-    the scores again.
+    """Return the bytes that the output head saves of a micro-batch on a GPU, so that its backward
+    need not compute the logits again.
 
-    `asked`: how many bytes it may; None: the learner's default there. Off CUDA it is part of
-    `Held`.
+    `asked`: allowed bytes; None: the learner's default. Off CUDA this memory is part of `Held`.
     """
     if not launch.cuda:
         return 0.0
@@ -218,12 +216,13 @@ def kept_logits(shape: ModelShape, launch: Launch, batch: MicroBatch, asked: int
 
 
 def sampler_working(shape: ModelShape, launch: Launch, work: Work) -> float:
-    """The larger of: reading prompts, a batch of them through one layer; drawing a token for every
-    row.
+    """Return the sampler's working memory, the maximum over prefill (a batch of prompts through a
+    single layer), sampling (a token for every row) and attention.
 
-    Drawing holds fp32 [rows, V] four times (logits, over temperature, exp, padded to blocks) and
-    [prompts, V] of last logits; attention over shared prompts holds its scores in parts, whole, and
-    as probabilities. A team's rank has its heads and columns of a layer, and all logits.
+    Sampling holds fp32 [rows, V] four times (logits, divided by temperature, exp, padded to blocks)
+    and [prompts, V] of last logits. Attention over shared prompts holds its scores in parts,
+    complete, and as probabilities. A tensor-parallel rank has its heads and columns of a layer, and
+    all logits.
     """
     size = launch.compute_bytes
     tokens = min(PREFILL_TOKENS, work.prompts * work.prompt)
@@ -235,14 +234,14 @@ def sampler_working(shape: ModelShape, launch: Launch, work: Work) -> float:
 
 
 def temporary(shape: ModelShape, held: Held, launch: Launch) -> Item:
-    """Casts of the weights, weight-sized tensors of the backward, and what the launch needs to
-    talk.
+    """Return the temporary memory: casts of the weights, weight-sized tensors of the backward, and
+    communication buffers of the launch.
     """
     busy = held.casts + held.weight_sized
     in_bucket = min(shape.trainable, BUCKET)
-    # on a CPU memory is there once it is written to
+    # CPU memory is allocated on the first write
     reserved = BUCKET if launch.cuda else in_bucket
-    # stages 1 and 2 make the bucket anew for each backward and fill it as activations go
+    # stages 1 and 2 allocate the bucket for each backward and fill it while activations are freed
     early = BUCKET if launch.cuda else 0
     name = "temporary buffers"
     if launch.fsdp:
@@ -250,21 +249,21 @@ def temporary(shape: ModelShape, held: Held, launch: Launch) -> Item:
     if launch.zero in (None, 0):
         if launch.world == 1:
             return Item(name, train=busy)
-        # DDP's, which stay unused; and all gradients end to end
+        # DDP's buckets, which stay unused; and all gradients in a flat buffer
         buckets = FP32 * shape.trainable if launch.cuda else 0.0
         return Item(name, buckets, buckets + busy, buckets + FP32 * shape.trainable)
     mine = FP32 * shape.trainable / launch.world
     if launch.zero == 1:
         return Item(name, train=busy + FP32 * early, update=FP32 * reserved + mine)
     if launch.zero == 2:
-        sent = FP32 * in_bucket if launch.bf16 else 0.0  # the bucket in fp32, as it is sent
-        # else all are sent after the last layer's backward
+        sent = FP32 * in_bucket if launch.bf16 else 0.0  # the bucket in fp32, for communication
+        # otherwise all gradients are sent after the last layer's backward
         during = sent if shape.trainable > BUCKET else 0.0
         size = launch.weight_bytes
         return Item(name, train=busy + size * early + during, update=size * reserved + sent + mine)
     bucket = FP32 * reserved
     gathered = live_weights(shape, launch)
-    sending = FP32 * in_bucket  # a bucket's gradients once more, cut up by rank
+    sending = FP32 * in_bucket  # a second copy of a bucket's gradients, partitioned by rank
     during = sending if shape.trainable > BUCKET else 0.0
     step = 0.0 if launch.offload else FP32 * min(shape.trainable / launch.world, SUB_GROUP)
     return Item(
@@ -273,16 +272,16 @@ def temporary(shape: ModelShape, held: Held, launch: Launch) -> Item:
 
 
 def live_weights(shape: ModelShape, launch: Launch) -> float:
-    """What ZeRO-3 has gathered at its fullest: all that is used again soon, what comes next, and
-    the layer at work.
+    """Return the peak bytes of weights gathered by ZeRO-3: all that is used again soon, the
+    prefetched weights, and the current layer.
     """
     large = shape.parameters - shape.small
     return launch.weight_bytes * min(large, REUSE + PREFETCH + shape.largest)
 
 
 def fsdp_units(shape: ModelShape, launch: Launch) -> float:
-    """What FSDP2 has put together at its fullest: embeddings and head, the layer at work and the
-    next; and a unit's gradients to sum.
+    """Return the peak bytes gathered by FSDP2: embeddings and head, the current and the next layer;
+    and a unit's gradients to reduce.
     """
     outside = shape.parameters - shape.layers * shape.layer
     summed = max(outside, shape.layer) * shape.trainable / shape.parameters
@@ -290,7 +289,7 @@ def fsdp_units(shape: ModelShape, launch: Launch) -> float:
 
 
 def host(shape: ModelShape, launch: Launch) -> list[tuple[str, float]]:
-    """CPU memory of one machine where the learner is on GPUs."""
+    """Return (purpose, bytes) of CPU memory of a machine if the learner runs on GPUs."""
     if not launch.cuda:
         return []
     if launch.in_parts and (launch.zero == 3 or launch.fsdp):
@@ -310,7 +309,7 @@ def host(shape: ModelShape, launch: Launch) -> list[tuple[str, float]]:
     if launch.optimizer.startswith("paged"):
         needs.append(
             (
-                "pages of the optimizer that the GPU has no room for, at most",
+                "optimizer pages that do not fit on the GPU, at most",
                 float(ADAM_8BIT * shape.trainable * launch.per_node),
             )
         )
@@ -319,11 +318,11 @@ def host(shape: ModelShape, launch: Launch) -> list[tuple[str, float]]:
             FP32 * (shape.parameters if shape.trainable == shape.parameters else shape.trainable)
             + ADAM * shape.trainable
         )
-        needs.append(("saving: rank 0 puts weights and optimizer together", float(saving)))
+        needs.append(("saving: rank 0 gathers weights and optimizer", float(saving)))
     if launch.offload:
         needs.append(
             (
-                "optimizer and gradients kept there",
+                "optimizer and gradients, offloaded",
                 (ADAM + 2 * FP32) * shape.trainable * launch.per_node / launch.world,
             )
         )

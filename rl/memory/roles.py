@@ -1,4 +1,4 @@
-"""What a rank holds that samples and does not learn (`sampler_ranks`)."""
+"""Plan the memory of a rank that samples and does not learn (`sampler_ranks`)."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ from rl.memory.plan import (
 
 
 def arriving(shape: ModelShape, launch: Launch) -> float:
-    """The next version's trained weights, which land beside those that are drawn from.
+    """Return the bytes of the next version's trained weights, which arrive while the current
+    version still samples.
 
-    Twice: where an update is shorter than a landing, the version after it begins to land before the
-    last slice by the oldest is drawn.
+    `plan_sampler` counts them twice: if an update is shorter than a weight sync, the following
+    version begins to arrive before the oldest version's last slice is sampled.
     """
     adapters = min(shape.trainable, shape.adapters)
     return float((BF16 if launch.bf16 else FP32) * (shape.trainable - adapters) + FP32 * adapters)
 
 
 def staged(shape: ModelShape) -> float:
-    """On rank 0, in CPU memory: a copy of the trained weights on their way."""
+    """Return the bytes in CPU memory on rank 0: a copy of the trained weights in transfer."""
     return float(FP32 * shape.trainable)
 
 
 def plan_sampler(
     shape: ModelShape, launch: Launch, work: Work, others: Sequence[ModelShape] = ()
 ) -> Plan:
-    """A sampler's part of `plan`. `others`: models that only score, which samplers hold."""
+    """Return a sampler rank's plan. `others`: models that only score, which sampler ranks hold."""
     items = (
         always(
             "sampler's copy of the weights",
             sampler_copy(shape, launch) + packed_copy(shape, launch),
         ),
-        always("the next version, and one that follows at its heels", 2 * arriving(shape, launch)),
+        always("pending weight versions (at most two)", 2 * arriving(shape, launch)),
         always("models that only score", sum(sampler_copy(other, launch) for other in others)),
         Item("logits and working memory", sample=sampler_working(shape, launch, work)),
         Item("KV cache", sample=kv_cache(shape, launch, work)),

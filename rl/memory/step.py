@@ -1,4 +1,4 @@
-"""The shapes of a step's work: the largest micro-batch, what is sampled at once."""
+"""Compute the shapes of a step's work: the largest micro-batch, and what is sampled at once."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def micro_batch(
     world: int,
     hidden: int,
 ) -> MicroBatch:
-    """A rank's largest micro-batch where all prompts and answers are of one length; `groups`,
-    `group`: of an optimizer step.
+    """Return a rank's largest micro-batch if all prompts and all answers have the same length.
+    `groups`, `group`: of an optimizer step.
 
-    Follows rl.learner and rl.learner.packing: the budget, a rank's share of the positions, the
-    layout that "auto" takes.
+    Follows rl.learner and rl.learner.packing: the token budget, a rank's share of the positions,
+    the layout that "auto" selects.
     """
     length = prompt + answer
-    # answers that share a prompt in one row
+    # answers that share a prompt in a row
     together = max(1, min(group, (budget - prompt) // answer))
     row = prompt + together * answer
     rows = groups * -(-group // together)
@@ -58,8 +58,9 @@ def sampled_at_once(
     world: int,
     paged: bool = False,
 ) -> tuple[int, int]:
-    """(prompts, rows) that a rank decodes at once within its budgets. `paged`: as rows are let in,
-    which wait when pages run out.
+    """Return (prompts, rows) that a rank decodes at once within its budgets.
+
+    `paged`: the number of admitted rows, which wait when pages run out.
     """
     mine = -(-groups // world)
     if paged:
@@ -75,11 +76,12 @@ def sampled_at_once(
 
 
 def rows_let_in(pages: int, prompt_pages: int, group: int) -> int:
-    """Rows that an engine lets in at once into a pool of so many pages: a group's prompt once, and
-    a page for each row to write to.
+    """Return the number of rows that an engine admits at once to a pool of `pages` pages: a group's
+    prompt counts once, and each row needs a page to write to.
     """
-    whole, left = divmod(pages, prompt_pages + group)
-    return max(whole * group + max(left - prompt_pages, 0), 1)  # one alone has been found to fit
+    full_groups, remaining = divmod(pages, prompt_pages + group)
+    # a single row is known to fit
+    return max(full_groups * group + max(remaining - prompt_pages, 0), 1)
 
 
 def pool_pages(
@@ -93,10 +95,11 @@ def pool_pages(
     world: int,
     streams: bool,
 ) -> int:
-    """Pages that a rank's sampler takes for a call with its share of the groups; `streams`: all,
-    for whatever may come.
+    """Return the pages that a rank's sampler allocates for a call with its share of the groups.
+    `streams`: allocate the whole pool, since later requests are unknown.
     """
-    asked = [(prompt, group, answer)] * -(-groups // world)
+    requests = [(prompt, group, answer)] * -(-groups // world)
     return pool_size(
-        max(kv_cache_tokens // PAGE, 1), None if streams else pages_at_most(asked, PAGE, max_rows)
+        max(kv_cache_tokens // PAGE, 1),
+        None if streams else pages_at_most(requests, PAGE, max_rows),
     )

@@ -1,5 +1,5 @@
-"""Storages that come and go while a model runs on tensors without memory, by kind, and what a
-deeper model would hold.
+"""Track tensor storages by kind while a model runs on tensors without memory, and extrapolate to a
+deeper model.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ KINDS = tuple(field.name for field in dataclasses.fields(Held))
 
 @dataclass(frozen=True)
 class Moment:
-    """A storage of `size` bytes and `kind` came to those that are held: bytes of each of KINDS
-    since.
-    """
+    """Record an allocation of `size` bytes and `kind`. `held`: bytes of each of KINDS after it."""
 
     size: int
     kind: str
@@ -34,11 +32,11 @@ class Moment:
 
 @dataclass(frozen=True)
 class Block:
-    """Layers in the middle of a model: their moments in the forward and in the backward, as first
-    and last-but-one.
+    """Describe marked layers in the middle of a model by their allocation indices in the forward
+    and in the backward (first, last + 1).
 
-    `kept`: bytes of each of KINDS that are more once they have run forwards; `left`: that are more
-    once they have run backwards, too.
+    `kept`: additional bytes of each of KINDS after their forward; `left`: after their backward,
+    too.
     """
 
     forward: tuple[int, int]
@@ -49,7 +47,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Course:
-    """What is held in a forward and in the backward after it. `block`: layers that were marked
+    """Record what is held in a forward and its backward. `block`: marked layers
     (`Storages.mark`).
     """
 
@@ -62,22 +60,22 @@ class Course:
         return _largest(moment.held for moment in (*self.forward, *self.backward))
 
     def stretched(self, more: int) -> Held:
-        """The peak of a model with `more` blocks further, each like the one that was marked and
-        right behind it.
+        """Return the peak of a model with `more` additional blocks, each like the marked block and
+        directly after it.
 
-        Once they have run forwards all that comes holds what they keep, and once they have run
-        backwards what they leave. While they run themselves it goes evenly from the first to the
-        last of them, so the peak is at one of these.
+        After the additional blocks' forward, all that follows holds what they keep. After their
+        backward, all that follows holds what remains of them. While the blocks run, memory changes
+        linearly from the first to the last block, so the peak is at the first or the last.
         """
         assert self.block is not None
-        none, kept, left = (
+        none, kept_bytes, remaining_bytes = (
             (0.0,) * len(KINDS),
             *(tuple(more * size for size in sizes) for sizes in (self.block.kept, self.block.left)),
         )
         moments: list[tuple[Moment, tuple[float, ...]]] = []
         for phase, (first, last), before, after in (
-            (self.forward, self.block.forward, none, kept),
-            (self.backward, self.block.backward, kept, left),
+            (self.forward, self.block.forward, none, kept_bytes),
+            (self.backward, self.block.backward, kept_bytes, remaining_bytes),
         ):
             moments += [(moment, before) for moment in phase[:last]]
             moments += [(moment, after) for moment in phase[first:]]
@@ -87,12 +85,11 @@ class Course:
         )
 
     def deeper(self, longer: Course, times: int) -> Held:
-        """The peak of a model that is deeper by `times` what `longer` is deeper by, the layers that
-        repeat.
+        """Return the peak of a deeper model, with `times` times the additional layers of `longer`.
 
-        At a moment of the last layers, counted from where the backward begins, a deeper model holds
-        more by as much as `longer` does, as often; at one of the first layers, counted from the
-        backward's end, likewise. Between them it goes evenly, so the peak is there.
+        In the last layers, counted from the start of the backward, each repetition adds as much as
+        `longer` adds. The same holds in the first layers, counted from the end of the backward.
+        Between them memory changes linearly, so the peak is in the last or the first layers.
         """
         alike = [
             *_alike(reversed(self.forward), reversed(longer.forward)),
@@ -106,7 +103,7 @@ class Course:
 
 
 def _alike(mine: Iterable[Moment], longer: Iterable[Moment]) -> Iterator[tuple[Moment, Moment]]:
-    """Both side by side for as long as they are of the same operations."""
+    """Yield pairs of allocations as long as both sides run the same operations."""
     return takewhile(
         lambda pair: (pair[0].size, pair[0].kind) == (pair[1].size, pair[1].kind),
         zip(mine, longer, strict=False),
@@ -124,8 +121,8 @@ def _grouped_product(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """What torch's grouped_mm gives, in any dtype: for tensors without memory torch has bfloat16
-    alone, though its kernels take float32.
+    """Return an empty output of torch's grouped_mm, in any dtype. For tensors without memory torch
+    supports only bfloat16, though its kernels accept float32.
     """
     if a.ndim == 3:
         size = [a.shape[1], b.shape[1]] if b.ndim == 2 else [a.shape[0], a.shape[1], b.shape[2]]
@@ -135,7 +132,7 @@ def _grouped_product(
 
 
 class Storages(TorchDispatchMode):
-    """Bytes of the storages that live, by kind, at each moment at which one more came to them."""
+    """Record the bytes of live storages by kind, at each allocation."""
 
     def __init__(self, model: Any):
         super().__init__()
@@ -152,27 +149,29 @@ class Storages(TorchDispatchMode):
             self.known(tensor)
 
     def turns(self) -> None:
-        """The forward is over."""
+        """Mark the end of the forward."""
         self._turn = len(self._moments)
 
     def mark(self, layers: Sequence[nn.Module]) -> None:
-        """Marks the block from the first of two layers up to the second, when they run."""
+        """Mark the block from the first of two layers up to the second, when they run."""
         for layer in layers:
             layer.register_forward_pre_hook(self._begins, with_kwargs=True)
 
     def _begins(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        """A layer begins, and its backward will have ended when what goes into it has a gradient.
-        Not where a backward runs it again.
+        """Record the start of a layer. The layer's backward ends when the gradient of its input is
+        computed.
+
+        Do nothing when a backward runs the layer again.
         """
         if self._turn:
             return
         self._note()
-        given = (
-            one
-            for one in tree_iter((args, kwargs))
-            if isinstance(one, Tensor) and one.requires_grad
+        inputs = (
+            tensor
+            for tensor in tree_iter((args, kwargs))
+            if isinstance(tensor, Tensor) and tensor.requires_grad
         )
-        if (hidden := next(given, None)) is not None:
+        if (hidden := next(inputs, None)) is not None:
             hidden.register_hook(lambda _: self._note())
 
     def _note(self) -> None:
@@ -182,22 +181,26 @@ class Storages(TorchDispatchMode):
         return Course(self._moments[: self._turn], self._moments[self._turn :], self._block())
 
     def _block(self) -> Block | None:
-        """None where the layers did not run once each, forwards and backwards."""
+        """Return the marked block. None unless each layer ran once forwards and backwards."""
         if len(self._marks) != 4 or not self._marks[1][0] <= self._turn <= self._marks[2][0]:
             return None
         (begin, at_begin), (end, at_end), (back, at_back), (done, at_done) = self._marks
-        kept = tuple(b - a for a, b in zip(at_begin, at_end, strict=True))
-        left = tuple(b - a + k for a, b, k in zip(at_back, at_done, kept, strict=True))
-        return Block((begin, end), (back - self._turn, done - self._turn), kept, left)
+        kept_bytes = tuple(b - a for a, b in zip(at_begin, at_end, strict=True))
+        remaining_bytes = tuple(
+            b - a + k for a, b, k in zip(at_back, at_done, kept_bytes, strict=True)
+        )
+        return Block(
+            (begin, end), (back - self._turn, done - self._turn), kept_bytes, remaining_bytes
+        )
 
     def known(self, tensor: Tensor) -> None:
-        """Not counted: a weight, an accumulated gradient."""
+        """Exclude a tensor from the count: a weight, an accumulated gradient."""
         storage = tensor.untyped_storage()
         self._live[storage._cdata] = storage
         self._weights.add(storage._cdata)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # most of all calls, and makes no tensor
+        if func is torch.ops.prim.device.default:  # the most frequent call, which creates no tensor
             return getattr(args[0], "fake_device", None) or func(*args)
         product = _grouped_product if func is torch.ops.aten._grouped_mm.default else func
         out = product(*args, **(kwargs or {}))

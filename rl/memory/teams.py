@@ -1,6 +1,4 @@
-"""Whether so many ranks can hold a sampler of a model together (`sampler_tp`), from its numbers
-alone.
-"""
+"""Check from a model's sizes whether so many ranks can share a sampler (`sampler_tp`)."""
 
 from __future__ import annotations
 
@@ -10,14 +8,14 @@ from rl.sampler import check_counts
 
 
 def check_team_holds(shape: ModelShape, sampler_tp: int) -> None:
-    """UserError where they cannot: a model that the fast decoder does not sample, or whose heads
-    and columns do not come out even.
+    """Raise UserError if they cannot share it: the fast decoder does not support the model, or its
+    heads and columns are not divisible.
     """
     if sampler_tp == 1:
         return
     if not shape.fast:
         raise UserError(
-            f"sampler_tp {sampler_tp} splits what the fast decoder samples (the Llama and Qwen families), and {shape.name} is none of "
-            "these: leave sampler_tp at 1"
+            f"sampler_tp {sampler_tp} requires the fast decoder (the Llama and Qwen families), "
+            f"and {shape.name} is not supported by it: leave sampler_tp at 1"
         )
     check_counts(sampler_tp, shape.heads, shape.key_heads, shape.mlp)

@@ -1,10 +1,10 @@
-"""What a micro-batch holds, found by running it on tensors without memory: no weights are read,
+"""Measure the memory of a micro-batch by running it on tensors without memory: no weights are read,
 nothing is computed.
 
-The model's own modules, the product's own output head and torch's own autograd run under torch's
-FakeTensorMode, so sizes are those of the real run for any architecture, with LoRA, gradient
-checkpointing, autocast and every kind of head; a dispatch mode follows the storages that come and
-go. It cannot see inside a custom op (see `HEAD_BLOCKS`).
+The model's modules, this project's output head and torch's autograd run under torch's
+FakeTensorMode. Sizes therefore equal those of the real run for any architecture, with LoRA,
+gradient checkpointing, autocast and every kind of head. A dispatch mode tracks allocated and freed
+storages. It cannot see inside a custom op (see `HEAD_BLOCKS`).
 """
 
 from __future__ import annotations
@@ -49,18 +49,21 @@ from rl.models import (
 from rl.sampler import Unsupported, check_supported, frozen_matrices, held_whole, lower_frozen_
 from rl.types import LoraConfig
 
-# bytes: the blocks of scores that kernels.linear_logprob goes through the vocabulary with, off CUDA
+# bytes of the score blocks in which kernels.linear_logprob traverses the vocabulary, off CUDA
 HEAD_BLOCKS = 32 << 20
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How a backend runs a micro-batch.
+    """Describe the way a backend runs a micro-batch.
 
-    dtype: of the weights; autocast: bf16 on fp32 weights; keeps_gradients: they add up in `.grad`
-    (else they leave at once). cuda: the output head runs in kernels, whose slabs of scores are
-    larger; what it keeps is not counted here (`kept_logits` does). kept: bytes that it may keep
-    elsewhere, as `LearnerSettings.kept_bytes`. low_base: the frozen matrices are bf16.
+    dtype            of the weights
+    autocast         bf16 computation on fp32 weights
+    keeps_gradients  they accumulate in `.grad` (otherwise they are freed at once)
+    cuda             the output head runs in kernels, with larger slabs of scores; what it saves
+                     is not counted here (`kept_logits` counts it)
+    kept             bytes that the head may save off CUDA, as `LearnerSettings.kept_bytes`
+    low_base         the frozen matrices are bf16
     """
 
     dtype: torch.dtype = torch.float32
@@ -74,12 +77,12 @@ class Arithmetic:
 
 
 class Skeleton:
-    """A model without weights, as the learner would train it. Raises UserError where it cannot be
-    had.
+    """Build a model without weights, as the learner would train it. Raises UserError if the model
+    is not available.
 
-    Layers of one make hold the same, so of a model of many only the first are given adapters and
-    run (see `held`), and what the others hold is worked out from them. `whole`: all of them are,
-    which takes longer and gives the same; for tests.
+    Layers of the same kind hold the same memory. Of a deep model only the first layers get adapters
+    and run (see `held`), and the memory of the others is extrapolated. `whole`: run all layers,
+    which takes longer and gives the same result; for tests.
     """
 
     def __init__(
@@ -102,13 +105,13 @@ class Skeleton:
             self._two = (
                 (short, short + period) if short + period < self._depth and not whole else None
             )
-            # as often as the longer of the two is deeper than the shorter
+            # number of repetitions: the longer model is deeper than the shorter by a single period
             self._times = (self._depth - short) // period
-            # not the first of all layers, whose input may need no gradient, nor the last
+            # not the first layer of all, whose input may need no gradient, and not the last
             self._block = (before + 1, before + 1 + period)
             share = None if lora is None else unadapted_share(loaded.model, lora)
-            # a tensor of several layers is held once, however many there are: then all stay, to be
-            # counted one by one
+            # A tensor shared by several layers is held once, whatever the depth. Then all layers
+            # stay, to be counted exactly.
             cut = (
                 self._layers is not None
                 and self._two is not None
@@ -128,12 +131,12 @@ class Skeleton:
         self.shape = _shape(self._loaded, numbers, described, fast)
 
     def held(self, batch: MicroBatch, how: Arithmetic) -> Held:
-        """What one micro-batch of forward and backward holds at its peak.
+        """Return what a micro-batch holds at the peak of its forward and backward.
 
-        Of a model of many layers a short one is run and the layers that repeat are marked in it:
-        see `Course.stretched`. Where they do not run one by one, two short ones are, the second
-        longer by these layers: see `Course.deeper`. Raises UserError for a model whose forward asks
-        what its numbers are.
+        Of a deep model a shorter copy is run in which the repeating layers are marked, see
+        `Course.stretched`. If these layers do not run one by one, two short copies are run, the
+        second with more of these layers, see `Course.deeper`. Raises UserError for a model whose
+        forward depends on tensor values.
         """
         try:
             if self._two is None:
@@ -151,14 +154,16 @@ class Skeleton:
         except RuntimeError as error:
             first = str(error).strip().partition("\n")[0]
             raise UserError(
-                f"what a micro-batch of {self.shape.name} holds cannot be worked out without weights: its forward does not run on tensors "
-                f"that hold no numbers ({type(error).__name__}: {first}). Try it: --steps 1 --eval-every 0, with the lengths that you mean"
+                f"the memory of a micro-batch of {self.shape.name} cannot be computed without "
+                "weights: its forward does not run on tensors without values "
+                f"({type(error).__name__}: {first}). Measure it by a short run: --steps 1 "
+                "--eval-every 0, with the intended lengths"
             ) from error
         return dataclasses.replace(peak, logits=peak.logits + inside_op)
 
     @contextlib.contextmanager
     def _first(self, depth: int) -> Iterator[None]:
-        """The model with its first `depth` layers alone."""
+        """Shorten the model to its first `depth` layers within the context."""
         assert self._layers is not None
         first_layers_(self._loaded.model, self._layers, depth)
         try:
@@ -167,10 +172,10 @@ class Skeleton:
             first_layers_(self._loaded.model, self._layers, self._depth)
 
     def _run(self, batch: MicroBatch, how: Arithmetic) -> tuple[Course, int]:
-        """(what is held all along, bytes that an op holds inside)."""
-        # what fails is said by `held`
+        """Return (record of the storages, bytes that an op holds inside)."""
+        # `held` reports failures
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-        # checkpointing puts the generator's state, a real tensor, aside
+        # checkpointing stores the generator's state, a real tensor
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = _on_cpu(self._loaded.model, how.dtype)
             if how.low_base:
@@ -203,8 +208,8 @@ class Skeleton:
         return storages.course(), inside_op
 
     def _inside_op(self, model: Any, batch: MicroBatch, how: Arithmetic) -> int:
-        """What linear_logprob holds where nobody sees it: hidden states in fp32 and blocks of
-        scores, or a slab of their gradient.
+        """Return the bytes inside linear_logprob, which the tracker cannot see: hidden states in
+        fp32 and blocks of scores, or a slab of their gradient.
         """
         if not how.cuda:
             return batch.tokens * self.shape.hidden * 4 + HEAD_BLOCKS
@@ -216,8 +221,8 @@ class Skeleton:
 
 
 def _on_cpu(model: Any, dtype: torch.dtype) -> Any:
-    """A copy of a model on the meta device whose tensors are (fake) CPU tensors, floating ones of
-    `dtype`.
+    """Return a copy of a model on the meta device whose tensors are (fake) CPU tensors,
+    floating-point tensors in `dtype`.
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
@@ -230,7 +235,7 @@ def _on_cpu(model: Any, dtype: torch.dtype) -> Any:
 
 
 def _is_fast(model: Any) -> bool:
-    """Whether the sampler's own decoder serves it."""
+    """Return whether the sampler's fast decoder supports the model."""
     try:
         check_supported(inner_model(model))
     except Unsupported:
@@ -239,7 +244,7 @@ def _is_fast(model: Any) -> bool:
 
 
 def _numbers(model: Any, fast: bool) -> dict[str, int]:
-    """What a model with more layers has more of: see `ModelShape`."""
+    """Return the fields of `ModelShape` that grow with the number of layers."""
     unsplit, unsplit_adapters = held_whole(model) if fast else (0, 0)
     parameters = dict(model.named_parameters())
     frozen, head = (
@@ -300,8 +305,8 @@ def _shape(
 
 @contextlib.contextmanager
 def _gradients(model: nn.Module, storages: Storages, keep: bool) -> Iterator[None]:
-    """Gradients are there already, as from the second micro-batch of a step on, or leave as they
-    come.
+    """Allocate gradients beforehand, as from the second micro-batch of a step on (`keep`), or free
+    each gradient once it is computed.
     """
     hooks = []
     for parameter in model.parameters():

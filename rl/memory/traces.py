@@ -1,10 +1,10 @@
-"""Shapes and micro-batches of models, each worked out once: here, or by two processes that began to
-import before this one could ask.
+"""Compute shapes and micro-batch memory of models, each only once: in this process, or in two
+helper processes that started to import before this process.
 
-A command that plans has a model's code to import and then several micro-batches to follow, which do
-not depend on one another; so `rl.quick.beside` starts a process at the command's very beginning,
-which goes on to `follow` what it is asked, and makes a second one like itself as soon as it has
-imported everything. What they cannot do is done here, as without them.
+A plan command imports a model's code and then traces several independent micro-batches.
+`rl.quick.beside` therefore starts a process at the very beginning of the command. That process runs
+`follow` and forks a second helper once it has imported everything. This process computes whatever
+the helpers cannot.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from rl.memory.trace import Arithmetic, Skeleton
 from rl.types import LoraConfig
 
 Model = tuple[str, str | None, LoraConfig | None]  # base model, tokenizer, adapter
-Run = tuple[Model, MicroBatch, Arithmetic]  # a micro-batch to follow
+Run = tuple[Model, MicroBatch, Arithmetic]  # a micro-batch to trace
 _SHAPE, _HELD, _FORK = "shape", "held", "fork"
 
 
 class Traces:
-    """`connections`: to processes that `follow`, first the one that makes the others."""
+    """Cache traces, and distribute them to helper processes if `helped`."""
 
     def __init__(self) -> None:
         self._skeletons: dict[Model, Skeleton] = {}
@@ -38,9 +38,9 @@ class Traces:
         self._failed: dict[Run, UserError] = {}
         self._queue: deque[Run] = deque()
         self._free: list[Connection] = []
-        self._asleep: list[Connection] = []  # of processes that are not there yet
+        self._asleep: list[Connection] = []  # connections of helpers that are not forked yet
         self._busy: dict[Connection, Run] = {}
-        self._made: set[tuple[Connection, Model]] = set()  # which has made what
+        self._made: set[tuple[Connection, Model]] = set()  # models that each helper has built
 
     @contextlib.contextmanager
     def helped(self, connections: Iterable[Connection]) -> Iterator[None]:
@@ -52,10 +52,10 @@ class Traces:
             self._alone()
 
     def shape(self, model: Model) -> ModelShape:
-        """Raises UserError where the model cannot be had."""
+        """Return the shape of a model. Raises UserError if the model is not available."""
         if model not in self._shapes:
-            told = self._ask(model)
-            self._shapes[model] = self._skeleton(model).shape if told is None else told
+            answer = self._ask(model)
+            self._shapes[model] = self._skeleton(model).shape if answer is None else answer
         return self._shapes[model]
 
     @property
@@ -63,8 +63,8 @@ class Traces:
         return bool(self._free or self._busy)
 
     def want(self, runs: Iterable[Run]) -> None:
-        """These will be asked for, in this order, and those that were wanted before and are not
-        begun will not.
+        """Queue the runs that will be requested, in this order. Earlier queued runs that have not
+        begun are dropped.
         """
         known = {*self._held, *self._failed, *self._busy.values()}
         self._queue = (
@@ -76,7 +76,7 @@ class Traces:
             self._hand_out()
 
     def held(self, run: Run) -> Held:
-        """What the micro-batch holds. Raises UserError where that cannot be known."""
+        """Return what the micro-batch holds. Raises UserError if it cannot be computed."""
         if run not in self._held and run not in self._failed and self.are_helped:
             if run not in self._busy.values():
                 with contextlib.suppress(ValueError):
@@ -90,8 +90,8 @@ class Traces:
         if run in self._failed:
             raise self._failed[run]
         if run not in self._held:
-            model, batch, how = run
-            self._held[run] = self._skeleton(model).held(batch, how)
+            model, batch, config = run
+            self._held[run] = self._skeleton(model).held(batch, config)
         return self._held[run]
 
     def _skeleton(self, model: Model) -> Skeleton:
@@ -100,8 +100,9 @@ class Traces:
         return self._skeletons[model]
 
     def _ask(self, model: Model) -> ModelShape | None:
-        """By a process that has nothing else to do; the first one makes the others after the first
-        question. None where none can tell.
+        """Return the shape from a free helper, or None if no helper is available.
+
+        The first helper forks the others after its first request.
         """
         with self._or_alone():
             while not self._free and self._busy:
@@ -111,23 +112,24 @@ class Traces:
             first = self._free[0]
             first.send((_SHAPE, model))
             self._made.add((first, model))
-            error, told = first.recv()
+            error, answer = first.recv()
             if error is not None:
                 raise UserError(error)
-            if told is None:
+            if answer is None:
                 raise EOFError
             for _ in self._asleep:
                 first.send((_FORK, None))
             self._free, self._asleep = [*self._free, *self._asleep], []
-            return told
+            return answer
         return None
 
     def _hand_out(self) -> None:
         while self._queue and self._free:
             run = self._queue.popleft()
-            # a model is not made twice
+            # prefer a helper that has built the model already
             process = next(
-                (one for one in self._free if (one, run[0]) in self._made), self._free[0]
+                (connection for connection in self._free if (connection, run[0]) in self._made),
+                self._free[0],
             )
             self._free.remove(process)
             self._busy[process] = run
@@ -135,24 +137,24 @@ class Traces:
             process.send((_HELD, run))
 
     def _hear(self) -> None:
-        """Waits for an answer. EOFError where a process fails for another reason than that the
-        model's forward does not run so.
+        """Wait for answers. Raises EOFError if a helper fails for another reason than a forward
+        that cannot be traced.
         """
         for process in wait(list(self._busy)):
             assert isinstance(process, Connection)
-            error, told = process.recv()
+            error, answer = process.recv()
             run = self._busy.pop(process)
             self._free.append(process)
             if error is not None:
                 self._failed[run] = UserError(error)
-            elif told is not None:
-                self._held[run] = told
+            elif answer is not None:
+                self._held[run] = answer
             else:
                 raise EOFError
 
     @contextlib.contextmanager
     def _or_alone(self) -> Iterator[None]:
-        """Whatever becomes of the processes: what they did not tell is worked out here."""
+        """Continue in this process if the helpers fail."""
         try:
             yield
         except (EOFError, OSError):
@@ -166,33 +168,34 @@ class Traces:
 
 
 def follow(mine: Connection, *others: Connection) -> None:
-    """Answers a `Traces` until it is gone, each question by (the text of a UserError, the answer).
-    `others`: of further processes.
+    """Serve a `Traces` in a helper process until its connection closes. Each answer is (text of a
+    UserError or None, result).
+
+    `others`: connections of further helpers.
     """
-    gc.disable()  # of a process that lives for seconds
-    traces, unborn = Traces(), list(others)
+    gc.disable()  # the process lives only for seconds
+    traces, child_connections = Traces(), list(others)
     _warm_up(mine, traces)
     while True:
         try:
-            asked, what = mine.recv()
-            if asked == _FORK:
-                born = unborn.pop(0)
+            kind, payload = mine.recv()
+            if kind == _FORK:
+                child = child_connections.pop(0)
                 if os.fork() == 0:
-                    mine, unborn = born, []
+                    mine, child_connections = child, []
                 continue
-            mine.send(_answer(traces, asked, what))
+            mine.send(_answer(traces, kind, payload))
         except (EOFError, OSError):
             return
 
 
 def _warm_up(mine: Connection, traces: Traces) -> None:
-    """Imports what the first question will need, and makes a tiny model; as long as nothing is
-    asked.
+    """Import what the first request will need, and build a tiny model, while no request is pending.
 
-    No backward: torch may start threads for one, and a process that is forked then has none.
+    No backward runs: torch may start threads for it, which a forked process would lack.
     """
     small: Model = ("tiny:addition", None, LoraConfig(2))
-    with contextlib.suppress(Exception):  # the question itself meets it again
+    with contextlib.suppress(Exception):  # the request itself raises the error again
         for name in ("transformers.models.auto.modeling_auto", "peft"):
             if mine.poll():
                 return
@@ -206,5 +209,5 @@ def _answer(traces: Traces, asked: str, what: Any) -> tuple[str | None, ModelSha
         return None, traces.shape(what) if asked == _SHAPE else traces.held(what)
     except UserError as error:
         return str(error), None
-    except Exception:  # whatever it is, who asked meets it again
+    except Exception:  # the requesting process raises the error again
         return None, None
