@@ -483,7 +483,7 @@ MUTANTS = [
     ),
     M(
         "rl/learner/dealing.py",
-        "found[-1].scale = 0.0",
+        "micro_batches[-1].scale = 0.0",
         "pass",
         "padding micro-batches that weigh",
         "backends",
@@ -575,8 +575,8 @@ MUTANTS = [
     ),
     M(
         "rl/sampler/forward_fast.py",
-        "read, x = read[rows, last_B], x[rows, last_B]",
-        "read, x = read[rows, -1], x[rows, -1]",
+        "attended, x = attended[rows, last_B], x[rows, last_B]",
+        "attended, x = attended[rows, -1], x[rows, -1]",
         "the last layer at what lies behind shorter prompts",
         "sampler_decoders",
     ),
@@ -740,8 +740,8 @@ MUTANTS = [
     # code
     M(
         "rl/learner/probe.py",
-        "if not found.others <= LEAK * size:",
-        "if not found.others <= self.most[0] * size:",
+        "if not result.others <= LEAK * size:",
+        "if not result.others <= self.most[0] * size:",
         "outside: a faint leak is let through",
         "probe",
     ),
@@ -1018,15 +1018,15 @@ MUTANTS = [
     ),
     M(
         "rl/images/reader.py",
-        "laid[:, r, start : start + one.shape[1]] = one",
-        "laid[:, r, start : start + one.shape[1]] = one + (one == 3)",
+        "position_ids[:, r, start : start + value.shape[1]] = value",
+        "position_ids[:, r, start : start + value.shape[1]] = value + (value == 3)",
         "one position of an image's row is wrong",
         "images",
     ),
     M(
         "rl/images/reader.py",
-        "[one for row in pictures for one in row]",
-        "[one for row in pictures for one in row[::-1]]",
+        "[value for row in pictures for value in row]",
+        "[value for row in pictures for value in row[::-1]]",
         "images of a row swapped",
         "images",
     ),
@@ -1266,8 +1266,8 @@ MUTANTS = [
     # ranks, report, settings
     M(
         "rl/ranks/agreement.py",
-        "for what in {**first, **other}:",
-        "for what in first:",
+        "for key in {**first, **other}:",
+        "for key in first:",
         "outside: a setting that rank 0 lacks",
         "ranks_part",
     ),
@@ -1528,8 +1528,8 @@ MUTANTS = [
     ),
     M(
         "rl/learner/keeping.py",
-        "int(of_ranks.min())",
-        "int(of_ranks.max())",
+        "int(rank_bytes.min())",
+        "int(rank_bytes.max())",
         "ranks that take more than others can",
         "keeping",
     ),
@@ -1571,7 +1571,7 @@ MUTANTS = [
     ),
     M(
         "rl/sampler/engine_paged.py",
-        "self._rows.now_of(self.version, [one.fields for one in self._parked])",
+        "self._rows.now_of(self.version, [row.fields for row in self._parked])",
         "self._rows.now_of(self.version)",
         "second review: preempted rows lose the versions that drew them",
         "token_versions",
@@ -1669,8 +1669,8 @@ MUTANTS = [
     ),
     M(
         "rl/learner/dealing.py",
-        "told = all(datum.experts is not None for datum in own)",
-        "told = True",
+        "has_experts = all(datum.experts is not None for datum in group_datums)",
+        "has_experts = True",
         "second review: datums with and without experts in one micro-batch",
         "router_replay",
     ),

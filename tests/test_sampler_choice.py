@@ -29,7 +29,7 @@ def test_who_says_gets_it_and_a_cpu_is_plain_by_default():
     decoder.team = SimpleNamespace(size=2)  # of two ranks, whose sums no step by itself makes
     with pytest.raises(UserError, match="2 ranks.*sampler_tp at 1"):
         make_engine(decoder, "paged")
-    with pytest.raises(ValueError, match="take the plain Engine"):
+    with pytest.raises(ValueError, match="use the plain Engine"):
         SteppedEngine(decoder)
     decoder.device = torch.device("cuda")
     decoder.new_state = lambda tokens: None  # as on a GPU, which this machine may not have
@@ -99,7 +99,7 @@ def test_where_the_trial_fails_it_is_said_once_and_sampling_is_plain(monkeypatch
     monkeypatch.setattr(choice, "difference", fails)
     monkeypatch.setattr(choice, "Engine", lambda decoder, **settings: "plain")
     with pytest.warns(
-        UserWarning, match="no kernel image is available.*, so sampling goes the plain way"
+        UserWarning, match="no kernel image is available.*, so the plain engine samples"
     ) as said:
         assert [make_engine(decoder) for _ in range(3)] == ["plain"] * 3
     assert len(asked) == len(said) == 1

@@ -1,5 +1,6 @@
-"""Images: as a person gives them, as bytes that travel, and as what a model reads of them. Every
-side asks one reader, which looks once.
+"""Convert images from user input to bytes, and from bytes to model inputs.
+
+Driver, learner and sampler share an `ImageReader`, which processes an image once.
 """
 
 from rl.images.families import FAMILIES

@@ -1,8 +1,7 @@
-"""What each family of vision-language models asks for: which text stands for an image, which
-tensors go beside its tokens.
+"""Define the image rules of each family of vision-language models.
 
-Each rule gives, of one image, the text that its tokenizer turns into the image's tokens, and, of a
-batch, the forward's arguments. Shapes: R rows, L positions, n images, H x W pixels.
+A rule returns the text that the tokenizer converts into an image's tokens, and the forward's
+arguments for a batch with images. Shapes: R rows, L positions, n images, H x W pixels.
 """
 
 from __future__ import annotations
@@ -17,53 +16,61 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Family:
-    """`image_token`: the token whose embedding an image's features replace. `placeholder`: what a
-    chat template writes for one image.
+    """Define the rules of a family.
+
+    `image_token`: the token whose embedding is replaced by an image's features. `placeholder`: the
+    text that a chat template writes for an image.
     """
 
     config: Any
     tokenizer: Any
     image_processor: Any
 
-    # the argument that says which tokens are an image's (None: the model takes none)
+    # The forward's argument that marks the image tokens (empty: the model has no such argument).
     types_as = "mm_token_type_ids"
 
     @property
     def image_token_id(self) -> int:
+        """Return the id of the image token."""
         return int(getattr(self.config, "image_token_id", None) or self.config.image_token_index)
 
     @property
     def image_token(self) -> str:
+        """Return the text of the image token."""
         return str(self.tokenizer.convert_ids_to_tokens(self.image_token_id))
 
     @property
     def placeholder(self) -> str:
+        """Return the text that a chat template writes for an image."""
         return self.image_token
 
     def process(self, image: Any) -> dict[str, Any]:
-        """The image processor's tensors of one PIL image."""
+        """Return the image processor's tensors for a PIL image."""
         return dict(self.image_processor(images=[image], return_tensors="pt"))
 
     def expansion(self, tensors: Mapping[str, Any]) -> str:
-        """The text that stands for the image."""
+        """Return the text that represents the image."""
         raise NotImplementedError
 
     def pixels(self, images: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """The forward's arguments that hold the images of a batch, in the order of its tokens."""
+        """Return the forward's arguments for the images of a batch, in the order of its tokens."""
         raise NotImplementedError
 
     def positions(
         self, model: Any, row: Tensor, types: Tensor, images: Sequence[Mapping[str, Any]]
     ) -> Tensor | None:
-        """Positions [3, L] of one row whose rotary embedding has three axes; None where positions
-        count tokens.
+        """Return the rotary positions [3, L] of a row, if the model has three axes of positions.
+
+        Returns None if positions count tokens.
         """
         return None
 
 
 class Grids(Family):
-    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: patches end to end, a grid (time, height, width in patches)
-    an image, positions of three axes.
+    """Define the rules of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
+
+    Patches are concatenated. Each image has a grid (time, height, width in patches), and positions
+    have three axes.
     """
 
     def expansion(self, tensors: Mapping[str, Any]) -> str:
@@ -74,7 +81,7 @@ class Grids(Family):
         import torch
 
         return {
-            name: torch.cat([one[name] for one in images])
+            name: torch.cat([tensors[name] for tensors in images])
             for name in ("pixel_values", "image_grid_thw")
         }
 
@@ -83,15 +90,19 @@ class Grids(Family):
     ) -> Tensor | None:
         import torch
 
-        grids = torch.cat([one["image_grid_thw"] for one in images]) if images else None
-        found, _ = model.model.get_rope_index(
+        grids = torch.cat([tensors["image_grid_thw"] for tensors in images]) if images else None
+        position_ids, _ = model.model.get_rope_index(
             row[None], image_grid_thw=grids, mm_token_type_ids=types[None]
         )
-        return found[:, 0]
+        return position_ids[:, 0]
 
 
 class Gemma3(Family):
-    """Gemma 3: images of one size, each a fixed number of tokens that see each other, both ways."""
+    """Define the rules of Gemma 3.
+
+    Images have a fixed size and a fixed number of tokens, which attend to each other in both
+    directions.
+    """
 
     types_as = "token_type_ids"
 
@@ -101,21 +112,29 @@ class Gemma3(Family):
 
     def expansion(self, tensors: Mapping[str, Any]) -> str:
         end = self.tokenizer.convert_ids_to_tokens(self.config.eoi_token_index)
-        one = f"\n\n{self.placeholder}{self.image_token * int(self.config.mm_tokens_per_image)}{end}\n\n"
+        image_text = (
+            f"\n\n{self.placeholder}"
+            f"{self.image_token * int(self.config.mm_tokens_per_image)}{end}\n\n"
+        )
         crops = int(tensors["num_crops"][0]) if "num_crops" in tensors else 0
         if not crops:
-            return one
-        return f"Here is the original image {one} and here are some crops to help you see better {' '.join([one] * crops)}"
+            return image_text
+        return (
+            f"Here is the original image {image_text} and here are some crops "
+            f"to help you see better {' '.join([image_text] * crops)}"
+        )
 
     def pixels(self, images: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         import torch
 
-        return {"pixel_values": torch.cat([one["pixel_values"] for one in images])}
+        return {"pixel_values": torch.cat([tensors["pixel_values"] for tensors in images])}
 
 
 class Tiles(Family):
-    """Idefics3, SmolVLM: an image as tiles of one size and the whole of it once more, each a fixed
-    number of tokens between marks.
+    """Define the rules of Idefics3 and SmolVLM.
+
+    An image is split into tiles of a fixed size, followed by the whole image. Each tile has a fixed
+    number of tokens between marker tokens.
     """
 
     types_as = ""
@@ -144,7 +163,7 @@ class Tiles(Family):
         import torch
 
         names = [name for name in ("pixel_values", "pixel_attention_mask") if name in images[0]]
-        return {name: torch.cat([one[name] for one in images], dim=1) for name in names}
+        return {name: torch.cat([tensors[name] for tensors in images], dim=1) for name in names}
 
 
 FAMILIES: dict[str, type[Family]] = {

@@ -1,6 +1,4 @@
-"""An image as somebody gives it (a path, bytes, base64, a PIL image, a row of a data set) to png or
-jpeg bytes.
-"""
+"""Convert an image from a user (path, bytes, base64, PIL image, data set row) to png or jpeg."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from typing import Any, Literal
 from rl.errors import UserError
 from rl.types import ImageChunk
 
-# The kinds of a content part that is an image, and the keys that hold it there, the usual one
+# The types of a content part that is an image, and the keys that may hold the image, the usual key
 # first.
 _KINDS = ("image", "image_url", "input_image")
 IMAGE_KEYS = ("image", "image_url", "url", "path", "base64", "data", "bytes")
@@ -23,14 +21,15 @@ _FORMATS: dict[str | None, Literal["png", "jpeg"]] = {"PNG": "png", "JPEG": "jpe
 
 
 def is_image_part(part: Any) -> bool:
-    """Whether a part of a message's content is an image: {"type": "image", "image": ...}, or as
-    APIs spell it.
+    """Return whether a content part of a message is an image.
+
+    Accepts {"type": "image", "image": ...} and the spellings of APIs.
     """
     return isinstance(part, Mapping) and part.get("type") in _KINDS
 
 
 def has_images(messages: Any) -> bool:
-    """Whether any content of a conversation holds an image."""
+    """Return whether any message of a conversation contains an image."""
     contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
     return any(
         is_image_part(part) for content in contents if isinstance(content, list) for part in content
@@ -38,7 +37,7 @@ def has_images(messages: Any) -> bool:
 
 
 def said(content: Any) -> str:
-    """A message's content as text that a person or a reward reads: each image is [image]."""
+    """Return a message's content as text for a person or a reward: each image becomes [image]."""
     if not isinstance(content, list):
         return str(content)
     return "".join(
@@ -52,7 +51,7 @@ def said(content: Any) -> str:
 
 
 def image_of(part: Mapping[str, Any]) -> Any:
-    """What a content part holds as its image; None where it holds none (its place alone)."""
+    """Return the image of a content part, or None if the part is only a placeholder."""
     for key in IMAGE_KEYS:
         value = part.get(key)
         if value is not None:
@@ -61,12 +60,11 @@ def image_of(part: Mapping[str, Any]) -> Any:
 
 
 def as_chunk(given: Any, folder: Path | None = None) -> ImageChunk:
-    """The image as bytes that travel. Formats other than png and jpeg become png. `folder`: where
-    relative paths start.
+    """Convert an image to bytes. Formats other than png and jpeg become png.
 
-    Taken are ImageChunk, PIL images, bytes, a path, base64 (bare, or a data: address), {"bytes":
-    ..., "path": ...} as data sets have it. UserError where it is none of these, is not there, or
-    cannot be decoded to its end.
+    Accepts ImageChunk, PIL images, bytes, a path, base64 (bare, or a data: address), and {"bytes":
+    ..., "path": ...} as in data sets. `folder`: the base of relative paths. Raises UserError for
+    other types, if the file does not exist, or if the image cannot be decoded completely.
     """
     if isinstance(given, ImageChunk):
         return given
@@ -80,12 +78,12 @@ def as_chunk(given: Any, folder: Path | None = None) -> ImageChunk:
         return _of_bytes(given)
     if type(given).__module__.partition(".")[0] == "PIL":
         return ImageChunk(_written(given), "png")
-    raise UserError(f"an image is expected, this is a {type(given).__name__}: {_WANTED}")
+    raise UserError(f"expected an image, got {type(given).__name__}: {_WANTED}")
 
 
 def shown(chunk: ImageChunk, largest: int = 320) -> str:
-    """The image as a data: address for a page, made smaller where a side is longer than `largest`
-    pixels.
+    """Return the image as a data: address for a page, scaled down to at most `largest` pixels per
+    side.
     """
     image = opened(chunk)
     image.thumbnail((largest, largest))
@@ -95,8 +93,9 @@ def shown(chunk: ImageChunk, largest: int = 320) -> str:
 
 
 def opened(chunk: ImageChunk) -> Any:
-    """The image as PIL has it, upright (as its EXIF data says) and in RGB. UserError where it
-    cannot be decoded.
+    """Return the image as a PIL image, upright (according to its EXIF data) and in RGB.
+
+    Raises UserError if it cannot be decoded.
     """
     from PIL import Image, ImageOps
 
@@ -105,27 +104,31 @@ def opened(chunk: ImageChunk) -> Any:
             return ImageOps.exif_transpose(_flat(image)).convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UserError(
-            f"an image of {len(chunk.data)} bytes ({chunk.format}) cannot be decoded: {_reason(error)}"
+            f"an image of {len(chunk.data)} bytes ({chunk.format}) cannot be decoded: "
+            f"{_reason(error)}"
         ) from error
 
 
 def _flat(image: Any) -> Any:
-    """On white, where it is see-through: what stands in hidden pixels is no part of the image."""
+    """Blend a transparent image with white: the color of transparent pixels is not part of the
+    image.
+    """
     from PIL import Image
 
     if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
         return image
-    above = image.convert("RGBA")
-    below = Image.new("RGBA", above.size, (255, 255, 255, 255))
-    below.alpha_composite(above)
-    found = below.convert("RGB")
-    found.info = dict(image.info)
+    foreground = image.convert("RGBA")
+    background = Image.new("RGBA", foreground.size, (255, 255, 255, 255))
+    background.alpha_composite(foreground)
+    flattened = background.convert("RGB")
+    flattened.info = dict(image.info)
     if "exif" in image.info:
-        found.getexif().load(image.info["exif"])
-    return found
+        flattened.getexif().load(image.info["exif"])
+    return flattened
 
 
 def _of_bytes(data: bytes) -> ImageChunk:
+    """Convert encoded bytes to a chunk. Raises UserError if they are not a valid image."""
     from PIL import Image
 
     try:
@@ -135,12 +138,12 @@ def _of_bytes(data: bytes) -> ImageChunk:
             return ImageChunk(data if form else _written(image), form or "png")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UserError(
-            f"{len(data)} bytes that are no image, or a damaged one: {_reason(error)}"
+            f"{len(data)} bytes are not an image, or a damaged image: {_reason(error)}"
         ) from error
 
 
 def _written(image: Any) -> bytes:
-    """PNG of the pixels, upright."""
+    """Return the pixels as PNG, upright."""
     from PIL import ImageOps
 
     upright = ImageOps.exif_transpose(image)
@@ -152,18 +155,19 @@ def _written(image: Any) -> bytes:
 
 
 def _read(given: str | Path, folder: Path | None) -> bytes:
-    """The bytes behind a path, a data: address, or base64."""
+    """Return the bytes of a path, a data: address, or base64 text."""
     text = str(given)
     if text.startswith("data:"):
-        head, comma, body = text.partition(",")
-        if not comma or not head.endswith(";base64"):
+        header, comma, body = text.partition(",")
+        if not comma or not header.endswith(";base64"):
             raise UserError(
-                f"an image's data: address is data:image/png;base64,..., this begins with {text[:40]!r}"
+                "expected a data: address of the form data:image/png;base64,..., "
+                f"got one that begins with {text[:40]!r}"
             )
         return _decoded(body)
     if text.startswith(("http://", "https://")):
         raise UserError(
-            f"an image at an address ({text[:80]}) is not fetched: download it, and {_WANTED}"
+            f"images are not downloaded from an address ({text[:80]}): download it, and {_WANTED}"
         )
     if len(text) < 4096:
         path = Path(text.removeprefix("file://")).expanduser()
@@ -177,13 +181,16 @@ def _read(given: str | Path, folder: Path | None) -> bytes:
 
 
 def _decoded(text: str) -> bytes:
+    """Decode base64 text. Raises UserError if it is invalid."""
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise UserError(
-            f"a text of {len(text)} characters is neither a file nor base64 ({error}): {text[:40]!r}"
+            f"a text of {len(text)} characters is neither a file nor base64 ({error}): "
+            f"{text[:40]!r}"
         ) from error
 
 
 def _reason(error: Exception) -> str:
+    """Return the first line of an error's message, at most 200 characters."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

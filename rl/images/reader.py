@@ -1,8 +1,7 @@
-"""`ImageReader`: what one model makes of images. Driver, learner and sampler ask the same reader,
-which looks at an image once.
+"""Process images for a model. Driver, learner and sampler share an `ImageReader`.
 
-An image's length in tokens is known from here on, whoever asks (context limits, budgets, plans):
-its chunk carries its tokens.
+An image is processed once. Its chunk then carries its tokens, so its length in tokens is known to
+context limits, budgets and plans.
 """
 
 from __future__ import annotations
@@ -21,14 +20,16 @@ from rl.types import ImageAssetPointerChunk, ImageChunk, ModelInput, PlacedImage
 if TYPE_CHECKING:
     from torch import Tensor
 
-_NOTED = "image_reader"  # on a model, and on the tokenizer that came with it
-_KEPT_BYTES = 1 << 30  # of tensors of images seen lately
+_NOTED = "image_reader"  # attribute of a model and of its tokenizer
+_KEPT_BYTES = 1 << 30  # maximum size of the cache of processed images
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One image, read. `text`: what stands for it. `count`: image tokens in it. `tensors`: of the
-    image processor.
+    """Hold a processed image.
+
+    `text`: the text that represents it. `count`: its number of image tokens. `tensors`: the tensors
+    of the image processor.
     """
 
     text: str
@@ -37,33 +38,36 @@ class Picture:
 
     @property
     def size(self) -> int:
+        """Return the size of the tensors in bytes."""
         return sum(
-            one.numel() * one.element_size()
-            for one in self.tensors.values()
-            if hasattr(one, "numel")
+            tensor.numel() * tensor.element_size()
+            for tensor in self.tensors.values()
+            if hasattr(tensor, "numel")
         )
 
 
 class ImageReader:
-    """For one model (its config, tokenizer and image processor). UserError for an architecture
-    whose images are not known here.
+    """Process images for a model (its config, tokenizer and image processor).
+
+    Raises UserError if the architecture's images are not supported.
     """
 
     def __init__(self, config: Any, tokenizer: Any, image_processor: Any):
         if config.model_type not in FAMILIES:
             raise UserError(
-                f"images are not known for the architecture {config.model_type!r}, of which the text alone can be trained; "
-                f"known are {', '.join(FAMILIES)}"
+                f"images are not supported for the architecture {config.model_type!r}, which can "
+                f"be trained on text only; supported are {', '.join(FAMILIES)}"
             )
         self.family = FAMILIES[config.model_type](config, tokenizer, image_processor)
         self.image_token_id = self.family.image_token_id
-        # What is fed in the place of an image token that the policy drew after an image, on both
-        # sides: the model takes every such token for a piece of an image that it was given, and the
-        # counts would not agree. Rows without images are read as they are.
+        # Learner and sampler feed this token in place of an image token that the policy sampled
+        # after an image. The model treats every image token as part of an input image, and the
+        # counts would not match. Rows without images are not changed.
         self.stand_in = 1 if self.image_token_id == 0 else 0
         self._start()
 
     def _start(self) -> None:
+        """Create the lock and the empty cache."""
         self._lock = threading.Lock()
         self._pictures: OrderedDict[bytes, Picture] = OrderedDict()
         self._held = 0
@@ -80,17 +84,17 @@ class ImageReader:
         self._start()
 
     def __deepcopy__(self, memo: Any) -> ImageReader:
-        return self  # a copy of the model sees through the same eyes
+        return self  # copies of the model share the reader
 
-    # ------------------------------------------------------------------------------------ one image
+    # -------------------------------------------------------------------------------- single images
 
     def read(self, chunk: ImageChunk) -> Picture:
-        """The image as the model takes it; images seen lately are kept."""
+        """Return the processed image, cached if it was used recently."""
         with self._lock:
-            found = self._pictures.get(chunk.data)
-            if found is not None:
+            cached = self._pictures.get(chunk.data)
+            if cached is not None:
                 self._pictures.move_to_end(chunk.data)
-                return found
+                return cached
         tensors = self.family.process(opened(chunk))
         text = self.family.expansion(tensors)
         picture = Picture(text, text.count(self.family.image_token), tensors)
@@ -103,8 +107,9 @@ class ImageReader:
         return picture
 
     def settled(self, given: ModelInput) -> ModelInput:
-        """The same input, its images with their tokens. UserError for an image that takes others
-        than were expected.
+        """Return the input with the tokens of its images filled in.
+
+        Raises BadRequestError if an image's tokens or their number differ from the expected ones.
         """
         if not any(
             isinstance(chunk, (ImageChunk, ImageAssetPointerChunk)) for chunk in given.chunks
@@ -118,51 +123,58 @@ class ImageReader:
         )
 
     def _settled(self, chunk: Any) -> ImageChunk:
+        """Return an image chunk with its tokens."""
         if not isinstance(chunk, ImageChunk):
             raise BadRequestError(
-                f"the image at {chunk.location} lies elsewhere: fetch it and give ImageChunk(data=its bytes, format=...)"
+                f"the image at {chunk.location} is not local: download it and pass "
+                "ImageChunk(data=its bytes, format=...)"
             )
         tokens = chunk.tokens
         if tokens is None:
             ids = list(
                 self.family.tokenizer.encode(self.read(chunk).text, add_special_tokens=False)
             )
-            own = [i for i, token in enumerate(ids) if token == self.image_token_id]
-            tokens = tuple(ids[own[0] : own[-1] + 1])
+            positions = [i for i, token in enumerate(ids) if token == self.image_token_id]
+            tokens = tuple(ids[positions[0] : positions[-1] + 1])
         elif tokens.count(self.image_token_id) != self.read(chunk).count:
             raise BadRequestError(
-                f"an image takes {self.read(chunk).count} image tokens in this model, its chunk has tokens of another"
+                f"an image takes {self.read(chunk).count} image tokens in this model, "
+                "but its chunk has the tokens of another model"
             )
         if chunk.expected_tokens is not None and chunk.expected_tokens != len(tokens):
             raise BadRequestError(
-                f"an image takes {len(tokens)} tokens in this model, expected_tokens says {chunk.expected_tokens}: leave it out or set that"
+                f"an image takes {len(tokens)} tokens in this model, expected_tokens is "
+                f"{chunk.expected_tokens}: omit expected_tokens or correct it"
             )
         return replace(chunk, tokens=tokens)
 
     def located(self, tokens: Sequence[int], images: Sequence[ImageChunk]) -> ModelInput:
-        """Tokens in which the texts of `images` stand, in that order, as an input. UserError where
-        they do not fit.
+        """Return tokens that contain the texts of `images`, in order, as an input with placed
+        images.
+
+        Raises UserError if tokens and images do not match.
         """
         at, placed = 0, []
-        own = [i for i, token in enumerate(tokens) if token == self.image_token_id]
+        positions = [i for i, token in enumerate(tokens) if token == self.image_token_id]
         for image in images:
             count = self.read(image).count
-            mine = own[at : at + count]
-            if len(mine) < count:
+            span = positions[at : at + count]
+            if len(span) < count:
                 break
             placed.append(
                 (
-                    mine[0],
+                    span[0],
                     replace(
-                        image, tokens=tuple(tokens[mine[0] : mine[-1] + 1]), expected_tokens=None
+                        image, tokens=tuple(tokens[span[0] : span[-1] + 1]), expected_tokens=None
                     ),
                 )
             )
             at += count
-        if at != len(own) or len(placed) != len(images):
-            wanted = sum(self.read(image).count for image in images)
+        if at != len(positions) or len(placed) != len(images):
+            expected = sum(self.read(image).count for image in images)
             raise UserError(
-                f"{len(images)} images take {wanted} image tokens, the tokens of the text hold {len(own)}: is the template another model's?"
+                f"{len(images)} images take {expected} image tokens, the text has "
+                f"{len(positions)}: check that the template belongs to this model"
             )
         return ModelInput.of(list(tokens), placed)
 
@@ -176,12 +188,12 @@ class ImageReader:
         starts: Sequence[int],
         lengths: Sequence[int],
     ) -> dict[str, Tensor]:
-        """The forward's arguments (input_ids among them) of a padded batch [R, L], on the device of
-        `ids`.
+        """Return the forward's arguments (with input_ids) of a padded batch [R, L], on the device
+        of `ids`.
 
-        rows      the images of each row, placed in its own tokens, which begin at `starts` and are
-        `lengths` long in `ids` All rows have images, or none has: then it is the tokens alone.
-        ValueError for a batch of both.
+        `rows`: the images of each row, placed in the row's tokens. These start at `starts` and are
+        `lengths` long in `ids`. Either all rows have images or no row has; without images the only
+        argument is input_ids. Raises ValueError for a mixed batch.
         """
         import torch
 
@@ -189,72 +201,87 @@ class ImageReader:
             return {"input_ids": ids}
         if not all(rows):
             raise ValueError(
-                "rows with images and rows without are different batches: a text's image tokens would be taken for an image's"
+                "rows with images and rows without need separate batches: "
+                "image tokens in a text row would be treated as an image"
             )
         types = torch.zeros_like(ids)
         for r, images in enumerate(rows):
             for at, image in images:
                 span = slice(starts[r] + at, starts[r] + at + image.length)
                 types[r, span] = (ids[r, span] == self.image_token_id).to(types.dtype)
-        found = {
+        arguments = {
             "input_ids": ids.masked_fill((ids == self.image_token_id) & (types == 0), self.stand_in)
         }
         pictures = [[self.read(image).tensors for _, image in images] for images in rows]
-        found |= {
-            name: one.to(ids.device)
-            for name, one in self.family.pixels([one for row in pictures for one in row]).items()
+        arguments |= {
+            name: value.to(ids.device)
+            for name, value in self.family.pixels(
+                [value for row in pictures for value in row]
+            ).items()
         }
         if self.family.types_as:
-            found[self.family.types_as] = types
+            arguments[self.family.types_as] = types
         positions = []
         for r, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-            own = slice(start, start + length)
-            self._check_apart(types[r, own], rows[r])
+            row_span = slice(start, start + length)
+            self._check_apart(types[r, row_span], rows[r])
             positions.append(
-                self.family.positions(model, ids[r, own].cpu(), types[r, own].cpu(), pictures[r])
+                self.family.positions(
+                    model, ids[r, row_span].cpu(), types[r, row_span].cpu(), pictures[r]
+                )
             )
         if positions[0] is not None:
-            laid = torch.zeros(3, *ids.shape, dtype=torch.int64)
-            for r, (one, start) in enumerate(zip(positions, starts, strict=True)):
-                assert one is not None
-                laid[:, r, start : start + one.shape[1]] = one
-            found["position_ids"] = laid.to(ids.device)
-        return found
+            position_ids = torch.zeros(3, *ids.shape, dtype=torch.int64)
+            for r, (value, start) in enumerate(zip(positions, starts, strict=True)):
+                assert value is not None
+                position_ids[:, r, start : start + value.shape[1]] = value
+            arguments["position_ids"] = position_ids.to(ids.device)
+        return arguments
 
     def fed(self, ids: Tensor, sees: Tensor) -> Tensor:
-        """Drawn tokens [R, 1], as rows that saw images (`sees`, bool [R]) read them."""
+        """Replace the image tokens among sampled tokens [R, 1] in rows with images (`sees`, bool
+        [R]).
+
+        The replacement is `stand_in`.
+        """
         return ids.masked_fill(
             (ids == self.image_token_id) & sees[:, None].to(ids.device), self.stand_in
         )
 
     def _check_apart(self, types: Tensor, images: Sequence[PlacedImage]) -> None:
-        """Models take neighbouring image tokens for one image."""
+        """Raise BadRequestError for adjacent images: models treat adjacent image tokens as a single
+        image.
+        """
         for (at, image), (following, _) in zip(images, images[1:], strict=False):
             if at + image.length == following:
                 raise BadRequestError(
-                    f"two images stand side by side at position {following}, without a token between, and would be taken for one: put the "
-                    "model's own marks around each, as its chat template does"
+                    f"two images are adjacent at position {following}, without a token between "
+                    "them, and would be treated as a single image: put the model's marker tokens "
+                    "around each image, as its chat template does"
                 )
 
     def save(self, folder: Any) -> None:
-        """The image processor's file beside a model's, so that the folder reads images again."""
+        """Save the image processor in a model's folder, so that the folder supports images when
+        loaded.
+        """
         self.family.image_processor.save_pretrained(str(folder))
 
 
 def note_reader(owner: Any, reader: ImageReader | None) -> None:
-    """Keeps the reader with a model or a tokenizer."""
+    """Attach the reader to a model or a tokenizer."""
     if owner is not None and reader is not None:
         setattr(owner, _NOTED, reader)
 
 
 def reader_of(owner: Any) -> ImageReader | None:
-    """The reader that was noted with a model or tokenizer; None for one of text alone."""
-    found = vars(owner).get(_NOTED) if hasattr(owner, "__dict__") else None
-    return found if isinstance(found, ImageReader) else None
+    """Return the reader attached to a model or tokenizer; None for a text-only model."""
+    reader = vars(owner).get(_NOTED) if hasattr(owner, "__dict__") else None
+    return reader if isinstance(reader, ImageReader) else None
 
 
 def without_reader(name: str) -> UserError:
-    """What is raised where a model that reads text alone is given an image."""
+    """Return the error for an image that was passed to a text-only model."""
     return UserError(
-        f"{name} reads text alone, and was given an image: take a vision-language model (Qwen3-VL, Gemma 3, SmolVLM), or leave it out"
+        f"{name} supports only text, but got an image: use a vision-language model "
+        "(Qwen3-VL, Gemma 3, SmolVLM), or omit the image"
     )

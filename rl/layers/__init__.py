@@ -1,5 +1,6 @@
-"""What a model is built of: the kinds of its layers, how far they look, its experts; read from the
-model itself, and by all rooms alike.
+"""Describe the layers of a model: their kinds, receptive fields and experts, read from the model.
+
+Learner, sampler and memory plan use the same description.
 """
 
 from rl.layers.balance import balance_loss, router_scores, routers

@@ -1,10 +1,10 @@
-"""How evenly routers spread tokens over experts, and the loss that keeps them at it.
+"""Compute the router auxiliary loss, which keeps the tokens spread evenly over the experts.
 
-The auxiliary loss of the Switch Transformer (arXiv 2101.03961, equations 4 to 6) in the form that
-transformers gives it: over the tokens of all layers together, E sum_e f_e P_e, where f_e is how
-many of the K choices a token go to expert e and P_e its mean probability under a softmax of the
-router's scores. Even routing gives K; all tokens at one expert, with all the probability, E.
-Shapes: T tokens, E experts, K experts a token.
+The auxiliary loss of the Switch Transformer (arXiv 2101.03961, equations 4 to 6) in the form of
+transformers: over the tokens of all layers together, E sum_e f_e P_e, where f_e is the number of
+choices of expert e per token (of K) and P_e its mean probability under a softmax of the router's
+scores. Even routing gives K. All tokens at a single expert, with all the probability, give E.
+Shapes: T tokens, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -21,60 +21,63 @@ from rl.layers.reach import inner_model
 
 
 def routers(model: Any) -> list[tuple[nn.Module, int]]:
-    """The modules whose outputs hold a router's scores, and at which index, as the architecture
-    itself says; [] where it does not.
+    """Return the modules whose outputs contain router scores, with the index of the scores in the
+    output.
+
+    The architecture declares them (`_can_record_outputs`). Returns [] if it does not.
     """
     inner = inner_model(model)
-    told = next(
+    recorders = next(
         (
-            found
+            matches
             for m in inner.modules()
-            if (found := (getattr(m, "_can_record_outputs", None) or {}).get("router_logits"))
+            if (matches := (getattr(m, "_can_record_outputs", None) or {}).get("router_logits"))
         ),
         None,
     )
-    if told is None:
+    if recorders is None:
         return []
-    found = []
-    for recorder in told if isinstance(told, list) else [told]:
+    matches = []
+    for recorder in recorders if isinstance(recorders, list) else [recorders]:
         kind: Any = getattr(recorder, "target_class", recorder)
         index = getattr(recorder, "index", 0)
         part = getattr(recorder, "layer_name", None)
-        found += [
+        matches += [
             (m, index)
             for name, m in inner.named_modules()
             if isinstance(m, kind) and (part is None or part in name)
         ]
-    return found
+    return matches
 
 
 @contextlib.contextmanager
 def router_scores(model: Any) -> Iterator[Callable[[], list[Tensor]]]:
-    """What the routers score inside: a function that gives them of the one forward that was made,
-    each [positions, E], before any softmax.
+    """Record the router scores of a forward; yields a function that returns them.
 
-    They belong to the graph. A recomputed forward (checkpointing) is not looked at.
+    The scores [positions, E] of each router are taken before any softmax and belong to the autograd
+    graph. Only the first forward is recorded, not a recomputed forward (activation checkpointing).
     """
-    found: dict[int, Tensor] = {}
+    scores_by_router: dict[int, Tensor] = {}
 
     def note(number: int, index: int, module: nn.Module, args: Any, out: Any) -> None:
         scores = out[index] if isinstance(out, tuple | list) else out
-        found.setdefault(number, scores.reshape(-1, scores.shape[-1]))
+        scores_by_router.setdefault(number, scores.reshape(-1, scores.shape[-1]))
 
     hooks = [
         m.register_forward_hook(partial(note, i, index))
         for i, (m, index) in enumerate(routers(model))
     ]
     try:
-        yield lambda: list(found.values())
+        yield lambda: list(scores_by_router.values())
     finally:
         for hook in hooks:
             hook.remove()
 
 
 def balance_loss(scores: Sequence[Tensor], per_token: int, counted_T: Tensor) -> Tensor:
-    """The loss over the tokens that count. `scores`: of each router [T, E]; `counted_T`: bool. 0
-    where no token counts.
+    """Return the loss over the counted tokens; 0 if no token is counted.
+
+    `scores`: the scores of each router [T, E]. `counted_T`: bool.
     """
     weight_T = counted_T.float()
     experts = scores[0].shape[1]

@@ -1,11 +1,10 @@
-"""What a model's layers are, read once from the model as it was built: learner, sampler, memory
-plan and table ask here.
+"""Describe the layers of a model, read once from the built model.
 
-Kinds of layers: `full`, `sliding` and `chunked` attention, which keep keys and values; `linear`
-attention, `state space` and `convolution`, which keep a state of one size a sequence; several in
-one layer with "+" between; `other` where neither config nor modules say, `none` for a layer of
-experts or an MLP alone. What follows from them is tried out all the same (`rl.learner.probe`,
-`rl.sampler.probe`).
+Learner, sampler, memory plan and the table of architectures use this description. Kinds of layers:
+`full`, `sliding` and `chunked` attention, which cache keys and values; `linear` attention, `state
+space` and `convolution`, which carry a state of fixed size per sequence; several kinds in a layer
+are joined with "+"; `other` if neither config nor modules tell, `none` for a layer with only
+experts or an MLP. Probes verify the consequences (`rl.learner.probe`, `rl.sampler.probe`).
 """
 
 from __future__ import annotations
@@ -23,32 +22,54 @@ from rl.layers.reach import config_number, inner_model, local_reach, text_config
 
 STATES = ("linear", "state space", "convolution")
 KEEPS_KEYS = ("full", "sliding", "chunked", "other")
-_KINDS = {"full_attention": "full", "attention": "full", "sliding_attention": "sliding", "chunked_attention": "chunked",
-          "linear_attention": "linear", "conv": "convolution", "mamba": "state space", "recurrent": "state space",
-          "hybrid": "state space+full", "hybrid_sliding": "state space+sliding", "moe": "none", "mlp": "none", "global": "full",
-          "local": "sliding"}  # fmt: skip
-_WORDS = {"full": "full attention", "sliding": "sliding-window attention", "chunked": "chunked attention", "linear": "linear attention",
-          "convolution": "convolutions", "state space": "state-space layers", "other": "layers of an unknown kind"}  # fmt: skip
-# in the names of the classes of their modules
+_KINDS = {
+    "full_attention": "full",
+    "attention": "full",
+    "sliding_attention": "sliding",
+    "chunked_attention": "chunked",
+    "linear_attention": "linear",
+    "conv": "convolution",
+    "mamba": "state space",
+    "recurrent": "state space",
+    "hybrid": "state space+full",
+    "hybrid_sliding": "state space+sliding",
+    "moe": "none",
+    "mlp": "none",
+    "global": "full",
+    "local": "sliding",
+}
+_WORDS = {
+    "full": "full attention",
+    "sliding": "sliding-window attention",
+    "chunked": "chunked attention",
+    "linear": "linear attention",
+    "convolution": "convolutions",
+    "state space": "state-space layers",
+    "other": "layers of an unknown kind",
+}
+# parts of the class names of state-space modules
 _STATE_SPACE = ("mamba", "rwkv", "xlstm", "mlstm", "rglru", "recurrentblock")
 
 
 @dataclass(frozen=True)
 class Experts:
-    """`blocks`: the modules that route tokens to their experts, by name, in the order in which they
-    run.
+    """Describe the experts of a model.
+
+    `blocks`: names of the modules that route tokens to their experts, in execution order.
     """
 
     count: int
     per_token: int
     blocks: tuple[str, ...]
-    parameters: int  # numbers in all experts together, without adapters
+    parameters: int  # number of parameters of all experts together, without adapters
 
 
 @dataclass(frozen=True)
 class Layers:
-    """`reach`: see `rl.layers.reach.local_reach`. `strange`: kinds of layers that reach no one
-    knows how far, None where there are none.
+    """Describe the layers of a model.
+
+    `reach`: see `rl.layers.reach.local_reach`. `strange`: kinds of layers with an unknown receptive
+    field; None if the model has no such layers.
     """
 
     kinds: tuple[str, ...]
@@ -58,23 +79,24 @@ class Layers:
     positions: str  # "rotary", "learned", "alibi" or "none"
     experts: Experts | None
     images: bool
-    # positions that a layer reads, which it chooses by scores of its own (DeepSeek's sparse
-    # attention)
+    # number of positions that a sparse attention layer selects by its scores (DeepSeek)
     chosen: int | None = None
 
     @cached_property
     def states(self) -> bool:
-        """Whether a layer carries a state from token to token."""
+        """Return whether a layer carries a state from token to token."""
         return any(part in STATES for kind in self.kinds for part in kind.split("+"))
 
     @cached_property
     def keeping_keys(self) -> int:
-        """How many layers keep keys and values of every token."""
+        """Return the number of layers that cache keys and values of every token."""
         return sum(any(part in KEEPS_KEYS for part in kind.split("+")) for kind in self.kinds)
 
     @property
     def others(self) -> str | None:
-        """The kinds that are not plain full attention, in words; None where all are."""
+        """Return the kinds other than plain full attention, in words; None if no layer is of
+        another kind.
+        """
         kinds = [kind for kind in dict.fromkeys(self.kinds) if kind not in ("full", "none")]
         return (
             ", ".join(
@@ -101,7 +123,9 @@ class Layers:
 
 
 def describe(model: Any) -> Layers:
-    """Of a transformers model, PEFT-wrapped or not, with or without weights."""
+    """Return the description of a transformers model (PEFT-wrapped or not, with or without
+    weights).
+    """
     inner = inner_model(model)
     config = inner.config
     blocks = layer_list(inner)
@@ -121,8 +145,9 @@ def describe(model: Any) -> Layers:
 
 
 def layer_list(model: Any) -> tuple[str, nn.ModuleList] | None:
-    """The decoder's layers and their name; None where they are not one list (or where it is not
-    known which).
+    """Return the name and the list of the decoder's layers.
+
+    Returns None if they are not in a single list, or if the list is ambiguous.
     """
     config = text_config(model)
     sizes = (
@@ -130,87 +155,98 @@ def layer_list(model: Any) -> tuple[str, nn.ModuleList] | None:
         for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
     )
     count = next((size for size in sizes if isinstance(size, int)), None)
-    found = [
+    candidates = [
         (name, m)
         for name, m in inner_model(model).named_modules()
         if isinstance(m, nn.ModuleList) and len(m) == count
     ]
-    found = [
+    candidates = [
         (name, m)
-        for name, m in found
+        for name, m in candidates
         if not any(part in name for part in ("vision", "visual", "audio", "encoder"))
     ]
     outermost = [
-        one for one in found if not any(one[0].startswith(f"{other[0]}.") for other in found)
+        candidate
+        for candidate in candidates
+        if not any(candidate[0].startswith(f"{other[0]}.") for other in candidates)
     ]
     return outermost[0] if len(outermost) == 1 else None
 
 
 @contextlib.contextmanager
 def shallow(model: Any) -> Iterator[None]:
-    """The model with its first layers alone: as many as hold one of every make, and two at least.
+    """Truncate the model to its first layers inside the context.
 
-    For a trial of what the code of its layers does: a layer that is made like one before it runs
-    the same code.
+    It keeps as many layers as contain every signature, and at least two. This is for a trial of the
+    layers' code: a layer with the signature of an earlier layer runs the same code.
     """
-    found = layer_list(model)
+    layers = layer_list(model)
     cut_(model)
     try:
         yield
     finally:
-        if found is not None:
-            _set(model, found[0], found[1])
+        if layers is not None:
+            _set(model, layers[0], layers[1])
 
 
 def first_layers_(model: Any, layers: tuple[str, nn.ModuleList], depth: int) -> None:
-    """Leaves the first `depth` of `layers` (`layer_list`, found before any were taken away) alone,
-    in place; all are put back so too.
+    """Keep only the first `depth` of `layers`, in place.
+
+    `layers` is the result of `layer_list` before any truncation. The full depth restores all
+    layers.
     """
     _set(model, layers[0], nn.ModuleList(layers[1][i] for i in range(depth)))
 
 
 def share_weights(layers: nn.ModuleList) -> bool:
-    """Whether a tensor stands in several of the layers."""
+    """Return whether several of the layers share a tensor."""
     seen = [id(parameter) for layer in layers for parameter in layer.parameters()]
     return len(set(seen)) < len(seen)
 
 
 def rhythm(model: Any) -> tuple[int, int, int] | None:
-    """(how many layers, after how many their makes repeat, how many stand before that begins). None
-    where they are not one list.
+    """Return (number of layers, period of their signatures, number of layers before the periodic
+    part).
 
-    Layers of one make are (n, 1, 0); one with attention to all after five with a window, six in
-    turn, are (n, 6, 0).
+    Returns None if the layers are not in a single list. Layers with equal signatures are (n, 1, 0).
+    Repeated groups of five layers with a window and a layer with full attention are (n, 6, 0).
     """
-    found = layer_list(model)
-    if found is None:
+    layers = layer_list(model)
+    if layers is None:
         return None
-    makes = [_make(layer) for layer in found[1]]
-    count = len(makes)
+    signatures = [_make(layer) for layer in layers[1]]
+    count = len(signatures)
 
-    def begins(period: int) -> int:
+    def prefix_length(period: int) -> int:
         return next(
-            (i + 1 for i in reversed(range(count - period)) if makes[i] != makes[i + period]), 0
+            (
+                i + 1
+                for i in reversed(range(count - period))
+                if signatures[i] != signatures[i + period]
+            ),
+            0,
         )
 
-    period = min(range(1, count + 1), key=lambda period: (period + begins(period), period))
-    return count, period, begins(period)
+    period = min(range(1, count + 1), key=lambda period: (period + prefix_length(period), period))
+    return count, period, prefix_length(period)
 
 
 def cut_(model: Any) -> int | None:
-    """Leaves the first layers alone, in place; see `shallow`. How many are left, None where they
-    are not one list.
+    """Truncate the model to its first layers in place, as `shallow`.
+
+    Returns the number of remaining layers, or None if the layers are not in a single list.
     """
-    found = layer_list(model)
-    if found is None:
+    layers = layer_list(model)
+    if layers is None:
         return None
-    makes = [_make(layer) for layer in found[1]]
-    depth = min(max([2, *(makes.index(make) + 1 for make in makes)]), len(makes))
-    _set(model, found[0], nn.ModuleList(found[1][i] for i in range(depth)))
+    signatures = [_make(layer) for layer in layers[1]]
+    depth = min(max([2, *(signatures.index(make) + 1 for make in signatures)]), len(signatures))
+    _set(model, layers[0], nn.ModuleList(layers[1][i] for i in range(depth)))
     return depth
 
 
 def _set(model: Any, name: str, layers: nn.ModuleList) -> None:
+    """Replace the layer list of that name."""
     place, _, last = name.rpartition(".")
     inner_model(model).get_submodule(place)._modules[last] = layers
 
@@ -219,24 +255,25 @@ _OF_ONE_LAYER = {"layer_idx", "layer_id", "layer_number", "idx", "layer_index"}
 
 
 def _make(layer: nn.Module) -> tuple:
-    """Equal for layers that run the same code on tensors of the same shapes: classes, settings,
-    shapes, and what was patched.
+    """Return the signature of a layer: classes, settings, shapes, and patched attributes.
+
+    Layers with equal signatures run the same code on tensors of the same shapes.
     """
-    made: list[Any] = []
+    parts: list[Any] = []
     for name, module in layer.named_modules():
-        own = {
+        attributes = {
             key: value
             for key, value in vars(module).items()
             if key not in _OF_ONE_LAYER and not key.startswith("_")
         }
         plain = sorted(
             (key, str(value))
-            for key, value in own.items()
+            for key, value in attributes.items()
             if isinstance(value, bool | int | float | str | None)
         )
         others = sorted(
             key
-            for key, value in own.items()
+            for key, value in attributes.items()
             if not isinstance(value, bool | int | float | str | None)
         )
         hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
@@ -244,24 +281,25 @@ def _make(layer: nn.Module) -> tuple:
             (key, tuple(p.shape), p.requires_grad)
             for key, p in module.named_parameters(recurse=False)
         ]
-        kept = [(key, tuple(b.shape)) for key, b in module.named_buffers(recurse=False)]
-        made.append(
-            (name, type(module), tuple(plain), tuple(others), hooks, tuple(shapes), tuple(kept))
+        buffers = [(key, tuple(b.shape)) for key, b in module.named_buffers(recurse=False)]
+        parts.append(
+            (name, type(module), tuple(plain), tuple(others), hooks, tuple(shapes), tuple(buffers))
         )
-    return tuple(made)
+    return tuple(parts)
 
 
 def _kinds(model: Any, layers: nn.ModuleList | None) -> tuple[str, ...]:
+    """Return the kind of each layer, from the config and the modules."""
     config = text_config(model)
-    said = (
+    declared = (
         getattr(config, "layer_types", None)
         or getattr(config, "layers_block_type", None)
         or getattr(config, "attention_layers", None)
     )
     data = config.to_dict()
     count = (
-        len(said)
-        if said
+        len(declared)
+        if declared
         else len(layers)
         if layers is not None
         else data.get("num_hidden_layers") or data.get("n_layer") or 0
@@ -273,29 +311,34 @@ def _kinds(model: Any, layers: nn.ModuleList | None) -> tuple[str, ...]:
             if layers is not None and i < len(layers)
             else []
         )
-        own = (
+        parameter_names = (
             {name.rpartition(".")[2] for name, _ in layers[i].named_parameters()}
             if layers is not None and modules
             else set()
         )
-        spaces = (
-            any(part in name for name in modules for part in _STATE_SPACE) or {"A_log", "D"} <= own
+        has_state_space = (
+            any(part in name for name in modules for part in _STATE_SPACE)
+            or {"A_log", "D"} <= parameter_names
         )
-        kind = _KINDS.get(said[i], "other") if said else _unsaid(data, modules, spaces)
-        if spaces and "state space" not in kind:
+        kind = (
+            _KINDS.get(declared[i], "other")
+            if declared
+            else _unsaid(data, modules, has_state_space)
+        )
+        if has_state_space and "state space" not in kind:
             kind = (
                 "state space"
                 if kind in ("linear", "other", "convolution")
                 else f"state space+{kind}"
             )
-        elif not spaces and kind.startswith("state space+"):
+        elif not has_state_space and kind.startswith("state space+"):
             kind = kind.replace("state space", "linear")
         kinds.append(kind)
     return tuple(kinds)
 
 
 def _unsaid(config: Mapping[str, Any], modules: list[str], spaces: bool) -> str:
-    """The kind of a layer of which the config says nothing."""
+    """Return the kind of a layer that the config does not declare."""
     attends = any(
         ("attention" in name or "attn" in name) and "rwkv" not in name for name in modules
     )
@@ -308,6 +351,7 @@ def _unsaid(config: Mapping[str, Any], modules: list[str], spaces: bool) -> str:
 
 
 def _positions(model: Any) -> str:
+    """Return the kind of position encoding: "rotary", "learned", "alibi" or "none"."""
     data = text_config(model).to_dict()
     if (
         data.get("alibi")
@@ -330,7 +374,11 @@ def _positions(model: Any) -> str:
 
 
 def _experts(model: Any) -> Experts | None:
-    """Blocks with an `experts` of several, and how many of them a token goes to."""
+    """Return the description of the experts, or None.
+
+    A block with an `experts` module routes tokens. The config holds the number of experts per
+    token.
+    """
     data = text_config(model).to_dict()
     data |= {k: v for k, v in (data.get("ffn_config") or {}).items() if k.startswith("moe")}
     names = (

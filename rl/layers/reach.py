@@ -1,5 +1,6 @@
-"""How far a model's layers look, as its config tells: windows and chunks. `rl.layers.describe`
-tells it to others.
+"""Read the receptive fields of a model's layers from its config: windows and chunks.
+
+Other modules read them from `rl.layers.describe`.
 """
 
 from __future__ import annotations
@@ -9,24 +10,25 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-# Numbers of tokens that a layer looks back, or that it takes together, whatever the architecture
-# calls them.
+# Config names, in any architecture, of the number of tokens that a layer looks back, or that it
+# processes together.
 _LOCAL = re.compile(
     r"(?:^|_)(?:window|chunk_size|chunk_length|block_size|index_topk|local_radius|compress)(?:_|$|s$|ion|or)"
 )
 _NOT_LOCAL = re.compile(r"feed_forward|layers|conv|vision|audio|image|patch|^use_")
-PLAIN = "full_attention"  # the kind of layer that sees everything before it
-# Kinds that mix neighbours or carry a state, which shows over a few tokens, and kinds without
+PLAIN = "full_attention"  # the kind of layer that attends to all earlier positions
+# Kinds that mix neighboring tokens or carry a state, which a few tokens reveal, and kinds without
 # attention.
 _NEAR = {"linear_attention", "conv", "hybrid", "moe", "dense", "sparse"}
-# A word in the name of the number that says how far a kind of layer looks.
+# A word in the config name that holds the receptive field of a kind of layer.
 _SAID_BY = {"sliding_attention": "window", "hybrid_sliding": "window", "chunked_attention": "chunk"}
 SHRUNK = 4
 
 
 def inner_model(model: Any) -> Any:
-    """The transformers model inside a PEFT model (FSDP2 makes a class of its own of that), or the
-    model itself.
+    """Return the transformers model inside a PEFT model, or the model itself.
+
+    FSDP2 replaces the class of a PEFT model by a subclass.
     """
     return (
         model.get_base_model()
@@ -36,14 +38,15 @@ def inner_model(model: Any) -> Any:
 
 
 def text_config(model: Any) -> Any:
+    """Return the text config of a model."""
     return inner_model(model).config.get_text_config()
 
 
 def config_number(model: Any, *names: str) -> int | None:
-    """A positive number of the config, by the first of its names that it has (an architecture's
-    `attribute_map` included).
+    """Return a positive number of the config, by the first of its names that is set.
 
-    Where each layer has its own (Gemma 4's heads), the largest.
+    Names in the architecture's `attribute_map` count. If the number differs between layers (Gemma
+    4's heads), returns the largest.
     """
     config = text_config(model)
     return next(
@@ -53,33 +56,35 @@ def config_number(model: Any, *names: str) -> int | None:
 
 
 def _number(config: Any, name: str) -> Any:
+    """Return an attribute of the config; the largest if it differs between layers."""
     try:
         return getattr(config, name, None)
-    except RuntimeError:  # transformers gives no number for what differs between layers
-        found = [
+    except RuntimeError:  # transformers raises if the number differs between layers
+        values = [
             getattr(config.per_layer_config[i], name, None) for i in range(config.num_hidden_layers)
         ]
-        return max((value for value in found if isinstance(value, int)), default=None)
+        return max((value for value in values if isinstance(value, int)), default=None)
 
 
 def width(model: Any) -> int:
-    """Of the model's hidden states; of its embeddings where the config has no name for it."""
-    found = config_number(model, "hidden_size", "n_embd", "d_model")
+    """Return the width of the hidden states; of the embeddings if the config has no name for it."""
+    size = config_number(model, "hidden_size", "n_embd", "d_model")
     return (
-        found
-        if found is not None
+        size
+        if size is not None
         else int(inner_model(model).get_input_embeddings().weight.shape[-1])
     )
 
 
 def local_reach(model: Any) -> dict[str, int]:
-    """The config's numbers by name: the farthest that a window, chunk or block reaches; empty for
-    plain full attention.
+    """Return the config's receptive fields by name: the largest window, chunk or block of each.
+
+    Empty for plain full attention.
     """
     config = text_config(model).to_dict()
     if set(config.get("layer_types") or ["unsaid"]) == {PLAIN}:
         return {}
-    found = {}
+    reach = {}
     for name, value in config.items():
         if not _LOCAL.search(name) or _NOT_LOCAL.search(name):
             continue
@@ -92,26 +97,30 @@ def local_reach(model: Any) -> dict[str, int]:
         )
         whole = [n for n in numbers if isinstance(n, int) and not isinstance(n, bool)]
         if whole and max(whole) > 1:
-            found[name] = max(whole)
-    return found
+            reach[name] = max(whole)
+    return reach
 
 
 def unnamed_kinds(model: Any) -> str | None:
-    """Kinds of layers that reach no one knows how far: they are not plain, and no number of the
-    config says.
+    """Return the kinds of layers with an unknown receptive field, or None.
+
+    They are not plain full attention, and the config has no number for them.
     """
     kinds = (
         {str(kind) for kind in text_config(model).to_dict().get("layer_types") or []}
         - {PLAIN}
         - _NEAR
     )
-    said = " ".join(local_reach(model))
-    return ", ".join(sorted(kind for kind in kinds if _SAID_BY.get(kind, kind) not in said)) or None
+    config_names = " ".join(local_reach(model))
+    return (
+        ", ".join(sorted(kind for kind in kinds if _SAID_BY.get(kind, kind) not in config_names))
+        or None
+    )
 
 
 @contextlib.contextmanager
 def shrunk(model: Any, name: str) -> Iterator[None]:
-    """The config's number `name`, and the copies of it that modules keep, as SHRUNK inside."""
+    """Set the config's number `name`, and its copies in modules, to SHRUNK inside the context."""
     config = text_config(model)
     value = getattr(config, name)
     owners = [

@@ -1,10 +1,10 @@
-"""Which experts a model's routers choose: noted as it runs, or given to it.
+"""Record the experts that a model's routers choose, or replay recorded experts (router replay).
 
-A router scores all experts and takes the best few; what it takes is its `topk` over them, the one
-place that all architectures share. Inside `noted` these choices are kept; inside `given` they are
-replaced, and the router's own scores of the experts given weigh them, so that gradients reach it as
-ever. Two forwards of the same weights that round apart then go the same way (router replay).
-Shapes: T tokens of a forward (rows times positions), B blocks with experts, K experts a token.
+A router scores all experts and takes the best few with `topk`, the only step that all architectures
+share. Inside `noted` these choices are recorded. Inside `given` they are replaced by recorded
+experts, weighted by the router's scores of these experts, so gradients reach the router as usual.
+Two forwards of the same weights with different rounding then use the same experts. Shapes: T tokens
+of a forward (rows times positions), B blocks with experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from torch.overrides import TorchFunctionMode
 from rl.layers.describe import Experts
 from rl.layers.reach import inner_model
 
-# (scores [T, experts], what the router takes [T, K]) to what is taken instead
+# Maps (scores [T, experts], experts that the router takes [T, K]) to the experts to use.
 Choose = Callable[[Tensor, Tensor], Tensor]
 
 
 class _Choices(TorchFunctionMode):
-    """Sees every choice of experts made inside; `choose` says what is taken."""
+    """Intercept every choice of experts inside the context; `choose` returns the experts to use."""
 
     def __init__(self, experts: Experts, choose: Choose):
         super().__init__()
         self.experts, self.choose = experts, choose
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `func`, and replace the result of a `topk` over all experts."""
         out = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
             return out
         scores = args[0] if args else (kwargs or {})["input"]
-        # groups of experts (DeepSeek) are chosen from scores of three dimensions, or of as many
-        # columns as there are groups
+        # Groups of experts (DeepSeek) are chosen from scores with three dimensions, or with as many
+        # columns as groups.
         if (
             scores.ndim != 2
             or scores.shape[1] != self.experts.count
@@ -58,14 +59,14 @@ class _Choices(TorchFunctionMode):
 def _watched(
     model: Any, experts: Experts, choose: Callable[[int, Tensor, Tensor], Tensor]
 ) -> Iterator[None]:
-    """Each block's own choices go through `choose(block, scores, taken)`, in a recomputed forward
-    too.
+    """Pass the choices of each block through `choose(block, scores, taken)`, also in recomputed
+    forwards.
     """
     blocks = [inner_model(model).get_submodule(name) for name in experts.blocks]
 
-    def forward(block: int, own: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(block: int, original: Any, *args: Any, **kwargs: Any) -> Any:
         with _Choices(experts, partial(choose, block)):
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
 
     before = [vars(block).get("forward") for block in blocks]
     for number, block in enumerate(blocks):
@@ -73,31 +74,37 @@ def _watched(
     try:
         yield
     finally:
-        for block, own in zip(blocks, before, strict=True):
-            if own is None:
+        for block, original in zip(blocks, before, strict=True):
+            if original is None:
                 del block.forward
             else:
-                block.forward = own
+                block.forward = original
 
 
 @contextlib.contextmanager
 def noted(model: Any, experts: Experts) -> Iterator[Callable[[], Tensor]]:
-    """What the routers choose inside: a function that gives the choices of the one forward that was
-    made, int16 [T, B, K].
+    """Record the experts that the routers choose; yields a function that returns them, int16 [T, B,
+    K].
+
+    The context wraps a single forward. The function raises NotImplementedError if some routers do
+    not choose with `topk`.
     """
-    found: dict[int, Tensor] = {}
+    taken_by_block: dict[int, Tensor] = {}
 
     def choose(block: int, scores: Tensor, taken: Tensor) -> Tensor:
-        found[block] = taken
+        taken_by_block[block] = taken
         return taken
 
     def choices() -> Tensor:
-        if len(found) != len(experts.blocks):
-            unseen = len(experts.blocks) - len(found)
+        if len(taken_by_block) != len(experts.blocks):
+            unseen = len(experts.blocks) - len(taken_by_block)
             raise NotImplementedError(
-                f"{unseen} of {len(experts.blocks)} routers choose in a way that is not seen"
+                f"{unseen} of {len(experts.blocks)} routers do not choose experts with topk, "
+                "so their experts cannot be recorded"
             )
-        return torch.stack([found[block] for block in range(len(found))], dim=1).to(torch.int16)
+        return torch.stack(
+            [taken_by_block[block] for block in range(len(taken_by_block))], dim=1
+        ).to(torch.int16)
 
     with _watched(model, experts, choose):
         yield choices
@@ -105,34 +112,36 @@ def noted(model: Any, experts: Experts) -> Iterator[Callable[[], Tensor]]:
 
 @dataclass
 class Replay:
-    """What replay did: of the tokens whose experts were given, those that would have gone elsewhere
-    in one block or more.
+    """Count the effect of a replay: the tokens with recorded experts that would have used other
+    experts.
+
+    A token counts if the experts differ in at least one block.
     """
 
     elsewhere: dict[int, Tensor] = field(default_factory=dict)  # block: bool [T]
     known: Tensor | None = None
 
     def counts(self) -> tuple[Tensor, Tensor]:
-        """(tokens that would have gone elsewhere, tokens)."""
+        """Return (tokens that would have used other experts, tokens with recorded experts)."""
         assert self.known is not None and self.elsewhere
         return torch.stack(list(self.elsewhere.values())).any(0).sum(), self.known.sum()
 
 
 @contextlib.contextmanager
 def given(model: Any, experts: Experts, choices_TBK: Tensor) -> Iterator[Replay]:
-    """The experts that were noted, in place of those that the routers would choose; -1 leaves a
-    token to them.
+    """Replay recorded experts in place of the experts that the routers would choose.
 
-    Stays for the backward as well, where checkpointed layers run again.
+    Experts of -1 leave a token to the router. The context must include the backward, which
+    recomputes checkpointed layers.
     """
     replay = Replay(known=(choices_TBK >= 0).all(-1).all(-1))
     known_T1 = (choices_TBK >= 0).all(-1).all(-1)[:, None]
 
     def choose(block: int, scores: Tensor, taken: Tensor) -> Tensor:
-        wanted = torch.where(known_T1, choices_TBK[:, block].to(taken.dtype), taken)
+        replayed = torch.where(known_T1, choices_TBK[:, block].to(taken.dtype), taken)
         if block not in replay.elsewhere:
-            replay.elsewhere[block] = (wanted.sort(-1).values != taken.sort(-1).values).any(-1)
-        return wanted
+            replay.elsewhere[block] = (replayed.sort(-1).values != taken.sort(-1).values).any(-1)
+        return replayed
 
     with _watched(model, experts, choose):
         yield replay

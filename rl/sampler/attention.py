@@ -1,8 +1,8 @@
-"""One step of attention for many rows that share prompts: the prompt's keys are read once for all
-rows that answer it.
+"""Compute one decode step of attention for many rows that share prompts (prefix groups).
 
-Shapes: P prompts of a band, G rows a prompt at most, N rows (n of a band), H key heads, r query
-heads a key head, L positions, D head width.
+The keys of a prompt are read once for all rows that respond to it. Shapes: P prompts of a band, G
+rows per prompt at most, N rows (n of a band), H key heads, r query heads per key head, L positions,
+D head width.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# (row, prompt position) pairs that a band may waste: less than the fixed cost of another band
+# Number of (row, prompt position) pairs that a band may waste. This costs less than the fixed cost
+# of another band.
 _SLACK = 16_384
 _MOST_BANDS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Neighbouring prompts of about the same length with about as many rows, as a [P, G] grid of
-    cells that rows sit in.
+    """Hold neighboring prompts of similar length and row count as a padded grid [P, G] of cells.
 
-    `rows_n` are the band's rows (None: all of them, in order), `cell_n` their cells (None: row i is
-    cell i), `hidden_PL` True past the end of a prompt (None: all are `length` long).
+    Each row of the band occupies a cell. `rows_n` holds the indices of the band's rows (None: all
+    rows in order). `cell_n` holds the cell of each row (None: row i occupies cell i). `hidden_PL`
+    is True past the end of a prompt (None: all prompts are `length` long).
     """
 
     first: int
@@ -37,8 +38,9 @@ class Band:
     hidden_PL: Tensor | None
 
     def scores(self, q_NHrD: Tensor, prompt_k: Tensor) -> Tensor:
-        """Scores of the band's rows on their prompts, float32 [n, H, r, L]. `prompt_k` [all
-        prompts, H, longest, D].
+        """Return the attention scores of the band's rows on their prompts, float32 [n, H, r, L].
+
+        `prompt_k` has shape [all prompts, H, longest, D].
         """
         score = scores_fp32(self._spread(q_NHrD), self._own(prompt_k))
         if self.hidden_PL is not None:
@@ -48,15 +50,16 @@ class Band:
         return self._gather(score, q_NHrD.shape[1])
 
     def values(self, probability_NHrL: Tensor, prompt_v: Tensor) -> Tensor:
-        """Values of the prompts under the rows' probabilities, [n, H, r, D]."""
+        """Return the prompt values weighted by the rows' attention probabilities, [n, H, r, D]."""
         spread = self._spread(probability_NHrL[..., : self.length])
         return self._gather(torch.bmm(spread, self._own(prompt_v)), prompt_v.shape[1])
 
     def _own(self, block_PHLD: Tensor) -> Tensor:
+        """Return the keys or values of the band's prompts, [P * H, L, D]."""
         return block_PHLD[self.first : self.first + self.prompts, :, : self.length].flatten(0, 1)
 
     def _spread(self, x_NHrX: Tensor) -> Tensor:
-        """Rows to the grid, [P * H, G * r, X]; empty cells are zero."""
+        """Scatter rows into the grid, [P * H, G * r, X]. Empty cells are zero."""
         x = x_NHrX if self.rows_n is None else x_NHrX.index_select(0, self.rows_n)
         _, heads, repeat, width = x.shape
         if self.cell_n is not None:
@@ -67,7 +70,9 @@ class Band:
         return x.reshape(self.prompts * heads, self.width * repeat, width)
 
     def _gather(self, x: Tensor, heads: int) -> Tensor:
-        """The way back: [P * H, G * r, X] to the band's rows [n, H, r, X]."""
+        """Gather the band's rows [n, H, r, X] from the grid [P * H, G * r, X]; the inverse of
+        `_spread`.
+        """
         repeat = x.shape[1] // self.width
         cells = x.view(self.prompts, heads, self.width, repeat, -1).transpose(1, 2)
         cells = cells.reshape(self.prompts * self.width, heads, repeat, -1)
@@ -75,11 +80,11 @@ class Band:
 
 
 def make_bands(prompt_of_row: np.ndarray, lengths: np.ndarray, device: torch.device) -> list[Band]:
-    """Cut the prompts into bands, so that a long prompt or a large group does not set the size of
-    all the others' grid.
+    """Partition the prompts into bands.
 
-    `prompt_of_row` [N], `lengths` [prompts]. A band grows while its grid is at most twice what its
-    rows need, plus a slack.
+    A long prompt or a large group then does not set the grid size of all other prompts.
+    `prompt_of_row` has shape [N], `lengths` has shape [prompts]. A band grows while its grid is at
+    most twice the size that its rows need, plus a slack.
     """
     counts = np.bincount(prompt_of_row, minlength=len(lengths))
     slack = _SLACK
@@ -113,13 +118,14 @@ def _band(
     lengths: np.ndarray,
     device: torch.device,
 ) -> Band:
+    """Build the band of the prompts `first` to `end` - 1."""
     rows = np.flatnonzero((prompt_of_row >= first) & (prompt_of_row < end))
-    own, counts, lengths = prompt_of_row[rows] - first, counts[first:end], lengths[first:end]
+    slots, counts, lengths = prompt_of_row[rows] - first, counts[first:end], lengths[first:end]
     width, longest = int(counts.max()), int(lengths.max())
-    order = np.argsort(own, kind="stable")
-    member = np.empty(len(own), np.int64)  # which of its prompt's rows each one is
-    member[order] = np.arange(len(own)) - np.repeat(np.cumsum(counts) - counts, counts)
-    cell = own * width + member
+    order = np.argsort(slots, kind="stable")
+    member = np.empty(len(slots), np.int64)  # index of each row among the rows of its prompt
+    member[order] = np.arange(len(slots)) - np.repeat(np.cumsum(counts) - counts, counts)
+    cell = slots * width + member
     hidden = np.arange(longest) >= lengths[:, None]
     in_place = (end - first) * width == len(cell) and bool((cell == np.arange(len(cell))).all())
     return Band(
@@ -134,18 +140,19 @@ def _band(
 
 
 def without_cudnn() -> None:
-    """For this process: scaled_dot_product_attention never goes through cuDNN, which torch puts
-    first on Hopper.
+    """Disable the cuDNN backend of scaled_dot_product_attention in this process.
 
-    cuDNN builds a graph for every shape, tens of milliseconds of the host each; here the key length
-    grows with every step.
+    torch prefers cuDNN on Hopper. cuDNN builds a graph for every shape, which takes tens of
+    milliseconds of host time. During decoding, the key length grows with every step.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def scores_fp32(q: Tensor, k: Tensor) -> Tensor:
-    """q [B, M, D] times k [B, L, D] transposed, in float32 also for half precision: the softmax
-    would feel their rounding.
+    """Return q [B, M, D] times k [B, L, D] transposed, in float32.
+
+    Half-precision inputs are also multiplied into float32, because rounded scores change the
+    softmax.
     """
     if q.dtype == torch.float32:
         return torch.bmm(q, k.transpose(1, 2))
@@ -155,14 +162,14 @@ def scores_fp32(q: Tensor, k: Tensor) -> Tensor:
 
 
 def attention(q_NHrD: Tensor, kv: Tensor, hidden_NL: Tensor | None) -> Tensor:
-    """Each row over keys and values of its own, [N, H, r, D].
+    """Attend each row to the keys and values of its separate cache, [N, H, r, D].
 
-    `kv` [2, N, H, L, D]: keys, then values. The mask is True where a position is not to be seen
-    (None: all are seen); what lies there must be finite. The query heads of a key head go as if
-    they were r positions, so keys are not repeated.
+    `kv` [2, N, H, L, D] holds keys, then values. `hidden_NL` is True where a position is masked
+    (None: no mask); the keys and values at masked positions must be finite. The query heads of a
+    key head are passed as r query positions, so keys are not repeated.
     """
-    seen = None if hidden_NL is None else ~hidden_NL[:, None, None]
-    return F.scaled_dot_product_attention(q_NHrD, kv[0], kv[1], attn_mask=seen)
+    visible = None if hidden_NL is None else ~hidden_NL[:, None, None]
+    return F.scaled_dot_product_attention(q_NHrD, kv[0], kv[1], attn_mask=visible)
 
 
 def shared_attention(
@@ -172,10 +179,11 @@ def shared_attention(
     bands: list[Band],
     row_hidden_NL: Tensor | None,
 ) -> Tensor:
-    """Each row over its prompt, shared with other rows, and its own response: one softmax over
-    both. As `attention` otherwise.
+    """Attend each row to its prompt, which other rows share, and to its response, with a single
+    softmax.
 
-    `prompt_kv` [2, prompts, H, L, D], `row_kv` [2, N, H, L, D].
+    `prompt_kv` has shape [2, prompts, H, L, D], `row_kv` has shape [2, N, H, L, D]. Otherwise the
+    same as `attention`.
     """
     rows, heads, repeat, width = q_NHrD.shape
     q_NHrD = q_NHrD * width**-0.5

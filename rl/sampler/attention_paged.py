@@ -1,8 +1,8 @@
-"""Who reads which pages in a step: each row its own, and the pages that a group shares once for all
-its rows.
+"""Build the block tables of a step: private blocks of each row, and blocks that a prefix group
+shares.
 
-The attention itself is `kernels.attend_pages`. Shapes: R rows (N in a state), B pages of a table, G
-groups.
+The attention itself is `kernels.attend_pages`. Shared blocks are read once for all rows of a group.
+Shapes: R rows (N in a state), B blocks of a table, G groups.
 """
 
 from __future__ import annotations
@@ -19,14 +19,22 @@ from kernels import SharedPages
 
 
 def own_and_shared(
-    tables: Sequence[Sequence[int]], lengths: np.ndarray, shared: list[tuple[list[int], list[int]]], size: int, rows: int, groups: int,
+    tables: Sequence[Sequence[int]],
+    lengths: np.ndarray,
+    shared: list[tuple[list[int], list[int]]],
+    size: int,
+    rows: int,
+    groups: int,
     width: int,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:  # fmt: skip
-    """(positions of each row that lie in shared pages [R], its own table [R, B], its positions
-    there [R], the fields of `SharedPages`).
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Split block tables into private and shared parts.
 
-    Of `rows` rows, those past the tables nobody's, `groups` groups, and tables `width` pages wide.
-    `lengths`: each row's positions.
+    Returns a tuple: the positions of each row that are in shared blocks [R], the private table of
+    each row [R, B], the positions of each row in its private blocks [R], and the fields of
+    `SharedPages`.
+
+    The output has `rows` rows, `groups` groups and tables that are `width` blocks wide. Rows past
+    `tables` are padding. `lengths` holds the positions of each row.
     """
     skip, shares, group = (
         np.zeros(rows, np.int64),
@@ -39,22 +47,27 @@ def own_and_shared(
         skip[members], shares[members], group[members] = len(pages) * size, True, number
         shared_table[number, : len(pages)], shared_length[number] = pages, len(pages) * size
     first = (skip // size).tolist()
-    own = [pages[first[i] :] if first[i] else pages for i, pages in enumerate(tables)]
-    counts = np.array([len(pages) for pages in own], np.int64)
+    row_tables = [pages[first[i] :] if first[i] else pages for i, pages in enumerate(tables)]
+    counts = np.array([len(pages) for pages in row_tables], np.int64)
     filled = np.zeros((rows, width), np.bool_)
-    filled[: len(own)] = np.arange(width) < counts[:, None]
-    table[filled] = np.fromiter(chain.from_iterable(own), np.int32, int(counts.sum()))
+    filled[: len(row_tables)] = np.arange(width) < counts[:, None]
+    table[filled] = np.fromiter(chain.from_iterable(row_tables), np.int32, int(counts.sum()))
     order = np.argsort(np.where(shares, group, groups), kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(group[shares], minlength=groups))]).astype(
         np.int32
     )
     length = np.pad(lengths, (0, rows - len(lengths)), constant_values=1) - skip
-    together = {"order": order, "place": np.argsort(order), "group": group[order], "shares": shares}
+    shared_fields = {
+        "order": order,
+        "place": np.argsort(order),
+        "group": group[order],
+        "shares": shares,
+    }
     return (
         skip,
         table,
         length.astype(np.int32),
-        together | {"starts": starts, "table": shared_table, "length": shared_length},
+        shared_fields | {"starts": starts, "table": shared_table, "length": shared_length},
     )
 
 
@@ -65,20 +78,22 @@ def pages_of(
     size: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor, SharedPages | None]:
-    """What `attend_pages` asks for beside queries and pages, of as many rows and groups as there
-    are.
+    """Return the arguments of `attend_pages` besides queries and blocks, without padded rows or
+    groups.
     """
     width = max(len(pages) for pages in tables)
-    _, table, length, together = own_and_shared(
+    _, table, length, shared_fields = own_and_shared(
         tables, lengths, shared, size, len(tables), len(shared), width
     )
 
-    def here(values: np.ndarray) -> Tensor:
+    def to_device(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(device)
 
     groups = (
-        SharedPages(**{field.name: here(together[field.name]) for field in fields(SharedPages)})
+        SharedPages(
+            **{field.name: to_device(shared_fields[field.name]) for field in fields(SharedPages)}
+        )
         if shared
         else None
     )
-    return here(table), here(length), groups
+    return to_device(table), to_device(length), groups

@@ -1,5 +1,4 @@
-"""Logits as requests want them before anything is drawn: a bias for some tokens, and no stop ids
-before `min_tokens`.
+"""Modify logits before sampling: add token biases, and mask stop ids before `min_tokens`.
 
 Shapes: N rows, V vocabulary, M rows of one request.
 """
@@ -18,15 +17,17 @@ from rl.sampler.token_sampling import RowSettings, draw
 
 
 def biased_rows(rows: Rows) -> np.ndarray:
-    """Return whether each row's next token is drawn from other logits than the model's, [N] bool."""
+    """Return whether the next token of each row is sampled from modified logits, bool [N]."""
     return rows["biased"] | (rows["drawn"] < rows["min_tokens"])
 
 
 def draw_biased(
     logits_NV: Tensor, uniform_N: Tensor, settings: RowSettings, rows: Rows, jobs: Mapping[int, Job]
 ) -> tuple[Tensor, Tensor]:
-    """`draw`, after the biases of the rows that have any. Their logprobs are of what was drawn
-    from, or with `untruncated_logprobs` of the model's own distribution at the temperature.
+    """Apply the biases of the rows that have biases, then call `draw`.
+
+    The logprobs of these rows refer to the modified distribution. With `untruncated_logprobs` they
+    refer to the distribution of the unmodified logits at the temperature.
     """
     changed_N = biased_rows(rows)
     if not changed_N.any():
@@ -41,35 +42,36 @@ def draw_biased(
 def apply_biases(
     logits_NV: Tensor, rows: Rows, jobs: Mapping[int, Job], changed_N: np.ndarray
 ) -> Tensor:
-    """Return float32 logits with the biases added, and -inf in place of the stop ids of rows that
-    may not stop yet.
+    """Return float32 logits with the biases added.
+
+    The logits of stop ids are -inf in rows that may not stop yet.
     """
     adjusted_NV = logits_NV.float().clone()
     owners, early = rows["job"], rows["drawn"] < rows["min_tokens"]
-    for job_id in np.unique(owners[changed_N]).tolist():
-        job, mine = jobs[job_id], owners == job_id
-        if job.request.params.logit_bias:
-            index_M = _index(mine, adjusted_NV)
-            tokens = torch.tensor(list(job.request.params.logit_bias), device=adjusted_NV.device)
+    for request_id in np.unique(owners[changed_N]).tolist():
+        group, group_rows_N = jobs[request_id], owners == request_id
+        if group.request.params.logit_bias:
+            index_M = _index(group_rows_N, adjusted_NV)
+            tokens = torch.tensor(list(group.request.params.logit_bias), device=adjusted_NV.device)
             bias = torch.tensor(
-                list(job.request.params.logit_bias.values()),
+                list(group.request.params.logit_bias.values()),
                 dtype=torch.float32,
                 device=adjusted_NV.device,
             )
             adjusted_NV[index_M[:, None], tokens] += bias
-        if job.stop_ids and (mine & early).any():
-            stops = torch.tensor(list(job.stop_ids), device=adjusted_NV.device)
-            adjusted_NV[_index(mine & early, adjusted_NV)[:, None], stops] = -torch.inf
+        if group.stop_ids and (group_rows_N & early).any():
+            stops = torch.tensor(list(group.stop_ids), device=adjusted_NV.device)
+            adjusted_NV[_index(group_rows_N & early, adjusted_NV)[:, None], stops] = -torch.inf
     return adjusted_NV
 
 
 def whole_logprobs(
     logits_NV: Tensor, tokens_N: Tensor, rows: Rows, chosen_N: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Return the indices of the chosen rows, and the logprobs of their tokens in the model's own
-    distribution at the temperature.
+    """Return the indices of the chosen rows and the logprobs of their tokens.
 
-    A greedy row's is that at temperature 1.
+    The logprobs refer to the distribution of the unmodified logits at the temperature. The
+    temperature of a greedy row is 1.
     """
     index_M = _index(chosen_N, logits_NV)
     temperature = np.where(rows["temperature"] == 0, 1.0, rows["temperature"])[chosen_N]
@@ -81,4 +83,5 @@ def whole_logprobs(
 
 
 def _index(rows_N: np.ndarray, like: Tensor) -> Tensor:
+    """Return the indices of the selected rows on the device of `like`."""
     return torch.from_numpy(np.flatnonzero(rows_N)).to(like.device)

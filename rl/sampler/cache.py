@@ -1,9 +1,9 @@
-"""What a decoder remembers between steps: the prompts and, for each running row, its response.
+"""Define the decode state: the KV cache of the prompts and of the response of each running row.
 
-A prompt is stored once, however many rows answer it; a row holds its response alone. Rows and
-prompts are kept compact (slots
-0..n-1): when some leave, survivors from the end move into the holes. Subclasses store the keys and
-values; this base keeps the lengths and says who moves.
+A prompt is stored once, however many rows respond to it. A row stores only its response. Rows and
+prompts are compact (slots 0..n-1): when some are removed, survivors from the end move into the
+holes. Subclasses store the keys and values. This base class tracks the lengths and decides which
+slots move.
 """
 
 from __future__ import annotations
@@ -22,45 +22,49 @@ LogitsReader = Callable[[int, Tensor], None]
 
 
 def compaction(keep: np.ndarray) -> np.ndarray:
-    """For each slot after compaction the slot it comes from; survivors stay where they are unless a
-    hole must be filled.
+    """Return the source slot of each slot after compaction.
+
+    A survivor moves only if it must fill a hole.
 
     >>> compaction(np.array([True, False, True, False, True])).tolist()
     [0, 4, 2]
     """
-    kept = int(keep.sum())
-    source = np.arange(kept)
-    source[~keep[:kept]] = kept + np.flatnonzero(keep[kept:])
+    count = int(keep.sum())
+    source = np.arange(count)
+    source[~keep[:count]] = count + np.flatnonzero(keep[count:])
     return source
 
 
 class DecodeState(abc.ABC):
-    """The running batch of one engine, as the decoder sees it. Lengths are numpy int64: [prompts]
-    and [rows].
+    """Hold the running batch of an engine, as the decoder sees it.
+
+    Lengths are numpy int64 arrays [prompts] and [rows].
     """
 
-    # whose weights it decodes with; another version of them may take its place between two steps
+    # Holds the weights. May be replaced by another version of the weights between two steps.
     decoder: Any
 
     def __init__(self) -> None:
         self.prompt_lengths = np.zeros(0, np.int64)
         self.prompt_of_row = np.zeros(0, np.int64)
-        # tokens fed so far, so one less than tokens drawn
+        # tokens fed so far: 1 less than the sampled tokens
         self.response_lengths = np.zeros(0, np.int64)
-        # where a batch is of several models: whose read each prompt, and draw its rows
+        # The model index of each prompt and its rows, if the batch uses several models.
         self.prompt_weights: list[int] = []
-        # where experts are noted: [tokens, B * K] of each prompt,
+        # Recorded experts, if recording is on: [tokens, B * K] of each prompt,
         self._prompt_experts: list[np.ndarray] = []
-        # and [B * K] of each token of each row's response
+        # and [B * K] of each response token of each row.
         self._row_experts: list[list[np.ndarray]] = []
 
     @abc.abstractmethod
     def cost(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> int:
-        """Tokens of cache that such a batch takes: what the configured budget is compared with."""
+        """Return the cache tokens that a batch of this size takes; compared with the configured
+        budget.
+        """
 
     @abc.abstractmethod
     def reserve(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> None:
-        """Make room for a batch of this size; the running one moves along."""
+        """Reserve memory for a batch of this size. The running batch is copied."""
 
     @abc.abstractmethod
     def prefill(
@@ -69,16 +73,16 @@ class DecodeState(abc.ABC):
         readers: Sequence[LogitsReader | None],
         images: Sequence[Sequence[PlacedImage]] = (),
     ) -> Tensor:
-        """Read new prompts into the slots after the present ones. Logits of the last positions
-        back, [prompts, V].
+        """Prefill new prompts into the slots after the present slots.
 
-        A prompt whose reader is not None has the logits of all its positions shown to it, in
-        slices. `images`: of each prompt, where any has some (see `Decoder.check_images`).
+        Returns the logits of the last positions, [prompts, V]. If the reader of a prompt is not
+        None, it receives the logits of all positions in slices. `images` holds the images of each
+        prompt, if any prompt has images (see `Decoder.check_images`).
         """
 
     def enter(self, prompt_of_row: np.ndarray) -> None:
-        """Add rows after the present ones, each with an empty response to the prompt in the given
-        slot.
+        """Add rows after the present rows, each with an empty response to the prompt in the
+        specified slot.
         """
         self.prompt_of_row = np.concatenate([self.prompt_of_row, prompt_of_row])
         self.response_lengths = np.concatenate(
@@ -88,8 +92,9 @@ class DecodeState(abc.ABC):
         self._rows_changed()
 
     def experts(self, row: int) -> np.ndarray | None:
-        """Those that the tokens of a row went to, prompt and response, [tokens fed, B * K]; None
-        where they are not noted.
+        """Return the experts of the tokens of a row, prompt and response, [tokens fed, B * K].
+
+        Returns None if experts are not recorded.
         """
         if not self._prompt_experts:
             return None
@@ -97,31 +102,33 @@ class DecodeState(abc.ABC):
         return np.concatenate([prompt, *(step[None] for step in self._row_experts[row])])
 
     def _note_experts(self, found: np.ndarray | None) -> None:
-        """Of the tokens of one step, [N, 1, B * K]."""
+        """Append the experts of the tokens of a step, [N, 1, B * K]."""
         if found is not None:
             for row, experts in zip(self._row_experts, found[:, 0], strict=True):
                 row.append(experts)
 
     @abc.abstractmethod
     def decode(self, tokens: np.ndarray) -> Tensor:
-        """Feed each row its last token; logits [rows, V] for its next."""
+        """Feed each row its last token and return the logits of its next token, [rows, V]."""
 
-    extends = False  # whether `keep_row` and `extend` are there
+    extends = False  # whether `keep_row` and `extend` are implemented
 
     def keep_row(self, row: int) -> None:
-        """A new prompt after the present ones: what a row has read and been fed. There is room for
-        it (`reserve`).
+        """Add the tokens that a row has been fed (prompt and response) as a new prompt.
+
+        The caller has reserved the memory (`reserve`).
         """
         raise NotImplementedError
 
     def extend(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Reads these tokens at the end of the prompts in these slots. Logits of the last positions
-        back, [slots, V].
+        """Append tokens to the prompts in these slots and prefill them.
+
+        Returns the logits of the last positions, [slots, V].
         """
         raise NotImplementedError
 
     def leave(self, row_source: np.ndarray, prompt_source: np.ndarray) -> None:
-        """Keep the rows and prompts of the sources, in that order (see `compaction`)."""
+        """Keep only the rows and prompts of the sources, in that order (see `compaction`)."""
         self._move_rows(row_source)
         self._move_prompts(prompt_source)
         new_slot = np.full(len(self.prompt_lengths), -1, np.int64)
@@ -138,7 +145,7 @@ class DecodeState(abc.ABC):
         self._rows_changed()
 
     def _rows_changed(self) -> None:  # noqa: B027  (a hook; most states need nothing)
-        """Called after rows entered or left."""
+        """Handle a change of the rows. Called after rows were added or removed."""
 
     @abc.abstractmethod
     def _move_rows(self, source: np.ndarray) -> None: ...

@@ -1,10 +1,9 @@
-"""The fast decoder's cache: per layer one block of prompts and one block of responses, allocated
-before they are filled.
+"""Store the KV cache of the fast decoder in contiguous blocks, allocated in advance.
 
-A response starts at position 0 of its row's block, so rows are never padded by the length of their
-prompt. Where every prompt has one row, the two blocks are two parts of one tensor, and attention
-reads it in one go. Shapes: P prompts, N rows, K key heads, T positions, L longest so far, D head
-width.
+Each layer has a block of prompts and a block of responses. A response starts at position 0 of its
+row in the block, so rows are never padded by the length of their prompt. If every prompt has
+exactly 1 row, the two blocks are parts of a joint tensor, and attention reads it in a single call.
+Shapes: P prompts, N rows, K key heads, T positions, L longest so far, D head width.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _LINE = 64  # bytes of a cache line
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Slots, and positions in each."""
+    """Hold the number of slots and the positions of each slot."""
 
     prompts: int = 0
     prompt_positions: int = 0
@@ -40,14 +39,16 @@ class Capacity:
 
     @property
     def tokens(self) -> int:
+        """Return the total number of positions."""
         return self.prompts * self.prompt_positions + self.rows * self.row_positions
 
 
 class FastState(DecodeState):
-    """`prompt_kv` [2, P, K, T, D] and `row_kv` [2, N, K, T, D] for each layer: keys, then values.
+    """Store `prompt_kv` [2, P, K, T, D] and `row_kv` [2, N, K, T, D] for each layer: keys, then
+    values.
 
-    `joint` [2, N, K, T, D] holds both, the prompt's positions first, where prompts and rows are
-    allocated one to one.
+    `joint` [2, N, K, T, D] holds both, the positions of the prompt first, if prompts and rows are
+    allocated in pairs.
     """
 
     def __init__(self, decoder: FastForward, kv_cache_tokens: int):
@@ -59,11 +60,11 @@ class FastState(DecodeState):
         self.prompt_kv = [empty for _ in decoder.layers]
         self.row_kv = [empty for _ in decoder.layers]
         self.joint: list[Tensor] = []
-        self._bands: list[Band] | None = None  # made anew after rows entered or left
-        self._whose: Whose | None = None  # likewise
+        self._bands: list[Band] | None = None  # rebuilt after rows were added or removed
+        self._whose: Whose | None = None  # rebuilt likewise
 
     def _zeros(self, slots: int, positions: int) -> Tensor:
-        """Zeros, because what is masked must be finite."""
+        """Return zeros, because masked keys and values must be finite."""
         a = self.decoder.architecture
         shape = (2, slots, a.key_heads, positions, a.head_width)
         if self.decoder.device.type == "cpu":
@@ -74,8 +75,9 @@ class FastState(DecodeState):
         return Capacity(prompts, longest_prompt, rows, longest_response).tokens
 
     def reserve(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> None:
-        """Allocate if the blocks are too small: half as much again where they grow, as far as the
-        budget allows.
+        """Allocate larger blocks if the present blocks are too small.
+
+        A dimension that grows becomes 1.5 times as large, as far as the budget allows.
         """
         needed = (prompts, longest_prompt, rows, longest_response)
         c = self.capacity
@@ -83,15 +85,18 @@ class FastState(DecodeState):
         if all(h >= n for h, n in zip(have, needed, strict=True)):
             return
         grown = (h if h >= n else max(n, h * 3 // 2) for h, n in zip(have, needed, strict=True))
-        kept = (max(h, n) for h, n in zip(have, needed, strict=True))
-        options = (Capacity(*grown), Capacity(*kept))
+        enlarged = (max(h, n) for h, n in zip(have, needed, strict=True))
+        options = (Capacity(*grown), Capacity(*enlarged))
         self.capacity = next(
             (option for option in options if option.tokens <= self.budget), Capacity(*needed)
         )
         self._allocate()
 
     def _allocate(self) -> None:
-        """New blocks of the present capacity, a layer at a time; what is running is copied."""
+        """Allocate new blocks of the present capacity, one layer at a time.
+
+        The running batch is copied.
+        """
         c = self.capacity
         prompts, prompt_length = len(self.prompt_lengths), int(self.prompt_lengths.max(initial=0))
         rows, row_length = len(self.response_lengths), int(self.response_lengths.max(initial=0))
@@ -118,7 +123,9 @@ class FastState(DecodeState):
         images: Sequence[Sequence[PlacedImage]] = (),
         weights: Sequence[int] = (),
     ) -> Tensor:
-        """See `DecodeState`. `weights`: whose read each, where the decoder mixes."""
+        """Implement `DecodeState.prefill`. `weights`: the model index of each prompt, if the
+        decoder mixes.
+        """
         first = len(self.prompt_lengths)
 
         def keep(layer: int, batch: list[int], k: Tensor, v: Tensor) -> None:
@@ -149,13 +156,17 @@ class FastState(DecodeState):
         self._bands = None
 
     def extend(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """All at once, padded on the right: their keys and values are written where they belong,
-        and read with what is there.
+        """Prefill all suffixes in a single forward, padded on the right.
+
+        Keys and values are written to their final positions and read together with the cached
+        positions.
         """
         decoder, device, a = self.decoder, self.decoder.device, self.decoder.architecture
-        counts = torch.tensor([len(one) for one in tokens])
+        counts = torch.tensor([len(suffix) for suffix in tokens])
         longest = int(counts.max())
-        ids = torch.tensor([[*one, *[0] * (longest - len(one))] for one in tokens]).to(device)
+        ids = torch.tensor([[*suffix, *[0] * (longest - len(suffix))] for suffix in tokens]).to(
+            device
+        )
         start_B = torch.from_numpy(self.prompt_lengths[list(slots)])
         position_BT = start_B[:, None] + torch.arange(longest)
         end = int((start_B + counts).max())
@@ -165,7 +176,7 @@ class FastState(DecodeState):
         )
         slot_B, position_BT = torch.tensor(list(slots)).to(device), position_BT.to(device)
         # [B, 1, T, positions]
-        seen = torch.arange(end, device=device) <= position_BT[:, None, :, None]
+        visible = torch.arange(end, device=device) <= position_BT[:, None, :, None]
         repeat = a.heads // a.key_heads
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -176,20 +187,20 @@ class FastState(DecodeState):
                 block[which, slot_B, :, :end].repeat_interleave(repeat, dim=1) for which in (0, 1)
             )
             return (
-                F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=seen)
+                F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=visible)
                 .transpose(1, 2)
                 .flatten(2)
             )
 
-        whose = (
+        row_adapters = (
             decoder.whose([self.prompt_weights[slot] for slot in slots]) if decoder.mixes else None
         )
         rope = decoder.rope(position_BT, int(start_B.max()) + longest)
-        hidden = decoder.forward(ids, rope, attend, whose, (counts - 1).to(device))
+        hidden = decoder.forward(ids, rope, attend, row_adapters, (counts - 1).to(device))
         self.prompt_lengths = self.prompt_lengths.copy()
         self.prompt_lengths[list(slots)] += counts.numpy()
         self._bands = None
-        return decoder.head(hidden, whose).float()
+        return decoder.head(hidden, row_adapters).float()
 
     def decode(self, tokens: np.ndarray) -> Tensor:
         if self.decoder.cpu_kernels is not None:
@@ -214,13 +225,13 @@ class FastState(DecodeState):
 
         positions = self.prompt_lengths[self.prompt_of_row] + written
         rope = decoder.rope(torch.from_numpy(positions).to(device), int(positions.max()) + 1)
-        whose = self._whose_rows()
-        hidden = decoder.forward(torch.from_numpy(tokens).to(device), rope, attend, whose)
+        row_adapters = self._whose_rows()
+        hidden = decoder.forward(torch.from_numpy(tokens).to(device), rope, attend, row_adapters)
         self.response_lengths = written + 1
-        return decoder.head(hidden, whose)
+        return decoder.head(hidden, row_adapters)
 
     def _whose_rows(self) -> Whose | None:
-        """Which rows are of whose weights, where there are several."""
+        """Return the adapter index of each row, or None if all rows use the same weights."""
         if self._whose is None and self.decoder.mixes:
             self._whose = self.decoder.whose(
                 [self.prompt_weights[slot] for slot in self.prompt_of_row]
@@ -228,8 +239,10 @@ class FastState(DecodeState):
         return self._whose
 
     def _decode_step(self, kernels: CpuKernels, tokens: np.ndarray) -> Tensor:
-        """`decode` on a CPU: rows of any lengths, each reading its prompt where it lies, so neither
-        bands nor masks.
+        """Implement `decode` on a CPU.
+
+        Rows may have any lengths. Each row reads its prompt in place, so neither bands nor masks
+        are needed.
         """
         decoder, heads, eps = (
             self.decoder,
@@ -246,17 +259,26 @@ class FastState(DecodeState):
 
         def attend(layer: int, qkv: Tensor, norm_qk: Tensor | None) -> Tensor:
             return kernels.attend(
-                qkv, norm_qk, eps, rope, position_N, self.prompt_kv[layer], prompt_of_row_N, prompt_length_P, self.row_kv[layer],
-                written_N, heads,
-            )  # fmt: skip
+                qkv,
+                norm_qk,
+                eps,
+                rope,
+                position_N,
+                self.prompt_kv[layer],
+                prompt_of_row_N,
+                prompt_length_P,
+                self.row_kv[layer],
+                written_N,
+                heads,
+            )
 
-        whose = self._whose_rows()
-        hidden = decoder.forward_step(kernels, torch.from_numpy(tokens), attend, whose)
+        row_adapters = self._whose_rows()
+        hidden = decoder.forward_step(kernels, torch.from_numpy(tokens), attend, row_adapters)
         self.response_lengths = self.response_lengths + 1
-        return decoder.head(hidden, whose)
+        return decoder.head(hidden, row_adapters)
 
     def _reading(self, written_N: Tensor, longest: int, even: bool) -> Read:
-        """How this step's attention reads the cache: (layer, queries [N, K, r, D]) to outputs of
+        """Return the attention function of this step: (layer, queries [N, K, r, D]) to outputs of
         that shape.
         """
         rows = len(written_N)
@@ -281,8 +303,9 @@ class FastState(DecodeState):
     def _joint_hidden(
         self, band: Band, row_hidden_NL: Tensor | None, rows: int, longest: int
     ) -> Tensor | None:
-        """Mask over a joint block: prompts end before the responses start, and what lies between is
-        hidden.
+        """Return the mask over a joint block.
+
+        Prompts end before the responses start; the positions between are masked.
         """
         start = self.capacity.prompt_positions
         if row_hidden_NL is None and band.hidden_PL is None and band.length == start:
@@ -301,8 +324,9 @@ class FastState(DecodeState):
         self._bands = self._whose = None
 
     def scrub(self) -> None:
-        """After rows without numbers have left: what they wrote would reach whoever is given their
-        place (0 times NaN is NaN).
+        """Replace NaN and infinity in the cache, after rows with such values were removed.
+
+        Otherwise they would affect the rows that reuse these slots (0 times NaN is NaN).
         """
         for block in (*self.prompt_kv, *self.row_kv):
             block.nan_to_num_(0.0, 0.0, 0.0)
@@ -314,7 +338,7 @@ class FastState(DecodeState):
         self._move(self.prompt_kv, source, int(self.prompt_lengths.max(initial=0)))
 
     def _move(self, blocks: list[Tensor], source: np.ndarray, length: int) -> None:
-        """Fill the holes; slots that stay in place are not touched."""
+        """Fill the holes. Slots that stay in place are not touched."""
         to = np.flatnonzero(source != np.arange(len(source)))
         if not len(to):
             return
@@ -325,10 +349,11 @@ class FastState(DecodeState):
 
 
 def zeros_at_need(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros on the CPU that the kernel gives page by page as they are first written, in huge pages
-    where it has them: numpy asks for both, and torch's own zeros write every page at once.
+    """Return zeros on the CPU that the operating system allocates page by page at the first write.
+
+    numpy requests this, and huge pages if available. torch's zeros write every page immediately.
     """
     size = math.prod(shape) * dtype.itemsize
-    room = torch.from_numpy(np.zeros(size + _LINE - 1, np.uint8))
-    start = -room.data_ptr() % _LINE
-    return room[start : start + size].view(dtype).view(*shape)
+    buffer = torch.from_numpy(np.zeros(size + _LINE - 1, np.uint8))
+    start = -buffer.data_ptr() % _LINE
+    return buffer[start : start + size].view(dtype).view(*shape)

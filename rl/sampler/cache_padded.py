@@ -1,7 +1,7 @@
-"""Running rows of any lengths in one batch, padded on the left, for models that keep keys and
-values of attention alone.
+"""Decode rows of any lengths in a single left-padded batch.
 
-Shapes: P prompts, N rows, H key heads, L cached positions, D head width.
+For models that cache only keys and values of attention. Shapes: P prompts, N rows, H key heads, L
+cached positions, D head width.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from rl.types import PlacedImage
 
 
 class PaddedState(DecodeState):
-    """Per layer the keys and values of each prompt, and a left-padded batch of the running rows."""
+    """Store the keys and values of each prompt, and a left-padded batch of the running rows, per
+    layer.
+    """
 
     def __init__(self, decoder: HFForward):
         super().__init__()
@@ -28,15 +30,15 @@ class PaddedState(DecodeState):
         self.prompts: list[list[tuple[Tensor, Tensor]]] = []  # [prompt][layer] of [H, L, D]
         # [layer] of [N, H, L, D], the newest token last
         self.rows: list[tuple[Tensor, Tensor]] = []
-        # [P]: how far the positions after a prompt with images lie from counting tokens
+        # [P]: offset of the positions after a prompt with images from the count of its tokens
         self.shifts = np.zeros(0, np.int64)
-        self.sees = np.zeros(0, np.bool_)  # [P]: whether it has images
+        self.sees = np.zeros(0, np.bool_)  # [P]: whether the prompt has images
 
     def cost(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> int:
         return prompts * longest_prompt + rows * (longest_prompt + longest_response)
 
     def reserve(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> None:
-        """Nothing to do: a DynamicCache grows by itself, within the cost."""
+        """Do nothing: a DynamicCache grows by itself, within the cost."""
 
     def prefill(
         self,
@@ -45,7 +47,7 @@ class PaddedState(DecodeState):
         images: Sequence[Sequence[PlacedImage]] = (),
     ) -> Tensor:
         logits: list[Tensor] = [torch.empty(0)] * len(prompts)
-        kept: list[list[tuple[Tensor, Tensor]]] = [[] for _ in prompts]
+        prompt_kv: list[list[tuple[Tensor, Tensor]]] = [[] for _ in prompts]
         experts: dict[int, np.ndarray] = {}
         shifts = np.zeros(len(prompts), np.int64)
         sees = np.array([bool(images and images[i]) for i in range(len(prompts))], np.bool_)
@@ -59,11 +61,11 @@ class PaddedState(DecodeState):
                 start = cache.get_seq_length() - len(prompts[i])
                 if self.decoder.experts is not None:
                     experts[i] = self.decoder.experts[row, start:]
-                kept[i] = [
+                prompt_kv[i] = [
                     (keys[row, :, start:], values[row, :, start:])
                     for keys, values in _layers(cache)
                 ]
-        self.prompts.extend(kept)
+        self.prompts.extend(prompt_kv)
         self._prompt_experts += [experts[i] for i in sorted(experts)]
         self.shifts, self.sees = (
             np.concatenate([self.shifts, shifts]),
@@ -80,8 +82,10 @@ class PaddedState(DecodeState):
         readers: Sequence[LogitsReader | None],
         images: Sequence[Sequence[PlacedImage]],
     ) -> tuple[Tensor, Any, list[int]]:
-        """Left-padded forward of a few prompts: logits of the last positions [P, V], the filled
-        cache, each prompt's shift.
+        """Run the left-padded forward of a few prompts.
+
+        Returns the logits of the last positions [P, V], the filled cache, and the position shift of
+        each prompt.
         """
         from transformers import DynamicCache
 
@@ -92,20 +96,25 @@ class PaddedState(DecodeState):
             ids[i, longest - len(prompt) :] = torch.tensor(prompt)
             mask[i, longest - len(prompt) :] = 1
         cache = DynamicCache()
-        wanted = any(reader is not None for reader in readers)
-        seen = self.decoder.seen(
+        needs_all_logits = any(reader is not None for reader in readers)
+        inputs = self.decoder.seen(
             ids,
             images,
             [longest - len(prompt) for prompt in prompts],
             [len(prompt) for prompt in prompts],
         )
-        positions = seen.pop("position_ids", (mask.cumsum(-1) - 1).clamp_min(0))
+        positions = inputs.pop("position_ids", (mask.cumsum(-1) - 1).clamp_min(0))
         shifts = [
             int(positions[..., row, :].max()) + 1 - len(prompt)
             for row, prompt in enumerate(prompts)
         ]
         logits = self.decoder.padded_forward(
-            seen.pop("input_ids"), mask, positions, cache, last_only=not wanted, **seen
+            inputs.pop("input_ids"),
+            mask,
+            positions,
+            cache,
+            last_only=not needs_all_logits,
+            **inputs,
         )
         for i, (prompt, reader) in enumerate(zip(prompts, readers, strict=True)):
             if reader is not None:
@@ -113,7 +122,7 @@ class PaddedState(DecodeState):
         return logits[:, -1].float(), cache, shifts
 
     def lengths(self) -> np.ndarray:
-        """Cached positions of each row, prompt and response."""
+        """Return the cached positions of each row, prompt and response."""
         return self.prompt_lengths[self.prompt_of_row] + self.response_lengths
 
     def enter(self, prompt_of_row: np.ndarray) -> None:
@@ -170,13 +179,14 @@ class PaddedState(DecodeState):
 
 
 def _layers(cache: Any) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of each layer, [batch, heads, positions, width]. `probe` finds out which
-    models have nothing else.
+    """Return the keys and values of each layer, [batch, heads, positions, width].
+
+    Raises NotImplementedError if a layer caches something else; `probe` determines which models do.
     """
     layers = [(layer.keys, layer.values) for layer in cache.layers]
     for keys, _ in layers:
         if not isinstance(keys, Tensor) or keys.dim() != 4:
             raise NotImplementedError(
-                "the model keeps more than keys and values of attention between tokens"
+                "the model caches more than keys and values of attention between tokens"
             )
     return layers

@@ -1,10 +1,9 @@
-"""The fast decoder's cache in pages: memory follows the tokens that exist, not the longest row
-times all rows.
+"""Store the KV cache of the fast decoder in blocks of a fixed pool.
 
-Another state beside `cache_fast`: the same samples, from a fixed pool of pages instead of
-rectangles. Which rows share what is in pages.py, how a step reads it in attention_paged.py. When
-pages run out, rows wait (see engine_paged.py). Shapes: P prompts, N rows, K key heads, S positions
-of a page, D head width.
+Memory is proportional to the tokens that exist, not to the longest row times all rows. The samples
+equal those of `cache_fast`. pages.py decides which rows share blocks, attention_paged.py builds the
+block tables of a step. When no blocks are free, rows are preempted (see engine_paged.py). Shapes: P
+prompts, N rows, K key heads, S positions of a block, D head width.
 """
 
 from __future__ import annotations
@@ -23,12 +22,13 @@ from rl.sampler.forward_fast import FastForward
 from rl.sampler.pages import PromptPages, Tables
 from rl.types import PlacedImage
 
-PAGE = 256  # what torch's varlen attention reads block by block
+PAGE = 256  # positions: the block size of torch's varlen attention
 
 
 class PagedState(DecodeState):
-    """`kv` [2, pages + 1, S, K, D] for each layer: keys, then values (`rl.sampler.kept.Pages`,
-    whose last page is nobody's).
+    """Store `kv` [2, blocks + 1, S, K, D] for each layer: keys, then values.
+
+    The blocks belong to `rl.sampler.kept.Pages`. The last block belongs to no row.
     """
 
     def __init__(self, decoder: FastForward, kv: list[Tensor]):
@@ -38,8 +38,10 @@ class PagedState(DecodeState):
         self._brought: dict[tuple[int, ...], Tensor] = {}
 
     def cost(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> int:
-        """For one row what it can come to; for more what they take as they enter, since rows wait
-        when pages run out.
+        """Return the cost of a batch in positions.
+
+        The cost of 1 row is its maximum. The cost of several rows is what they take when they are
+        admitted, because rows are preempted when no blocks are free.
         """
         whole = self.tables.pages_for(longest_prompt + longest_response)
         return self.page * (
@@ -47,14 +49,16 @@ class PagedState(DecodeState):
         )
 
     def reserve(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> None:
-        """Nothing to do: the pool is there from the beginning."""
+        """Do nothing: the pool is allocated in advance."""
 
     def free_pages(self) -> int:
+        """Return the number of free blocks."""
         return self.tables.pool.free
 
     def bring(self, sequences: Sequence[tuple[int, ...]]) -> None:
-        """What is likely to be read next: tokens to the device, for which nothing is waited. What
-        else was brought is forgotten.
+        """Copy tokens that are likely to be prefilled next to the device, without waiting.
+
+        Earlier copies of other sequences are discarded.
         """
         before, self._brought = self._brought, {}
         for tokens in sequences:
@@ -80,23 +84,23 @@ class PagedState(DecodeState):
         readers: Sequence[LogitsReader | None],
         tables: Sequence[Sequence[int]],
     ) -> Tensor:
-        """Sequences through the model, their keys and values to the pages of the tables."""
-        every = sent([page for table in tables for page in table], self.decoder.device)
-        pages, there = (
-            every.split([len(table) for table in tables]),
+        """Prefill sequences and write their keys and values to the blocks of the tables."""
+        all_pages = sent([page for table in tables for page in table], self.decoder.device)
+        pages, device_tokens = (
+            all_pages.split([len(table) for table in tables]),
             [self._brought.get(tuple(prompt)) for prompt in prompts],
         )
 
         def keep(layer: int, batch: list[int], k: Tensor, v: Tensor) -> None:
             for place, i in enumerate(batch):
-                length, room = len(prompts[i]), len(pages[i]) * self.page
+                length, capacity = len(prompts[i]), len(pages[i]) * self.page
                 for which, x in enumerate((k, v)):
                     padded = torch.nn.functional.pad(
-                        x[place, :, :length].transpose(0, 1), (0, 0, 0, 0, 0, room - length)
+                        x[place, :, :length].transpose(0, 1), (0, 0, 0, 0, 0, capacity - length)
                     )
                     self.kv[layer][which, pages[i]] = padded.unflatten(0, (-1, self.page))
 
-        return self.decoder.forward_prompts(prompts, readers, keep, there=there)
+        return self.decoder.forward_prompts(prompts, readers, keep, there=device_tokens)
 
     def enter(self, prompt_of_row: np.ndarray) -> None:
         for slot in prompt_of_row.tolist():
@@ -111,21 +115,22 @@ class PagedState(DecodeState):
         self.prompt_lengths = np.append(self.prompt_lengths, length)
 
     def extend(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """All at once, padded on the right, as `FastState.extend`; what was there is gathered from
-        its pages.
+        """Prefill all suffixes in a single forward, padded on the right, as `FastState.extend`.
+
+        The cached positions are gathered from their blocks.
         """
         decoder, device, a = self.decoder, self.decoder.device, self.decoder.architecture
         start_B = torch.from_numpy(self.prompt_lengths[list(slots)])
         self.copy_pages(
-            [self.tables.extend(slot, len(one)) for slot, one in zip(slots, tokens, strict=True)]
+            [self.tables.extend(slot, len(row)) for slot, row in zip(slots, tokens, strict=True)]
         )
-        counts = torch.tensor([len(one) for one in tokens])
+        counts = torch.tensor([len(row) for row in tokens])
         longest, end = int(counts.max()), int((start_B + counts).max())
-        ids = torch.tensor([[*one, *[0] * (longest - len(one))] for one in tokens]).to(device)
+        ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in tokens]).to(device)
         position_BT = start_B[:, None] + torch.arange(longest)
         b, t = torch.nonzero(torch.arange(longest) < counts[:, None], as_tuple=True)
         pages = [self.tables.prompts[slot].pages for slot in slots]
-        table_BP = torch.tensor([[*one, *[0] * (max(map(len, pages)) - len(one))] for one in pages])
+        table_BP = torch.tensor([[*row, *[0] * (max(map(len, pages)) - len(row))] for row in pages])
         page_X, place_X = (
             table_BP[b, position_BT[b, t] // self.page].to(device),
             (position_BT[b, t] % self.page).to(device),
@@ -137,7 +142,7 @@ class PagedState(DecodeState):
             table_BP.to(device),
         )
         # [B, 1, T, positions]
-        seen = torch.arange(end, device=device) <= position_BT[:, None, :, None]
+        visible = torch.arange(end, device=device) <= position_BT[:, None, :, None]
         repeat = a.heads // a.key_heads
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -148,7 +153,7 @@ class PagedState(DecodeState):
                 for x in kv[:, table_BP]
             )
             return (
-                F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=seen)
+                F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=visible)
                 .transpose(1, 2)
                 .flatten(2)
             )
@@ -160,21 +165,21 @@ class PagedState(DecodeState):
         return decoder.head(hidden).float()
 
     def copy_pages(self, copies: Sequence[tuple[int, int] | None]) -> None:
-        """Of pages that several hold, before one of them writes."""
-        found = [copy for copy in copies if copy is not None]
-        if found:
-            origin, target = torch.tensor(found, device=self.decoder.device).unbind(1)
+        """Copy shared blocks (origin, target) before a row writes to the target."""
+        page_pairs = [copy for copy in copies if copy is not None]
+        if page_pairs:
+            origin, target = torch.tensor(page_pairs, device=self.decoder.device).unbind(1)
             for kv in self.kv:
                 kv[:, target] = kv[:, origin]
 
     def add_slot(self, length: int) -> None:
-        """A prompt that no row reads from: those that come back have pages of their own."""
+        """Add a prompt slot that no row reads from: resumed rows have private blocks."""
         self.tables.prompts.append(PromptPages(length))
         self.prompt_lengths = np.concatenate([self.prompt_lengths, [length]])
 
     def enter_again(self, slot: int, fed: Sequence[int]) -> None:
-        """A row that waited: prompt and response so far (all that was fed) are read again into
-        pages of its own.
+        """Resume a preempted row: prefill prompt and response so far (all fed tokens) into private
+        blocks.
         """
         row = self.tables.add_whole(slot, len(fed))
         self._read([fed], [None], [row.pages])
@@ -208,27 +213,29 @@ class PagedState(DecodeState):
         return decoder.head(hidden)
 
     def _move_rows(self, source: np.ndarray) -> None:
-        kept = set(source.tolist())
+        surviving = set(source.tolist())
         for i, row in enumerate(self.tables.rows):
-            if i not in kept:
+            if i not in surviving:
                 self.tables.drop_row(row)
         self.tables.rows = [self.tables.rows[i] for i in source]
 
     def _move_prompts(self, source: np.ndarray) -> None:
-        kept = set(source.tolist())
+        surviving = set(source.tolist())
         for i, prompt in enumerate(self.tables.prompts):
-            if i not in kept:
+            if i not in surviving:
                 self.tables.drop_prompt(prompt)
         self.tables.prompts = [self.tables.prompts[i] for i in source]
 
 
 def sent(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """int64, on their way to a device: a copy from pinned memory is waited for by what reads it
-    there, not by the host.
+    """Copy integers to a device as int64.
+
+    On CUDA the copy from pinned memory is asynchronous: kernels that read the tensor wait for it,
+    the host does not.
     """
-    here = torch.tensor(numbers, dtype=torch.int64)
+    host = torch.tensor(numbers, dtype=torch.int64)
     return (
-        here.pin_memory().to(device, non_blocking=True)
+        host.pin_memory().to(device, non_blocking=True)
         if device.type == "cuda"
-        else here.to(device)
+        else host.to(device)
     )

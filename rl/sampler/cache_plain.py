@@ -1,11 +1,9 @@
-"""Running batches without padding, for models whose cache is more (or less) than keys and values of
-attention.
+"""Decode without padding, for models that cache more (or less) than keys and values of attention.
 
-`EqualState` keeps each batch of prompts of one length, and the rows that answer it, in a cache of
-the model's own; rows of different lengths never meet in a forward, so nothing is padded, masked or
-merged. `RecomputeState` keeps no cache at all: every token reads its whole sequence again, as a
-learner does. Slow and exact.
-Shapes: P prompts, N rows, T positions, V vocabulary.
+`EqualState` stores each batch of prompts of equal length, and the rows that respond to it, in the
+model's native cache. Rows of different lengths never share a forward, so nothing is padded, masked
+or merged. `RecomputeState` has no cache: every token recomputes its whole sequence, as a learner
+does. It is slow and exact. Shapes: P prompts, N rows, T positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,6 +23,8 @@ from rl.types import PlacedImage
 
 
 class _Plain(DecodeState):
+    """Share the cost and the prompt lengths of the states without padding."""
+
     def __init__(self, decoder: HFForward):
         super().__init__()
         self.decoder = decoder
@@ -33,9 +33,10 @@ class _Plain(DecodeState):
         return prompts * longest_prompt + rows * (longest_prompt + longest_response)
 
     def reserve(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> None:
-        """Nothing to do: what is kept grows by itself, within the cost."""
+        """Do nothing: the cache grows by itself, within the cost."""
 
     def _note_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Append the lengths of new prompts."""
         self.prompt_lengths = np.concatenate(
             [self.prompt_lengths, [len(prompt) for prompt in prompts]]
         ).astype(np.int64)
@@ -43,14 +44,16 @@ class _Plain(DecodeState):
 
 @dataclass(slots=True)
 class _Read:
-    """Prompts of one length that were read together: their cache, which rows copy."""
+    """Hold the cache of prompts of equal length that were prefilled together; rows copy it."""
 
     cache: Any
 
 
 class EqualState(_Plain):
-    """`sources` says for each prompt which batch it was read in and where; a group is the rows that
-    entered from one of them.
+    """Store batches of rows of equal length in the model's native cache.
+
+    `sources` holds for each prompt its prefill batch and its index in that batch. A group consists
+    of the rows that were added together from the same prefill batch.
     """
 
     def __init__(self, decoder: HFForward):
@@ -58,7 +61,7 @@ class EqualState(_Plain):
         self.sources: list[tuple[_Read, int]] = []  # by prompt
         self.caches: list[Any] = []  # by group
         self.group_of_row = np.zeros(0, np.int64)
-        self.place_of_row = np.zeros(0, np.int64)  # in its group's batch
+        self.place_of_row = np.zeros(0, np.int64)  # in the batch of its group
 
     def prefill(
         self,
@@ -70,9 +73,9 @@ class EqualState(_Plain):
         sources: list[tuple[_Read, int] | None] = [None] * len(prompts)
         for batch in self.decoder.equal_batches([len(prompt) for prompt in prompts]):
             read = _Read(self.decoder.new_cache())
-            wanted = any(readers[i] is not None for i in batch)
+            needs_all_logits = any(readers[i] is not None for i in batch)
             logits = self.decoder.cached_forward(
-                [prompts[i] for i in batch], read.cache, last_only=not wanted
+                [prompts[i] for i in batch], read.cache, last_only=not needs_all_logits
             )
             for place, i in enumerate(batch):
                 last[i], sources[i] = logits[place, -1].float(), (read, place)
@@ -107,10 +110,10 @@ class EqualState(_Plain):
         for g, cache in enumerate(self.caches):
             rows = np.flatnonzero(self.group_of_row == g)
             rows = rows[np.argsort(self.place_of_row[rows])]
-            found = self.decoder.cached_forward(
+            batch_logits = self.decoder.cached_forward(
                 [[token] for token in tokens[rows].tolist()], cache, last_only=True
             )
-            logits[torch.from_numpy(rows).to(logits.device)] = found[:, -1].float()
+            logits[torch.from_numpy(rows).to(logits.device)] = batch_logits[:, -1].float()
         self.response_lengths = self.response_lengths + 1
         return logits
 
@@ -120,7 +123,7 @@ class EqualState(_Plain):
     def _move_rows(self, source: np.ndarray) -> None:
         group, place = self.group_of_row[source], self.place_of_row[source]
         before = np.bincount(self.group_of_row, minlength=len(self.caches))
-        kept: list[Any] = []
+        caches: list[Any] = []
         for g, cache in enumerate(self.caches):
             rows = np.flatnonzero(group == g)
             if not len(rows):
@@ -128,16 +131,16 @@ class EqualState(_Plain):
             if len(rows) < before[g]:
                 cache.reorder_cache(self._index(place[rows].tolist()))
                 place[rows] = np.arange(len(rows))
-            group[rows] = len(kept)  # never more than g, so no group is met twice
-            kept.append(cache)
-        self.caches, self.group_of_row, self.place_of_row = kept, group, place
+            group[rows] = len(caches)  # at most g, so no group is visited twice
+            caches.append(cache)
+        self.caches, self.group_of_row, self.place_of_row = caches, group, place
 
     def _move_prompts(self, source: np.ndarray) -> None:
         self.sources = [self.sources[slot] for slot in source]
 
 
 class RecomputeState(_Plain):
-    """The tokens of prompts and of rows; every step reads them from the beginning."""
+    """Store the tokens of prompts and rows; every step recomputes them from the first token."""
 
     def __init__(self, decoder: HFForward):
         super().__init__(decoder)
@@ -154,8 +157,10 @@ class RecomputeState(_Plain):
         self._note_prompts(prompts)
         last: list[Tensor] = [torch.empty(0)] * len(prompts)
         for batch in self.decoder.equal_batches([len(prompt) for prompt in prompts]):
-            wanted = any(readers[i] is not None for i in batch)
-            logits = self.decoder.plain_forward([prompts[i] for i in batch], last_only=not wanted)
+            needs_all_logits = any(readers[i] is not None for i in batch)
+            logits = self.decoder.plain_forward(
+                [prompts[i] for i in batch], last_only=not needs_all_logits
+            )
             for place, i in enumerate(batch):
                 last[i] = logits[place, -1].float()
                 if (reader := readers[i]) is not None:
@@ -174,8 +179,8 @@ class RecomputeState(_Plain):
             len(tokens), self.decoder.vocab_size, dtype=torch.float32, device=self.decoder.device
         )
         for batch in self.decoder.equal_batches([len(row) for row in self.rows]):
-            found = self.decoder.plain_forward([self.rows[i] for i in batch], last_only=True)
-            logits[torch.tensor(batch, device=logits.device)] = found[:, -1].float()
+            batch_logits = self.decoder.plain_forward([self.rows[i] for i in batch], last_only=True)
+            logits[torch.tensor(batch, device=logits.device)] = batch_logits[:, -1].float()
         return logits
 
     def _move_rows(self, source: np.ndarray) -> None:

@@ -1,13 +1,13 @@
-"""Running rows of any lengths in one batch for models that carry a state: a slot a row, beside the
-keys of its attention layers.
+"""Decode rows of any lengths in a single batch, for models that carry a recurrent state.
 
-A state (of a convolution, of linear attention, of a state space) has one size whatever the length
-of its sequence, so rows of different lengths stand side by side in it as they are; keys and values
-are padded on the left, as in `cache_padded`. Prompts are read with others of their own length,
-unpadded, once for their group. The cache is the model's own kind and stays from step to step; it is
-built anew where rows enter. Windows are masked, not cut: their layers keep all keys, so that rows
-of any length line up. Shapes: P prompts, N rows, H key heads, L cached positions, D head width; a
-state's first dimension is the row's.
+Each row has a slot, next to the keys of its attention layers. A state (of a convolution, of linear
+attention, of a state space) has the same size whatever the length of its sequence, so rows of
+different lengths share the batch without change. Keys and values are padded on the left, as in
+`cache_padded`. Prompts are prefilled with others of equal length, unpadded, once for their group.
+The cache is the model's native kind and persists from step to step; it is rebuilt when rows are
+added. Windows are masked, not cut: their layers keep all keys, so that rows of any length align.
+Shapes: P prompts, N rows, H key heads, L cached positions, D head width. The first dimension of a
+state is the row.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from rl.types import PlacedImage
 
 @dataclass(slots=True)
 class _Layer:
-    """What a layer keeps of some rows: keys and values [N, H, L, D] or none, and states by name,
-    [N, ...].
+    """Hold the cache of some rows in a layer.
+
+    `keys`: keys and values [N, H, L, D], or None. `states`: the states [N, ...] by name.
     """
 
     keys: tuple[Tensor, Tensor] | None = None
     states: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     def rows(self, index: Tensor | slice, longest: int) -> _Layer:
-        """Some rows, the last `longest` positions of each."""
+        """Return the selected rows, with the last `longest` positions of each."""
         pair = (
             None
             if self.keys is None
@@ -45,8 +46,8 @@ class _Layer:
 
 
 class SlotState(DecodeState):
-    """`prompts` holds what each prompt left behind, as a batch of one row; `cache` that of the
-    running rows.
+    """Store the cache of each prompt (`prompts`, each a batch of 1 row) and of the running rows
+    (`cache`).
     """
 
     def __init__(self, decoder: HFForward):
@@ -59,7 +60,7 @@ class SlotState(DecodeState):
         return prompts * longest_prompt + rows * (longest_prompt + longest_response)
 
     def reserve(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> None:
-        """Nothing to do: what is kept grows by itself, within the cost."""
+        """Do nothing: the cache grows by itself, within the cost."""
 
     def prefill(
         self,
@@ -68,23 +69,25 @@ class SlotState(DecodeState):
         images: Sequence[Sequence[PlacedImage]] = (),
     ) -> Tensor:
         last: list[Tensor] = [torch.empty(0)] * len(prompts)
-        kept: list[list[_Layer]] = [[] for _ in prompts]
+        prompt_layers: list[list[_Layer]] = [[] for _ in prompts]
         experts: dict[int, np.ndarray] = {}
         for batch in self.decoder.equal_batches([len(prompt) for prompt in prompts]):
             cache = self.decoder.whole_cache()
-            wanted = any(readers[i] is not None for i in batch)
+            needs_all_logits = any(readers[i] is not None for i in batch)
             logits = self.decoder.cached_forward(
-                [prompts[i] for i in batch], cache, last_only=not wanted
+                [prompts[i] for i in batch], cache, last_only=not needs_all_logits
             )
             layers = [_read(layer) for layer in cache.layers]
             for place, i in enumerate(batch):
                 last[i] = logits[place, -1].float()
                 if self.decoder.experts is not None:
                     experts[i] = self.decoder.experts[place]
-                kept[i] = [layer.rows(slice(place, place + 1), len(prompts[i])) for layer in layers]
+                prompt_layers[i] = [
+                    layer.rows(slice(place, place + 1), len(prompts[i])) for layer in layers
+                ]
                 if (reader := readers[i]) is not None:
                     reader(0, logits[place])
-        self.prompts.extend(kept)
+        self.prompts.extend(prompt_layers)
         self._prompt_experts += [experts[i] for i in sorted(experts)]
         self.prompt_lengths = np.concatenate(
             [self.prompt_lengths, [len(prompt) for prompt in prompts]]
@@ -92,7 +95,7 @@ class SlotState(DecodeState):
         return torch.stack(last)
 
     def lengths(self) -> np.ndarray:
-        """Positions of each row, prompt and response."""
+        """Return the positions of each row, prompt and response."""
         return self.prompt_lengths[self.prompt_of_row] + self.response_lengths
 
     def enter(self, prompt_of_row: np.ndarray) -> None:
@@ -105,14 +108,17 @@ class SlotState(DecodeState):
         for number, layer in enumerate(self.cache.layers):
             read = [self.prompts[prompt][number] for prompt in prompts]
             before = [running[number]] if running is not None else []
-            keys = _stacked([one.keys for one in before], [one.keys for one in read], at, longest)
+            keys = _stacked(
+                [cached.keys for cached in before], [cached.keys for cached in read], at, longest
+            )
             states = {}
             for name, like in read[0].states.items():
-                new = torch.cat([one.states[name] for one in read])[at]
-                states[name] = torch.cat([*(one.states[name] for one in before), new])
+                new = torch.cat([cached.states[name] for cached in read])[at]
+                states[name] = torch.cat([*(cached.states[name] for cached in before), new])
                 if states[name].shape[1:] != like.shape[1:]:
                     raise NotImplementedError(
-                        f"states of shapes {states[name].shape} and {like.shape} are no rows of one batch"
+                        f"states of shapes {states[name].shape} and {like.shape} cannot be "
+                        "rows of the same batch"
                     )
             _write(layer, _Layer(keys, states))
 
@@ -139,9 +145,9 @@ class SlotState(DecodeState):
             return
         longest = int(self.lengths()[source].max())
         index = torch.from_numpy(source).to(self.decoder.device)
-        kept = [_read(layer).rows(index, longest) for layer in self.cache.layers]
+        moved = [_read(layer).rows(index, longest) for layer in self.cache.layers]
         self.cache = self.decoder.whole_cache()
-        for layer, rows in zip(self.cache.layers, kept, strict=True):
+        for layer, rows in zip(self.cache.layers, moved, strict=True):
             _write(layer, rows)
 
     def _move_prompts(self, source: np.ndarray) -> None:
@@ -151,12 +157,13 @@ class SlotState(DecodeState):
 def _stacked(
     before: Sequence[Any], read: Sequence[Any], at: Tensor, longest: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Keys and values of running rows, and below them those of prompts for each new row, padded on
-    the left to `longest`.
+    """Return the keys and values of the running rows, followed by those of the new rows.
+
+    The keys and values of a new row come from its prompt. All are padded on the left to `longest`.
     """
     if read[0] is None:
         return None
-    found = []
+    stacked = []
     for which in (0, 1):
         running = [pair[which] for pair in before]
         like = read[0][which]
@@ -171,19 +178,23 @@ def _stacked(
             merged[first + torch.nonzero(at == number)[:, 0], :, longest - source.shape[2] :] = (
                 source
             )
-        found.append(merged)
-    return found[0], found[1]
+        stacked.append(merged)
+    return stacked[0], stacked[1]
 
 
 def _states(layer: Any) -> Iterator[tuple[str, int]]:
-    """The states that a layer of a cache may hold: kind and number."""
+    """Yield the states that a layer of a cache may hold: kind and number."""
     for kind in ("conv", "recurrent"):
         for number in getattr(layer, f"{kind}_states", None) or {}:
             yield kind, number
 
 
 def _read(layer: Any) -> _Layer:
-    """What a layer of a cache holds. NotImplementedError where that is nothing that is known here."""
+    """Return the contents of a layer of a cache.
+
+    Raises NotImplementedError if the layer is of an unknown kind that holds more than keys and
+    values.
+    """
     states = {(kind, i): getattr(layer, f"{kind}_states")[i] for kind, i in _states(layer)}
     known = {name: state for name, state in states.items() if isinstance(state, Tensor)}
     keys = getattr(layer, "keys", None)
@@ -191,13 +202,14 @@ def _read(layer: Any) -> _Layer:
         return _Layer(None, known)
     if type(layer).__name__ not in ("DynamicLayer", "LinearAttentionAndFullAttentionLayer"):
         raise NotImplementedError(
-            f"a layer of the cache is a {type(layer).__name__}, which holds more than keys and values"
+            f"a layer of the cache is a {type(layer).__name__}, "
+            "which holds more than keys and values"
         )
     return _Layer((keys, layer.values), known)
 
 
 def _write(layer: Any, rows: _Layer) -> None:
-    """Fills an empty layer of a cache."""
+    """Fill an empty layer of a cache."""
     if rows.keys is not None:
         layer.update(*rows.keys)
     for (kind, number), state in rows.states.items():

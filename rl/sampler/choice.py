@@ -1,5 +1,6 @@
-"""Which engine: over rectangles, or over pages with steps that run by themselves. On CUDA by trying
-both once.
+"""Choose the engine: contiguous KV cache, or paged KV cache with several steps per host sync.
+
+On CUDA the choice is made by a trial of both.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rl.sampler.requests import Request
 from rl.types import SamplingParams
 
 CACHES = ("auto", "plain", "paged")
-_LAYERS, _WORDS, _ROWS = 2, 4096, 4  # of a trial
+_LAYERS, _WORDS, _ROWS = 2, 4096, 4  # sizes of a trial
 
 
 def make_engine(
@@ -30,42 +31,49 @@ def make_engine(
     sizes: Iterable[tuple[int, int, int]] | None = None,
     **settings: Any,
 ) -> Engine:
-    """An engine for the decoder. "plain": a rectangle for each batch; "paged": pages, graphs on
-    CUDA, several steps between two looks.
+    """Return an engine for the decoder.
 
-    "auto" is plain on a CPU; on CUDA paged, for the fast decoder, where both gave the same samples
-    on this device in a trial of a second, which runs once. Where they did not it says so and is
-    plain; so is a decoder that several ranks hold together. `kept`: what an engine over pages
-    before it left, and this one leaves when it is closed; `sizes`: see `PagedEngine`. `settings`
-    are `Engine`'s.
+    "plain": a contiguous KV cache for each batch. "paged": a paged KV cache, CUDA graphs on CUDA,
+    and several steps per host sync. "auto": plain on a CPU, and for a decoder that is split over
+    several ranks. On CUDA, with the fast decoder, "auto" is paged if both engines returned the same
+    samples on this device in a trial (about a second, run once); otherwise a warning is printed and
+    "auto" is plain.
+
+    `kept` provides the KV cache pool of an earlier paged engine, and receives the pool when this
+    engine is closed. `sizes`: see `PagedEngine`. `settings` are those of `Engine`. Raises
+    ValueError if `cache` is unknown, UserError if "paged" is requested for a decoder that does not
+    support it.
     """
     if cache not in CACHES:
         raise ValueError(f"cache is one of {', '.join(CACHES)}, got {cache!r}")
     if cache == "paged":
         if not isinstance(decoder, FastDecoder):
             raise UserError(
-                "the sampler's cache is asked for in pages, which only the fast decoder (Llama and Qwen families) keeps: "
-                "leave sampler_cache at auto, or sample such a model"
+                "sampler_cache paged is supported only by the fast decoder (Llama and Qwen "
+                "families): leave sampler_cache at auto, or sample such a model"
             )
         if decoder.team is not None:
             raise UserError(
-                f"the sampler's cache is asked for in pages, and {decoder.team.size} ranks hold the sampler together, whose steps wait for "
-                "each other: leave sampler_cache at auto, or sampler_tp at 1"
+                "sampler_cache paged does not support tensor parallelism, and the sampler is split "
+                f"over {decoder.team.size} ranks: leave sampler_cache at auto, or sampler_tp at 1"
             )
         return SteppedEngine(decoder, kept=kept, sizes=sizes, **settings)
-    tried = (
+    eligible = (
         cache == "auto"
         and isinstance(decoder, FastDecoder)
         and decoder.device.type == "cuda"
         and decoder.team is None
     )
-    if tried and isinstance(decoder, FastDecoder) and _refusal(_Trial(decoder)) is None:
+    if eligible and isinstance(decoder, FastDecoder) and _refusal(_Trial(decoder)) is None:
         return SteppedEngine(decoder, kept=kept, sizes=sizes, **settings)
     return Engine(decoder, **settings)
 
 
 class _Trial:
-    """A decoder as a key of what was found: all of one architecture, dtype and device are one."""
+    """Wrap a decoder as the cache key of a trial.
+
+    Decoders of the same architecture, dtype and device are equal.
+    """
 
     def __init__(self, decoder: FastDecoder):
         a = decoder.architecture
@@ -90,40 +98,41 @@ class _Trial:
 
 @cache
 def _refusal(trial: _Trial) -> str | None:
-    """Why this device does not sample over pages, said once; None where it does."""
+    """Return why this device does not support the paged engine, and warn once; None if it does."""
     decoder = trial.decoder
-    trial.decoder = None  # type: ignore[assignment]  # the key stays, the weights need not
+    trial.decoder = None  # type: ignore[assignment]  # the key persists, the weights are released
     try:
-        said = difference(decoder)
-    except Exception as failure:  # noqa: BLE001  (a compiler, a driver, memory: whatever it is, the other branch is there)
-        said = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:200]}"
-    if said is not None:
+        reason = difference(decoder)
+    except Exception as failure:  # noqa: BLE001  (compiler, driver, memory: the plain engine is the fallback for any)
+        reason = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:200]}"
+    if reason is not None:
         remark(
-            f"the sampler's cache in pages does not run on this device ({said}), so sampling goes the plain way, slower"
+            f"the paged KV cache of the sampler does not run on this device ({reason}), "
+            "so the plain engine samples, which is slower"
         )
-    return said
+    return reason
 
 
 def difference(decoder: FastDecoder) -> str | None:
-    """What is unlike between the samples of both engines, of the first layers and words; None where
-    nothing is.
+    """Return the first difference between the samples of both engines, or None if they agree.
 
-    Prompts around the end of a page and past it, groups that share pages, rows that end within a
-    look. Rounding may part two samples at a token whose border the random number lies on; their
-    tokens before that have to agree in logprob, and of a hundred tokens after the same ones (and
-    after the first, which the prompt gives) ten may part.
+    Only the first layers and vocabulary entries are used. The prompts end around the end of a block
+    and past it, groups share blocks, and rows end between host syncs. Rounding may make two samples
+    diverge at a token if the random number is at the border between two tokens. The tokens before
+    it must agree in logprob. Of a hundred tokens after equal prefixes (except the first token,
+    which the prompt determines), ten may diverge.
     """
     small = decoder.few(min(_LAYERS, len(decoder.layers)), min(_WORDS, decoder.vocab_size))
     most = min(small.max_positions or 640, 640) - 20
-    lengths, words = (
+    lengths, vocab = (
         [length for length in (3, 250, 256, 600) if length <= most] or [1],
         small.vocab_size,
     )
-    answers = []
+    samples = []
     for kind in (SteppedEngine, Engine):
         engine = kind(small, (1, 2), kv_cache_tokens=256 * 40, max_rows=_ROWS * len(lengths))
         for i, length in enumerate(lengths):
-            prompt = [(7 * i + 13 * j) % words for j in range(length)]
+            prompt = [(7 * i + 13 * j) % vocab for j in range(length)]
             engine.add(
                 Request(
                     prompt=prompt,
@@ -132,23 +141,23 @@ def difference(decoder: FastDecoder) -> str | None:
                     params=SamplingParams(max_tokens=12 + i, temperature=1.0),
                 )
             )
-        answers.append([sequence for response in engine.run() for sequence in response.sequences])
-    bound, parted, asked = (1e-3 if small.dtype == torch.float32 else 0.1), 0, 0
-    for mine, plain in zip(*answers, strict=True):
-        pairs = list(zip(mine.tokens, plain.tokens, strict=False))
+        samples.append([sequence for response in engine.run() for sequence in response.sequences])
+    bound, diverged, compared = (1e-3 if small.dtype == torch.float32 else 0.1), 0, 0
+    for stepped, plain in zip(*samples, strict=True):
+        pairs = list(zip(stepped.tokens, plain.tokens, strict=False))
         same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
         gaps = [
             abs(a - b)
             for a, b in zip(
-                (mine.logprobs or [])[:same], (plain.logprobs or [])[:same], strict=True
+                (stepped.logprobs or [])[:same], (plain.logprobs or [])[:same], strict=True
             )
         ]
-        if not max(gaps, default=0.0) <= bound:  # so that what is no number is unlike
+        if not max(gaps, default=0.0) <= bound:  # NaN counts as a difference
             return f"logprobs of the same tokens differ by {max(gaps):.2g}"
-        parts = same < max(len(mine.tokens), len(plain.tokens))
-        parted, asked = parted + parts, asked + max(same - 1, 0) + parts
+        differs = same < max(len(stepped.tokens), len(plain.tokens))
+        diverged, compared = diverged + differs, compared + max(same - 1, 0) + differs
     return (
         None
-        if 10 * parted <= asked
-        else f"{parted} of {asked} tokens after the same ones are others"
+        if 10 * diverged <= compared
+        else f"{diverged} of {compared} tokens after equal prefixes differ"
     )

@@ -1,6 +1,4 @@
-"""Conversations that stay in an engine's cache between their turns: what was read and drawn is not
-read again.
-"""
+"""Cache conversations between their turns, so that earlier tokens are not prefilled again."""
 
 from __future__ import annotations
 
@@ -14,8 +12,10 @@ from rl.sampler.rows import Rows
 
 
 class Conversations:
-    """An engine's part that keeps them. They wait among its prompts, and make room where a request
-    that waits has none.
+    """Cache the conversations of an engine; a base class of `Engine`.
+
+    Cached conversations are stored among the engine's prompts. They are evicted if a waiting
+    request does not fit otherwise.
     """
 
     kv_cache_tokens: int
@@ -26,29 +26,31 @@ class Conversations:
 
     @torch.inference_mode()
     def forget(self, conversation: str) -> None:
-        """It has no further turn."""
+        """Evict a conversation that has no further turn."""
         self._forget_conversations(conversation)
 
     def _forget_conversations(self, name: str | None = None) -> bool:
-        """Of that name, or all: whether there were any in the cache."""
-        gone = [
+        """Evict the conversation of that name, or all. Returns whether the cache held any."""
+        dropped = [
             p.conversation is not None and name in (None, p.conversation) for p in self._prompts
         ]
-        if any(gone):
-            source = compaction(~np.array(gone, np.bool_))
+        if any(dropped):
+            source = compaction(~np.array(dropped, np.bool_))
             self._prompts = [self._prompts[slot] for slot in source]
             self._state.leave(np.arange(len(self._rows)), source)
-        return any(gone)
+        return any(dropped)
 
     def _kept(self, job: Job) -> int | None:
-        """The slot that holds a job's conversation so far, where it is in the cache and goes on as
-        it was.
+        """Return the slot that holds the cached prefix of a group's conversation.
+
+        Returns None if the conversation is not in the cache, or if its tokens differ from the
+        prompt.
         """
         name = job.request.conversation
         if name is None or job.request.scores_prompt:
             return None
         for slot, prompt in enumerate(self._prompts):
-            # By its key as well: another request that comes in now may go on with it.
+            # Also compare the key: another request admitted now may have extended the conversation.
             same = (prompt.conversation, prompt.weights, prompt.key) == (
                 name,
                 job.request.weights,
@@ -59,25 +61,25 @@ class Conversations:
         return None
 
     def _extend(self, jobs: list[tuple[Job, int]]) -> None:
-        """Read what is new of these conversations, at the end of what is there."""
+        """Prefill the new tokens of these conversations after their cached tokens."""
         if not jobs:
             return
-        news = [job.key[0][len(self._prompts[slot].tokens) :] for job, slot in jobs]
-        for (job, slot), new, logits_V in zip(
-            jobs, news, self._state.extend([slot for _, slot in jobs], news), strict=True
+        suffixes = [group.key[0][len(self._prompts[slot].tokens) :] for group, slot in jobs]
+        for (group, slot), suffix, logits_V in zip(
+            jobs, suffixes, self._state.extend([slot for _, slot in jobs], suffixes), strict=True
         ):
             self.counters.kept_tokens += len(self._prompts[slot].tokens)
-            self.counters.prefill_tokens += len(new)
-            self._prompts[slot] = Prompt(job.key, logits_V, None, job.request.weights)
+            self.counters.prefill_tokens += len(suffix)
+            self._prompts[slot] = Prompt(group.key, logits_V, None, group.request.weights)
         self.counters.prefill_prompts += len(jobs)
 
     def _keep(self, row: int, job: Job, tokens: list[int]) -> None:
-        """What an ended row has read stays for its conversation's next turn, where there is room."""
+        """Cache the tokens of a finished row for the next turn of its conversation, if they fit."""
         name, state = job.request.conversation, self._state
         if name is None or not state.extends or job.request.num_samples > 1:
             return
         if self._prompts[int(state.prompt_of_row[row])].key[0] == "of other weights":
-            return  # new weights came while it was drawn: what it read is not theirs
+            return  # the weights changed during sampling: the cached keys are of the old weights
         length = len(job.key[0]) + int(state.response_lengths[row])
         longest = max(int(state.prompt_lengths.max(initial=0)), length)
         needed = (
@@ -88,10 +90,13 @@ class Conversations:
         )
         if state.cost(*needed) > self.kv_cache_tokens:
             return
-        self._forget_conversations(name)  # an earlier turn's: a name stands for one
+        self._forget_conversations(name)  # evict the earlier turn
         state.reserve(*needed)
         state.keep_row(row)
-        seen = (*job.key[0], *tokens[job.begun : job.begun + int(state.response_lengths[row])])
+        cached_tokens = (
+            *job.key[0],
+            *tokens[job.begun : job.begun + int(state.response_lengths[row])],
+        )
         self._prompts.append(
-            Prompt(("of", name), torch.empty(0), None, job.request.weights, name, seen)
+            Prompt(("of", name), torch.empty(0), None, job.request.weights, name, cached_tokens)
         )

@@ -1,9 +1,9 @@
-"""cpu_kernels.cpp as functions on torch tensors: compiled at the first use, kept beside the
-bytecode, called through ctypes.
+"""Wrap cpu_kernels.cpp as functions on torch tensors.
 
-Where it cannot be compiled (no C++ compiler), `load` says so once and gives None, and the decoder's
-torch operations do the work. Shapes as in cpu_kernels.cpp. All tensors are contiguous float32
-(indices int64) on the CPU.
+The library is compiled at the first use, cached next to the bytecode, and called through ctypes. If
+it cannot be compiled (no C++ compiler), `load` warns once and returns None, and the decoder uses
+torch operations. Shapes as in cpu_kernels.cpp. All tensors are contiguous float32 (indices int64)
+on the CPU.
 """
 
 from __future__ import annotations
@@ -24,19 +24,30 @@ import torch
 from torch import Tensor
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
-# The sums of a dot product may be taken in any order (that is what lets them be vectorised); NaN
-# and infinity keep their meaning.
-_FLAGS = ("-O3", "-march=native", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno", "-std=c++17",
-          "-shared", "-fPIC", "-pthread")  # fmt: skip
-# Compilers halve the registers of AVX-512 by themselves, for processors of ten years ago: attention
-# took half as long again (Zen 4).
+# The sums of a dot product may be computed in any order, which permits vectorization. NaN and
+# infinity keep their meaning.
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fassociative-math",
+    "-fno-signed-zeros",
+    "-fno-trapping-math",
+    "-fno-math-errno",
+    "-std=c++17",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+)
+# By default compilers use 256-bit registers on AVX-512 processors, because of processors of ten
+# years ago. Attention then took 1.5 times as long (Zen 4).
 _X86_FLAGS = ("-mprefer-vector-width=512",)
-_SECONDS = 120.0  # for the compiler
+_SECONDS = 120.0  # timeout of the compiler
 
 
 class CpuKernels:
-    """The library's four functions. They run on the calling thread, and on
-    `torch.get_num_threads()` where the work is large.
+    """Expose the four functions of the library.
+
+    They run on the calling thread, and on `torch.get_num_threads()` threads if the work is large.
     """
 
     def __init__(self, path: Path):
@@ -64,13 +75,13 @@ class CpuKernels:
             function.restype = None
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight."""
+        """Compute x / sqrt(mean(x^2) + eps) * weight."""
         out = torch.empty_like(x_NE)
         self._rms_norm(x_NE.data_ptr(), weight_E.data_ptr(), eps, *x_NE.shape, out.data_ptr())
         return out
 
     def silu_mul(self, gate_up_N2I: Tensor) -> Tensor:
-        """silu(gate) * up, [N, I]."""
+        """Compute silu(gate) * up, [N, I]."""
         rows, width = gate_up_N2I.shape
         out = gate_up_N2I.new_empty(rows, width // 2)
         self._silu_mul(
@@ -85,18 +96,26 @@ class CpuKernels:
         temperature_N: Tensor | None,
         greedy_N: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """A token (int64) and its logprob a row: `token_sampling.draw`. `uniform_N` float64,
-        `temperature_N` float32, `greedy_N` bool.
+        """Sample a token (int64) and return its logprob for each row, as `token_sampling.draw`.
+
+        `uniform_N` is float64, `temperature_N` float32, `greedy_N` bool.
         """
         token_N, logprob_N = (
             logits_NV.new_empty(len(logits_NV), dtype=torch.int64),
             logits_NV.new_empty(len(logits_NV)),
         )
-        others = (None if one is None else one.data_ptr() for one in (temperature_N, greedy_N))
+        pointers = (
+            None if tensor is None else tensor.data_ptr() for tensor in (temperature_N, greedy_N)
+        )
         self._draw(
-            logits_NV.data_ptr(), *others, uniform_N.data_ptr(), *logits_NV.shape, torch.get_num_threads(),
-            token_N.data_ptr(), logprob_N.data_ptr(),
-        )  # fmt: skip
+            logits_NV.data_ptr(),
+            *pointers,
+            uniform_N.data_ptr(),
+            *logits_NV.shape,
+            torch.get_num_threads(),
+            token_N.data_ptr(),
+            logprob_N.data_ptr(),
+        )
         return token_N, logprob_N
 
     def attend(
@@ -113,12 +132,12 @@ class CpuKernels:
         written_N: Tensor,
         heads: int,
     ) -> Tensor:
-        """Norms and rotates the step's queries and keys, stores keys and values at `written_N`,
-        attends. [N, H * D].
+        """Apply norms and rotary embeddings, store keys and values at `written_N`, and attend; [N,
+        H * D].
 
-        `norm_qk` [2 D] (None: no norms), `rope` [2, positions, D] (see `FastForward.rope`),
-        `prompt_kv` [2, P, K, T, D] and `row_kv` [2, N or more, K, T, D], of any strides for slots
-        and heads.
+        `norm_qk` has shape [2 D] (None: no norms), `rope` [2, positions, D] (see
+        `FastForward.rope`), `prompt_kv` [2, P, K, T, D] and `row_kv` [2, N or more, K, T, D]. The
+        strides of slots and heads are arbitrary.
         """
         key_heads, width = row_kv.shape[2], row_kv.shape[4]
         out = qkv_NX.new_empty(len(qkv_NX), heads * width)
@@ -126,21 +145,39 @@ class CpuKernels:
             prompt_kv.stride(1), prompt_kv.stride(2), row_kv.stride(1), row_kv.stride(2)
         )
         self._attend(
-            qkv_NX.data_ptr(), norm_qk.data_ptr() if norm_qk is not None else None, eps, rope.data_ptr(),
-            rope.data_ptr() + 4 * rope.stride(0), position_N.data_ptr(), *_keys_values(prompt_kv), prompt_of_row_N.data_ptr(),
-            prompt_length_P.data_ptr(), *_keys_values(row_kv), written_N.data_ptr(), strides, len(qkv_NX), heads, key_heads, width,
-            torch.get_num_threads(), out.data_ptr(),
-        )  # fmt: skip
+            qkv_NX.data_ptr(),
+            norm_qk.data_ptr() if norm_qk is not None else None,
+            eps,
+            rope.data_ptr(),
+            rope.data_ptr() + 4 * rope.stride(0),
+            position_N.data_ptr(),
+            *_keys_values(prompt_kv),
+            prompt_of_row_N.data_ptr(),
+            prompt_length_P.data_ptr(),
+            *_keys_values(row_kv),
+            written_N.data_ptr(),
+            strides,
+            len(qkv_NX),
+            heads,
+            key_heads,
+            width,
+            torch.get_num_threads(),
+            out.data_ptr(),
+        )
         return out
 
 
 def _keys_values(kv: Tensor) -> tuple[int, int]:
+    """Return the addresses of the keys and of the values."""
     return kv.data_ptr(), kv.data_ptr() + 4 * kv.stride(0)
 
 
 @functools.cache
 def load() -> CpuKernels | None:
-    """The compiled library, made if need be; None, with a warning, where it cannot be made."""
+    """Return the library, compiled if necessary.
+
+    Warns and returns None if it cannot be compiled.
+    """
     compiler = (
         os.environ.get("CXX")
         or shutil.which("c++")
@@ -149,33 +186,36 @@ def load() -> CpuKernels | None:
     )
     if compiler is None:
         warnings.warn(
-            "no C++ compiler (c++, g++, clang++, or CXX): sampling on the CPU takes its slower path",
+            "no C++ compiler (c++, g++, clang++, or CXX): sampling on the CPU uses slower "
+            "torch operations",
             stacklevel=2,
         )
         return None
     try:
         return CpuKernels(_built(compiler))
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or error
+        message = getattr(error, "stderr", None) or error
         warnings.warn(
-            f"{compiler} cannot build {_SOURCE.name}, sampling on the CPU takes its slower path: {said}",
+            f"{compiler} cannot build {_SOURCE.name}, sampling on the CPU uses slower "
+            f"torch operations: {message}",
             stacklevel=2,
         )
         return None
 
 
 def _built(compiler: str) -> Path:
-    """The library for this source, compiler and CPU: from the cache beside the bytecode, or
-    compiled into it.
+    """Return the library for this source, compiler and CPU, cached next to the bytecode.
+
+    Compiles it if the cache does not hold it.
     """
     flags = (*_FLAGS, *(_X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else ()))
     key = hashlib.sha256(
         "\0".join([_SOURCE.read_text(), compiler, *flags, _cpu()]).encode()
     ).hexdigest()[:16]
     name = f"{_SOURCE.stem}-{key}.so"
-    kept = _SOURCE.parent / "__pycache__" / name
-    if kept.is_file():
-        return kept
+    cached = _SOURCE.parent / "__pycache__" / name
+    if cached.is_file():
+        return cached
     with tempfile.TemporaryDirectory() as folder:
         built = Path(folder) / name
         subprocess.run(
@@ -185,23 +225,23 @@ def _built(compiler: str) -> Path:
             text=True,
             timeout=_SECONDS,
         )
-        partial = kept.with_name(f"{name}.{os.getpid()}")  # another process may be at the same
+        partial = cached.with_name(f"{name}.{os.getpid()}")  # another process may compile it too
         try:
-            kept.parent.mkdir(exist_ok=True)
+            cached.parent.mkdir(exist_ok=True)
             shutil.copyfile(built, partial)
-            os.replace(partial, kept)
-            return kept
-        except OSError:  # a folder that cannot be written: for this process alone
+            os.replace(partial, cached)
+            return cached
+        except OSError:  # the folder is not writable: use a copy for this process
             if partial.is_file():
                 partial.unlink()
-            alone = Path(tempfile.mkdtemp()) / name
-            shutil.copyfile(built, alone)
-            atexit.register(shutil.rmtree, alone.parent, ignore_errors=True)
-            return alone
+            process_copy = Path(tempfile.mkdtemp()) / name
+            shutil.copyfile(built, process_copy)
+            atexit.register(shutil.rmtree, process_copy.parent, ignore_errors=True)
+            return process_copy
 
 
 def _cpu() -> str:
-    """What -march=native depends on: a checkout may be shared by machines of several kinds."""
+    """Return what -march=native depends on: machines of several kinds may share a checkout."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     flags = [

@@ -1,6 +1,4 @@
-"""What the engine asks of a decoder: weights that can be loaded and forked, and a state to decode
-in.
-"""
+"""Define the decoder interface of the engine: load and fork weights, and create a decode state."""
 
 from __future__ import annotations
 
@@ -21,11 +19,11 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 class Decoder(abc.ABC):
-    """A copy of a model's weights that generates; training the model does not change it.
+    """Hold a copy of a model's weights for generation; training the model does not change it.
 
-    `vocab_size` is the width of its logits, `max_positions` the number of positions it can be fed
-    (None: unbounded), `length_switch` where its rotary frequencies change with the length (None:
-    nowhere), `dtype` that of its matrices.
+    `vocab_size` is the width of the logits, `max_positions` the number of positions that can be fed
+    (None: unbounded), `length_switch` the length at which the rotary frequencies change (None: they
+    do not change), `dtype` the dtype of the matrices.
     """
 
     vocab_size: int
@@ -33,34 +31,37 @@ class Decoder(abc.ABC):
     length_switch: LengthSwitch | None = None
     device: torch.device
     dtype: torch.dtype
-    # of the bare model under its adapters, where all but these is that one's memory
+    # The decoder of the model without adapters, if this decoder shares all memory but the adapters
+    # with it.
     base: Decoder | None = None
 
     @abc.abstractmethod
     def load_(self, named_tensors: NamedTensors) -> None:
-        """Copy tensors of any dtype and device into the weights, one at a time, by the model's own
+        """Copy tensors of any dtype and device into the weights, one by one, by the model's
         parameter names.
 
-        Errors: an unknown name, a wrong shape, a different value for a frozen weight that forks
-        share.
+        Raises ValueError for an unknown name, a wrong shape, or a different value for a frozen
+        weight that forks share.
         """
 
     def held_in(self, name: str) -> torch.dtype | None:
-        """The dtype that a parameter has here, by the model's own name; None where it has none of
+        """Return the dtype of a parameter in this decoder; None if the decoder has no parameter of
         that name.
         """
         return None
 
     @abc.abstractmethod
     def fork(self) -> Self:
-        """A decoder for another version of the weights: frozen ones are shared, trainable ones
-        copied.
+        """Return a decoder for another version of the weights.
+
+        It shares the frozen weights and copies the trainable weights.
         """
 
     @abc.abstractmethod
     def new_state(self, kv_cache_tokens: int) -> DecodeState:
-        """An empty batch to decode in, whose cache is to stay within the budget (the engine sees to
-        it; see `cost`).
+        """Return an empty batch to decode in.
+
+        The engine keeps its cache within the budget (see `cost`).
         """
 
     @abc.abstractmethod
@@ -70,25 +71,28 @@ class Decoder(abc.ABC):
         readers: Sequence[LogitsReader],
         images: Sequence[Sequence[PlacedImage]] = (),
     ) -> None:
-        """Show the logits of every position of each prompt to its reader; nothing is kept.
-        `images`: of each prompt, where any has some.
+        """Pass the logits of every position of each prompt to its reader. Nothing is cached.
+
+        `images` holds the images of each prompt, if any prompt has images.
         """
 
     def agreed(self, drawn: Tensor) -> Tensor:
-        """What was drawn from its logits; where several ranks hold the decoder, what the first of
-        them drew, on all.
+        """Return the sampled tokens; if several ranks split the decoder, those of the first rank,
+        on all ranks.
         """
         return drawn
 
     def check_images(self, prompt: Sequence[int], images: Sequence[PlacedImage]) -> None:
-        """Raises UserError for images that this decoder cannot read."""
+        """Raise UserError for images that this decoder cannot read."""
         if images:
             raise without_reader("this sampler")
 
 
 def check_length(decoder: Decoder, prompt: int, wanted: int) -> None:
-    """ValueError where a sequence of `wanted` tokens that starts with `prompt` of them has no one
-    set of rotary frequencies.
+    """Check that the rotary frequencies do not change within a sequence.
+
+    Raises ValueError if a sequence of `wanted` tokens, of which `prompt` are the prompt, has no
+    single set of rotary frequencies.
     """
     switch = decoder.length_switch
     if switch is not None and (most := switch.most(prompt)) is not None and wanted > most:
@@ -98,22 +102,21 @@ def check_length(decoder: Decoder, prompt: int, wanted: int) -> None:
 def prompt_batches(
     lengths: Sequence[int], max_tokens: int, sees: Sequence[bool] | np.ndarray = ()
 ) -> list[list[int]]:
-    """Prompts cut into batches for padding to their longest: similar lengths together, at most
-    `max_tokens` padded tokens.
+    """Partition prompts into batches that are padded to their longest prompt.
 
-    `sees`: which have images; these are batches of their own.
-
-    Each batch's shortest is at least three quarters of its longest (or within 16 tokens), so little
-    of it is padding.
+    A batch has prompts of similar length and at most `max_tokens` padded tokens. Its shortest
+    prompt has at least three quarters of the length of its longest (or differs by at most 16
+    tokens), so little of it is padding. `sees`: which prompts have images; these form separate
+    batches.
     """
     if any(sees):
         sides = [
             [i for i in range(len(lengths)) if bool(sees[i]) == side] for side in (False, True)
         ]
         return [
-            [own[i] for i in batch]
-            for own in sides
-            for batch in prompt_batches([lengths[i] for i in own], max_tokens)
+            [members[i] for i in batch]
+            for members in sides
+            for batch in prompt_batches([lengths[i] for i in members], max_tokens)
         ]
     batches: list[list[int]] = []
     longest = 0

@@ -1,7 +1,6 @@
-"""The decoder of the Llama family: Llama, Mistral, Qwen2 and Qwen3, through a hand-written forward
-and a preallocated cache.
+"""Decode models of the Llama family (Llama, Mistral, Qwen2, Qwen3) with a hand-written forward.
 
-Proved equal to `decoder_hf` in the tests.
+The KV cache is allocated in advance. Tests prove that the results equal those of `decoder_hf`.
 """
 
 from __future__ import annotations
@@ -25,12 +24,14 @@ from rl.sampler.weights import Builder, Unsupported, unwrap
 from rl.types import PlacedImage
 
 _MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-# frequencies that do not depend on the length of the sequence
+# rope types whose frequencies do not depend on the length of the sequence
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 class FastDecoder(FastForward, Decoder):
-    """See the module; built by `from_model`, or by `fork` from another version."""
+    """Decode with the hand-written forward; built by `from_model`, or by `fork` from another
+    version.
+    """
 
     @classmethod
     def from_model(
@@ -41,20 +42,22 @@ class FastDecoder(FastForward, Decoder):
         base: FastDecoder | None = None,
         team: Team | None = None,
     ) -> FastDecoder:
-        """Copy the weights of a HF model. Raises `Unsupported` with the reason if it is not one
-        this decoder was proved for.
+        """Copy the weights of a HF model.
 
-        `base`: a decoder of the bare model that the model's adapters stand on; what is the same
-        there is shared and not copied. `team`: ranks that hold it together, all of which call this;
-        UserError for a model that they cannot share evenly.
+        `base`: a decoder of the model without adapters; its memory is shared for equal weights
+        instead of copied. `team`: the ranks that split the decoder, all of which call this
+        function. Raises `Unsupported` with the reason if the tests of this decoder do not cover the
+        model, UserError if the ranks cannot split the model evenly.
         """
         plain = model.get_base_model() if type(model).__module__.startswith("peft.") else model
         check_supported(plain)
         if team is not None:
             check_splits(plain.config, team)
         embedding = unwrap(plain.model.embed_tokens).base.weight
-        under = None if base is None else base.weights
-        builder = Builder(model, dtype or embedding.dtype, device or embedding.device, under, team)
+        base_weights = None if base is None else base.weights
+        builder = Builder(
+            model, dtype or embedding.dtype, device or embedding.device, base_weights, team
+        )
         with torch.no_grad():
             decoder = cls(_read_architecture(plain, builder), builder.weights)
         if base is not None and base.weights.buffers.keys() <= decoder.weights.shared:
@@ -76,7 +79,7 @@ class FastDecoder(FastForward, Decoder):
         return other
 
     def parts(self) -> Iterator[Projection | Embedding]:
-        """Everything that an adapter may stand beside, in one order for all decoders of an
+        """Yield every module that an adapter may modify, in a fixed order for all decoders of an
         architecture.
         """
         yield self.embed
@@ -85,7 +88,10 @@ class FastDecoder(FastForward, Decoder):
         yield self.head
 
     def few(self, layers: int, words: int) -> FastDecoder:
-        """The first layers and the first outputs of the head, of the same weights: for a trial."""
+        """Return a truncated copy for a trial: the first layers and the first outputs of the head.
+
+        The copy shares the weights.
+        """
         other = copy.copy(self)
         other.architecture = replace(
             self.architecture, layers=self.architecture.layers[:layers], vocab_size=words
@@ -113,9 +119,7 @@ class FastDecoder(FastForward, Decoder):
 
 
 def check_supported(base: Any) -> None:
-    """Raises `Unsupported` unless this is one of the architectures, with features, that the tests
-    prove.
-    """
+    """Raise `Unsupported` unless the tests cover the architecture and the features of the model."""
     name, config = type(base).__name__, base.config
     if name not in _MODELS or not type(base).__module__.startswith("transformers."):
         raise Unsupported(f"the architecture {name} (known: {', '.join(_MODELS)})")
@@ -125,19 +129,17 @@ def check_supported(base: Any) -> None:
         raise Unsupported(f"the activation {config.hidden_act}")
     rope = base.model.rotary_emb
     if rope.rope_type not in _STATIC_ROPE:
-        raise Unsupported(
-            f"rope of type {rope.rope_type}, whose frequencies change with the length"
-        )
+        raise Unsupported(f"rope of type {rope.rope_type}, its frequencies change with the length")
     head_width = base.model.layers[0].self_attn.head_dim
     if len(rope.inv_freq) * 2 != head_width:
         raise Unsupported(f"rope over {len(rope.inv_freq) * 2} of {head_width} channels")
 
 
 def held_whole(model: Any) -> tuple[int, int]:
-    """(numbers of a model that passes `check_supported`, of its adapters) of which every rank of a
-    team holds all.
+    """Return (numbers of the base weights, numbers of the adapters) that every rank holds
+    completely.
 
-    No weight is read.
+    The model passes `check_supported`. No weight is read.
     """
     plain = model.get_base_model() if type(model).__module__.startswith("peft.") else model
     builder = Builder(model, torch.float32, torch.device("meta"), team=_Planned())
@@ -153,7 +155,9 @@ def held_whole(model: Any) -> tuple[int, int]:
 
 
 class _Planned:
-    """A team that is not there: for what its ranks would hold."""
+    """Stand in for a `Team`, to compute what its ranks would hold. Communication is not
+    implemented.
+    """
 
     rank, size = 0, 2
 
@@ -167,7 +171,7 @@ class _Planned:
 
 
 def _read_architecture(base: Any, builder: Builder) -> Architecture:
-    """Copy every weight into the builder's buffers and note where it went."""
+    """Copy every weight into the builder's buffers and record its buffer key."""
     config = base.config
     ranks = 1 if builder.team is None else builder.team.size
     return Architecture(
@@ -184,7 +188,7 @@ def _read_architecture(base: Any, builder: Builder) -> Architecture:
 
 
 def _read_weights(base: Any, builder: Builder) -> dict[str, Any]:
-    """The fields of an `Architecture` that say where weights went."""
+    """Return the fields of an `Architecture` that hold buffer keys."""
     embedding = unwrap(base.model.embed_tokens)
     embed = builder.tensor("embed", embedding.base.weight, 0)
     adapter = None
@@ -207,6 +211,7 @@ def _read_weights(base: Any, builder: Builder) -> dict[str, Any]:
 
 
 def _read_layer(key: str, layer: Any, builder: Builder) -> LayerSpec:
+    """Copy the weights of a layer and return their buffer keys."""
     attention, mlp = layer.self_attn, layer.mlp
     normed = type(layer).__name__ == "Qwen3DecoderLayer"
     return LayerSpec(

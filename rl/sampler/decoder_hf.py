@@ -1,5 +1,6 @@
-"""Generation with any HF causal LM through its own forward. Slower than `decoder_fast`, and its
-yardstick.
+"""Generate with any HF causal LM through the model's forward.
+
+It is slower than `decoder_fast`, and the reference that `decoder_fast` is compared with.
 """
 
 from __future__ import annotations
@@ -25,23 +26,25 @@ from rl.types import PlacedImage
 
 
 class HFDecoder(HFForward, Decoder):
-    """A frozen copy of a HF causal LM (PEFT-wrapped or not), which runs in its own code."""
+    """Hold a frozen copy of a HF causal LM (PEFT-wrapped or not), which runs the model's code."""
 
     def __init__(
         self, model: Any, dtype: torch.dtype | None = None, device: torch.device | None = None
     ):
-        twin = copy.deepcopy(model).to(device=device)
+        model_copy = copy.deepcopy(model).to(device=device)
         if dtype in LOW:
-            cast_(twin, dtype)
+            cast_(model_copy, dtype)
         elif dtype is not None:
-            for parameter in twin.parameters():
+            for parameter in model_copy.parameters():
                 parameter.data = parameter.data.to(dtype)
-        self._init_from(twin, {name for name, p in model.named_parameters() if p.requires_grad})
+        self._init_from(
+            model_copy, {name for name, p in model.named_parameters() if p.requires_grad}
+        )
 
     @classmethod
     def around(cls, model: Any) -> HFDecoder:
-        """A decoder that reads the model's own weights, to try the model out: made quickly, not to
-        be kept.
+        """Return a decoder that reads the model's weights without a copy, for a short trial of the
+        model.
         """
         memo: dict[int, Any] = {
             id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()
@@ -60,17 +63,19 @@ class HFDecoder(HFForward, Decoder):
         for name, tensor in named_tensors:
             if name not in parameters:
                 raise ValueError(
-                    f"no parameter {name!r} in the decoder's model; its names are like {next(iter(parameters))!r}"
+                    f"no parameter {name!r} in the decoder's model; "
+                    f"its names are like {next(iter(parameters))!r}"
                 )
-            own = parameters[name]
-            if own.shape != tensor.shape:
+            parameter = parameters[name]
+            if parameter.shape != tensor.shape:
                 raise ValueError(
-                    f"{name} has shape {tuple(own.shape)} in the decoder, got {tuple(tensor.shape)}"
+                    f"{name} has shape {tuple(parameter.shape)} in the decoder, "
+                    f"got {tuple(tensor.shape)}"
                 )
             if self.shares_frozen and name not in self.trainable:
-                refuse_change_of_shared(name, own, tensor)
+                refuse_change_of_shared(name, parameter, tensor)
                 continue
-            own.detach().copy_(tensor.detach())
+            parameter.detach().copy_(tensor.detach())
 
     def held_in(self, name: str) -> torch.dtype | None:
         try:
@@ -91,8 +96,11 @@ class HFDecoder(HFForward, Decoder):
 
     def new_state(self, kv_cache_tokens: int) -> DecodeState:
         kinds: dict[str, Callable[[HFDecoder], DecodeState]] = {
-            "padded": PaddedState, "slots": SlotState, "equal": EqualState, "recompute": RecomputeState,
-        }  # fmt: skip
+            "padded": PaddedState,
+            "slots": SlotState,
+            "equal": EqualState,
+            "recompute": RecomputeState,
+        }
         return kinds[self.plan.rows](self)
 
     def read_prompts(
@@ -115,12 +123,15 @@ class HFDecoder(HFForward, Decoder):
             raise without_reader(self.name)
         if self.plan.rows != "padded":
             raise UserError(
-                f"{self.name} is sampled with rows {self.plan.rows} here, which takes no images: train it on text alone"
+                f"the sampler decodes {self.name} with rows {self.plan.rows}, which does not "
+                "support images: train it on text only"
             )
 
     def _reading_batches(self, lengths: Sequence[int], sees: Sequence[bool]) -> Iterator[list[int]]:
-        """Batches to be padded on the right. Where frequencies change at a length, none has
-        sequences on both sides of it.
+        """Yield batches to be padded on the right.
+
+        If the rotary frequencies change at a length, no batch has sequences on both sides of that
+        length.
         """
         if self.plan.reading == "equal":
             yield from self.equal_batches(lengths)

@@ -1,8 +1,8 @@
-"""Continuous batching: a step function over a waiting and a running queue.
+"""Run continuous batching: a step function over a waiting and a running queue.
 
-A step decodes the running rows, lets waiting requests in as far as the budget allows (reading each
-prompt once for its whole group), draws one token for every row and retires the finished ones.
-Requests enter in the order they were added.
+A step decodes the running rows, admits waiting requests as far as the budget allows (the prompt of
+a group is prefilled once), samples a token for every row, and removes the finished rows. Requests
+are admitted in the order in which they were added.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from rl.types import SampledSequence, SampleResponse
 
 
 class Engine(Conversations):
-    """Samples from a decoder within a budget of `kv_cache_tokens` (positions held in the cache) and
-    `max_rows` rows at once.
+    """Sample from a decoder with `kv_cache_tokens` positions in the cache and at most `max_rows`
+    rows.
 
-    `eos_token_ids` is the union of what tokenizer and generation config name. `tokenizer` is needed
-    for stop strings alone. `max_context` bounds the tokens fed, prompt and response, and is by
-    default the model's own limit. `version`: of the decoder's weights, which samples carry.
-    Requests may be added, and the weights changed, between any two steps.
+    `eos_token_ids` is the union of the ids in the tokenizer and the generation config. `tokenizer`
+    is needed only for stop strings. `max_context` bounds the fed tokens (prompt and response); the
+    default is the model's limit. `version` is the weight version of the decoder, recorded in the
+    samples. Requests may be added, and the weights changed, between any two steps. Raises
+    ValueError if a limit is less than 1.
     """
 
     def __init__(
@@ -52,7 +53,8 @@ class Engine(Conversations):
         limits = [limit for limit in (max_context, decoder.max_positions) if limit is not None]
         if min(kv_cache_tokens, max_rows, *limits) < 1:
             raise ValueError(
-                f"kv_cache_tokens={kv_cache_tokens}, max_rows={max_rows}, max_context={limits}: at least 1 each"
+                f"kv_cache_tokens={kv_cache_tokens}, max_rows={max_rows}, max_context={limits}: "
+                "at least 1 each"
             )
         self.decoder = decoder
         self.version = version
@@ -74,51 +76,62 @@ class Engine(Conversations):
     # ------------------------------------------------------------------------------------- requests
 
     def add(self, request: Request) -> int:
-        """Queue a request; its id back. Errors name what can never fit, before any work is done."""
+        """Queue a request and return its id.
+
+        Raises ValueError, before any work is done, if the request is invalid or can never fit.
+        """
         prompt = [int(token) for token in request.prompt]
-        params, begun = request.params, request.begun.tokens if request.begun is not None else []
+        params, resumed_tokens = (
+            request.params,
+            request.begun.tokens if request.begun is not None else [],
+        )
         if not prompt:
             raise ValueError(
-                "the prompt is empty; a model needs at least one token to go on from (its BOS, say)"
+                "the prompt is empty: a model needs at least 1 token, for example its BOS"
             )
         if min(prompt) < 0 or max(prompt) >= self.decoder.vocab_size:
             raise ValueError(
-                f"prompt tokens lie in [0, {self.decoder.vocab_size}), got {min(prompt)} to {max(prompt)}"
+                f"prompt tokens lie in [0, {self.decoder.vocab_size}), "
+                f"got {min(prompt)} to {max(prompt)}"
             )
         self.decoder.check_images(prompt, request.images)
         if request.num_samples < 1:
             raise ValueError(f"num_samples is at least 1, got {request.num_samples}")
-        if begun and request.num_samples != 1:
+        if resumed_tokens and request.num_samples != 1:
             raise ValueError(
-                f"a request that has begun is of one sample, got num_samples={request.num_samples}"
+                "a request with a partial sample (begun) needs num_samples=1, "
+                f"got num_samples={request.num_samples}"
             )
         max_tokens = tokens_to_draw(self, self._state, len(prompt), params.max_tokens)
         condition = stop_condition(params.stop, () if params.ignore_eos else self.eos_token_ids)
         check_biases(params, condition.token_ids, self.decoder.vocab_size, max_tokens)
         if condition.strings and self._stop_strings is None:
             raise ValueError(
-                f"stop={params.stop!r} holds strings, which need a tokenizer: give the engine one, or stop at ids"
+                f"stop={params.stop!r} holds strings, which need a tokenizer: "
+                "pass a tokenizer to the engine, or stop at ids"
             )
-        job = Job(
+        group = Job(
             request_id=self._next_id,
             request=request,
             max_tokens=max_tokens,
             stop_row=self._stops.row(condition),
             stop_strings=condition.strings,
-            key=((*prompt, *begun), *request.reads()),
+            key=((*prompt, *resumed_tokens), *request.reads()),
             left=request.num_samples,
-            begun=len(begun),
+            begun=len(resumed_tokens),
             sequences=[None] * request.num_samples,
             stop_ids=sorted(
                 token for token in condition.token_ids if token < self.decoder.vocab_size
             ),
         )
         self._next_id += 1
-        self._waiting.append(job)
-        return job.request_id
+        self._waiting.append(group)
+        return group.request_id
 
     def run(self) -> list[SampleResponse]:
-        """Step until everything queued has finished; the responses in the order they were added."""
+        """Step until all queued requests have finished, and return their responses in order of
+        addition.
+        """
         finished: list[Finished] = []
         while self.busy:
             finished.extend(self.step())
@@ -128,9 +141,7 @@ class Engine(Conversations):
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
-        """One token for every running row, after letting in what fits; the requests that are
-        complete back.
-        """
+        """Admit what fits, sample a token for every running row, return the completed requests."""
         logits = [self._state.decode(self._rows.last_tokens())] if len(self._rows) else []
         self.counters.fed_tokens += len(self._rows)
         logits.extend(self._admit())
@@ -145,68 +156,68 @@ class Engine(Conversations):
         return self._retire(*self._ended(tokens))
 
     def _admit(self) -> list[Tensor]:
-        """Move samples from the waiting to the running queue, first come first served, while the
-        budget holds.
+        """Move samples from the waiting to the running queue, first come first served, within the
+        budget.
 
-        Returns their first logits: of the prompt's last position.
+        Returns the logits of their first tokens, from the last position of the prompt.
         """
         if not self._waiting or len(self._rows) >= self.max_rows:
             return []
         slots = {prompt.key: slot for slot, prompt in enumerate(self._prompts)}
-        readings: list[Job] = []
-        going_on: list[tuple[Job, int]] = []  # of conversations in the cache, with their slots
-        entering: list[tuple[Job, int]] = []  # job, samples
+        prefills: list[Job] = []
+        continued: list[tuple[Job, int]] = []  # groups of cached conversations, with their slots
+        entering: list[tuple[Job, int]] = []  # group, samples
         rows = len(self._rows)
         longest_prompt = int(self._state.prompt_lengths.max(initial=0))
         longest_response = int(self._rows["max_tokens"].max(initial=1)) - 1
         while self._waiting:
-            job = self._waiting[0]
-            fresh = job.key not in slots
-            job.shares = job.shares or not (fresh or job.entered)
+            group = self._waiting[0]
+            fresh = group.key not in slots
+            group.shares = group.shares or not (fresh or group.entered)
             shape = (
-                max(longest_prompt, len(job.key[0])),
-                max(longest_response, job.max_tokens - 1 - job.begun),
+                max(longest_prompt, len(group.key[0])),
+                max(longest_response, group.max_tokens - 1 - group.begun),
             )
-            kept = self._kept(job) if fresh else None
+            cached_slot = self._kept(group) if fresh else None
             count = self._how_many(
-                job, len(slots) + (fresh and kept is None), shape[0], rows, shape[1]
+                group, len(slots) + (fresh and cached_slot is None), shape[0], rows, shape[1]
             )
             if count == 0:
                 if not entering and self._forget_conversations():
                     return self._admit()
                 break
-            if kept is not None:
-                going_on.append((job, kept))
-                del slots[self._prompts[kept].key]
-                slots[job.key], self._prompts[kept].key = kept, job.key
+            if cached_slot is not None:
+                continued.append((group, cached_slot))
+                del slots[self._prompts[cached_slot].key]
+                slots[group.key], self._prompts[cached_slot].key = cached_slot, group.key
             elif fresh:
-                slots[job.key] = len(slots)
-                readings.append(job)
+                slots[group.key] = len(slots)
+                prefills.append(group)
             longest_prompt, longest_response = shape
             rows += count
-            entering.append((job, count))
-            if job.entered + count < job.request.num_samples:
+            entering.append((group, count))
+            if group.entered + count < group.request.num_samples:
                 break
             self._waiting.popleft()
         if not entering:
             return []
-        # Prompts of similar length side by side (see `make_bands`); it changes no sample.
-        readings.sort(key=lambda job: len(job.key[0]))
-        slots.update({job.key: len(self._prompts) + i for i, job in enumerate(readings)})
+        # Sort prompts by length (see `make_bands`). The order does not change any sample.
+        prefills.sort(key=lambda group: len(group.key[0]))
+        slots.update({group.key: len(self._prompts) + i for i, group in enumerate(prefills)})
         entering.sort(key=lambda pair: slots[pair[0].key])
         needed = (len(slots), longest_prompt, rows, longest_response)
         self._state.reserve(*needed)
         self.counters.peak_cache_tokens = max(
             self.counters.peak_cache_tokens, self._state.cost(*needed)
         )
-        self._extend(going_on)
-        self._prefill(readings)
-        return [self._enter([(job, slots[job.key], count) for job, count in entering])]
+        self._extend(continued)
+        self._prefill(prefills)
+        return [self._enter([(group, slots[group.key], count) for group, count in entering])]
 
     def _how_many(
         self, job: Job, prompts: int, longest_prompt: int, rows: int, longest_response: int
     ) -> int:
-        """How many of the job's waiting samples fit now."""
+        """Return the number of the group's waiting samples that fit now."""
         count = min(job.request.num_samples - job.entered, self.max_rows - rows)
         low, high = 0, count  # the cost grows with the rows: bisect
         while low < high:
@@ -219,38 +230,38 @@ class Engine(Conversations):
         return low
 
     def _prefill(self, jobs: list[Job]) -> None:
-        """Read the prompts of these jobs, one each."""
+        """Prefill the prompts of these groups, one prompt per group."""
         if not jobs:
             return
         readers: list[PromptReader | None] = []
-        for job in jobs:
-            topk, targets = job.request.topk_prompt_logprobs, job.request.target_prompt_tokens
+        for group in jobs:
+            topk, targets = group.request.topk_prompt_logprobs, group.request.target_prompt_tokens
             readers.append(
-                PromptReader(job.key[0], topk=topk, targets=targets)
-                if job.request.scores_prompt
+                PromptReader(group.key[0], topk=topk, targets=targets)
+                if group.request.scores_prompt
                 else None
             )
-        show, also = (
+        callbacks, inputs = (
             [reader.read if reader else None for reader in readers],
-            read_with([job.request for job in jobs]),
+            read_with([group.request for group in jobs]),
         )
-        logits_PV = self._state.prefill([job.key[0] for job in jobs], show, **also)
-        for job, reader, logits_V in zip(jobs, readers, logits_PV, strict=True):
-            self._prompts.append(Prompt(job.key, logits_V, reader, job.request.weights))
-            self.counters.prefill_tokens += len(job.key[0])
+        logits_PV = self._state.prefill([group.key[0] for group in jobs], callbacks, **inputs)
+        for group, reader, logits_V in zip(jobs, readers, logits_PV, strict=True):
+            self._prompts.append(Prompt(group.key, logits_V, reader, group.request.weights))
+            self.counters.prefill_tokens += len(group.key[0])
         self.counters.prefill_prompts += len(jobs)
 
     def _enter(self, entering: list[tuple[Job, int, int]]) -> Tensor:
-        """Give the samples rows; their first logits back, [new rows, V]."""
-        requests = [job.request for job, _, _ in entering]
+        """Add rows for the samples and return the logits of their first tokens, [new rows, V]."""
+        requests = [group.request for group, _, _ in entering]
         self._rows.enter(
-            first_sample=[job.entered for job, _, _ in entering],
+            first_sample=[group.entered for group, _, _ in entering],
             count=[count for _, _, count in entering],
             first_index=[request.first_index for request in requests],
-            job=[job.request_id for job, _, _ in entering],
-            max_tokens=[job.max_tokens for job, _, _ in entering],
-            stop_row=[job.stop_row for job, _, _ in entering],
-            has_strings=[bool(job.stop_strings) for job, _, _ in entering],
+            job=[group.request_id for group, _, _ in entering],
+            max_tokens=[group.max_tokens for group, _, _ in entering],
+            stop_row=[group.stop_row for group, _, _ in entering],
+            has_strings=[bool(group.stop_strings) for group, _, _ in entering],
             seed=[request.seed for request in requests],
             problem=[request.problem for request in requests],
             biased=[bool(request.params.logit_bias) for request in requests],
@@ -260,83 +271,89 @@ class Engine(Conversations):
             },
         )
         first = len(self._rows) - sum(count for _, _, count in entering)
-        for job, slot, count in entering:
-            if job.request.begun is not None and job.begun:
-                self._rows.go_on(first, job.request.begun)
+        for group, slot, count in entering:
+            if group.request.begun is not None and group.begun:
+                self._rows.go_on(first, group.request.begun)
             first += count
-            self._jobs[job.request_id] = job
-            job.reader = self._prompts[slot].reader
-            job.entered += count
+            self._jobs[group.request_id] = group
+            group.reader = self._prompts[slot].reader
+            group.entered += count
         slots = np.repeat([slot for _, slot, _ in entering], [count for _, _, count in entering])
         self._state.enter(slots)
         self._settings = None
         return torch.stack([self._prompts[slot].logits_V for slot in slots])
 
     def _draw(self, logits_NV: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """A token and its logprob for each row, brought to the host in one transfer."""
+        """Sample a token and its logprob for each row, copied to the host in a single transfer."""
         if self._settings is None:
-            how = [
+            columns = [
                 self._rows[name]
                 for name in ("temperature", "top_k", "top_p", "untruncated_logprobs", "min_p")
             ]
-            self._settings = row_settings(*how, vocab=logits_NV.shape[1], device=logits_NV.device)
+            self._settings = row_settings(
+                *columns, vocab=logits_NV.shape[1], device=logits_NV.device
+            )
         uniform_N = torch.from_numpy(self._rows.uniforms()).to(logits_NV.device)
         tokens, logprobs = draw_biased(logits_NV, uniform_N, self._settings, self._rows, self._jobs)
         # float64 holds every token id exactly
-        both = self.decoder.agreed(torch.stack([tokens.double(), logprobs.double()])).cpu().numpy()
-        chosen, bad = both[0].astype(np.int64), np.isnan(both[1])
+        sampled = (
+            self.decoder.agreed(torch.stack([tokens.double(), logprobs.double()])).cpu().numpy()
+        )
+        chosen, bad = sampled[0].astype(np.int64), np.isnan(sampled[1])
         if bad.any():
             self._no_numbers(chosen, bad)
-        return chosen, both[1]
+        return chosen, sampled[1]
 
-    # the logits of some rows say nothing
     def _no_numbers(self, tokens: np.ndarray, bad: np.ndarray) -> None:
+        """Handle rows with NaN or infinite logits. Raises FloatingPointError."""
         raise diverged(sorted(set(self._rows["job"][bad].tolist())))
 
     def _ended(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which rows end with the token just recorded, and which of them because of a stop."""
+        """Return which rows end with the last token, and which of them end because of a stop
+        condition.
+        """
         rows = self._rows
         stopped = self._stops.table[rows["stop_row"], tokens]
         for row in np.flatnonzero(rows["has_strings"] & ~stopped).tolist():
             strings = self._jobs[int(rows["job"][row])].stop_strings
-            assert self._stop_strings is not None  # `add` refuses strings without a tokenizer
+            assert self._stop_strings is not None  # `add` rejects strings without a tokenizer
             stopped[row] = self._stop_strings.found(strings, rows.response(row)[0])
         return stopped | (rows["drawn"] >= rows["max_tokens"]), stopped
 
     def _retire(self, ended: np.ndarray, stopped: np.ndarray) -> list[Finished]:
-        """Take the ended rows out of the batch, and the prompts that no row needs any more."""
+        """Remove the ended rows from the batch, and the prompts that no row needs."""
         if not ended.any():
             return []
-        gone = np.flatnonzero(ended)
+        ended_rows = np.flatnonzero(ended)
         finished: list[Finished] = []
-        lists, switch = self._rows.responses(gone), self.decoder.length_switch
+        lists, switch = self._rows.responses(ended_rows), self.decoder.length_switch
         owners = zip(
-            gone.tolist(),
-            self._rows["job"][gone].tolist(),
-            self._rows["sample"][gone].tolist(),
+            ended_rows.tolist(),
+            self._rows["job"][ended_rows].tolist(),
+            self._rows["sample"][ended_rows].tolist(),
             lists,
             strict=True,
         )
         for row, job_id, sample, (tokens, logprobs) in owners:
-            job = self._jobs[job_id]
+            group = self._jobs[job_id]
             sequence = self._labelled(
                 row, SampledSequence(tokens, logprobs, "stop" if stopped[row] else "length")
             )
-            sequence.temperature = job.request.params.temperature
-            sequence.beyond = switch is not None and len(job.request.prompt) > switch.at
-            job.sequences[sample] = sequence
-            self._keep(row, job, tokens)
-            job.left -= 1
+            sequence.temperature = group.request.params.temperature
+            sequence.beyond = switch is not None and len(group.request.prompt) > switch.at
+            group.sequences[sample] = sequence
+            self._keep(row, group, tokens)
+            group.left -= 1
             self.counters.emitted_tokens += len(tokens)
-            if job.left == 0:
-                finished.append(self._finish(job))
-        self.counters.finished_samples += len(gone)
+            if group.left == 0:
+                finished.append(self._finish(group))
+        self.counters.finished_samples += len(ended_rows)
         self._leave(ended)
         return finished
 
     def _labelled(self, row: int, sequence: SampledSequence) -> SampledSequence:
-        """With the version of the weights that drew it: the oldest, and each token's where there
-        are several.
+        """Record the weight version in a sample: the oldest, and the version of each token if they
+        differ.
         """
         versions = self._rows.versions(row, self.version)
         sequence.version = min(versions, default=self.version)
@@ -344,13 +361,14 @@ class Engine(Conversations):
         return sequence
 
     def _leave(self, ended: np.ndarray) -> None:
+        """Remove the ended rows and the unused prompts from the batch."""
         source = compaction(~ended)
         self._rows.keep(source)
         self._settings = None
         used = np.zeros(len(self._prompts), np.bool_)
         used[self._state.prompt_of_row[source]] = True
         used |= np.array([prompt.conversation is not None for prompt in self._prompts], np.bool_)
-        if self._waiting and self._waiting[0].entered:  # its other samples still want their prompt
+        if self._waiting and self._waiting[0].entered:  # its remaining samples need the prompt
             used |= np.array(
                 [prompt.key == self._waiting[0].key for prompt in self._prompts], np.bool_
             )
@@ -362,12 +380,15 @@ class Engine(Conversations):
 
     @property
     def busy(self) -> bool:
+        """Return whether any request is waiting or running."""
         return bool(self._waiting or self._jobs)
 
     @torch.inference_mode()
     def change_weights(self, decoder: Decoder, version: int) -> None:
-        """What is drawn from now on is of `decoder`. Running rows keep what they have read; prompts
-        of new rows are read anew.
+        """Sample from `decoder` from the next token on.
+
+        Running rows keep their KV cache. The prompts of new rows are prefilled with the new
+        weights.
         """
         self._rows.now_of(self.version)
         self._forget_conversations()
@@ -378,47 +399,53 @@ class Engine(Conversations):
 
     @torch.inference_mode()
     def drop(self, request_id: int) -> None:
-        """Forgets a request, whatever has been drawn of it. One that is not there (any more) is
-        none to forget.
+        """Cancel a request and discard its samples. Does nothing if the request is unknown or
+        finished.
         """
-        self._waiting = deque(job for job in self._waiting if job.request_id != request_id)
+        self._waiting = deque(group for group in self._waiting if group.request_id != request_id)
         if self._jobs.pop(request_id, None) is not None:
             self._leave(self._rows["job"] == request_id)
 
     def drawn(
         self, request_ids: Collection[int] | None = None
     ) -> dict[int, dict[int, SampledSequence]]:
-        """What running samples (of these requests) have drawn so far, by request and sample;
-        stop_reason says nothing yet.
+        """Return the partial samples of running requests, by request id and sample index.
+
+        `request_ids` selects the requests (None: all). The stop_reason of a partial sample has no
+        meaning.
         """
-        found: dict[int, dict[int, SampledSequence]] = {}
+        partial: dict[int, dict[int, SampledSequence]] = {}
         rows = np.flatnonzero(
             np.isin(self._rows["job"], list(self._jobs if request_ids is None else request_ids))
         )
         for row, lists in zip(rows.tolist(), self._rows.responses(rows), strict=True):
-            job, sample = int(self._rows["job"][row]), int(self._rows["sample"][row])
-            found.setdefault(job, {})[sample] = self._labelled(
+            group, sample = int(self._rows["job"][row]), int(self._rows["sample"][row])
+            partial.setdefault(group, {})[sample] = self._labelled(
                 row, SampledSequence(*lists, "length")
             )
-        return found
+        return partial
 
     def unfinished(self) -> list[tuple[int, Request]]:
-        """Every request that has not finished, in the order they were added, with what is drawn of
-        it: another engine may go on.
+        """Return every unfinished request with its partial sample, in order of addition.
 
-        Of a request of several samples nothing is kept but what is asked: its samples are drawn
-        again, the same ones.
+        Another engine can resume them. A request of several samples loses its partial samples; the
+        same tokens are sampled again.
         """
-        asked = {job.request_id: job.request for job in (*self._jobs.values(), *self._waiting)}
-        alone = {
-            key: samples[0] for key, samples in self.drawn().items() if asked[key].num_samples == 1
+        requests = {
+            group.request_id: group.request for group in (*self._jobs.values(), *self._waiting)
+        }
+        partial = {
+            key: samples[0]
+            for key, samples in self.drawn().items()
+            if requests[key].num_samples == 1
         }
         return [
-            (key, replace(asked[key], begun=alone[key]) if key in alone else asked[key])
-            for key in sorted(asked)
+            (key, replace(requests[key], begun=partial[key]) if key in partial else requests[key])
+            for key in sorted(requests)
         ]
 
     def _finish(self, job: Job) -> Finished:
+        """Build the response of a group whose samples are complete."""
         del self._jobs[job.request_id]
         sequences = [sequence for sequence in job.sequences if sequence is not None]
         response = SampleResponse(

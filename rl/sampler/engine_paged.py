@@ -1,10 +1,10 @@
-"""The engine over pages: rows are let in as long as pages are free, and the newest wait when they
-run out.
+"""Run the engine over a paged KV cache: admit rows while blocks are free, preempt the newest
+otherwise.
 
-A row that waits keeps what it has drawn and its place in its random stream; its keys and values are
-given up. It comes back before anything new is let in, by reading prompt and response again, and
-goes on with the same samples. The oldest row never waits, and fits alone (`add` refuses what would
-not), so every request ends.
+A preempted row keeps its sampled tokens and its position in its random stream. Its keys and values
+are freed. It is resumed before any new request is admitted: prompt and response are prefilled
+again, and sampling continues with the same samples. The oldest row is never preempted, and it fits
+without any other row (`add` rejects requests that would not), so every request finishes.
 """
 
 from __future__ import annotations
@@ -31,27 +31,28 @@ from rl.types import SampledSequence
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A row without a place: its fields (one row), its prompt, that one's tokens, and all the
-    tokens that had been fed.
+    """Hold a preempted row: its fields (a single row), its prompt, the prompt's length, all fed
+    tokens.
     """
 
     fields: dict[str, np.ndarray]
     prompt: Prompt
-    length: int  # of the prompt
+    length: int  # prompt tokens
     fed: list[int]
 
     @property
     def age(self) -> tuple[int, int]:
+        """Return (request id, sample index), which orders rows from oldest to newest."""
         return int(self.fields["job"][0]), int(self.fields["sample"][0])
 
 
 class PagedEngine(Engine):
-    """As `Engine`, over a pool of `kv_cache_tokens` positions in pages of `page`; for the fast
+    """Run `Engine` over a pool of `kv_cache_tokens` positions in blocks of `page`; for the fast
     decoder.
 
-    `kept`: where the pool comes from, and goes when the engine is closed. `sizes`: of all that will
-    be asked (`pages_at_most`), for which the pool has room, if that is less than the budget. None:
-    whatever comes.
+    `kept` provides the pool, and receives it when the engine is closed. `sizes`: the sizes of all
+    expected requests (`pages_at_most`); the pool is smaller than the budget if they need less.
+    None: unknown.
     """
 
     def __init__(
@@ -74,9 +75,9 @@ class PagedEngine(Engine):
         self._without_numbers = False
 
     def close(self) -> None:
-        """Nothing is asked of it any more: the next engine may have its pool, unless there are no
-        numbers in it. What a step does not see is weighed with 0, and 0 times what is no number is
-        none.
+        """Release the pool to the next engine, unless it holds NaN or infinity.
+
+        Attention multiplies masked values by 0, and 0 times NaN is NaN. No request may follow.
         """
         if self._state.kv:
             self._state.kv = []
@@ -99,93 +100,103 @@ class PagedEngine(Engine):
     def _how_many(
         self, job: Job, prompts: int, longest_prompt: int, rows: int, longest_response: int
     ) -> int:
-        """By pages: the new prompts', a page for each new row, and what the running rows take next."""
+        """Return the number of the group's waiting samples that fit now, in blocks.
+
+        Counts the blocks of the new prompts, a block for each new row, and the next blocks of the
+        running rows.
+        """
         tables = self._state.tables
         count = min(job.request.num_samples - job.entered, self.max_rows - rows)
         reads = prompts - len(self._prompts)
         if any(prompt.conversation is not None for prompt in self._prompts):
-            # each may go on with a conversation, and copies a page or takes new ones
+            # each new row may extend a conversation, which copies a block or allocates new blocks
             reads += rows - len(self._rows) + 1
         planned = reads * tables.pages_for(longest_prompt) + rows - len(self._rows)
         room = tables.pool.free - planned - tables.needed()
         if rows == 0 and prompts <= 1:
-            room = max(room, 1)  # alone it fits
+            room = max(room, 1)  # a single row fits
         return max(min(count, room), 0)
 
     # ---------------------------------------------------------------------------- between two steps
 
     @torch.inference_mode()
     def change_weights(self, decoder: Decoder, version: int) -> None:
-        """As `Engine.change_weights`; a row that waits reads what it has drawn again with the new
-        weights.
+        """Change the weights as `Engine.change_weights`.
+
+        Preempted rows are prefilled with the new weights when they are resumed.
         """
-        self._rows.now_of(self.version, [one.fields for one in self._parked])
-        away = {
-            id(one.prompt): one.prompt
-            for one in self._parked
-            if not any(one.prompt is prompt for prompt in self._prompts)
+        self._rows.now_of(self.version, [row.fields for row in self._parked])
+        preempted_prompts = {
+            id(row.prompt): row.prompt
+            for row in self._parked
+            if not any(row.prompt is prompt for prompt in self._prompts)
         }
         super().change_weights(decoder, version)
-        # its logits are of the weights of then: nobody new may begin from them
-        for number, prompt in enumerate(away.values()):
+        # The cached logits are of the old weights: no new row may start from them.
+        for number, prompt in enumerate(preempted_prompts.values()):
             prompt.key = ("of other weights", "away", number, prompt.key)
 
     @torch.inference_mode()
     def drop(self, request_id: int) -> None:
-        gone = [one for one in self._parked if one.age[0] == request_id]
-        self._parked = [one for one in self._parked if one.age[0] != request_id]
+        dropped = [row for row in self._parked if row.age[0] == request_id]
+        self._parked = [row for row in self._parked if row.age[0] != request_id]
         super().drop(request_id)
         running = len(self._rows)
-        for one in gone:
-            self._rows.unpark(one.fields)
+        for row in dropped:
+            self._rows.unpark(row.fields)
         self._rows.keep(np.arange(running))
 
     def drawn(
         self, request_ids: Collection[int] | None = None
     ) -> dict[int, dict[int, SampledSequence]]:
         running = len(self._rows)
-        for one in self._parked:
-            self._rows.unpark(one.fields)
-        found = super().drawn(request_ids)
+        for row in self._parked:
+            self._rows.unpark(row.fields)
+        partial = super().drawn(request_ids)
         self._rows.reorder(np.arange(running))
-        return found
+        return partial
 
     # -------------------------------------------------------------------------------------- waiting
 
     def _make_room(self) -> None:
-        """Let the newest rows wait until the others' next tokens have pages."""
+        """Preempt the newest rows until the next tokens of the remaining rows have blocks."""
         tables = self._state.tables
         while len(self._rows) and tables.needed() > tables.pool.free:
             ages = list(zip(self._rows["job"].tolist(), self._rows["sample"].tolist(), strict=True))
             idle = [slot for slot, prompt in enumerate(tables.prompts) if prompt.rows == 0]
             if idle:
-                # prompts that wait for rows are read again when these come
+                # Evict prompts without running rows. They are prefilled again when needed.
                 self._keep_rows(np.ones(len(ages), np.bool_))
                 continue
             if len(ages) == 1:
                 raise RuntimeError(
-                    f"one row needs more than {len(tables.pool.held)} pages of the cache: `add` should have refused it"
+                    f"a row needs more than {len(tables.pool.held)} blocks of the cache: "
+                    "`add` should have rejected it"
                 )
             newest = max(range(len(ages)), key=ages.__getitem__)
             self._park(newest)
 
     def _park(self, row: int) -> None:
-        prompt, job = (
+        """Preempt a row."""
+        prompt, group = (
             self._prompts[int(self._state.prompt_of_row[row])],
             self._jobs[int(self._rows["job"][row])],
         )
-        drawn = self._rows.response(row)[0][:-1].tolist()  # the last one is fed by the next step
+        fed_tokens = self._rows.response(row)[0][:-1].tolist()  # the next step feeds the last token
         keep = np.ones(len(self._rows), np.bool_)
         keep[row] = False
-        waiting = _Waiting(
-            self._rows.park(np.array([row])), prompt, len(job.key[0]), [*job.request.prompt, *drawn]
+        preempted = _Waiting(
+            self._rows.park(np.array([row])),
+            prompt,
+            len(group.key[0]),
+            [*group.request.prompt, *fed_tokens],
         )
-        self._parked = sorted([*self._parked, waiting], key=lambda one: one.age)
+        self._parked = sorted([*self._parked, preempted], key=lambda item: item.age)
         self._keep_rows(keep)
         self.evictions += 1
 
     def _keep_rows(self, keep: np.ndarray) -> None:
-        """The rows of the mask, and the prompts that they answer."""
+        """Keep the rows of the mask and their prompts; remove all other rows and prompts."""
         source = compaction(keep)
         if not keep.all():
             self._rows.reorder(source)
@@ -197,8 +208,8 @@ class PagedEngine(Engine):
         self._settings = None
 
     def _come_back(self) -> None:
-        """Rows that wait, the oldest first, as long as there are pages for them and for everyone's
-        next token.
+        """Resume preempted rows, oldest first, while they and the next token of each row have
+        blocks.
         """
         tables = self._state.tables
         while self._parked and len(self._rows) < self.max_rows:
@@ -206,7 +217,8 @@ class PagedEngine(Engine):
             if tables.pages_for(len(first.fed)) + 1 + tables.needed() > tables.pool.free:
                 if len(self._rows):
                     return
-                # alone it fits: prompts that wait for rows are read again when these come
+                # A single row fits if prompts without running rows are evicted. They are prefilled
+                # again when needed.
                 self._keep_rows(np.ones(0, np.bool_))
             self._parked.pop(0)
             slot = self._slot(first.prompt)
@@ -219,5 +231,6 @@ class PagedEngine(Engine):
             self._settings = None
 
     def _slot(self, prompt: Prompt) -> int | None:
-        keys: Sequence[tuple] = [one.key for one in self._prompts]
+        """Return the slot of a prompt with this key, or None."""
+        keys: Sequence[tuple] = [candidate.key for candidate in self._prompts]
         return keys.index(prompt.key) if prompt.key in keys else None

@@ -1,9 +1,9 @@
-"""The engine over pages with several steps between two looks of the host: the device feeds, draws
-and ends by itself.
+"""Run the paged engine with several decode steps per host sync.
 
-The samples are those of the other engines, since each token's random number is known before. A step
-that lets requests in, and rows whose distribution is cut or biased, go the way of `PagedEngine`;
-stop strings, which only the host can read, cut what was drawn past them.
+The device feeds and samples tokens and ends rows by itself. The samples equal those of the other
+engines, because the random number of each token is known in advance. A step that admits requests,
+and steps with truncated (top_k, top_p, min_p) or biased distributions, run as in `PagedEngine`.
+Only the host can check stop strings; tokens sampled past a stop string are discarded.
 """
 
 from __future__ import annotations
@@ -23,28 +23,32 @@ from rl.sampler.requests import Finished
 from rl.sampler.step_buffers import StepBuffers
 from rl.sampler.step_graphs import Steps
 
-LOOK = 8  # steps between two looks
-_AHEAD = 8192  # tokens that are brought to the device for what comes in next, and a prompt
+LOOK = 8  # steps per host sync
+_AHEAD = 8192  # tokens copied to the device in advance for the next prefills, plus a prompt
 
 
 class SteppedEngine(PagedEngine):
-    """As `PagedEngine`, with up to `look` tokens of each row in one `step`."""
+    """Run `PagedEngine` with up to `look` tokens of each row in each `step`.
+
+    Raises ValueError if several ranks split the decoder, or if `look` is less than 1.
+    """
 
     def __init__(self, decoder: FastDecoder, *args: Any, look: int = LOOK, **settings: Any):
         if decoder.team is not None:
             raise ValueError(
-                "steps that run by themselves are of one rank, and several hold this decoder together: take the plain Engine"
+                "several steps per host sync need a decoder on a single rank, and several ranks "
+                "split this decoder: use the plain Engine"
             )
         super().__init__(decoder, *args, **settings)
         if look < 1:
-            raise ValueError(f"look={look}: the host looks after 1 step or more")
+            raise ValueError(f"look={look}: the steps per host sync are at least 1")
         self.look = look
-        # a bound for the next `step`, where it matters to the caller how far it goes
+        # upper bound on the tokens per row of the next `step`; None: `look`
         self.most: int | None = None
         self._steps: Steps | None = None
-        # which of them know how many rows of the stop table
+        # step buffers that hold the stop table, and the number of its rows that they hold
         self._told: tuple[StepBuffers | None, int] = (None, 0)
-        # which of the rows before the last step looked at are there after it
+        # rows before the last processed step that remain after it
         self._stayed = np.zeros(0, np.int64)
         self.looks = 0
 
@@ -64,7 +68,9 @@ class SteppedEngine(PagedEngine):
         return finished
 
     def _look_at(self, tokens: np.ndarray, logprobs: np.ndarray) -> list[Finished]:
-        """What one step of the device gave the rows that were there: as the end of `Engine.step`."""
+        """Process the tokens of a device step for the rows that ran in it, as the end of
+        `Engine.step`.
+        """
         tokens, bad = tokens.copy(), np.isnan(logprobs)
         if bad.any():
             self._no_numbers(tokens, bad)
@@ -78,11 +84,12 @@ class SteppedEngine(PagedEngine):
         self._stayed = compaction(~ended)
         return self._retire(ended, stopped)
 
-    # ------------------------------------------------------------------------- whether, and how far
+    # --------------------------------------------------------------------------- planning the steps
 
     def _lets_in(self) -> bool:
-        """Whether a request may come in now; with conversations in the cache, which make room for
-        one, it is tried.
+        """Return whether a request may be admitted now.
+
+        Returns True if the cache holds conversations, because these can be evicted.
         """
         if not len(self._rows):
             return True
@@ -90,12 +97,15 @@ class SteppedEngine(PagedEngine):
             return False
         if any(prompt.conversation is not None for prompt in self._prompts):
             return True
-        job, keys = self._waiting[0], [prompt.key for prompt in self._prompts]
-        fresh = job.key not in keys
-        longest = max(int(self._state.prompt_lengths.max(initial=0)), len(job.key[0]))
-        return self._how_many(job, len(keys) + fresh, longest, len(self._rows), job.max_tokens) > 0
+        group, keys = self._waiting[0], [prompt.key for prompt in self._prompts]
+        fresh = group.key not in keys
+        longest = max(int(self._state.prompt_lengths.max(initial=0)), len(group.key[0]))
+        return (
+            self._how_many(group, len(keys) + fresh, longest, len(self._rows), group.max_tokens) > 0
+        )
 
     def _without_cuts(self) -> bool:
+        """Return whether no row truncates or biases its distribution."""
         rows, vocab = self._rows, self.decoder.vocab_size
         whole = (
             ((rows["top_k"] < 1) | (rows["top_k"] >= vocab))
@@ -105,92 +115,100 @@ class SteppedEngine(PagedEngine):
         return bool((whole | (rows["temperature"] == 0)).all() and not biased_rows(rows).any())
 
     def _left(self) -> np.ndarray:
+        """Return the number of tokens that each row may still sample."""
         return self._rows["max_tokens"] - self._rows["drawn"]
 
     def _steps_ahead(self) -> int:
-        """How many steps have pages; 0: some row has to wait first."""
-        tables, left = self._state.tables, self._left()
-        count = min(self.look, self.most or self.look, int(left.max()))
-        while count and tables.needed(np.minimum(left, count).tolist()) > tables.pool.free:
+        """Return the number of steps that have blocks; 0 if a row must be preempted first."""
+        tables, remaining = self._state.tables, self._left()
+        count = min(self.look, self.most or self.look, int(remaining.max()))
+        while count and tables.needed(np.minimum(remaining, count).tolist()) > tables.pool.free:
             count //= 2
         return count
 
     # ----------------------------------------------------------------------------------- the device
 
     def _run(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """`count` steps of all rows: tokens and logprobs [count, rows]. One wait."""
+        """Run `count` steps of all rows and return tokens and logprobs [count, rows], with a single
+        sync.
+        """
         steps, rows, state = self._made(), len(self._rows), self._state
-        left, written = (
+        remaining, written = (
             self._left(),
             state.prompt_lengths[state.prompt_of_row] + state.response_lengths,
         )
         state.copy_pages(
             [
                 state.tables.grow(row, int(n))
-                for row, n in zip(state.tables.rows, np.minimum(left, count), strict=True)
+                for row, n in zip(state.tables.rows, np.minimum(remaining, count), strict=True)
             ]
         )
         size, bucket = state.page, steps.bucket(rows)
         shared = state.tables.shared_pages()
-        self._say_rows(steps.buffers, bucket, left, written, shared, size)
+        self._say_rows(steps.buffers, bucket, remaining, written, shared, size)
         self._say(steps.buffers.uniform[:count, :rows], self._rows.ahead(count))
         width = max(len(row.pages) for row in state.tables.rows)
         steps.run(bucket, min(width, steps.pages), bool(shared), count)
         self.looks += 1
-        self._state.bring(self._who_is_next())  # while the device works: the wait comes below
+        self._state.bring(self._who_is_next())  # overlaps with the device; the sync is below
         return self._wait(steps.buffers, count, rows)
 
     @staticmethod
     def _wait(b: StepBuffers, count: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        both = (
+        """Copy the tokens and logprobs to the host, which waits for the device."""
+        sampled = (
             torch.stack(
-                [one.double() for one in (b.tokens[:count, :rows], b.logprobs[:count, :rows])]
+                [tensor.double() for tensor in (b.tokens[:count, :rows], b.logprobs[:count, :rows])]
             )
             .cpu()
             .numpy()
         )
-        return both[0].astype(np.int64), both[1]
+        return sampled[0].astype(np.int64), sampled[1]
 
     def _who_is_next(self) -> list[tuple[int, ...]]:
-        """What may be read after these steps, since any row may stop in them: of rows that wait,
-        then prompts of who is next in line.
+        """Return the sequences that may be prefilled after these steps, since any row may stop in
+        them.
+
+        Preempted rows come first, then the prompts of waiting requests.
         """
-        known, found, positions, room = (
+        known, sequences, positions, room = (
             {prompt.key for prompt in self._prompts},
             list[tuple[int, ...]](),
             0,
             self.max_rows,
         )
-        for one in self._parked:
+        for row in self._parked:
             if positions < _AHEAD:
-                found.append(tuple(one.fed))
-                positions += len(one.fed)
+                sequences.append(tuple(row.fed))
+                positions += len(row.fed)
                 room -= 1
-        for job in self._waiting:
+        for group in self._waiting:
             if room < 1 or positions >= _AHEAD:
                 break
-            room -= job.request.num_samples - job.entered
-            if job.key not in known and job.request.conversation is None:
-                known.add(job.key)
-                found.append(job.key[0])
-                positions += len(job.key[0])
-        return found
+            room -= group.request.num_samples - group.entered
+            if group.key not in known and group.request.conversation is None:
+                known.add(group.key)
+                sequences.append(group.key[0])
+                positions += len(group.key[0])
+        return sequences
 
     def _made(self) -> Steps:
-        """Of the weights as they are now: a graph reads those that it was captured with."""
+        """Return the step graphs of the present weights: a graph reads the weights that it was
+        captured with.
+        """
         table, state = self._stops.table, self._state
         limit = (
             self.kv_cache_tokens
             if self.max_context is None
             else min(self.max_context, self.kv_cache_tokens)
         )
-        # a row that has ended stands one position past its last
+        # the position of an ended row is one past its last token
         pages = state.tables.pages_for(limit) + 1
         steps = self._steps = self._pages.steps(
             state.decoder, self.max_rows, pages, self.look, len(table)
         )
-        buffers, told = self._told
-        if buffers is not steps.buffers or told < len(table):
+        buffers, known_stops = self._told
+        if buffers is not steps.buffers or known_stops < len(table):
             self._say(steps.buffers.stops[: len(table)], table)
             self._told = (steps.buffers, len(table))
         return steps
@@ -204,11 +222,14 @@ class SteppedEngine(PagedEngine):
         shared: list[tuple[list[int], list[int]]],
         size: int,
     ) -> None:
-        """The rows as they are now; those of the bucket that are nobody's have ended."""
+        """Copy the present rows to the device.
+
+        The padding rows of the bucket are marked as ended.
+        """
         rows, tables = self._rows, [row.pages for row in self._state.tables.rows]
         groups = max(bucket // 2, 1)
-        width = max(len(pages) for pages in tables)  # what lies behind it nobody reads
-        skip, table, _, together = own_and_shared(
+        width = max(len(pages) for pages in tables)  # no row reads the table past this width
+        skip, table, _, shared_fields = own_and_shared(
             tables, written + 1, shared, size, bucket, groups, width
         )
         greedy = rows["temperature"] == 0
@@ -221,7 +242,7 @@ class SteppedEngine(PagedEngine):
         for name, values in padded.items():
             self._say(getattr(b, name)[:bucket], _filled(values, bucket))
         by_row = {"skip": skip} | {
-            name: together[name] for name in ("order", "place", "group", "shares")
+            name: shared_fields[name] for name in ("order", "place", "group", "shares")
         }
         for name, values in by_row.items():
             self._say(getattr(b, name)[:bucket], values)
@@ -230,20 +251,22 @@ class SteppedEngine(PagedEngine):
             b.temperature[:bucket],
             _filled(np.where(greedy, 1.0, rows["temperature"]).astype(np.float32), bucket, 1.0),
         )
-        self._say(b.starts[: groups + 1], together["starts"])
+        self._say(b.starts[: groups + 1], shared_fields["starts"])
         self._say(b.table[:bucket, :width], table)
-        self._say(b.shared_table[:groups, :width], together["table"])
-        self._say(b.shared_length[:groups], together["length"])
+        self._say(b.shared_table[:groups, :width], shared_fields["table"])
+        self._say(b.shared_length[:groups], shared_fields["length"])
 
     @staticmethod
     def _say(to: Tensor, values: np.ndarray) -> None:
+        """Copy an array to a device tensor without waiting."""
         to.copy_(torch.from_numpy(np.ascontiguousarray(values)), non_blocking=True)
 
 
 def _filled(values: np.ndarray, count: int, rest: float = 0) -> np.ndarray:
-    """`count` of them, the last ones `rest`. numpy's pad takes ten times as long, for which the
-    device would wait.
+    """Pad an array to `count` entries with `rest`.
+
+    np.pad takes ten times as long, and the device would wait for it.
     """
-    found = np.full(count, rest, values.dtype)
-    found[: len(values)] = values
-    return found
+    padded = np.full(count, rest, values.dtype)
+    padded[: len(values)] = values
+    return padded

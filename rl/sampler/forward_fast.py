@@ -1,8 +1,7 @@
-"""The hand-written forward of the Llama family: what does the arithmetic for `decoder_fast`, and
-for its cache as it decodes.
+"""Compute the hand-written forward of the Llama family, for `decoder_fast` and its KV caches.
 
-Fused qkv and gate-up matrices, rotary tables computed once, no module calls.
-Shapes: N rows (or B prompts of T positions), E hidden width, H heads, D head width, V vocabulary.
+It has fused qkv and gate-up matrices, rotary tables computed once, and no module calls. Shapes: N
+rows (or B prompts of T positions), E hidden width, H heads, D head width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ from rl.sampler.projections import (
 )
 from rl.sampler.weights import Weights
 
-_PREFILL_TOKENS = 8192  # padded prompt tokens in one forward
-_LOGITS_AT_ONCE = 1 << 25  # numbers of a slice of prompt logits shown to a reader
+_PREFILL_TOKENS = 8192  # padded prompt tokens per forward
+_LOGITS_AT_ONCE = 1 << 25  # numbers in a slice of prompt logits passed to a reader
 
 # Takes (layer, queries [.., H, D], keys [.., K, D], values [.., K, D]), stores keys and values;
 # attention output [.., H * D].
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 # Takes (layer, queries, keys and values [N, (H + 2 K) D] before norm and rotation, the norms'
-# weights); the same.
+# weights); stores and returns the same.
 AttendStep = Callable[[int, Tensor, Tensor | None], Tensor]
 KeepPrompt = Callable[[int, list[int], Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Buffer keys of one layer."""
+    """Hold the buffer keys of a layer."""
 
     qkv: ProjectionSpec
     out: ProjectionSpec
@@ -51,13 +50,14 @@ class LayerSpec:
     down: ProjectionSpec
     norm_in: str
     norm_mlp: str
-    norm_qk: str | None  # weights of the query norm and the key norm, one below the other
+    norm_qk: str | None  # weights of the query norm and the key norm, stacked
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What does not change between versions of the weights. `heads`, `key_heads`: of this rank,
-    where a team holds the decoder.
+    """Hold what does not change between versions of the weights.
+
+    `heads` and `key_heads` are those of this rank if a team splits the decoder.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -76,7 +76,7 @@ class Architecture:
 
 
 class Layer:
-    """A layer's tensors, looked up once."""
+    """Hold the tensors of a layer, looked up once."""
 
     __slots__ = ("down", "gate_up", "norm_in", "norm_mlp", "norm_qk", "out", "qkv")
 
@@ -88,11 +88,12 @@ class Layer:
 
 
 class FastForward:
-    """One version of the weights and the forward over them; nothing is remembered between calls but
-    rotary tables.
+    """Compute the forward of a version of the weights.
+
+    Only rotary tables are cached between calls.
     """
 
-    mixes = False  # whether rows may be of different adapters (`rl.sampler.mixed`)
+    mixes = False  # whether rows may use different adapters (`rl.sampler.mixed`)
 
     def __init__(self, architecture: Architecture, weights: Weights):
         self.architecture, self.weights = architecture, weights
@@ -114,24 +115,24 @@ class FastForward:
         products = [
             self.head,
             *(
-                one
+                projection
                 for layer in self.layers
-                for one in (layer.qkv, layer.out, layer.gate_up, layer.down)
+                for projection in (layer.qkv, layer.out, layer.gate_up, layer.down)
             ),
         ]
-        if on_cpu and packed.fits(one.weight for one in products):
-            for one in products:
-                one.packs = True
+        if on_cpu and packed.fits(projection.weight for projection in products):
+            for projection in products:
+                projection.packs = True
 
     def rope(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines [.., 1, D] at `positions`, all of which are below `length`; see
+        """Return cosines and signed sines [.., 1, D] at `positions`, which are below `length`; see
         `rotate`.
         """
         cos, signed_sin = self.rope_table(length)
         return cos[positions].unsqueeze(-2), signed_sin[positions].unsqueeze(-2)
 
     def rope_table(self, length: int) -> Tensor:
-        """Cosines and signed sines of `length` positions or more, [2, positions, D]."""
+        """Return cosines and signed sines of at least `length` positions, [2, positions, D]."""
         if length > self._rope.shape[1]:
             a = self.architecture
             angles = torch.outer(
@@ -144,8 +145,9 @@ class FastForward:
         return self._rope
 
     def whose(self, numbers: Sequence[int]) -> Whose | None:
-        """Rows by their adapters' numbers, for the methods below; None where all rows are of the
-        same weights.
+        """Return the adapter index of each row, for the methods below.
+
+        Returns None if all rows use the same weights.
         """
         return groups(numbers, self.device) if self.mixes else None
 
@@ -157,10 +159,10 @@ class FastForward:
         whose: Whose | None = None,
         last_B: Tensor | None = None,
     ) -> Tensor:
-        """Last hidden states [.., E], after the final norm.
+        """Return the last hidden states [.., E], after the final norm.
 
-        `last_B`: of ids [B, T] only those at these positions, [B, E]: all positions leave keys and
-        values in each layer, but in the last one nobody reads what follows of the others.
+        `last_B`: for ids [B, T], return only these positions, [B, E]. Every position needs keys and
+        values in each layer, but in the last layer the output of the other positions is not used.
         """
         a = self.architecture
         x = self.embed(ids, whose)
@@ -169,18 +171,18 @@ class FastForward:
                 -1, (a.heads + 2 * a.key_heads, a.head_width)
             )
             qk, v = qkv.split([a.heads + a.key_heads, a.key_heads], dim=-2)
-            # one norm over both kinds of heads, then each kind's weight
+            # a joint norm over both kinds of heads, then the weight of each kind
             if layer.norm_qk is not None:
                 qk = (
                     F.rms_norm(qk, (a.head_width,), None, a.eps)
                     * layer.norm_qk.view(2, -1)[self._head_kind]
                 )
             q, k = rotate(qk, rope).split([a.heads, a.key_heads], dim=-2)
-            read = attend(i, q, k, v)
+            attended = attend(i, q, k, v)
             if last_B is not None and layer is self.layers[-1]:
                 rows = torch.arange(len(ids), device=ids.device)
-                read, x = read[rows, last_B], x[rows, last_B]
-            x = self._together(layer.out(read, whose)).add_(x)
+                attended, x = attended[rows, last_B], x[rows, last_B]
+            x = self._together(layer.out(attended, whose)).add_(x)
             x = self._together(
                 layer.down(self._gated(layer.gate_up(self.rms(x, layer.norm_mlp), whose)), whose)
             ).add_(x)
@@ -189,8 +191,9 @@ class FastForward:
     def forward_step(
         self, kernels: CpuKernels, ids_N: Tensor, attend: AttendStep, whose: Whose | None = None
     ) -> Tensor:
-        """`forward` for one token a row on a CPU, with what lies between the matrix products done
-        by `kernels`.
+        """Compute `forward` for a single token per row on a CPU.
+
+        `kernels` compute the operations between the matrix products.
         """
         eps = self.architecture.eps
         x = self.embed(ids_N, whose)
@@ -202,7 +205,7 @@ class FastForward:
         return kernels.rms_norm(x, self.norm_E, eps)
 
     def _gated(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up, from [.., 2 I] to [.., I]."""
+        """Compute silu(gate) * up, from [.., 2 I] to [.., I]."""
         if self.cpu_kernels is not None:
             return self.cpu_kernels.silu_mul(gate_up.flatten(0, -2)).unflatten(
                 0, gate_up.shape[:-1]
@@ -211,14 +214,15 @@ class FastForward:
         return F.silu(gate).mul_(up)
 
     def _together(self, part: Tensor) -> Tensor:
-        """What all ranks that hold the decoder have computed, from this one's part of it."""
+        """Sum the partial results of all ranks that split the decoder."""
         return part if self.team is None else self.team.sum_(part)
 
     def agreed(self, drawn: Tensor) -> Tensor:
-        """See `Decoder.agreed`."""
+        """Implement `Decoder.agreed`."""
         return drawn if self.team is None else self.team.first_(drawn)
 
     def rms(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Compute the RMS norm of `x`."""
         return F.rms_norm(x, weight.shape, weight, self.architecture.eps)
 
     def forward_prompts(
@@ -229,36 +233,45 @@ class FastForward:
         numbers: Sequence[int] = (),
         there: Sequence[Tensor | None] = (),
     ) -> Tensor:
-        """Read prompts, padded on the right where their lengths differ (what comes later is not
-        seen). Last logits [P, V].
+        """Prefill prompts and return the logits of their last positions [P, V].
 
-        `keep` takes (layer, numbers of the prompts, keys [B, K, T, D], values) to store. `numbers`:
-        of each prompt's adapter (`whose`). `there`: the tokens of those that are on the device
-        already.
+        Prompts are padded on the right if their lengths differ (causal attention does not see the
+        padding). `keep` receives (layer, indices of the prompts, keys [B, K, T, D], values) to
+        store. `numbers`: the adapter index of each prompt (`whose`). `there`: the tokens of prompts
+        that are on the device already.
         """
         logits_PV = torch.empty(
             len(prompts), self.vocab_size, dtype=torch.float32, device=self.device
         )
         for batch in prompt_batches([len(prompt) for prompt in prompts], _PREFILL_TOKENS):
             longest = len(prompts[batch[0]])
-            came = [there[i] for i in batch] if there else []
-            if came and all(one is not None for one in came):
-                ids = pad_sequence([one for one in came if one is not None], batch_first=True)
+            device_tokens = [there[i] for i in batch] if there else []
+            if device_tokens and all(sequence is not None for sequence in device_tokens):
+                ids = pad_sequence(
+                    [sequence for sequence in device_tokens if sequence is not None],
+                    batch_first=True,
+                )
             else:
                 ids = torch.tensor(
                     [[*prompts[i], *[0] * (longest - len(prompts[i]))] for i in batch]
                 ).to(self.device)
             rope = self.rope(torch.arange(longest, device=self.device), longest)
-            whose = self.whose([numbers[i] for i in batch]) if numbers else None
+            row_adapters = self.whose([numbers[i] for i in batch]) if numbers else None
             last_B = torch.tensor([len(prompts[i]) - 1 for i in batch], device=self.device)
             all_read = any(readers[i] is not None for i in batch)
             hidden = self.forward(
-                ids, rope, self._prompt_attention(batch, keep), whose, None if all_read else last_B
+                ids,
+                rope,
+                self._prompt_attention(batch, keep),
+                row_adapters,
+                None if all_read else last_B,
             )
             last = (
                 hidden[torch.arange(len(batch), device=self.device), last_B] if all_read else hidden
             )
-            logits_PV[torch.tensor(batch, device=self.device)] = self.head(last, whose).float()
+            logits_PV[torch.tensor(batch, device=self.device)] = self.head(
+                last, row_adapters
+            ).float()
             for row, i in enumerate(batch if all_read else ()):
                 self._show(
                     readers[i],
@@ -268,7 +281,7 @@ class FastForward:
         return logits_PV
 
     def _show(self, reader: LogitsReader | None, hidden_TE: Tensor, whose: Whose | None) -> None:
-        """The logits of a prompt to its reader, a bounded slice at a time."""
+        """Pass the logits of a prompt to its reader, in slices of bounded size."""
         if reader is None:
             return
         step = max(_LOGITS_AT_ONCE // self.vocab_size, 1)
@@ -276,6 +289,9 @@ class FastForward:
             reader(start, self.head(hidden_TE[start : start + step], whose))
 
     def _prompt_attention(self, batch: list[int], keep: KeepPrompt | None) -> Attend:
+        """Return the causal attention function of a prefill batch, which stores keys and values
+        with `keep`.
+        """
         repeat = self.architecture.heads // self.architecture.key_heads
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -292,6 +308,8 @@ class FastForward:
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding of [.., H, D]: halves (a, b) become (a cos - b sin, b cos + a sin)."""
+    """Apply the rotary embedding to [.., H, D]: halves (a, b) become (a cos - b sin, b cos + a
+    sin).
+    """
     cos, signed_sin = rope
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), signed_sin)

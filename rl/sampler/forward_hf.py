@@ -1,12 +1,13 @@
-"""The forward of any HF causal LM in the ways that a sampler needs it, for `decoder_hf` and for its
-caches as they decode.
+"""Compute the forward of any HF causal LM, for `decoder_hf` and its caches.
 
-How rows run together is a `Plan`, which `probe` finds out on the model itself:
-  padded     one batch padded on the left, masked, with explicit positions; rows enter and leave by
-  rebuilding it slots      the same for models that carry a state, which has a slot a row; prompts
-  are read unpadded equal      rows of one length together, in a cache of the model's own
-  (recurrent, convolutional, windowed layers) recompute  no cache: the whole sequence again for
-  every token
+A `Plan` describes the batching of rows. `probe` determines it on the model itself:
+  padded     a single left-padded batch with a mask and explicit positions; the batch is rebuilt
+             when rows are added or removed
+  slots      the same for models that carry a recurrent state, with a slot per row; prompts are
+             prefilled unpadded
+  equal      rows of equal length together, in the model's native cache (recurrent, convolutional,
+             windowed layers)
+  recompute  no cache: the whole sequence is recomputed for every token
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from rl.sampler.precision import LOW, widen_
 from rl.sampler.time_steps import limit_time_steps_
 from rl.types import PlacedImage
 
-PREFILL_TOKENS = 8192  # padded prompt tokens in one forward
+PREFILL_TOKENS = 8192  # padded prompt tokens per forward
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How rows decode; how given sequences are read: padded on the right, or only with others of
-    their length.
+    """Describe the decoding of rows and the reading of whole sequences.
 
-    `together`: whether rows of one length may share a forward at all.
+    `rows`: see the module. `reading`: sequences are padded on the right, or batched only with
+    sequences of equal length. `together`: whether rows of equal length may share a forward.
     """
 
     rows: Literal["padded", "slots", "equal", "recompute"] = "padded"
@@ -46,25 +47,29 @@ class Plan:
 
 
 class HFForward:
-    """A model with its plan; nothing is remembered between calls."""
+    """Hold a model and its plan; nothing is cached between calls."""
 
     def _read_model(self, model: Any) -> None:
+        """Initialize the fields from the model.
+
+        Raises UserError if the model has no output head.
+        """
         self.model = model.eval().requires_grad_(False)
         inner = unwrapped(model)
-        # it takes no mask of left-padded prompts and a cache
+        # flash_attention_2 does not support a mask of left-padded prompts with a cache
         if inner.config._attn_implementation == "flash_attention_2":
             inner.set_attn_implementation("sdpa")
         self.name = type(inner).__name__
-        self.reader = reader_of(inner)  # of images; None for a model of text alone
+        self.reader = reader_of(inner)  # image reader; None for a text-only model
         self._inner = inner
         config, head = model.config.get_text_config(), model.get_output_embeddings()
         if head is None:
             raise UserError(
-                f"{self.name} has no output head over the vocabulary, so it cannot be sampled from"
+                f"{self.name} has no output head over the vocabulary, so the sampler cannot use it"
             )
         self.vocab_size = head.weight.shape[0]
         positions = getattr(config, "max_position_embeddings", None)
-        # XLNet's -1: no limit
+        # -1 (XLNet) means no limit
         self.max_positions = positions if positions and positions > 0 else None
         self.length_switch = length_switch(model)
         self.plan = Plan()
@@ -74,21 +79,21 @@ class HFForward:
         self._cache_name = "past_key_values" if "past_key_values" in forward else "cache_params"
         self.device, self.dtype = head.weight.device, head.weight.dtype
         self.notes_experts = False
-        # of the last forward where they are noted, int16 [batch, positions, B * K]
+        # experts of the last forward if recording is on, int16 [batch, positions, B * K]
         self.experts: np.ndarray | None = None
         if self.dtype in LOW:
             widen_(model)
         limit_time_steps_(model)
 
     def new_cache(self) -> Any:
-        """An empty cache with the kinds of layers that the model has."""
+        """Return an empty cache with the model's kinds of layers."""
         from transformers import DynamicCache
 
         return DynamicCache(config=self.model.config)
 
     def whole_cache(self) -> Any:
-        """An empty cache like that, whose windows keep every key: rows of different lengths line up
-        in it.
+        """Return an empty cache with windows that keep every key, so that rows of different lengths
+        align.
         """
         from transformers import cache_utils as kinds
 
@@ -103,8 +108,9 @@ class HFForward:
         return cache
 
     def _logits(self, ids: Tensor, last_only: bool, **extra: Any) -> Tensor:
-        """Logits [batch, positions or 1, V] of the model's forward, under autocast where its
-        matrices are half precision.
+        """Return the logits [batch, positions or 1, V] of the model's forward.
+
+        Runs under autocast if the model's matrices are in half precision.
         """
         if last_only and self._takes_logits_to_keep:
             extra["logits_to_keep"] = 1
@@ -112,19 +118,20 @@ class HFForward:
         with contextlib.ExitStack() as stack:
             if low:
                 stack.enter_context(torch.autocast(self.device.type, dtype=self.dtype))
-            chosen = (
+            record = (
                 stack.enter_context(noted(self.model, self.layers.experts))
                 if self.notes_experts and self.layers.experts
                 else None
             )
             logits = self.model(input_ids=ids.to(self.device), **extra).logits
-        if chosen is not None:
-            self.experts = chosen().flatten(1).unflatten(0, ids.shape).cpu().numpy()
+        if record is not None:
+            self.experts = record().flatten(1).unflatten(0, ids.shape).cpu().numpy()
         return logits[:, -1:] if last_only else logits
 
     def fed(self, ids: Tensor, sees: Tensor) -> Tensor:
-        """Tokens [rows, 1] that were drawn, as the model reads them; `sees`: which rows saw images
-        (see `ImageReader`).
+        """Return sampled tokens [rows, 1] as the model's input.
+
+        `sees`: which rows contain images (see `ImageReader`).
         """
         return ids if self.reader is None else self.reader.fed(ids, sees)
 
@@ -135,8 +142,9 @@ class HFForward:
         starts: Sequence[int],
         lengths: Sequence[int],
     ) -> dict[str, Tensor]:
-        """The forward's arguments for tokens and images of padded rows, each from `starts` on and
-        `lengths` long.
+        """Return the forward's arguments for the tokens and images of padded rows.
+
+        Each row starts at its entry of `starts` and is `lengths` long.
         """
         if self.reader is None:
             return {"input_ids": ids}
@@ -151,8 +159,9 @@ class HFForward:
         last_only: bool,
         **seen: Tensor,
     ) -> Tensor:
-        """Of a batch padded on the left, on top of what the cache holds. `seen`: of images, as
-        `seen` gives them.
+        """Return the logits of a left-padded batch, appended to the cache.
+
+        `seen`: the arguments for images that `seen` returns.
         """
         extra: dict[str, Any] = (
             {"position_ids": positions.to(self.device)} if self.layers.takes_positions else {}
@@ -164,7 +173,7 @@ class HFForward:
         )
 
     def cached_forward(self, rows: Sequence[Sequence[int]], cache: Any, last_only: bool) -> Tensor:
-        """Of the next tokens of rows that are all of one length, on top of what the cache holds."""
+        """Return the logits of the next tokens of rows of equal length, appended to the cache."""
         return self._logits(
             torch.tensor(rows), last_only, use_cache=True, **{self._cache_name: cache}
         )
@@ -175,28 +184,33 @@ class HFForward:
         last_only: bool,
         images: Sequence[Sequence[PlacedImage]] = (),
     ) -> Tensor:
-        """Of whole sequences, padded on the right where they differ in length; no cache and no
-        mask, as a learner's.
+        """Return the logits of whole sequences, without a cache or a mask, as a learner computes
+        them.
+
+        Sequences are padded on the right if their lengths differ.
         """
         longest = max(map(len, rows))
         ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
-        seen = self.seen(ids, images or [()] * len(rows), [0] * len(rows), list(map(len, rows)))
-        return self._logits(seen.pop("input_ids"), last_only, use_cache=False, **seen)
+        inputs = self.seen(ids, images or [()] * len(rows), [0] * len(rows), list(map(len, rows)))
+        return self._logits(inputs.pop("input_ids"), last_only, use_cache=False, **inputs)
 
     def equal_batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Indices of sequences of one length each, as many together as the plan and the size of a
-        forward allow.
+        """Return batches of indices of sequences of equal length.
+
+        A batch is as large as the plan and the size limit of a forward allow.
         """
         by_length: dict[int, list[int]] = {}
         for i, length in enumerate(lengths):
             by_length.setdefault(int(length), []).append(i)
-        found = []
+        batches = []
         for length, members in sorted(by_length.items(), reverse=True):
             most = max(PREFILL_TOKENS // length, 1) if self.plan.together else 1
-            found += [members[start : start + most] for start in range(0, len(members), most)]
-        return found
+            batches += [members[start : start + most] for start in range(0, len(members), most)]
+        return batches
 
 
 def unwrapped(model: Any) -> Any:
-    """The HF model inside a PEFT wrapper, whose own forward takes only *args and **kwargs."""
+    """Return the HF model inside a PEFT wrapper (a wrapper's forward takes only *args and
+    **kwargs).
+    """
     return model.get_base_model() if type(model).__module__.startswith("peft.") else model

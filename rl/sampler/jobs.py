@@ -1,4 +1,4 @@
-"""Requests on their way through the engine, and how many tokens one may draw."""
+"""Define the state of requests in the engine, and resolve and check their token limits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from rl.types import SampledSequence, SampleResponse, SamplingParams, TensorData
 
 @dataclass(slots=True)
 class Job:
-    """A request on its way. `max_tokens` is resolved; `entered` samples have a row or are done;
-    `left` have not ended.
+    """Hold the state of a request in the engine.
+
+    `max_tokens` is resolved. `entered` samples have been admitted, `left` samples have not
+    finished.
     """
 
     request_id: int
@@ -28,15 +30,15 @@ class Job:
     stop_strings: tuple[str, ...]
     key: tuple  # requests with equal keys share their prompt
     left: int
-    begun: int = 0  # tokens drawn before it was added; they are read with the prompt
+    begun: int = 0  # tokens sampled before it was added; they are prefilled with the prompt
     entered: int = 0
-    shares: bool = False  # its prompt had been read for another request
+    shares: bool = False  # the prompt was already prefilled for another request
     sequences: list[SampledSequence | None] = field(default_factory=list)
     reader: PromptReader | None = None
     stop_ids: Sequence[int] = ()
 
     def say_of_prompt(self, response: SampleResponse) -> None:
-        """What was asked about the prompt's own tokens."""
+        """Store the requested logprobs of the prompt's tokens in the response."""
         if self.reader is not None and self.request.include_prompt_logprobs:
             response.prompt_logprobs = list(self.reader.logprobs)
         if self.reader is not None and self.request.topk_prompt_logprobs > 0:
@@ -47,10 +49,10 @@ class Job:
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt in the cache: the logits after its last token, and what was read of its own tokens.
+    """Hold a prompt in the cache: the logits after its last token, and the reader of its logprobs.
 
-    `weights`: see `Request`. `conversation`: whose turns it holds, for the next one (no logits
-    then); `tokens`: what they are.
+    `weights`: see `Request`. `conversation`: the name of the conversation that is cached for its
+    next turn (without logits); `tokens`: its tokens.
     """
 
     key: tuple
@@ -62,29 +64,30 @@ class Prompt:
 
 
 def read_with(requests: Sequence[Request]) -> dict[str, Any]:
-    """What `DecodeState.prefill` takes beside the tokens: images, and whose weights read them,
-    where any say so.
+    """Return the optional arguments of `DecodeState.prefill`: images and model indices, if any are
+    set.
     """
-    also: dict[str, Any] = (
+    kwargs: dict[str, Any] = (
         {"images": [request.images for request in requests]}
         if any(request.images for request in requests)
         else {}
     )
     if any(request.weights is not None for request in requests):
-        also["weights"] = [request.weights for request in requests]
-    return also
+        kwargs["weights"] = [request.weights for request in requests]
+    return kwargs
 
 
 def diverged(requests: Sequence[int]) -> FloatingPointError:
-    """What is told of requests whose logits say nothing."""
+    """Return the error of requests with NaN or infinite logits."""
     return FloatingPointError(
-        f"the logits are NaN or infinite for {len(requests)} requests (the first is number {requests[0]}): the weights "
-        "have diverged, or overflow in this dtype; lower the learning rate, or sample in float32"
+        f"the logits are NaN or infinite for {len(requests)} requests (the first is number "
+        f"{requests[0]}): the weights have diverged, or overflow in this dtype; "
+        "lower the learning rate, or sample in float32"
     )
 
 
 class Limits(Protocol):
-    """An engine, as far as its limits go."""
+    """Declare the limits of an engine."""
 
     decoder: Decoder
     max_context: int | None
@@ -92,16 +95,17 @@ class Limits(Protocol):
 
 
 def tokens_to_draw(limits: Limits, state: DecodeState, prompt: int, max_tokens: int | None) -> int:
-    """Tokens to draw. The last one is never fed, so prompt + max_tokens may be one more than the
-    context.
+    """Return the maximum number of tokens to sample.
 
-    ValueError where a prompt of that length, or what is to be drawn, can never fit.
+    The last token is never fed, so prompt + max_tokens may exceed the context by 1. Raises
+    ValueError if the prompt or the response can never fit.
     """
     switch = limits.decoder.length_switch
     if max_tokens is None:
         if limits.max_context is None:
             raise ValueError(
-                "max_tokens=None goes up to the context limit, and the model has none: set one of the two"
+                "max_tokens=None means up to the context limit, and the model has no limit: "
+                "set max_tokens or max_context"
             )
         most = [
             limit
@@ -111,15 +115,17 @@ def tokens_to_draw(limits: Limits, state: DecodeState, prompt: int, max_tokens: 
         max_tokens = max(min(most) + 1 - prompt, 0)
     if limits.max_context is not None and prompt + max(max_tokens, 1) - 1 > limits.max_context:
         raise ValueError(
-            f"a prompt of {prompt} tokens and max_tokens={max_tokens} exceed the context of {limits.max_context} tokens: "
-            "shorten the prompt, lower max_tokens, or raise max_context up to the model's own limit"
+            f"a prompt of {prompt} tokens and max_tokens={max_tokens} exceed the context of "
+            f"{limits.max_context} tokens: shorten the prompt, lower max_tokens, "
+            "or raise max_context up to the model's limit"
         )
     check_length(limits.decoder, prompt, prompt + max(max_tokens, 1) - 1)
     cost = state.cost(1, prompt, 1, max_tokens - 1)
     if cost > limits.kv_cache_tokens:
         raise ValueError(
-            f"one sample of a {prompt}-token prompt with max_tokens={max_tokens} takes {cost} tokens of KV cache, "
-            f"kv_cache_tokens is {limits.kv_cache_tokens}: raise kv_cache_tokens or lower max_tokens"
+            f"one sample of a {prompt}-token prompt with max_tokens={max_tokens} takes {cost} "
+            f"tokens of KV cache, kv_cache_tokens is {limits.kv_cache_tokens}: "
+            "raise kv_cache_tokens or lower max_tokens"
         )
     return max_tokens
 
@@ -127,9 +133,7 @@ def tokens_to_draw(limits: Limits, state: DecodeState, prompt: int, max_tokens: 
 def check_biases(
     params: SamplingParams, stop_ids: Collection[int], vocab: int, max_tokens: int
 ) -> None:
-    """Raises ValueError if logit_bias names a token that the model has not, or if min_tokens cannot
-    be reached.
-    """
+    """Raise ValueError if logit_bias names an unknown token, or if min_tokens cannot be reached."""
     outside = [token for token in params.logit_bias or () if token >= vocab]
     if outside:
         raise ValueError(
@@ -137,9 +141,11 @@ def check_biases(
         )
     if params.min_tokens > max_tokens:
         raise ValueError(
-            f"min_tokens={params.min_tokens} is more than the {max_tokens} tokens that may be drawn: lower it"
+            f"min_tokens={params.min_tokens} is more than the {max_tokens} tokens that may be "
+            "sampled: lower it"
         )
     if params.min_tokens and len(stop_ids) >= vocab:
         raise ValueError(
-            f"min_tokens={params.min_tokens} keeps stop ids from being drawn, and all {vocab} tokens are such: lower it to 0"
+            f"min_tokens={params.min_tokens} excludes stop ids from sampling, and all {vocab} "
+            "tokens are stop ids: lower it to 0"
         )

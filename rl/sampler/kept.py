@@ -1,10 +1,9 @@
-"""What one engine over pages leaves to the next: the pool of pages, the buffers of its steps, and
-the graphs over both.
+"""Pass the KV cache pool of a paged engine to the next, with its step buffers and CUDA graphs.
 
-A graph knows addresses, so as long as these three and a decoder stay where they are it is captured
-once, not once for each call to sample; weights that are loaded in place are those of its next
-replay. One pool lies idle at most. Memory that a learner on the same device needs is given back
-before it works, and kept only where learning has been seen to leave room for it.
+A graph contains addresses. While pool, buffers and decoder stay in place, it is captured once, not
+once for each call to sample. Weights that are loaded in place take effect in the next replay. At
+most 1 pool is idle. Memory that a learner on the same device needs is freed before the learner
+runs; the pool is kept only if enough memory remained for it in earlier updates.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from rl.sampler.forward_fast import FastForward
 from rl.sampler.step_buffers import StepBuffers
 from rl.sampler.step_graphs import Steps, buckets
 
-_CONDITIONS = 16  # kinds of stops there is room for at first
-_SHARE = 0.85  # of a device's memory that learning and what is kept may come to
+_CONDITIONS = 16  # initial number of stop conditions
+_SHARE = 0.85  # maximum fraction of device memory for learning and the kept pool
 
 
 class Pages:
-    """A pool of `count` pages of `size` positions, for decoders of one shape. `kv` [2, count + 1,
-    size, K, D] of each layer.
+    """Hold a pool of `count` blocks of `size` positions, for decoders of the same shape.
 
-    One page more than there are: rows that have ended write to it. `steps`: by decoder, for as long
-    as it is there, all over the same pages and buffers.
+    `kv` has shape [2, count + 1, size, K, D] for each layer. Ended rows write to the extra block.
+    `steps` holds the graphs by decoder, for the lifetime of the decoder, all over the same blocks
+    and buffers.
     """
 
     def __init__(self, decoder: FastForward, count: int, size: int):
@@ -37,20 +36,22 @@ class Pages:
         self.kv: list[Tensor] = [
             torch.zeros(shape, dtype=decoder.dtype, device=decoder.device) for _ in decoder.layers
         ]
-        self.through = False  # it lay here while a learner worked
+        self.through = False  # the pool was kept while a learner ran
         self._buffers: StepBuffers | None = None
         self._steps: WeakKeyDictionary[FastForward, Steps] = WeakKeyDictionary()
 
     @staticmethod
     def _shape(decoder: FastForward, count: int, size: int) -> tuple[int, ...]:
+        """Return the shape of the KV cache of a layer."""
         return (2, count + 1, size, decoder.architecture.key_heads, decoder.architecture.head_width)
 
     @property
     def bytes(self) -> int:
-        return sum(one.nbytes for one in self.kv)
+        """Return the size of the pool in bytes."""
+        return sum(tensor.nbytes for tensor in self.kv)
 
     def fit(self, decoder: FastForward, least: int, most: int, size: int) -> bool:
-        """Whether it is of the decoder's shape, and `least` to `most` pages."""
+        """Return whether the pool has the decoder's shape and `least` to `most` blocks."""
         count = self.kv[0].shape[1] - 1
         shape, kind = (
             self._shape(decoder, max(min(count, most), least), size),
@@ -63,9 +64,11 @@ class Pages:
     def steps(
         self, decoder: FastForward, most: int, pages: int, look: int, conditions: int
     ) -> Steps:
-        """Those of the decoder; made, with all others', anew where they are of other sizes.
+        """Return the step graphs of the decoder.
 
-        `most` rows, `pages` of a table, `look` steps between two looks, so many kinds of stops.
+        If the sizes differ from the present buffers, the buffers and the graphs of all decoders are
+        rebuilt. `most`: rows, `pages`: blocks of a table, `look`: steps per host sync,
+        `conditions`: number of stop conditions.
         """
         b, rows = self._buffers, buckets(most)[-1]
         words = decoder.vocab_size
@@ -88,27 +91,31 @@ class Pages:
 
 
 def leaves_room(device: torch.device, size: int) -> bool:
-    """Whether `size` bytes more than were ever taken at once are there. Never of a host, whose
-    memory is not asked for.
+    """Return whether `size` bytes are free beyond the peak allocation of this process.
+
+    Always False on a host: its memory is not queried.
     """
     if device.type != "cuda":
         return False
     free, _ = torch.cuda.mem_get_info(device)
-    mine = free + torch.cuda.memory_reserved(device)  # others' processes have the rest
-    return torch.cuda.max_memory_allocated(device) + size <= _SHARE * mine
+    available = free + torch.cuda.memory_reserved(device)  # other processes use the rest
+    return torch.cuda.max_memory_allocated(device) + size <= _SHARE * available
 
 
 class Kept:
-    """The idle pool of a process whose engines come one after the other."""
+    """Hold the idle pool of a process that runs its engines in sequence."""
 
     def __init__(self, room: Callable[[torch.device, int], bool] = leaves_room):
-        """`room`: whether a device has so many bytes beside what learning takes."""
+        """Set `room`, which checks whether a device has a number of bytes besides what learning
+        takes.
+        """
         self._idle: Pages | None = None
         self._room, self._learned = room, False
 
     def take(self, decoder: FastForward, least: int, most: int, size: int) -> Pages:
-        """The idle pool, if it is of this shape and has `least` to `most` pages; otherwise a new
-        one of `least`, and the other's memory is given back before.
+        """Return the idle pool if it has this shape and `least` to `most` blocks.
+
+        Otherwise free the idle pool and return a new pool of `least` blocks.
         """
         idle, self._idle = self._idle, None
         if idle is not None and idle.fit(decoder, least, most, size):
@@ -117,38 +124,41 @@ class Kept:
         return Pages(decoder, least, size)
 
     def back(self, pages: Pages) -> None:
+        """Store an idle pool for the next engine."""
         self._idle = pages
 
     def release(self) -> None:
+        """Free the idle pool."""
         self._idle = None
 
     def forget(self) -> None:
-        """As `release`, and what learning takes is to be seen anew: for another learner, or one
-        that has not found enough.
+        """Free the idle pool and reset the measurement of learning.
+
+        For another learner, or a learner that ran out of memory.
         """
         self._idle, self._learned = None, False
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Around a learner's work on this device."""
+        """Wrap the work of a learner on this device. Resets the measurement if the device is out of
+        memory.
+        """
         self.make_room()
         try:
             yield
-        except (
-            torch.OutOfMemoryError
-        ):  # what could not be had is not part of the most that was ever taken
+        except torch.OutOfMemoryError:  # the failed allocation is not part of the measured peak
             self.forget()
             raise
 
     def learned(self) -> None:
-        """An update has been made: from now on it is known what learning takes."""
+        """Record that an update was made: from now on the memory peak includes learning."""
         self._learned = True
 
     def make_room(self) -> None:
-        """A learner is about to work on this device: what lies here goes, unless learning has left
-        room for it before.
+        """Free the idle pool before a learner runs, unless earlier updates had enough memory
+        besides it.
 
-        What lay here through earlier work is part of the most that was ever taken.
+        A pool that was kept during earlier work is already part of the measured peak.
         """
         idle = self._idle
         if idle is None:
