@@ -165,10 +165,10 @@ def test_adamw_in_8_bit_resumes_to_the_bit(tmp_path):
         assert torch.equal(a, b), name
     a, b = whole.learners[0].optimizer_tensors(), resumed.learners[0].optimizer_tensors()
     assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-    with pytest.raises(UserError, match="saved by adamw_8bit and cannot go on in adamw"):
+    with pytest.raises(UserError, match="saved by adamw_8bit and cannot be loaded into adamw"):
         trainer("adamw", str(tmp_path / "two"))
     plain = trainer("adamw")
     step(plain, 0)
     plain.save_state(0, str(tmp_path / "plain"), {}, None)
-    with pytest.raises(UserError, match="saved by adamw and cannot go on in adamw_8bit"):
+    with pytest.raises(UserError, match="saved by adamw and cannot be loaded into adamw_8bit"):
         trainer("adamw_8bit", str(tmp_path / "plain"))

@@ -42,7 +42,7 @@ def test_a_faint_leak_from_the_right_is_seen(strength):
     model = model_of()
     spoil(model, lambda out: out + strength * out.mean(1, keepdim=True))
     assert (
-        "is not told apart from what stands to its right"
+        "depends on tokens to its right"
         in find_faults(model, ["padded"])["padded"]
     )
 
@@ -136,7 +136,7 @@ def test_randomness_that_seldom_matters_is_found():
     model = model_of()
     model.model.layers[1].mlp.down_proj = nn.Sequential(model.model.layers[1].mlp.down_proj, Rare())
     assert (
-        "draws random numbers (rand_like)"
+        "uses random numbers (rand_like)"
         in find_faults(model, ["padded"], training=True)["training"]
     )
     # it draws a number a layer, to no effect

@@ -287,7 +287,7 @@ def test_learners_are_told_once_how_is_drawn_from_their_weights(between):
     ("ranks", "started", "says"),
     [
         (1, None, "one was started: start at least 2"),
-        (2, 2, "leaves none to learn: it is at most 1 here"),
+        (2, 2, "leaves none to learn: use at most 1 here"),
         (5, 4, "start 6 processes"),
     ],
 )

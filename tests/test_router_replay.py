@@ -248,7 +248,7 @@ def test_a_model_whose_experts_cannot_be_told_is_refused_by_name():
         note_experts(make_decoder(model_of("phimoe")))
     learner, data = make_learner(model_of(), router_replay=True), datums(((9, (7,)),))
     data[0].experts = np.zeros((data[0].model_input.length, 6), np.int16)
-    with pytest.raises(ValueError, match="datums with 6 experts a token are not of this model"):
+    with pytest.raises(ValueError, match="datums with 6 experts a token do not fit this model"):
         learnt(learner, data)
 
 

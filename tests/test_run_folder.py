@@ -286,7 +286,7 @@ def test_a_checkpoint_is_never_looked_for_outside_of_the_folder(tmp_path):
     for name in ("../outside.txt", "/etc/hostname", "a/../../outside.txt", ""):
         files = {name: {"bytes": 1, "sha256": checkpoint._checksum(tmp_path / "outside.txt")}}
         (folder / "manifest.json").write_text(json.dumps({"files": files, "expires_at": None}))
-        with pytest.raises(checkpoint.DamagedCheckpoint, match="no file of this folder"):
+        with pytest.raises(checkpoint.DamagedCheckpoint, match="not a file of this folder"):
             checkpoint.verify(folder)
 
 

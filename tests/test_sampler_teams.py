@@ -129,17 +129,17 @@ def test_a_sum_left_out_is_seen(launched):
             0,
             None,
             None,
-            "one was started: start as many, as in `accelerate launch .*--num_processes 2 ",
+            "one was started: start that many, as in `accelerate launch .*--num_processes 2 ",
         ),
-        (2, 0, 3, None, "does not divide the 3 processes of a machine: it is one of 1, 3 there"),
+        (2, 0, 3, None, "does not divide the 3 processes of a machine: use 1, 3, or start"),
         (
             4,
             0,
             12,
             6,
-            "does not divide the 6 processes of a machine: it is one of 1, 2, 3, 6 there",
+            "does not divide the 6 processes of a machine: use 1, 2, 3, 6, or start",
         ),
-        (2, 1, 3, None, "do not go together: ranks that only sample hold all weights each"),
+        (2, 1, 3, None, "cannot be combined: each rank that only samples holds all weights"),
     ],
 )
 def test_launches_that_cannot_be_cut_up(tp, ranks, world, local, said, monkeypatch):

@@ -305,7 +305,7 @@ def test_it_holds_for_the_whole_run():
             "qwen3",
             "--sampler-tp 4",
             4,
-            "sampler_tp 4 does not divide this model's 2 key-value heads.*Smaller ones that do: 1, 2$",
+            "sampler_tp 4 does not divide this model's 2 key-value heads.*Smaller sizes that do: 1, 2$",
         ),
         (
             "llama50",
@@ -318,14 +318,14 @@ def test_it_holds_for_the_whole_run():
             "qwen3",
             "--sampler-tp 2",
             3,
-            "does not divide the 3 processes of a machine: it is one of 1, 3",
+            "does not divide the 3 processes of a machine: use 1, 3",
         ),
         ("qwen3", "--sampler-tp 2", 1, "over 2 processes of a machine, but only a single process was launched"),
         (
             "qwen3",
             "--sampler-tp 2 --sampler-ranks 1 --max-steps-off-policy 1",
             3,
-            "do not go together",
+            "cannot be combined",
         ),
     ],
 )

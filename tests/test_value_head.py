@@ -241,7 +241,7 @@ def test_saved_beside_the_model_and_restored(service, kind, tmp_path):
             "value_head"
         ]
     )
-    with pytest.raises(ValueError, match="weights for sampling alone"):
+    with pytest.raises(ValueError, match="weights for sampling only"):
         service.create_training_client_from_state(sampler_path).compute_values(prompts)
     fresh = service.create_training_client_from_state(plain, value_head=True)
     assert not fresh.compute_values(prompts).result()[0].any()

@@ -1,6 +1,4 @@
-"""What a learner writes and reads: resumable state, and weights alone as plain Hugging Face or PEFT
-folders.
-"""
+"""Save and load learners: resumable state, and weights as plain Hugging Face or PEFT folders."""
 
 from __future__ import annotations
 
@@ -46,10 +44,12 @@ VALUE_FILE = "value_head.safetensors"
 
 
 def _bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Return the total bytes of `tensors`."""
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def model_bytes(model: Any, merged: bool = False) -> int:
+    """Return the bytes that `write_model` writes for a model's weights."""
     adapter_only = is_lora(model) and not merged
     return _bytes(
         {name: p for name, p in model.named_parameters() if p.requires_grad or not adapter_only}
@@ -57,8 +57,9 @@ def model_bytes(model: Any, merged: bool = False) -> int:
 
 
 def write_model(model: Any, tokenizer: Any | None, folder: Path, *, merged: bool = False) -> None:
-    """A plain folder that transformers (or PEFT) loads: weights in safetensors, config, generation
-    config, tokenizer.
+    """Write a plain folder that transformers (or PEFT) loads.
+
+    It holds weights in safetensors, config, generation config and tokenizer.
     """
     from huggingface_hub import save_torch_state_dict
 
@@ -66,16 +67,15 @@ def write_model(model: Any, tokenizer: Any | None, folder: Path, *, merged: bool
         model = _merged_copy(model)
     folder.mkdir(exist_ok=True)
     if is_lora(model):
-        # PEFT would write a set in the order of its hashes
+        # PEFT would write a set in hash order, which varies.
         for config in model.peft_config.values():
             if isinstance(config.target_modules, set):
                 config.target_modules = sorted(config.target_modules)
-        # An adapter on the head counts as one on an embedding layer to PEFT, which would then save
-        # the whole matrix.
+        # PEFT treats an adapter on the head as an adapter on an embedding layer and would save the
+        # full matrix.
         model.save_pretrained(str(folder), save_embedding_layers=False)
     else:
-        # Not the model's own save_pretrained: it imports DeepSpeed to look for a wrapper that is
-        # not there, which takes seconds.
+        # model.save_pretrained imports DeepSpeed to look for a wrapper, which takes seconds.
         model.config.save_pretrained(str(folder))
         if model.can_generate() and model.generation_config is not None:
             model.generation_config.save_pretrained(str(folder))
@@ -90,8 +90,9 @@ def write_model(model: Any, tokenizer: Any | None, folder: Path, *, merged: bool
 
 
 def _merged_copy(model: Any) -> Any:
-    """The adapter merged into a copy of the base, in fp32; a tied head that has an adapter of its
-    own becomes a matrix of its own.
+    """Return a copy of the base with the adapter merged in, in fp32.
+
+    A tied head with a separate adapter becomes a separate matrix.
     """
     import copy
 
@@ -101,8 +102,10 @@ def _merged_copy(model: Any) -> Any:
 
 @dataclass(frozen=True)
 class Words:
-    """What a save carries beside the model: the caller's metadata (JSON), his own words; whether it
-    may replace what is there.
+    """Hold the metadata of a save.
+
+    `metadata`: the caller's, JSON. `user_metadata`: the user's strings. `overwrite`: whether the
+    save may replace an existing checkpoint.
     """
 
     metadata: Mapping[str, Any]
@@ -111,6 +114,7 @@ class Words:
 
 
 def _state(learner: Learner, spec: ModelSpec, words: Words) -> dict[str, Any]:
+    """Return the content of state.json."""
     return {
         "format": FORMAT,
         "spec": asdict(spec),
@@ -130,34 +134,38 @@ def save_state(
     ttl_seconds: float | None,
     beside: Mapping[str, tuple[Learner, ModelSpec]] | None = None,
 ) -> None:
-    """Weights, optimizer, generator states and the caller's metadata (JSON), whole or not at all.
-    Written by rank 0.
+    """Save weights, optimizer, generator states and the caller's metadata (JSON), atomically.
 
-    `beside`: other learners of the same run (a critic), each into a folder of its name in this
-    checkpoint. All ranks call it, since weights may have to be put together. What can be wrong with
-    the arguments is found on all of them before that, what can be wrong with the disk on rank 0
-    afterwards: nobody is left waiting.
+    Rank 0 writes. `beside`: other learners of the same run (a critic), each saved to a subfolder of
+    its name in this checkpoint. All ranks call it, since weights may have to be gathered. Every
+    rank checks the arguments before that, and rank 0 handles disk errors afterwards, so no rank
+    waits for a failed rank.
+
+    Raises UserError for a gradient without a step, TypeError for metadata that is not JSON.
     """
     from safetensors.torch import save_file
 
     learners = {"": (learner, spec), **(beside or {})}
-    if any(one.has_gradient for one, _ in learners.values()):
+    if any(learner_.has_gradient for learner_, _ in learners.values()):
         raise UserError(
-            "save_state between forward_backward and optim_step would lose the gradient: call optim_step first"
+            "save_state between forward_backward and optim_step would lose the gradient: call "
+            "optim_step first"
         )
-    # metadata that is no JSON fails here
+    # Metadata that is not JSON fails here.
     texts = {
-        name: json.dumps(_state(*own, Words({}) if name else words), indent=1)
-        for name, own in learners.items()
+        name: json.dumps(_state(*entry, Words({}) if name else words), indent=1)
+        for name, entry in learners.items()
     }
     optimizers = {
-        name: {key: t.detach().cpu().contiguous() for key, t in one.optimizer_tensors().items()}
-        for name, (one, _) in learners.items()
+        name: {
+            key: t.detach().cpu().contiguous() for key, t in learner_.optimizer_tensors().items()
+        }
+        for name, (learner_, _) in learners.items()
     }
     with contextlib.ExitStack() as stack:
         models = {
-            name: stack.enter_context(one.whole_model(adapter_only=one.is_lora))
-            for name, (one, _) in learners.items()
+            name: stack.enter_context(learner_.whole_model(adapter_only=learner_.is_lora))
+            for name, (learner_, _) in learners.items()
         }
         if models[""] is None:
             return
@@ -185,6 +193,7 @@ def save_state(
 def _write_learner(
     model: Any, tokenizer: Any | None, optimizer: Mapping[str, Tensor], text: str, folder: Path
 ) -> None:
+    """Write a learner's model, value head, optimizer and state.json to `folder`."""
     from safetensors.torch import save_file
 
     folder.mkdir(exist_ok=True)
@@ -195,7 +204,10 @@ def _write_learner(
 
 
 def _write_value_head(model: Any, folder: Path) -> None:
-    """Beside model/, which is what everybody's loaders read (some of them all of its tensors)."""
+    """Write the value head to a separate file.
+
+    Other loaders read model/, and some read all of its tensors.
+    """
     from safetensors.torch import save_file
 
     if (value_head := value_head_of(model)) is not None:
@@ -214,11 +226,10 @@ def save_for_sampler(
     value_head: bool,
     words: Words,
 ) -> None:
-    """Weights alone: a Hugging Face folder, or a PEFT adapter folder for LoRA unless `merged`. All
-    ranks call it.
+    """Save weights only: a Hugging Face folder, or a PEFT adapter folder for LoRA unless `merged`.
 
-    `value_head`: a checkpoint's folder without the optimizer, that folder as model/ and the head
-    beside it.
+    All ranks call it. `value_head`: write a checkpoint folder without the optimizer, with the model
+    folder as model/ and the value head next to it.
     """
     with learner.whole_model(adapter_only=learner.is_lora and not merged) as model:
         if model is None:
@@ -238,27 +249,30 @@ def save_for_sampler(
 
 
 def load_state(learner: Learner, path: Path, with_optimizer: bool, rank: int) -> dict[str, Any]:
-    """Puts a checkpoint's weights (and optimizer, generator state, version) into a learner. Returns
-    its state.json.
+    """Load a checkpoint's weights (and optimizer, generator state, version) into a learner.
+
+    Return its state.json. Raises UserError for a checkpoint without the requested parts.
     """
-    # every rank reads for itself, maybe on another machine
+    # Every rank reads the files, possibly on another machine.
     with distributed.all_or_none(learner.accelerator.device):
         state = read_state(path)
         file = path / "optimizer.safetensors"
         if with_optimizer and not file.is_file():
             raise UserError(
-                f"{path} holds weights for sampling alone, no optimizer: load_state (weights) can read it"
+                f"{path} holds weights for sampling only, no optimizer: load_state (weights) can "
+                "read it"
             )
         if with_optimizer and learner.values and not state["spec"].get("value_head"):
             raise UserError(
-                f"{path} was saved without a value head, so its optimizer cannot go on with one: load_state makes it fresh"
+                f"{path} was saved without a value head, so its optimizer has no state for this "
+                "learner's: load_state starts a fresh optimizer"
             )
         weights = _with(
             _read_value_head(learner, path, state), _read_weights(learner, model_folder(path))
         )
         optimizer = _read_optimizer(learner, file) if with_optimizer else {}
         file = path / "rng.safetensors"
-        # one saved beside another shares that one's
+        # A learner in a subfolder uses the generator states of the checkpoint.
         rng = (
             _tensors(file if file.is_file() else path.parent / file.name) if with_optimizer else {}
         )
@@ -275,52 +289,58 @@ def load_state(learner: Learner, path: Path, with_optimizer: bool, rank: int) ->
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """state.json of a whole checkpoint of ours. Raises DamagedCheckpoint where it says less than
-    every one of them does.
+    """Return state.json of a checkpoint that save_state wrote.
+
+    Raises DamagedCheckpoint if a required entry is missing or has the wrong type.
     """
     state = checkpoint.read_state(path)
     kinds: dict[str, type] = {"spec": dict, "version": int, "temperatures": list, "metadata": dict}
     for key, kind in kinds.items():
         if not isinstance(state.get(key), kind):
             raise checkpoint.DamagedCheckpoint(
-                f"{path}/state.json has no {key!r} as save_state writes it, but {state.get(key)!r}"
+                f"{path}/state.json: {key!r} must be a {kind.__name__}, as save_state writes it, "
+                f"got {state.get(key)!r}"
             )
     return state
 
 
 def read_spec(path: Path) -> ModelSpec:
-    """What made the model of a checkpoint. Raises DamagedCheckpoint where state.json does not say
-    it.
+    """Return the model spec of a checkpoint. Raises DamagedCheckpoint if state.json has no valid
+    spec.
     """
 
     spec = read_state(path)["spec"]
     try:
         return ModelSpec.from_json(spec)
-    except TypeError as error:  # a name that no spec has, or one that is missing
+    except TypeError as error:  # an unknown or a missing field
         raise checkpoint.DamagedCheckpoint(
-            f"{path}/state.json: its 'spec' describes no model ({error})"
+            f"{path}/state.json: its 'spec' is not a valid model spec ({error})"
         ) from error
 
 
 def _tensors(file: Path, *, lazily: bool = False) -> Mapping[str, Tensor]:
-    """A safetensors file. UserError naming it where it is not there or no such file. `lazily`: its
-    tensors are read as they are used.
+    """Return the tensors of a safetensors file.
+
+    `lazily`: read each tensor when it is used. Raises UserError naming the file if it is missing or
+    not a safetensors file.
     """
     from safetensors.torch import load_file
 
     if not file.is_file():
-        raise UserError(f"{file} is not there: the folder is not whole")
+        raise UserError(f"{file} is missing: the folder is incomplete")
     with readable(str(file)):
         return Lazy.of(file) if lazily else load_file(str(file))
 
 
 def _with(here: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return `tensors` with those of `here` added."""
     return tensors.and_here(here) if isinstance(tensors, Lazy) else {**tensors, **here}
 
 
 def _read_optimizer(learner: Learner, file: Path) -> Mapping[str, Tensor]:
-    """AdamW's state of every trained parameter; {} of one that never took a step. UserError naming
-    what is missing or misshapen.
+    """Return AdamW's state of every trained parameter; {} if it was saved before its first step.
+
+    Raises UserError naming tensors that are missing or have a wrong shape.
     """
     tensors: Mapping[str, Tensor] = _tensors(file, lazily=reads_in_parts(learner.accelerator))
     shapes: dict[str, tuple[int, ...]] = {}
@@ -333,44 +353,52 @@ def _read_optimizer(learner: Learner, file: Path) -> Mapping[str, Tensor]:
 
 
 def _read_weights(learner: Learner, folder: Path) -> Mapping[str, Tensor]:
-    """The trainable tensors of a saved folder by this learner's parameter names; where weights are
-    sharded, none is read yet.
+    """Return the trainable tensors of a saved folder by this learner's parameter names.
+
+    If weights are sharded, the tensors are lazy.
     """
     if not is_lora(learner.model):
         if (folder / "adapter_config.json").is_file():
             raise UserError(
-                f"{folder} holds a LoRA adapter, this client trains full weights: make it with create_lora_training_client"
+                f"{folder} holds a LoRA adapter, but this client trains full weights: create it "
+                "with create_lora_training_client"
             )
         if reads_in_parts(learner.accelerator):
-            found = in_folder(
+            stored = in_folder(
                 folder, [name for name in learner.trainable if not is_value_head(name)]
             )
-            if found is not None:
-                return found
+            if stored is not None:
+                return stored
         saved = load_model(str(folder)).model
         return {
             name: p.detach() for name, p in saved.named_parameters() if name in learner.trainable
         }
     if not (folder / "adapter_config.json").is_file():
         raise UserError(
-            f"{folder} holds full weights, this client trains a LoRA adapter: make it with create_training_client_from_state"
+            f"{folder} holds full weights, but this client trains a LoRA adapter: create it with "
+            "create_training_client_from_state"
         )
     saved_tensors = _tensors(folder / "adapter_model.safetensors")
     # PEFT drops the adapter's name when it saves: "...q_proj.lora_A.weight" for
     # "...q_proj.lora_A.default.weight".
-    own = {
+    saved_names = {
         name: name.replace(".default.", ".")
         for name in learner.trainable
         if not is_value_head(name)
     }
-    shapes = {there: tuple(learner.parameter_shapes[here]) for here, there in own.items()}
+    shapes = {
+        saved_name: tuple(learner.parameter_shapes[parameter])
+        for parameter, saved_name in saved_names.items()
+    }
     check_tensors(str(folder / "adapter_model.safetensors"), shapes, saved_tensors)
-    return {here: saved_tensors[there] for here, there in own.items()}
+    return {parameter: saved_tensors[saved_name] for parameter, saved_name in saved_names.items()}
 
 
 def _read_value_head(learner: Learner, path: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The value head's tensors by this learner's names, {} for one without; a fresh one's zeros
-    where the model saved had none.
+    """Return the value head's tensors by this learner's names.
+
+    Return {} for a learner without a value head, and zeros (a fresh head) if the saved model had
+    none.
     """
     file = path / VALUE_FILE
     if not learner.values:
@@ -378,30 +406,36 @@ def _read_value_head(learner: Learner, path: Path, state: Mapping[str, Any]) -> 
     if not file.is_file():
         if state["spec"].get("value_head"):
             raise UserError(
-                f"{path} holds weights for sampling alone, without the value head of the model: give a folder of save_state"
+                f"{path} holds weights for sampling only, without the model's value head: pass a "
+                "folder of save_state"
             )
         return {name: torch.zeros(learner.parameter_shapes[name]) for name in learner.values}
-    saved, own = _tensors(file), {name: name.rsplit(".", 1)[1] for name in learner.values}
+    saved, saved_names = _tensors(file), {name: name.rsplit(".", 1)[1] for name in learner.values}
     check_tensors(
         str(file),
-        {there: tuple(learner.parameter_shapes[here]) for here, there in own.items()},
+        {
+            saved_name: tuple(learner.parameter_shapes[parameter])
+            for parameter, saved_name in saved_names.items()
+        },
         saved,
     )
-    return {here: saved[there] for here, there in own.items()}
+    return {parameter: saved[saved_name] for parameter, saved_name in saved_names.items()}
 
 
 def model_folder(path: Path) -> Path:
-    """Where the weights lie in a checkpoint: `model/` beside the optimizer, or the folder itself in
-    one for sampling alone.
+    """Return the folder of a checkpoint's weights.
+
+    It is `model/` next to the optimizer, or the folder itself for weights that are for sampling
+    only.
     """
     return path / "model" if (path / "model").is_dir() else path
 
 
 def base_of(spec: ModelSpec, state: str | None) -> tuple[str, str | None]:
-    """(base model, tokenizer) that a learner is made from: the checkpoint itself for full weights,
-    else the spec's base.
+    """Return (base model, tokenizer) from which a learner is made.
 
-    An adapter's base may be an earlier checkpoint of the same run: see rl.models.adapters.
+    The base is the checkpoint itself for full weights, else the spec's base. An adapter's base may
+    be an earlier checkpoint of the same run: see rl.models.adapters.
     """
     if state is None:
         return spec.base_model, spec.tokenizer
@@ -417,17 +451,18 @@ def load_for_sampling(
     seed: int = 0,
     load: Callable[..., LoadedModel] = load_model,
 ) -> tuple[LoadedModel, int, ModelSpec]:
-    """(model, version, spec) of a base model, or of a folder: ours, or any Hugging Face or PEFT
-    folder.
+    """Return (model, version, spec) of a base model or of a folder.
 
-    `load(base, tokenizer=, seed=)`: where a base comes from that is asked for, or that an adapter
-    stands on.
+    The folder may be a checkpoint, or any Hugging Face or PEFT folder. `load(base, tokenizer=,
+    seed=)` loads a base that is requested or that an adapter needs. Raises UserError without a path
+    and a base, and for a folder that does not exist.
     """
 
     if path is None:
         if base_model is None:
             raise UserError(
-                "create_sampling_client needs model_path (a saved folder) or base_model (a hub name, a folder, tiny:<preset>)"
+                "create_sampling_client needs model_path (a saved folder) or base_model (a hub "
+                "name, a folder, tiny:<preset>)"
             )
         return (
             load(base_model, tokenizer=tokenizer, seed=seed),
@@ -437,7 +472,8 @@ def load_for_sampling(
     folder = Path(path)
     if not folder.is_dir():
         raise UserError(
-            f"no saved weights at {folder}: give the path that save_weights_for_sampler(name).result().path returned"
+            f"no saved weights at {folder}: give the path that "
+            "save_weights_for_sampler(name).result().path returned"
         )
     version, spec = 0, ModelSpec(base_model or str(folder))
     if (folder / checkpoint.MANIFEST).is_file():
@@ -453,6 +489,7 @@ def load_for_sampling(
 def _load_adapter(
     folder: Path, spec: ModelSpec, base_model: str | None, load: Callable[..., LoadedModel]
 ) -> LoadedModel:
+    """Load an adapter folder on its base."""
     checkpoint_folder = folder.parent if folder.name == "model" else folder
     tokenizer = spec.tokenizer
     if spec.lora and base_model is None:

@@ -1,4 +1,4 @@
-"""Processes: collectives, launching, being asked to stop, and folders that are whole or absent."""
+"""Manage processes: collectives, launch, stop signals and atomic checkpoint folders."""
 
 from rl.ranks import checkpoint, distributed, interrupts
 from rl.ranks.agreement import require_same

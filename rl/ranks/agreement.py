@@ -1,6 +1,4 @@
-"""What must be the same on every rank is compared when they start: settings, versions of libraries,
-this project's own code.
-"""
+"""Check at start that settings, library versions and this project's code agree on all ranks."""
 
 from __future__ import annotations
 
@@ -27,69 +25,75 @@ _LIBRARIES = (
     "triton",
 )
 _ROOT = Path(__file__).resolve().parents[2]
-_MOST = 8  # differences that an error lists
+_MOST = 8  # an error lists at most this many differences
 
 
 def require_same(objects: ObjectGroup, settings: Any) -> None:
-    """Raises UserError on rank 0, which names what differs on which rank, and RankLost elsewhere.
-    `settings`: a dataclass.
+    """Check that all ranks have the same settings (a dataclass), libraries and code.
+
+    Raises UserError on rank 0, which names each difference and its rank, and RankLost on other
+    ranks.
     """
     if objects.world == 1:
         return
-    everybody = objects.gather(described(settings))
+    fingerprints = objects.gather(described(settings))
     differ = (
         None
-        if everybody is None
-        else differences(everybody, [objects.name(r) for r in range(objects.world)])
+        if fingerprints is None
+        else differences(fingerprints, [objects.name(r) for r in range(objects.world)])
     )
     differ = objects.broadcast_verb(differ)
     if not differ:
         return
     if objects.rank > 0:
-        raise RankLost("the ranks were not started alike, rank 0 says how")
+        raise RankLost(
+            "the ranks were not started alike; the error of rank 0 lists the differences"
+        )
     more = f" and {len(differ) - _MOST} more" if len(differ) > _MOST else ""
     raise UserError(
-        f"the ranks do not agree: {'; '.join(differ[:_MOST])}{more}. Start all of them alike, from the same installation"
+        f"the ranks do not agree: {'; '.join(differ[:_MOST])}{more}. Start all ranks with the "
+        "same command, from the same installation"
     )
 
 
 def described(settings: Any) -> dict[str, str]:
-    """Name to value of all that is compared, as text."""
-    found = {f"the setting {name}": value for name, value in _flat(dataclasses.asdict(settings))}
-    found["the version of python"] = platform.python_version()
+    """Return name to value, as text, of everything that is compared."""
+    values = {f"the setting {name}": value for name, value in _flat(dataclasses.asdict(settings))}
+    values["the version of python"] = platform.python_version()
     for library in _LIBRARIES:
         try:
-            found[f"the version of {library}"] = metadata.version(library)
+            values[f"the version of {library}"] = metadata.version(library)
         except metadata.PackageNotFoundError:
-            found[f"the version of {library}"] = "none"
-    return {**found, "the code of this project (checksum)": f"{_checksum():08x}"}
+            values[f"the version of {library}"] = "none"
+    return {**values, "the code of this project (checksum)": f"{_checksum():08x}"}
 
 
 def differences(everybody: list[Mapping[str, str]], names: list[str]) -> list[str]:
-    """One text for each thing and rank that differs from rank 0's."""
+    """Return a message for each name and rank with a value other than rank 0's."""
     first = everybody[0]
-    found = []
+    messages = []
     for other, name in zip(everybody[1:], names[1:], strict=True):
-        for what in {**first, **other}:
-            here, there = first.get(what, "none"), other.get(what, "none")
-            if here != there:
-                found.append(f"{what} is {there} on {name} and {here} on {names[0]}")
-    return found
+        for key in {**first, **other}:
+            expected, actual = first.get(key, "none"), other.get(key, "none")
+            if expected != actual:
+                messages.append(f"{key} is {actual} on {name} and {expected} on {names[0]}")
+    return messages
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    found = []
+    """Return the leaves of nested dicts as (dotted name, repr of the value)."""
+    pairs = []
     for name, value in tree.items():
-        found += (
+        pairs += (
             _flat(value, f"{prefix}{name}.")
             if isinstance(value, dict)
             else [(prefix + name, repr(value))]
         )
-    return found
+    return pairs
 
 
 def _checksum() -> int:
-    """Of the sources that every rank runs (the script is rank 0's own affair)."""
+    """Return the CRC-32 of the sources that every rank runs (the script runs only on rank 0)."""
     total = 0
     for path in sorted(p for package in ("rl", "kernels") for p in (_ROOT / package).rglob("*.py")):
         total = zlib.crc32(

@@ -1,9 +1,8 @@
-"""Signs of life of rank 0: sent from a thread of its own, so they stop when its process is stopped,
-and only then.
+"""Send heartbeats of rank 0 from a separate thread, so they stop only when its process is stopped.
 
-A rank that waits for rank 0 inside a collective cannot tell a driver that works from one that was
-stopped, and would wait for as long as the collective does. The other ranks hear these beats on a
-socket each, whatever else they do, and end once none comes.
+A rank that waits for rank 0 inside a collective cannot distinguish a working driver from a stopped
+driver, and would wait until the collective times out. Each other rank receives these heartbeats on
+a socket, whatever else it does, and ends once they stop.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-# it works itself (or idles), it waits for the others, it ends
+# Rank 0 works (or idles), waits for the other ranks, ends.
 _BEAT, _COLLECTING, _GOODBYE = b".", b",", b"!"
 _CONNECT_SECONDS = 20.0
-_STRANGERS = 64  # connections that have not said the word yet: more are turned away
+_STRANGERS = 64  # maximum number of connections that have not sent the word yet
 
 
 class Drum:
-    """On rank 0: beats every `every` seconds to whoever connects to `port` and says `word`. Close
-    it to say goodbye.
+    """Send a heartbeat every `every` seconds from rank 0 to each connection that sends `word` to
+    `port`.
 
-    `collecting`: whether rank 0 waits for the others, which its beats tell: who is ready then waits
-    for one of them, not for rank 0.
+    Closing it sends a goodbye. `collecting`: whether rank 0 waits for the other ranks. The
+    heartbeats carry this flag: a rank that is ready then waits for another rank, not for rank 0.
     """
 
     def __init__(self, every: float):
@@ -47,11 +46,13 @@ class Drum:
         self._thread.start()
 
     def close(self) -> None:
+        """Send the goodbye and stop the thread."""
         self._over.set()
         self._thread.join(self.every + 5.0)
 
     def _run(self) -> None:
-        known: list[socket.socket] = []
+        """Accept connections and send heartbeats until closed."""
+        receivers: list[socket.socket] = []
         strangers: dict[socket.socket, bytes] = {}
         due = time.monotonic()
         while not self._over.is_set():
@@ -60,36 +61,37 @@ class Drum:
                 if ready is self._listener:
                     _accept(self._listener, strangers)
                 elif self._admitted(ready, strangers):
-                    known.append(ready)
-                    known = _tell([ready], _BEAT) + known[:-1]
+                    receivers.append(ready)
+                    receivers = _tell([ready], _BEAT) + receivers[:-1]
             if time.monotonic() >= due:
-                known, due = (
-                    _tell(known, _COLLECTING if self.collecting else _BEAT),
+                receivers, due = (
+                    _tell(receivers, _COLLECTING if self.collecting else _BEAT),
                     time.monotonic() + self.every,
                 )
-        _tell(known, _GOODBYE)
-        for each in (self._listener, *known, *strangers):
+        _tell(receivers, _GOODBYE)
+        for each in (self._listener, *receivers, *strangers):
             each.close()
 
     def _admitted(self, stranger: socket.socket, strangers: dict[socket.socket, bytes]) -> bool:
-        """Whether it has said the word by now. Who says another is sent away."""
+        """Return whether the connection has sent the word; close it if it sent anything else."""
         try:
-            said = stranger.recv(64)
+            received = stranger.recv(64)
         except OSError:
-            said = b""
-        strangers[stranger] += said
+            received = b""
+        strangers[stranger] += received
         if hmac.compare_digest(strangers[stranger], self.word.encode()):
             del strangers[stranger]
             return True
-        if not said or not self.word.encode().startswith(strangers[stranger]):
+        if not received or not self.word.encode().startswith(strangers[stranger]):
             del strangers[stranger]
             stranger.close()
         return False
 
 
 def _readable(sockets: list[socket.socket], seconds: float) -> list[socket.socket]:
-    """Those with something to read (or closed), after at most so many seconds. (select itself takes
-    no descriptor above 1023.)
+    """Return the sockets with data to read (or closed), after at most `seconds`.
+
+    select itself does not accept descriptors above 1023.
     """
     poller, by_number = select.poll(), {each.fileno(): each for each in sockets}
     for number in by_number:
@@ -98,9 +100,10 @@ def _readable(sockets: list[socket.socket], seconds: float) -> list[socket.socke
 
 
 def _accept(listener: socket.socket, strangers: dict[socket.socket, bytes]) -> None:
+    """Accept a connection as a stranger, or close it above the limit."""
     try:
         connection, _ = listener.accept()
-    except OSError:  # it is gone already, or no descriptor is left
+    except OSError:  # the peer closed already, or the process is out of descriptors
         time.sleep(0.05)
         return
     if len(strangers) >= _STRANGERS:
@@ -111,10 +114,11 @@ def _accept(listener: socket.socket, strangers: dict[socket.socket, bytes]) -> N
 
 
 def _tell(known: list[socket.socket], what: bytes) -> list[socket.socket]:
-    """Sends without waiting. Returns those that are still there; a full buffer (a stopped rank)
-    loses the beat, not the rank.
+    """Send `what` to each socket without waiting; return the sockets that are still connected.
+
+    A full buffer (a stopped rank) loses the heartbeat, not the rank.
     """
-    left = []
+    connected = []
     for each in known:
         try:
             each.send(what)
@@ -123,20 +127,19 @@ def _tell(known: list[socket.socket], what: bytes) -> list[socket.socket]:
         except OSError:
             each.close()
             continue
-        left.append(each)
-    return left
+        connected.append(each)
+    return connected
 
 
 class Watch:
-    """On another rank: ends this process with exit code 1 once rank 0 was silent for `timeout`
-    seconds, or is gone.
+    """End this process with exit code 1 if rank 0 is silent for `timeout` seconds or has ended.
 
-    `waiting_since`: when this rank began to wait for rank 0, None where it does not. It ends as
-    well where rank 0 beats but has left it waiting for longer than `timeout`, and does not wait for
-    another rank itself.
+    `waiting_since`: the time at which this rank began to wait for rank 0, None if it does not wait.
+    The process also ends if it has waited for longer than `timeout` while rank 0 sends heartbeats
+    and does not wait for another rank.
 
-    `lost`: what to say, from the seconds of silence. Where no connection comes about, nothing is
-    watched, and that is said.
+    `lost`: returns the message for a number of seconds of silence. Without a connection nothing is
+    monitored, and a warning is printed.
     """
 
     waiting_since: float | None = None
@@ -156,9 +159,10 @@ class Watch:
         self._over = threading.Event()
         connection = _connect(hosts, port)
         if connection is None:
-            where = f"port {port} of {' and '.join(hosts)}"
+            endpoint = f"port {port} of {' and '.join(hosts)}"
             print(
-                f"no connection to {where}: a driver that is stopped is noticed by the bounds of collectives alone",
+                f"no connection to {endpoint}: only the timeouts of collectives will detect a "
+                "stopped driver",
                 file=sys.stderr,
             )
             return
@@ -166,30 +170,32 @@ class Watch:
         threading.Thread(target=self._run, args=(connection,), name="watch", daemon=True).start()
 
     def close(self) -> None:
+        """Stop monitoring."""
         self._over.set()
 
     def _run(self, connection: socket.socket) -> None:
-        """Counts silent intervals, not seconds: a process that was itself stopped for a while has
-        missed one, not all.
+        """Count silent intervals, not seconds: a process that was itself stopped has missed one
+        interval.
         """
         silent = 0
         with connection:
             connection.settimeout(self._every)
             while silent < self._beats:
                 try:
-                    heard = connection.recv(4096)
+                    data = connection.recv(4096)
                 except TimeoutError:
                     silent += 1
                     continue
                 except OSError:
-                    heard = b""
-                if self._over.is_set() or _GOODBYE in heard:
+                    data = b""
+                if self._over.is_set() or _GOODBYE in data:
                     return
-                # rank 0 has ended: what this rank waits for fails by itself, unless it cannot tell
-                if not heard:
+                # Rank 0 has ended. Collectives of this rank usually fail by themselves; wait for
+                # that before ending the process.
+                if not data:
                     silent = 0
                     break
-                if (waited := self._left_waiting(heard)) is not None:
+                if (waited := self._left_waiting(data)) is not None:
                     self._end(waited)
                 silent = 0
         if self._over.wait(self._every if silent else 2 * self._every):
@@ -197,17 +203,21 @@ class Watch:
         self._end(silent * self._every)
 
     def _left_waiting(self, heard: bytes) -> float | None:
-        """For how many seconds, where that is too long and rank 0 has no reason that it knows of."""
+        """Return the seconds for which this rank has waited, if too long and rank 0 is not
+        collecting.
+        """
         since = self.waiting_since
         waited = 0.0 if since is None else time.monotonic() - since
         return waited if waited > self._timeout and heard.endswith(_BEAT) else None
 
     def _end(self, seconds: float) -> NoReturn:
+        """Print the message and end the process."""
         os.write(2, f"{self._lost(seconds)}\n".encode(errors="backslashreplace"))
         os._exit(1)
 
 
 def _connect(hosts: list[str], port: int) -> socket.socket | None:
+    """Return a connection to the first reachable host, None after the deadline."""
     deadline = time.monotonic() + _CONNECT_SECONDS
     while time.monotonic() < deadline:
         for host in hosts:

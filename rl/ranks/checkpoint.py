@@ -1,19 +1,19 @@
-"""Checkpoints: folders that are whole or absent.
+"""Write checkpoints atomically: a folder is complete or absent.
 
-Written aside (`<name>.partial-<pid>`), every file fsynced, a manifest with sizes and SHA-256 last,
-then one rename. A folder without a valid manifest is not a checkpoint. A name, once written, stays:
-saving under it again is an error.
+A checkpoint is written to `<name>.partial-<pid>`; every file is fsynced; the manifest with sizes
+and SHA-256 comes last, then a single rename. A folder without a valid manifest is not a checkpoint.
+Saving under an existing name is an error.
 
-    model/                  a plain Hugging Face folder: config.json, model.safetensors or a PEFT adapter, tokenizer
+    model/                  a plain Hugging Face folder: config.json, model.safetensors or a PEFT
+                            adapter, tokenizer
     optimizer.safetensors   AdamW's moments by parameter name (absent from sampler-only weights)
-    state.json              what made the model, versions, the loop's state: readable
-    value_head.safetensors  of a policy or critic that has one
+    state.json              model spec, versions, the training loop's state: readable
+    value_head.safetensors  of a policy or critic with a value head
     rng.safetensors         torch's generator state of each rank
-    manifest.json           size and checksum of each file, time of expiry, and a checksum of those
+    manifest.json           size and checksum of each file, expiry time, and a checksum of these
 
-Every file may be read by whom the umask lets. Nothing is removed but what was written here: a link
-is left alone, and a name leads to a folder right below the one that it was looked for in, or
-nowhere.
+The umask decides the readers of every file. Only files written by this module are removed: links
+are never followed or removed, and a name always refers to a direct subfolder of the parent.
 """
 
 from __future__ import annotations
@@ -39,23 +39,27 @@ MANIFEST = "manifest.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _PARTIAL = re.compile(r".+\.partial-\d+")
 _REPLACED = re.compile(r"(.+)\.replaced-(\d+)")
-# of a name: file systems take 255 bytes, and the step and ".partial-<pid>" come behind it
+# Longest name: file systems take 255 bytes, and the step and ".partial-<pid>" are appended.
 _LONGEST = 200
 
 
 class DamagedCheckpoint(UserError):
-    """A folder that is no whole checkpoint: the message names the file and what is wrong with it."""
+    """Report a folder that is not a complete checkpoint; the message names the file and the
+    fault.
+    """
 
 
 class DiskFull(UserError):
-    """There is no room for a checkpoint: nothing of it is left behind, and those before it are as
-    they were.
+    """Report that the disk has too little space for a checkpoint.
+
+    Its partial files are removed, and earlier checkpoints are unchanged.
     """
 
 
 def is_name(name: Any) -> bool:
-    """Whether a checkpoint may be called so: letters, digits, '.', '_' and '-', no path, nothing
-    that looks like a cut-off write.
+    """Return whether `name` is a valid checkpoint name.
+
+    It has letters, digits, '.', '_' and '-', is not a path, and does not look like a partial write.
     """
     return (
         isinstance(name, str)
@@ -66,12 +70,14 @@ def is_name(name: Any) -> bool:
 
 
 def below(parent: Path, name: Any) -> Path:
-    """The folder of a checkpoint by its name. DamagedCheckpoint for a name that leads elsewhere (of
-    a list that was changed).
+    """Return the folder of a checkpoint by its name.
+
+    Raises DamagedCheckpoint for an invalid name (of a list that was modified).
     """
     if not is_name(name):
         raise DamagedCheckpoint(
-            f"{name!r} is no name of a checkpoint in {parent}: letters, digits, '.', '_' and '-', at most {_LONGEST}"
+            f"{name!r} is not a valid name of a checkpoint in {parent}: expected letters, digits, "
+            f"'.', '_' and '-', at most {_LONGEST}"
         )
     return parent / name
 
@@ -84,19 +90,21 @@ def writing(
     ttl_seconds: float | None = None,
     replace: bool = False,
 ) -> Iterator[Path]:
-    """Yields a folder to write into; when the block ends well it becomes `folder`, otherwise
-    nothing is left behind.
+    """Yield a folder to write into; it becomes `folder` if the block succeeds, otherwise it is
+    removed.
 
-    `replace`: a `folder` that exists is removed once the new one is whole. Under its name there is
-    one or the other at any time, or (where the system cannot exchange two folders) the old one
-    comes back when it is looked for. Raises UserError before anything is written if it exists
-    otherwise (or is no checkpoint), DiskFull if the disk has too little room or fills up.
+    `replace`: an existing `folder` is removed once the new folder is complete. Its name refers to
+    the old or the new folder at any time. If the system cannot exchange two folders, the old folder
+    is restored on the next access after a crash. Raises UserError before anything is written if
+    `folder` exists without `replace` (or is not a checkpoint), and DiskFull if the disk has too
+    little space or fills up.
     """
     folder = Path(folder)
     bring_back(folder)
     if folder.exists() and not (replace and (folder / MANIFEST).is_file()):
         raise UserError(
-            f"{folder} exists already; what is saved under a name stays. Choose another name or remove it"
+            f"{folder} exists already, and a save never overwrites it. Choose another name or "
+            "remove it"
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     remove_expired(folder.parent)
@@ -104,7 +112,8 @@ def writing(
     if expected_bytes * 1.05 + 2**20 > free:
         needed = f"{expected_bytes / 2**20:.0f} MiB"
         raise DiskFull(
-            f"saving {folder} needs about {needed}, the disk has {free / 2**20:.0f} MiB free{_MAKE_ROOM}"
+            f"saving {folder} needs about {needed}, the disk has {free / 2**20:.0f} MiB "
+            f"free{_MAKE_ROOM}"
         )
     aside = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
@@ -112,7 +121,7 @@ def writing(
     try:
         yield aside
         _write_manifest(aside, ttl_seconds)
-        # whole, and brought back if it ends between the two renames
+        # A complete checkpoint, restored if the process ends between the two renames.
         before = folder.with_name(f"{folder.name}.replaced-{os.getpid()}")
         if not folder.exists():
             os.rename(aside, folder)
@@ -133,57 +142,62 @@ def writing(
 
 
 def _exchanged(one: Path, other: Path) -> bool:
-    """Exchanges two folders in one step (Linux's renameat2). False where the system or the file
-    system cannot.
+    """Swap two folders atomically (Linux's renameat2).
+
+    Return False if the system or the file system does not support it.
     """
     rename = (
         getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
         if sys.platform == "linux"
         else None
     )
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return (
-        rename is not None
-        and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
+        rename is not None and rename(cwd, os.fsencode(one), cwd, os.fsencode(other), exchange) == 0
     )
 
 
 def bring_back(folder: Path) -> None:
-    """Where a process ended while it replaced `folder`, between taking the old one away and putting
-    the new one there: the old one.
+    """Restore the old `folder` if a process ended while it was replacing it.
+
+    The process ended between moving the old folder away and renaming the new folder.
     """
     if folder.exists() or not folder.parent.is_dir():
         return
     for path in folder.parent.iterdir():
-        found = _REPLACED.fullmatch(path.name)
+        match = _REPLACED.fullmatch(path.name)
         if (
-            found
-            and found[1] == folder.name
+            match
+            and match[1] == folder.name
             and not path.is_symlink()
             and (path / MANIFEST).is_file()
-            and not _runs(int(found[2]))
+            and not _runs(int(match[2]))
         ):
             os.rename(path, folder)
             return
 
 
 def _runs(pid: int) -> bool:
+    """Return whether another process with this id runs."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         pass
-    return pid != os.getpid()  # we do not: whoever had this number before us ended
+    return pid != os.getpid()  # an earlier process with this process's id has ended
 
 
 _MAKE_ROOM = (
-    ". The checkpoints before it are whole: make room, and --resume goes on from the newest"
+    ". Earlier checkpoints are complete: free disk space, and --resume continues from the newest"
 )
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether a write failed for want of room or of quota. safetensors says so in words alone."""
+    """Return whether a write failed because of missing disk space or quota.
+
+    safetensors reports it only in the message.
+    """
     codes = (errno.ENOSPC, errno.EDQUOT)
     return (isinstance(error, OSError) and error.errno in codes) or any(
         f"(os error {code})" in str(error) for code in codes
@@ -191,14 +205,16 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def _files(folder: Path) -> list[Path]:
+    """Return the files of a checkpoint, without the manifest, sorted."""
     return sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
 
 
 def _write_manifest(folder: Path, ttl_seconds: float | None) -> None:
+    """Write the manifest of `folder` and fsync its files and folders."""
     files = {}
     readers = _readers(folder)
     for path in _files(folder):
-        os.chmod(path, readers)  # safetensors writes for the owner alone, whatever the umask says
+        os.chmod(path, readers)  # safetensors ignores the umask and writes for the owner only
         files[path.relative_to(folder).as_posix()] = {
             "bytes": path.stat().st_size,
             "sha256": _checksum(path),
@@ -216,8 +232,9 @@ def _write_manifest(folder: Path, ttl_seconds: float | None) -> None:
 
 
 def _readers(folder: Path) -> int:
-    """The permissions of a file that is made here as any program makes one: the umask cannot be
-    asked without changing it.
+    """Return the permission bits of a newly created file.
+
+    The umask cannot be read without changing it, so a probe file is created.
     """
     probe = folder / MANIFEST
     probe.touch()
@@ -225,8 +242,9 @@ def _readers(folder: Path) -> int:
 
 
 def _own_checksum(manifest: dict[str, Any]) -> str:
-    said = {"files": manifest["files"], "expires_at": manifest["expires_at"]}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    """Return the SHA-256 of a manifest's entries, without the checksum itself."""
+    content = {"files": manifest["files"], "expires_at": manifest["expires_at"]}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _fsync(path: Path) -> None:
@@ -238,8 +256,10 @@ def _fsync(path: Path) -> None:
 
 
 def _checksum(path: Path) -> str:
-    """Of a file's bytes. A file that lies there unchanged is read once a process: opening a
-    checkpoint looks at it several times.
+    """Return a file's SHA-256.
+
+    An unchanged file is read once per process, because opening a checkpoint checks it several
+    times.
     """
     now = path.stat()
     if time.time() - max(now.st_mtime, now.st_ctime) < _SETTLED_SECONDS:
@@ -249,30 +269,33 @@ def _checksum(path: Path) -> str:
     )
 
 
-# a file changed later than that may change once more within the same tick of its file system's
-# clock
+# A file changed more recently may change again within the same tick of its file system's clock.
 _SETTLED_SECONDS = 10.0
 
 
 @lru_cache(maxsize=4096)
 def _known_checksum(path: Path, *as_it_is: int) -> str:
-    """`as_it_is`: device, inode, size and times, which change with any write."""
+    """Return a cached checksum. `as_it_is`: device, inode, size and times, which any write
+    changes.
+    """
     return _read_checksum(path)
 
 
 def _read_checksum(path: Path) -> str:
+    """Return a file's SHA-256, reading it."""
     with open(path, "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def _read_manifest(folder: Path) -> tuple[dict[str, tuple[int, str]], float | None]:
-    """(size and checksum by file name, time of expiry). DamagedCheckpoint where it cannot be
-    believed.
+    """Return ({file name: (size, checksum)}, expiry time).
+
+    Raises DamagedCheckpoint if the manifest is missing, damaged or modified.
     """
     path = folder / MANIFEST
     if not path.is_file():
         raise DamagedCheckpoint(
-            f"{folder} has no {MANIFEST}: it is no checkpoint, or its writing was cut off"
+            f"{folder} has no {MANIFEST}: it is not a checkpoint, or its write was interrupted"
         )
     try:
         manifest = json.loads(path.read_bytes().decode("utf-8"))
@@ -281,8 +304,8 @@ def _read_manifest(folder: Path) -> tuple[dict[str, tuple[int, str]], float | No
             for name, entry in manifest["files"].items()
         }
         expires = None if manifest["expires_at"] is None else float(manifest["expires_at"])
-        own = manifest.get("sha256", ...)  # manifests did not always have one
-        changed = own is not ... and own != _own_checksum(manifest)
+        checksum = manifest.get("sha256", ...)  # old manifests have no checksum
+        changed = checksum is not ... and checksum != _own_checksum(manifest)
     except (
         ValueError,
         KeyError,
@@ -292,23 +315,22 @@ def _read_manifest(folder: Path) -> tuple[dict[str, tuple[int, str]], float | No
         RecursionError,
     ) as error:
         raise DamagedCheckpoint(
-            f"{path} cannot be read, it was changed or damaged: {type(error).__name__} {error}"
+            f"{path} cannot be read, it was modified or damaged: {type(error).__name__} {error}"
         ) from error
     if changed:
-        raise DamagedCheckpoint(f"{path} does not have its own checksum: it was changed or damaged")
+        raise DamagedCheckpoint(f"{path} does not match its checksum: it was modified or damaged")
     for name in files:
         if name.startswith("/") or not name or {"", ".", ".."} & set(name.split("/")):
             raise DamagedCheckpoint(
-                f"{path} names {name!r}, which is no file of this folder: it was changed"
+                f"{path} names {name!r}, which is not a file of this folder: it was modified"
             )
     return files, expires
 
 
 def verify(folder: Path) -> None:
-    """Raises DamagedCheckpoint unless every file of the manifest is there with its size and
-    checksum.
+    """Raise DamagedCheckpoint unless every file of the manifest exists with its size and checksum.
 
-    A learner saved beside another (`<checkpoint>/critic`) is whole if the checkpoint is.
+    A learner in a subfolder (`<checkpoint>/critic`) is complete if the checkpoint is.
     """
     folder = Path(folder)
     bring_back(folder)
@@ -333,19 +355,20 @@ def verify(folder: Path) -> None:
             )
         if _checksum(file) != checksum:
             raise DamagedCheckpoint(
-                f"{file} does not have the checksum of the manifest: it was changed or damaged"
+                f"{file} does not match the checksum of the manifest: it was modified or damaged"
             )
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """state.json of a whole checkpoint. Raises DamagedCheckpoint."""
+    """Return state.json of a complete checkpoint. Raises DamagedCheckpoint."""
     verify(folder)
     return glance(folder)
 
 
 def glance(folder: Path) -> dict[str, Any]:
-    """state.json as it lies there, without a look at the other files: DamagedCheckpoint where it
-    cannot be read.
+    """Return state.json without verifying the other files.
+
+    Raises DamagedCheckpoint if it cannot be read.
     """
     path = Path(folder) / "state.json"
     if not path.is_file():
@@ -354,16 +377,17 @@ def glance(folder: Path) -> dict[str, Any]:
         state = json.loads(path.read_bytes().decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(
-            f"{path} is not JSON ({error}): it was changed or damaged"
+            f"{path} is not JSON ({error}): it was modified or damaged"
         ) from error
     if not isinstance(state, dict):
-        raise DamagedCheckpoint(f"{path} holds no JSON object: it was changed or damaged")
+        raise DamagedCheckpoint(f"{path} is not a JSON object: it was modified or damaged")
     return state
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint so that a crash in between leaves no half of it under its name. A link
-    is left alone.
+    """Remove a checkpoint atomically: a crash leaves no partial folder under its name.
+
+    A link is not removed.
     """
     folder = Path(folder)
     if folder.is_symlink() or not folder.is_dir():
@@ -374,11 +398,16 @@ def remove(folder: Path) -> None:
 
 
 def expire(folder: Path, ttl_seconds: float | None) -> None:
-    """From now on it has so many seconds to live; None: for good. Its manifest is replaced whole."""
+    """Let the checkpoint expire in `ttl_seconds` from now; None: never.
+
+    Its manifest is replaced atomically.
+    """
     files, _ = _read_manifest(folder)
-    said = {name: {"bytes": size, "sha256": checksum} for name, (size, checksum) in files.items()}
+    entries = {
+        name: {"bytes": size, "sha256": checksum} for name, (size, checksum) in files.items()
+    }
     manifest = {
-        "files": said,
+        "files": entries,
         "expires_at": time.time() + ttl_seconds if ttl_seconds is not None else None,
     }
     aside = folder / f"{MANIFEST}.partial"
@@ -388,9 +417,7 @@ def expire(folder: Path, ttl_seconds: float | None) -> None:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Removes what interrupted writes left (`<name>.partial-<pid>`) and what has outlived its
-    ttl_seconds.
-    """
+    """Remove interrupted writes (`<name>.partial-<pid>`) and expired checkpoints in `parent`."""
     for path in list(parent.iterdir()) if parent.is_dir() else ():
         if _PARTIAL.fullmatch(path.name) and not path.is_symlink() and path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -398,10 +425,10 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def remove_expired(parent: Path) -> None:
-    """Removes the checkpoints in `parent` that have outlived their ttl_seconds."""
+    """Remove the checkpoints in `parent` that have outlived their ttl_seconds."""
     for path in list(parent.iterdir()) if parent.is_dir() else ():
         if not path.is_symlink() and (path / MANIFEST).is_file():
-            with contextlib.suppress(DamagedCheckpoint):  # a damaged one is not ours to remove
+            with contextlib.suppress(DamagedCheckpoint):  # keep damaged checkpoints
                 _, expires = _read_manifest(path)
                 if expires is not None and expires < time.time():
                     remove(path)

@@ -1,6 +1,7 @@
-"""Ranks and collectives on Python objects: the only place that knows torch.distributed.
+"""Provide ranks and collectives on Python objects.
 
-On one process every function is the identity, so callers never ask which case they are in.
+This module and no other uses torch.distributed. On a single process every function is the identity,
+so callers need no case distinction.
 """
 
 from __future__ import annotations
@@ -21,21 +22,24 @@ import torch.distributed as dist
 from rl.errors import FailedElsewhere, RankLost
 from rl.ranks.beats import Drum, Watch
 
-_CARD = 2048  # bytes in which a process says who it is
+_CARD = 2048  # bytes of a process's pickled name and heartbeat address
 
 
 def rank() -> int:
+    """Return this process's rank in its world."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world() -> int:
+    """Return the number of ranks in this process's world."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 @dataclass(frozen=True)
 class Members:
-    """Processes that talk to each other beside the world that each computes in. `store`: where they
-    meet; `called`: this one, in errors.
+    """Describe processes that communicate in addition to their worlds.
+
+    `store`: their common store. `called`: this process's name in errors.
     """
 
     rank: int
@@ -44,13 +48,14 @@ class Members:
     called: str
 
     def group(self, name: str, timeout: datetime.timedelta) -> Any:
+        """Return a gloo process group of these processes."""
         return dist.ProcessGroupGloo(
             dist.PrefixStore(name, self.store), self.rank, self.world, timeout=timeout
         )
 
 
 class _Everybody(Members):
-    """All ranks of this world."""
+    """Describe all ranks of this world."""
 
     def __init__(self) -> None:
         super().__init__(rank(), world(), None, f"rank {rank()}")
@@ -60,16 +65,16 @@ class _Everybody(Members):
 
 
 class ObjectGroup:
-    """Moves Python objects between ranks over gloo (tensors of the learner go over the
-    accelerator's own backend).
+    """Move Python objects between ranks over gloo.
 
-    `among`: these processes rather than the ranks of this world.
+    Tensors of the learner use the accelerator's backend instead. `among`: these processes instead
+    of the ranks of this world.
 
-    Every wait has a bound of `timeout_seconds` on rank 0, which can say whom it waited for; the
-    others wait a little more than twice as long for rank 0, so that it is the first to give up. A
-    wait that fails raises RankLost. A rank 0 whose process is stopped, or leaves one that is ready
-    waiting without waiting for another itself, ends the others after `timeout_seconds` and a beat
-    (rl.ranks.beats).
+    Every wait on rank 0 has a timeout of `timeout_seconds`, after which rank 0 names the ranks it
+    waited for. The other ranks wait a little more than twice as long for rank 0, so that rank 0
+    times out first. A wait that fails raises RankLost. The other ranks also end `timeout_seconds`
+    and a heartbeat after rank 0's process is stopped, or after rank 0 keeps a ready rank waiting
+    without waiting for another rank itself (rl.ranks.beats).
     """
 
     def __init__(self, timeout_seconds: float, among: Members | None = None):
@@ -87,25 +92,26 @@ class ObjectGroup:
             drum = Drum(self.beat_seconds) if self.rank == 0 else None
             me = f"{among.called} (process {os.getpid()} on {socket.gethostname()})"
             try:
-                known = self._all_gather((me, drum and (drum.port, drum.word)))
+                members = self._all_gather((me, drum and (drum.port, drum.word)))
             except RuntimeError as error:
                 raise RankLost(
-                    "another rank ended while the ranks were getting to know each other: its own output says why"
+                    "another rank ended while the ranks were connecting: the output of that rank "
+                    "says why"
                 ) from error
-            self._names = [name for name, _ in known]
-            self._beats = drum or self._watch(*known[0][1])
+            self._names = [name for name, _ in members]
+            self._beats = drum or self._watch(*members[0][1])
 
     def _all_gather(self, item: Any) -> list[Any]:
-        """Every rank's object, which is a small one."""
+        """Return every rank's object, which must pickle into `_CARD` bytes."""
         mine = torch.zeros(_CARD, dtype=torch.uint8)
         pickled = pickle.dumps(item)
         mine[: len(pickled)] = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
-        found = [torch.zeros_like(mine) for _ in range(self.world)]
-        self._results.allgather([found], [mine]).wait()
-        return [pickle.loads(one.numpy().tobytes()) for one in found]
+        gathered = [torch.zeros_like(mine) for _ in range(self.world)]
+        self._results.allgather([gathered], [mine]).wait()
+        return [pickle.loads(tensor.numpy().tobytes()) for tensor in gathered]
 
     def _watch(self, port: int, word: str) -> Watch:
-        """Rank 0 is where the ranks met."""
+        """Return the monitor of rank 0, which runs on the rendezvous host."""
         hosts = [os.environ.get("MASTER_ADDR", "localhost")]
         lost = f"{self.name(self.rank).partition(' (')[0]} ends: {self.name(0)}, the driver, "
         timeout = self.timeout_seconds
@@ -119,21 +125,21 @@ class ObjectGroup:
         )
 
     def close(self) -> None:
-        """No more beats are sent, or expected: the ranks are about to part."""
+        """Stop sending or expecting heartbeats: the ranks are about to disconnect."""
         if self._beats is not None:
             self._beats.close()
 
     @property
     def beat_seconds(self) -> float:
-        """How often rank 0 has to broadcast something, lest the others take it for lost."""
+        """Return the interval of rank 0's heartbeats."""
         return min(10.0, self.timeout_seconds / 4)
 
     def name(self, of: int) -> str:
-        """A rank as an error names it."""
+        """Return a rank's name for errors."""
         return self._names[of]
 
     def broadcast_verb(self, verb: Any) -> Any:
-        """Rank 0's object, on every rank."""
+        """Return rank 0's object on every rank. Raises RankLost if a rank does not take part."""
         if self.world == 1:
             return verb
         begin = time.monotonic()
@@ -148,6 +154,7 @@ class ObjectGroup:
             raise RankLost(self._lost(self._gone(), seconds)) from error
 
     def _broadcast(self, item: Any) -> Any:
+        """Broadcast the size, then the pickled payload."""
         payload = (
             torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
             if self.rank == 0
@@ -161,7 +168,10 @@ class ObjectGroup:
         return item if self.rank == 0 else pickle.loads(payload.numpy().tobytes())
 
     def gather(self, item: Any) -> list[Any] | None:
-        """Every rank's object in rank order on rank 0, None elsewhere."""
+        """Return every rank's object in rank order on rank 0, None elsewhere.
+
+        Raises RankLost if a rank does not take part.
+        """
         if self.world == 1:
             return [item]
         if self.rank > 0:
@@ -173,7 +183,8 @@ class ObjectGroup:
                     self._results.send([payload], 0, 0).wait()
             except RuntimeError as error:
                 raise RankLost(
-                    f"{self.name(0)}, the driver, {_how(time.monotonic() - begin, self.timeout_seconds)}"
+                    f"{self.name(0)}, the driver, "
+                    f"{_how(time.monotonic() - begin, self.timeout_seconds)}"
                 ) from error
             return None
         with self._said():
@@ -185,8 +196,8 @@ class ObjectGroup:
 
     @contextlib.contextmanager
     def _said(self, since: float | None = None) -> Iterator[None]:
-        """Around a wait: on rank 0 its beats tell of it, elsewhere the watch knows since when it
-        lasts.
+        """Mark a wait: rank 0's heartbeats report it; another rank's monitor gets its start
+        time.
         """
         if isinstance(self._beats, Drum):
             self._beats.collecting = True
@@ -201,8 +212,9 @@ class ObjectGroup:
                 self._beats.waiting_since = None
 
     def _receive(self, into: list[torch.Tensor]) -> list[torch.Tensor]:
-        """On rank 0: fills a tensor from each other rank. Raises RankLost naming those that sent
-        nothing.
+        """Fill a tensor from each other rank, on rank 0.
+
+        Raises RankLost naming the ranks that sent nothing.
         """
         begin = time.monotonic()
         lost = self._silent(into, self.timeout_seconds)
@@ -211,34 +223,36 @@ class ObjectGroup:
         return into
 
     def _silent(self, into: list[torch.Tensor], seconds: float) -> list[int]:
-        """The ranks from which nothing came within so many seconds, or whose connection is closed."""
+        """Return the ranks that sent nothing within `seconds` or closed their connection."""
         works = [self._listen(tensor, i + 1) for i, tensor in enumerate(into)]
         deadline, silent = time.monotonic() + seconds, []
         for i, work in enumerate(works):
-            left = max(0.01, deadline - time.monotonic())  # gloo takes 0 for no bound at all
-            if not _comes(work, left):
+            remaining = max(0.01, deadline - time.monotonic())  # gloo treats 0 as no timeout
+            if not _comes(work, remaining):
                 silent.append(i + 1)
         return silent
 
     def _listen(self, tensor: torch.Tensor, to: int) -> dist.Work | None:
-        """None where the connection is closed already."""
+        """Start to receive a tensor from a rank; return None if its connection is closed."""
         try:
             return self._results.recv([tensor], to, 0)
         except RuntimeError:
             return None
 
     def _gone(self) -> list[int]:
-        """On rank 0 after a failed broadcast: the ranks whose connection is closed; all where that
-        cannot be told.
+        """Return the ranks with a closed connection, on rank 0 after a failed broadcast.
+
+        Return all other ranks if none can be identified.
         """
-        gone = []
+        closed = []
         for other in range(1, self.world):
             begin, work = time.monotonic(), self._listen(torch.zeros(1, dtype=torch.int64), other)
             if not _comes(work, 0.2) and time.monotonic() - begin < 0.15:
-                gone.append(other)
-        return gone or list(range(1, self.world))
+                closed.append(other)
+        return closed or list(range(1, self.world))
 
     def _lost(self, ranks: list[int], seconds: float) -> str:
+        """Return the message about ranks that did not answer."""
         names = ", ".join(self.name(r) for r in ranks[:8]) + (
             f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
         )
@@ -246,7 +260,7 @@ class ObjectGroup:
 
 
 def _comes(work: dist.Work | None, seconds: float) -> bool:
-    """Whether a message arrives within so many seconds."""
+    """Return whether a message arrives within `seconds`."""
     if work is None:
         return False
     try:
@@ -257,15 +271,21 @@ def _comes(work: dist.Work | None, seconds: float) -> bool:
 
 
 def _how(seconds: float, bound: float) -> str:
-    """What became of a rank, from how long it was waited for."""
+    """Return the likely state of a rank, judged by the seconds of waiting for it."""
     if seconds < 0.95 * bound:
-        return "is lost: it ended or closed its connection (its own output says why; a kill for want of memory leaves none)"
-    return f"did not answer within {bound:g} s: it hangs, or needs longer (the setting timeout is this bound)"
+        return (
+            "is lost: it ended or closed its connection (the output of that rank says why, "
+            "unless the system killed it for lack of memory)"
+        )
+    return (
+        f"did not answer within {bound:g} s: it hangs, or needs longer (raise the setting timeout)"
+    )
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether a collective failed, for want of another rank or of the network. gloo raises plain
-    RuntimeErrors: told by their text.
+    """Return whether a collective failed because of a missing rank or the network.
+
+    gloo raises plain RuntimeErrors, which are recognized by their text.
     """
     if isinstance(error, dist.DistError):
         return True
@@ -275,7 +295,7 @@ def is_communication_error(error: BaseException) -> bool:
 
 
 def all_sum_(tensors: list[torch.Tensor]) -> None:
-    """Sums each tensor over the ranks, in place, as one flat message per dtype."""
+    """Sum each tensor over the ranks, in place, as a flat message per dtype."""
     if world() == 1 or not tensors:
         return
     for dtype in sorted({t.dtype for t in tensors}, key=str):
@@ -288,10 +308,10 @@ def all_sum_(tensors: list[torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def all_or_none(device: torch.device) -> Iterator[None]:
-    """Around what each rank does by itself before they talk: if it fails on one, none goes on and
-    waits for that one.
+    """Wrap work that each rank does independently before the ranks communicate.
 
-    Raises FailedElsewhere on the ranks where it went well.
+    If it fails on a rank, no rank continues and waits for it. Raises FailedElsewhere on the ranks
+    that succeeded.
     """
     failed = torch.ones(1, device=device)
     try:
@@ -304,26 +324,29 @@ def all_or_none(device: torch.device) -> Iterator[None]:
 
 
 def meeting_place(timeout_seconds: float) -> tuple[Any, int, int]:
-    """(a store that all processes of the launch share, this one's rank in it, how many there are),
-    before any world has begun.
+    """Return (a store shared by all processes of the launch, this process's rank, the number of
+    processes).
+
+    It runs before any world is initialized. Raises RankLost if a process does not join in time.
     """
-    found = dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_seconds))  # type: ignore[operator]
+    rendezvous = dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_seconds))  # type: ignore[operator]
     try:
-        return next(iter(found))
-    except RuntimeError as error:  # torch's of the store
+        return next(iter(rendezvous))
+    except RuntimeError as error:  # torch's store timed out
         raise RankLost(
-            f"not all processes of the launch were there within {timeout_seconds:g} s ({str(error).splitlines()[0]}): look at what the "
-            "others said last, or raise --timeout"
+            f"not all processes of the launch joined within {timeout_seconds:g} s "
+            f"({str(error).splitlines()[0]}): look at the last output of the others, or raise "
+            "--timeout"
         ) from error
 
 
 def corner(store: Any, name: str) -> Any:
-    """A part of a store, whose keys are its own."""
+    """Return a view of a store with a separate key namespace."""
     return dist.PrefixStore(name, store)
 
 
 def begin_world(store: Any, rank: int, world: int, timeout_seconds: float) -> None:
-    """These processes are a world of their own: what is collective in them is so among them alone."""
+    """Initialize these processes as a separate world: collectives run among them only."""
     backend, bound = (
         "nccl" if torch.cuda.is_available() else "gloo",
         datetime.timedelta(seconds=timeout_seconds),
@@ -332,16 +355,17 @@ def begin_world(store: Any, rank: int, world: int, timeout_seconds: float) -> No
 
 
 def another_group(timeout_seconds: float) -> Any:
-    """All ranks once more, over the same backend; `timeout_seconds`: the bound of one wait in it."""
+    """Return a second group of all ranks over the same backend; `timeout_seconds` bounds each
+    wait.
+    """
     return dist.new_group(timeout=datetime.timedelta(seconds=timeout_seconds))
 
 
 def shard_fully(model: torch.nn.Module, layers: list[torch.nn.Module], *, bf16: bool) -> None:
-    """Shards a model over the ranks in place (FSDP2), each of `layers` a unit of its own and what
-    is left another.
+    """Shard a model over the ranks in place (FSDP2): each of `layers` is a unit, the rest another
+    unit.
 
-    Gradients are SUMS over the ranks, in fp32; `bf16`: weights are put together, and computed with,
-    in bf16.
+    Gradients are SUMS over the ranks, in fp32. `bf16`: weights are gathered and used in bf16.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -352,34 +376,37 @@ def shard_fully(model: torch.nn.Module, layers: list[torch.nn.Module], *, bf16: 
         fully_shard(module, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no average
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no average
             module.set_gradient_divide_factor(1.0)
     root: Any = model
-    # Now, and not at the first forward: in that one adapters may be off, and FSDP would then sum
-    # their bf16 gradients in bf16, for ever.
+    # Initialize now, not at the first forward. Adapters may be disabled in that forward, and FSDP
+    # would then sum their bf16 gradients in bf16 in all later steps.
     root._get_fsdp_state()._lazy_init()
 
 
 @dataclass(frozen=True)
 class Team:
-    """Some ranks of this world that compute one thing together. See `rl.sampler.split.Team`."""
+    """Hold some ranks of this world that compute together; see `rl.sampler.split.Team`."""
 
     rank: int
     size: int
     group: Any
 
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum `x` over the group, in place."""
         dist.all_reduce(x, group=self.group)
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        found = [
+        """Return `x` of every rank of the group, in rank order."""
+        gathered = [
             torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
         ]
-        dist.all_gather(found, x.contiguous(), group=self.group)
-        return found
+        dist.all_gather(gathered, x.contiguous(), group=self.group)
+        return gathered
 
     def first_(self, x: torch.Tensor) -> torch.Tensor:
+        """Replace `x` by that of the group's first rank, in place."""
         dist.broadcast(x, group=self.group, group_src=0)
         return x
 
@@ -388,8 +415,9 @@ _teams: dict[int, Team] = {}
 
 
 def team(size: int, timeout_seconds: float) -> Team | None:
-    """This rank's team of so many consecutive ranks, the same at each call; all ranks ask together.
-    None of one rank alone.
+    """Return this rank's team of `size` consecutive ranks, or None for size 1.
+
+    Each call returns the same team. All ranks call it together.
     """
     for first in range(0, world(), size) if size > 1 and size not in _teams else ():
         ranks = range(first, first + size)
@@ -400,6 +428,7 @@ def team(size: int, timeout_seconds: float) -> Team | None:
 
 
 def shutdown() -> None:
+    """Destroy all process groups."""
     _teams.clear()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,5 +1,6 @@
-"""Being asked to stop: the step under way is finished if time allows, the run is saved, and the
-exit code says why.
+"""Handle stop signals.
+
+The current step is finished if time allows, the run is saved, and the exit code gives the reason.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-REQUEUE = 75  # EX_TEMPFAIL: run me again with --resume
+REQUEUE = 75  # EX_TEMPFAIL: run again with --resume
 INTERRUPTED = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-# A launcher passes on what it was sent, and a scheduler sends to launcher and processes alike: one
-# request comes several times.
+# A launcher forwards its signals, and a scheduler signals both launcher and processes, so a single
+# request arrives several times.
 _SAME_REQUEST_SECONDS = 1.0
 
 
 class Stopped(Exception):
-    """The run was asked to stop and has saved what it had. `exit_code`: 75 means "requeue", 130 a
-    person's Ctrl-C.
+    """Report that the run was stopped by a signal and has saved its state.
+
+    `exit_code`: 75 means "requeue", 130 a person's Ctrl-C.
     """
 
     def __init__(self, exit_code: int):
@@ -32,12 +34,13 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Listens for SIGINT, SIGTERM and SIGUSR1 (a scheduler's warning) while it is entered.
+    """Handle SIGINT, SIGTERM and SIGUSR1 (a scheduler's warning) while entered.
 
-    The first asks for a stop: `exit_code` is set. A second one, or `grace_seconds` after the first,
-    ends the process at once with the same code: the newest checkpoint is whole, and a resumed run
-    goes on from it. Until `working` is set there is nothing to save, and the first ends it at once.
-    `farewell` is called before an end at once (to give a lock back).
+    The first signal requests a stop: `exit_code` is set. A second signal, or `grace_seconds` after
+    the first, ends the process immediately with the same code: the newest checkpoint is complete,
+    and a resumed run continues from it. Until `working` is set nothing needs saving, and the first
+    signal ends the process immediately. `farewell` is called before an immediate end (to release a
+    lock).
     """
 
     def __init__(self, grace_seconds: float = 90.0) -> None:
@@ -50,13 +53,16 @@ class StopRequest:
         self._before: dict[int, object] = {}
 
     def late(self, seconds: float) -> bool:
-        """Whether a stop was asked for and what takes so long no longer fits into the grace time."""
+        """Return whether a stop was requested and `seconds` of work no longer fit into the grace
+        time.
+        """
         return (
             self.exit_code is not None
             and time.monotonic() + seconds > self._asked_at + self.grace_seconds
         )
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
         now = time.monotonic()
         if self.exit_code is None:
             self.exit_code, self._asked_at = (
@@ -74,14 +80,16 @@ class StopRequest:
             self._end(code, f"a second signal, {signal.Signals(number).name}")
 
     def _end(self, code: int, why: str) -> None:
+        """Call `farewell` and end the process."""
         try:
             self.farewell()
         finally:
             _end_at_once(code, why)
 
     def __enter__(self) -> StopRequest:
-        # Other ranks than 0 serve in here, and until they do, nothing is lost if a signal ends them
-        # as it ends any process.
+        # Ranks other than 0 call leave_to_the_driver when they serve. Before that nothing is lost
+        # if a signal ends them.
+        """Install the handlers on rank 0."""
         if _is_main_thread() and os.environ.get("RANK", "0") == "0":
             for number in SIGNALS:
                 self._before[number] = signal.signal(number, self._heard)
@@ -96,25 +104,25 @@ class StopRequest:
 
 
 def _end_at_once(code: int, why: str) -> None:
-    """From a signal handler or a timer: no lock is taken that somebody else may hold."""
-    show_cursor = b"\x1b[?25h" if sys.stdout.isatty() else b""  # which a progress bar hides
+    """End the process from a signal handler or a timer, without acquiring any lock."""
+    show_cursor = b"\x1b[?25h" if sys.stdout.isatty() else b""  # a progress bar hides it
     os.write(
         2,
         show_cursor
-        + f"ended at once: {why}; --resume goes on from the newest checkpoint, if there is one\n".encode(),
+        + f"ended immediately: {why}; --resume uses the newest checkpoint, if any\n".encode(),
     )
     os._exit(code)
 
 
 def leave_to_the_driver(grace_seconds: float) -> None:
-    """On a rank that serves: signals to stop are the driver's to obey, which needs this rank to
+    """Let the driver handle stop signals on a serving rank, since the driver needs this rank to
     save.
 
-    It ends when the driver does. Should it hang, it ends by itself half a minute after the driver's
-    grace time.
+    The rank ends when the driver does. If the driver hangs, the rank ends by itself half a minute
+    after the driver's grace time.
     """
 
-    def heard(number: int, frame: FrameType | None) -> None:
+    def handle_signal(number: int, frame: FrameType | None) -> None:
         timer = threading.Timer(
             grace_seconds + 30.0, _end_at_once, (REQUEUE, "the driver never released this rank")
         )
@@ -123,14 +131,14 @@ def leave_to_the_driver(grace_seconds: float) -> None:
 
     if _is_main_thread():
         for number in SIGNALS:
-            signal.signal(number, heard)
+            signal.signal(number, handle_signal)
 
 
 def end_with_the_launcher() -> None:
-    """Under a launcher (accelerate's, torchrun): if it dies, this process is asked to stop by
-    SIGTERM, which else reaches it alone.
+    """Ask the system to send this process SIGTERM if its launcher (accelerate, torchrun) dies.
 
-    Linux only (prctl PR_SET_PDEATHSIG); elsewhere, signal the training process itself.
+    Otherwise SIGTERM would reach the launcher only. Linux only (prctl PR_SET_PDEATHSIG); on other
+    systems, signal the training process itself.
     """
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
     if sys.platform == "linux" and launched:
@@ -140,5 +148,5 @@ def end_with_the_launcher() -> None:
 
 
 def _is_main_thread() -> bool:
-    """Python hears signals in no other."""
+    """Return whether this is the main thread, the only thread in which Python handles signals."""
     return threading.current_thread() is threading.main_thread()

@@ -1,9 +1,8 @@
-"""The end of a rank that has served: its script's own errands are run, and the process goes without
-taking the interpreter apart.
+"""End a serving rank without tearing down the interpreter, after its script's exit handlers.
 
-torch's threads of process groups are there to the last (DDP keeps a group's). One that asks for the
-interpreter while this goes is unwound by it, which C++ answers with "terminate called without an
-active exception" and an abort: in one launch of some hundred a failure after all work was done.
+torch's process-group threads live until the end (DDP keeps a group's). A thread that needs the
+interpreter during teardown is unwound, and C++ then aborts with "terminate called without an active
+exception". A launch in some hundred failed this way after all work was done.
 """
 
 from __future__ import annotations
@@ -14,13 +13,15 @@ import sys
 
 
 def leave_at_exit() -> None:
-    """Once the script has ended, and what others want done at exit is done, this process ends at
-    once, unless in an error of its own.
+    """End this process immediately once the script and all exit handlers have run.
+
+    The process exits normally if the script ended with an error.
     """
     atexit.register(_leave)
 
 
 def _leave() -> None:
+    """Run the remaining exit handlers, then end the process."""
     atexit.unregister(_leave)
     atexit._run_exitfuncs()
     if getattr(sys, "last_value", None) is None:

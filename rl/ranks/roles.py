@@ -1,9 +1,8 @@
-"""Roles by rank: the last processes of a launch sample, the others learn, and each side is a world
-of its own.
+"""Assign roles by rank: the last processes of a launch sample, the others learn.
 
-A world of its own (its ranks, its collectives) is what lets DDP, FSDP2 and DeepSpeed go on as if
-nobody else had been started: no sub-group has to be named to any of them. Between the worlds stands
-a bridge, of rank 0, which runs the script, and the samplers.
+Each side is a separate world. A separate world (its ranks, its collectives) lets DDP, FSDP2 and
+DeepSpeed run as if no other process had been started: none of them needs a sub-group. A bridge
+connects the worlds. Its members are rank 0, which runs the script, and the samplers.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ _SHARDING = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
 
 @dataclass(frozen=True)
 class Role:
-    """What this process does. `bridge`: of the driver (rank 0 there) and the samplers; None on
-    learners that do not drive.
+    """Describe the role of this process.
 
-    `samplers`: how many there are.
+    `samplers`: the number of sampling processes. `samples`: whether this process samples. `bridge`:
+    the driver (its rank 0) and the samplers; None on learners that are not the driver.
     """
 
     samplers: int
@@ -33,16 +32,16 @@ class Role:
     bridge: distributed.Members | None
 
 
-_taken: Role | None = None  # of this process, which has one for good
+_taken: Role | None = None  # this process's role, which never changes
 
 
 def has_side() -> bool:
-    """Whether this process learns or samples, and does not do both."""
+    """Return whether this process only learns or only samples."""
     return _taken is not None
 
 
 def called() -> str:
-    """This process, as an error names it."""
+    """Return this process's name for errors."""
     return (
         _taken.bridge.called
         if _taken is not None and _taken.samples and _taken.bridge
@@ -51,11 +50,11 @@ def called() -> str:
 
 
 def check_roles(sampler_ranks: int) -> None:
-    """UserError where this launch cannot spare so many processes for sampling."""
+    """Raise UserError if this launch cannot use `sampler_ranks` processes for sampling."""
     whole(
         "sampler_ranks",
         sampler_ranks,
-        "a whole number of processes, 0 where all learn and sample",
+        "a whole number of processes, 0 if all learn and sample",
         least=0,
     )
     if not sampler_ranks:
@@ -63,30 +62,31 @@ def check_roles(sampler_ranks: int) -> None:
     have = 0 if _taken is None else _taken.samplers
     if (_taken is not None or distributed.world() > 1) and have != sampler_ranks:
         raise UserError(
-            f"sampler_ranks {sampler_ranks} comes too late: a script's first service says how many of its processes sample, which is "
-            f"{have} here. Give all its services the same"
+            f"sampler_ranks {sampler_ranks} comes too late: a script's first service sets the "
+            f"number of sampling processes, which is {have} here. Use the same value for all "
+            "services"
         )
     if _taken is not None:
         return
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started == 1:
         raise UserError(
-            f"sampler_ranks {sampler_ranks} asks for processes that sample while others learn, and one was started: start at least "
-            f"{sampler_ranks + 1}, as in `accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes {sampler_ranks + 1} "
+            f"sampler_ranks {sampler_ranks} requests processes that sample while others learn, "
+            f"but one was started: start at least {sampler_ranks + 1}, as in `accelerate launch "
+            f"--config_file accelerate_configs/ddp.yaml --num_processes {sampler_ranks + 1} "
             "train.py ...`, or leave it out (sampling and learning take turns then)"
         )
     if sampler_ranks >= started:
         raise UserError(
-            f"sampler_ranks {sampler_ranks} of {started} processes leaves none to learn: it is at most {started - 1} here, "
-            f"or start {sampler_ranks + 1} processes or more"
+            f"sampler_ranks {sampler_ranks} of {started} processes leaves none to learn: use at "
+            f"most {started - 1} here, or start {sampler_ranks + 1} processes or more"
         )
 
 
 def take_role(sampler_ranks: int, timeout_seconds: float) -> Role | None:
-    """This process's side of the launch, whose world begins here; None where there are no sides.
-    UserError as of `check_roles`.
+    """Assign this process's role and initialize its world; return None without roles.
 
-    What the environment says of ranks is that of this side from now on.
+    The environment's ranks are those of this side afterwards. Raises UserError like `check_roles`.
     """
     global _taken
     if not sampler_ranks or _taken is not None:
@@ -115,15 +115,16 @@ def take_role(sampler_ranks: int, timeout_seconds: float) -> Role | None:
         side = distributed.corner(store, "samplers" if samples else "learners")
         distributed.begin_world(side, mine, int(os.environ["WORLD_SIZE"]), timeout_seconds)
     else:
-        # it is a process by itself, as if started without a launcher
+        # A single process runs as if it had been started without a launcher.
         os.environ.pop("LOCAL_RANK", None)
     _taken = Role(sampler_ranks, samples, bridge)
     return _taken
 
 
 def _settle(rank: int, world: int) -> None:
-    """Tells whoever reads the environment (accelerate, DeepSpeed) of this side alone; the GPU stays
-    the launch's.
+    """Set the environment's ranks to this side's for accelerate and DeepSpeed.
+
+    The GPU remains that of the launch.
     """
     if torch.cuda.is_available():
         local = int(os.environ.get("LOCAL_RANK", "0"))
