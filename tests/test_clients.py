@@ -583,7 +583,9 @@ def test_a_damaged_checkpoint_is_refused_before_anything_changes(client):
     content = bytearray(open(file, "rb").read())
     content[len(content) // 2] ^= 1
     open(file, "wb").write(bytes(content))
-    with pytest.raises(DamagedCheckpoint, match="optimizer.safetensors does not match the checksum"):
+    with pytest.raises(
+        DamagedCheckpoint, match="optimizer.safetensors does not match the checksum"
+    ):
         client.load_state_with_optimizer(path).result()
     assert torch.equal(weights(), before)
 

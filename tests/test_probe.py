@@ -41,10 +41,7 @@ def spoil(model, change) -> None:
 def test_a_faint_leak_from_the_right_is_seen(strength):
     model = model_of()
     spoil(model, lambda out: out + strength * out.mean(1, keepdim=True))
-    assert (
-        "depends on tokens to its right"
-        in find_faults(model, ["padded"])["padded"]
-    )
+    assert "depends on tokens to its right" in find_faults(model, ["padded"])["padded"]
 
 
 @pytest.mark.parametrize("strength", [1.0, 1e-5])

@@ -360,7 +360,10 @@ def test_settings_that_differ_between_ranks_are_refused(ranks, tmp_path):
         "refused: the ranks do not agree: the setting sampler.max_rows is 7 on rank 1 (process"
         in said
     )
-    assert "and 1024 on rank 0 (process" in said and "the error of rank 0 lists the differences" in launch.output(1)
+    assert (
+        "and 1024 on rank 0 (process" in said
+        and "the error of rank 0 lists the differences" in launch.output(1)
+    )
 
 
 OWN = """
