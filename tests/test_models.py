@@ -109,6 +109,6 @@ def test_without_the_hub_a_model_that_is_not_cached_says_why(load, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(
         UserError,
-        match=r"'nobody/nothing' \(HF_HUB_OFFLINE=1 is set: only cached models can be had\)",
+        match=r"'nobody/nothing' \(HF_HUB_OFFLINE=1 is set: only cached models are available\)",
     ):
         load("nobody/nothing")

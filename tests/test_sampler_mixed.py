@@ -225,7 +225,7 @@ def test_one_whose_weights_give_no_numbers_fails_alone_and_leaves_nothing_behind
 def test_weights_that_nobody_knows_are_refused_and_forgotten_ones_given_back():
     base, decoders = family("llama")
     engine = mixed(base, decoders)
-    with pytest.raises(ValueError, match=r"knows no weights 7"):
+    with pytest.raises(ValueError, match=r"unknown weights 7"):
         engine.add(Request(prompt=[5], weights=7))
     params = SamplingParams(max_tokens=3, stop=[])
     engine.add(Request(prompt=[5, 6], params=params, weights=1, conversation="a"))

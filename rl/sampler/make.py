@@ -17,7 +17,8 @@ from rl.sampler.split import Team
 from rl.sampler.weights import Unsupported
 
 _ONE_RANK = (
-    "sampler_tp {} needs the fast decoder (the Llama and Qwen families), but {}: leave sampler_tp "
+    "sampler_tp {} requires the fast decoder (the Llama and Qwen families), but {}: leave "
+    "sampler_tp "
     "at 1"
 )
 
