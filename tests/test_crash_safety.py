@@ -207,7 +207,7 @@ def test_an_unchanged_checkpoint_is_read_once(tmp_path, monkeypatch):
 
 def test_no_room_is_known_before_anything_is_written(tmp_path):
     write_checkpoint(tmp_path / "first", 1.0)
-    with pytest.raises(checkpoint.DiskFull, match="MiB free.*make room"):
+    with pytest.raises(checkpoint.DiskFull, match="MiB free.*free disk space"):
         with checkpoint.writing(tmp_path / "second", expected_bytes=2**60):
             raise AssertionError("nothing is to be written")
     assert [p.name for p in tmp_path.iterdir()] == ["first"]

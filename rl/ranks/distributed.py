@@ -92,14 +92,14 @@ class ObjectGroup:
             drum = Drum(self.beat_seconds) if self.rank == 0 else None
             me = f"{among.called} (process {os.getpid()} on {socket.gethostname()})"
             try:
-                members = self._all_gather((me, drum and (drum.port, drum.word)))
+                peers = self._all_gather((me, drum and (drum.port, drum.word)))
             except RuntimeError as error:
                 raise RankLost(
                     "another rank ended while the ranks were connecting: the output of that rank "
                     "says why"
                 ) from error
-            self._names = [name for name, _ in members]
-            self._beats = drum or self._watch(*members[0][1])
+            self._names = [name for name, _ in peers]
+            self._beats = drum or self._watch(*peers[0][1])
 
     def _all_gather(self, item: Any) -> list[Any]:
         """Return every rank's object, which must pickle into `_CARD` bytes."""
