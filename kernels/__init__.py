@@ -1,5 +1,7 @@
-"""Fused operations on token logprobs: torch custom ops with Triton kernels on CUDA and plain torch
-paths elsewhere.
+"""Export fused operations on token logprobs, attention and sampling.
+
+Each operation has Triton kernels on CUDA and a plain torch path elsewhere. The operations with a
+gradient are torch custom ops.
 """
 
 from kernels.draw import draw

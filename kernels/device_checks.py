@@ -1,5 +1,6 @@
-"""What this machine's torch and GPU do rightly, found out once by doing it: which of two branches a
-launch takes.
+"""Test which operations work correctly with the installed torch on this GPU, and cache the results.
+
+A launch chooses between two branches by these results.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import torch
 
 
 def _same(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    """Return whether two tensors agree within `tolerance`, relative to the largest expectation."""
     return bool((found - expected).abs().max() <= tolerance * (1.0 + expected.abs().max()))
 
 
 @cache
 def adds_in_place(dtype: torch.dtype) -> bool:
-    """Whether torch.addmm adds a product of `dtype` to a float32 tensor in place (torch 2.13 does;
-    older ones refuse `out_dtype`).
+    """Return whether torch.addmm can add a product of `dtype` to a float32 tensor in place.
+
+    torch 2.13 can; older versions reject `out_dtype`.
     """
     if "dtype_out" not in torch.ops.aten.addmm.overloads() or not torch.cuda.is_available():
         return False
@@ -28,7 +31,7 @@ def adds_in_place(dtype: torch.dtype) -> bool:
     expected = total.double() + a.double() @ b.double()
     try:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    except (RuntimeError, TypeError):  # declared, but not for this device or these dtypes
+    except (RuntimeError, TypeError):  # declared, but unsupported for this device or dtype
         return False
     return _same(total.double(), expected, 1e-5)
 
@@ -39,37 +42,39 @@ def branches_agree(
     index: int,
     dtype: torch.dtype,
 ) -> bool:
-    """Whether a newer branch gives an older one's numbers on this GPU: `trial(newer, index,
-    dtype)`, the last of them of `dtype`.
+    """Return whether a newer kernel gives the same numbers as an older kernel on this GPU.
 
-    The check is of what comes out, not of its time: which branch a machine takes must not hang on
-    how busy it was.
+    `trial(newer, index, dtype)` runs either kernel and returns its outputs; the last output has
+    dtype `dtype`. Only the numbers are compared, not the time: the branch that a machine chooses
+    must not depend on its load.
     """
     from triton.errors import TritonError
 
     with torch.cuda.device(index):
         try:
-            found = [trial(newer, index, dtype) for newer in (True, False)]
+            outputs = [trial(newer, index, dtype) for newer in (True, False)]
             torch.cuda.synchronize()
         except (
             RuntimeError,
             AttributeError,
             TypeError,
             TritonError,
-        ) as error:  # an older Triton has not all that they are written in
-            first = (str(error).splitlines() or [""])[0]
+        ) as error:  # an older Triton lacks features that the newer kernel uses
+            first_line = (str(error).splitlines() or [""])[0]
             warnings.warn(
-                f"a newer kernel does not run here, the older one is taken ({type(error).__name__}: {first:.200})",
+                "a newer kernel does not run on this GPU, using the older kernel "
+                f"({type(error).__name__}: {first_line:.200})",
                 stacklevel=2,
             )
             return False
-    pairs = list(zip(*found, strict=True))
-    agree = all(_same(mine, other, 1e-4) for mine, other in pairs[:-1]) and _same(
-        pairs[-1][0], pairs[-1][1], 1e-2
-    )
+    pairs = list(zip(*outputs, strict=True))
+    agree = all(
+        _same(newer_output, older_output, 1e-4) for newer_output, older_output in pairs[:-1]
+    ) and _same(pairs[-1][0], pairs[-1][1], 1e-2)
     if not agree:
         warnings.warn(
-            "a newer kernel gives other numbers than the older one here, which is taken",
+            "a newer kernel gives other numbers than the older kernel on this GPU, using the older "
+            "kernel",
             stacklevel=2,
         )
     return agree

@@ -1,9 +1,9 @@
-"""`draw`: from hidden states and an output head to a token and its logprob, row by row; the logits
-never exist as a whole.
+"""Sample a token and its logprob for each row from hidden states and an LM head.
 
-The token is where the cumulative probability of softmax(x W' / T) passes a uniform number (inverse
-CDF), the same as from whole logits by the same number, but where rounding decides. On CUDA by
-draw_triton.py; elsewhere block by block in torch.
+The full logits [N, V] are never stored. The sampled token is the first at which the cumulative
+probability of softmax(x W' / T) passes a uniform number (inverse CDF). The result equals sampling
+from full logits with the same number, except where rounding decides. kernels/draw_triton.py
+implements this for CUDA; elsewhere torch processes the vocabulary block by block.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 from kernels.common import check_matmul, check_same_device, check_tokens, on_device, triton_works
 
 NAME = "draw"
-COLUMNS = 4096  # of a block off CUDA
+COLUMNS = 4096  # columns of a vocabulary block in the torch path
 
 # --------------------------------------------------------------------------------------- torch path
 
 
 def _blocks(x: Tensor, w: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Each block's largest logit and sum of exp(logit - largest), [N, blocks]."""
+    """Return each block's largest logit and its sum of exp(logit - largest), both [N, blocks]."""
     tops, sums = [], []
     for lo in range(0, len(w), COLUMNS):
         z = (x @ w[lo : lo + COLUMNS].float().t()).div_(temperature_N[:, None])
@@ -32,6 +32,7 @@ def _blocks(x: Tensor, w: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor
 def _torch_draw(
     x: Tensor, w: Tensor, temperature_N: Tensor, uniform_N: Tensor, greedy_N: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """Sample a token (int64) and its logprob (float32) for each row in plain torch."""
     x, V = x.float(), len(w)
     top_NB, sum_NB = _blocks(x, w, temperature_N)
     top_N = top_NB.amax(1)
@@ -60,11 +61,11 @@ def _torch_draw(
             target_N[rows] - before_N[rows],
             torch.nextafter(inside[:, -1], torch.zeros_like(inside[:, -1])),
         )
-        place = torch.searchsorted(inside, rest[:, None], right=True)[:, 0].clamp_max(
+        column = torch.searchsorted(inside, rest[:, None], right=True)[:, 0].clamp_max(
             z.shape[1] - 1
         )
-        place = place if greedy_N is None else torch.where(greedy_N[rows], z.argmax(1), place)
-        token_N[rows], logit_N[rows] = lo + place, z.gather(1, place[:, None])[:, 0]
+        column = column if greedy_N is None else torch.where(greedy_N[rows], z.argmax(1), column)
+        token_N[rows], logit_N[rows] = lo + column, z.gather(1, column[:, None])[:, 0]
     return token_N.clamp_max(V - 1), logit_N - top_N - total_N.log().float()
 
 
@@ -78,12 +79,18 @@ def draw(
     uniform_N: Tensor,
     greedy_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A token (int64) and the logprob it was drawn with (float32) for each row. No gradient, no
-    top-k, no top-p.
+    """Sample a token (int64) and return it with its logprob (float32), both [N].
+
+    No gradient, no top-k, no top-p.
 
     Args:
-        hidden_ND, weight_VD: of one dtype. temperature_N: above 0 (of a greedy row: 1). uniform_N: float64 in [0, 1).
-        greedy_N: bool, rows that take their largest logit (ties: the lowest id) and report its logprob.
+        hidden_ND, weight_VD: of the same dtype.
+        temperature_N: above 0; 1 for a greedy row.
+        uniform_N: float64 in [0, 1).
+        greedy_N: bool, True for rows that choose their largest logit (ties: the lowest id) and
+            report its logprob.
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not fit.
     """
     check_matmul(NAME, hidden_ND, weight_VD, None)
     check_tokens(
@@ -103,7 +110,7 @@ def draw(
         )
     with torch.no_grad(), on_device(hidden_ND):
         if triton_works(hidden_ND):
-            from kernels.draw_triton import draw as work
+            from kernels.draw_triton import draw as sample
         else:
-            work = _torch_draw  # type: ignore[assignment]
-        return work(hidden_ND, weight_VD, temperature_N, uniform_N, greedy_N)
+            sample = _torch_draw  # type: ignore[assignment]
+        return sample(hidden_ND, weight_VD, temperature_N, uniform_N, greedy_N)

@@ -1,10 +1,10 @@
-"""The kernels of `draw`: sums of exp over slices of the vocabulary, the slice that a uniform number
-falls into, the token in it.
+"""Implement `draw` in Triton: sums of exp over slices of the vocabulary, then the slice that a
+uniform number falls into, then the token in that slice.
 
-Slices are SUB columns. A row's slice is computed a second time, from SUB rows of W: at D = 4096
-half a megabyte a row, where writing and reading logits would be four passes over 2 V bytes. Sums
-within a slice are float32, over slices float64. The random numbers come from the host
-(rl/sampler/streams.py).
+A slice has SUB columns. The chosen slice of a row is computed a second time from SUB rows of W: at
+D = 4096 this reads half a megabyte for each row, whereas writing and reading logits would take four
+passes over 2 V bytes. Sums within a slice are float32, sums over slices float64. The random numbers
+come from the host (rl/sampler/streams.py).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def _slices_kernel(
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SUB: tl.constexpr, SPLITS: tl.constexpr,
     GROUP: tl.constexpr, DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """max[slice, row] of z = x w' scale (logits / log 2) and sum[slice, row] of 2^(z - max), for
-    every slice of SUB columns.
+    """Store max[slice, row] of z = x w' scale (logits / log 2) and sum[slice, row] of 2^(z - max),
+    for every slice of SUB columns.
     """
     block, split = _item(N, SPLITS, GROUP, BM)
     rows = block * BM + tl.arange(0, BM)
@@ -62,14 +62,15 @@ def _slices_kernel(
         slices = tile * (BN // SUB) + tl.arange(0, BN // SUB)
         at = slices.to(tl.int64)[None, :] * N + rows[:, None]
         tl.store(max_ptr + at, top, mask=inside[:, None])
-        # A slice past V has FLOOR everywhere, and a sum that is not 0.
+        # A slice past V has FLOOR everywhere and a sum that is not 0.
         tl.store(sum_ptr + at, tl.where((slices * SUB < V)[None, :], e, 0.0), mask=inside[:, None])
 
 
 @triton.jit
 def _weights(max_ptr, sum_ptr, index, rows, inside, top, N, slices):
-    """What slices weigh in units of 2^top, float64; 0 past the end. `index` and `rows` broadcast to
-    [slices, rows].
+    """Return the weights of slices in units of 2^top, float64; 0 past the end.
+
+    `index` and `rows` broadcast to [slices, rows].
     """
     mask = (index < slices) & inside[None, :]
     at = index.to(tl.int64) * N + rows[None, :]
@@ -84,8 +85,8 @@ def _pick_kernel(
     max_ptr, sum_ptr, uniform_ptr, greedy_ptr, slice_ptr, rest_ptr, top_ptr, lse_ptr, N, slices,
     HAS_GREEDY: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """Each row's slice, what of u times the total is left for it, its largest z, and log2 of the
-    total.
+    """Store each row's chosen slice, the rest of u times the total for that slice, its largest z,
+    and log2 of the total.
     """
     rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     inside = rows < N
@@ -108,7 +109,7 @@ def _pick_kernel(
     running = tl.zeros((BM,), tl.float64)
     before = tl.zeros((BM,), tl.float64)  # the sum of blocks that end at or below the target
     chosen = tl.zeros((BM,), tl.int32)
-    # the last block whose sum is not 0: where rounding brings the target up to the total
+    # the last block with a sum above 0, used where rounding brings the target up to the total
     last = tl.zeros((BM,), tl.int32)
     last_before = tl.zeros((BM,), tl.float64)
     for first in range(0, slices, BS):
@@ -142,8 +143,8 @@ def _search_kernel(
     x_ptr, w_ptr, scale_ptr, slice_ptr, rest_ptr, top_ptr, lse_ptr, greedy_ptr, token_ptr, logp_ptr, N, V, stride_x, stride_w,
     D: tl.constexpr, BM: tl.constexpr, SUB: tl.constexpr, BK: tl.constexpr, HAS_GREEDY: tl.constexpr,
 ):  # fmt: skip
-    """The first token of the row's slice at which the sum passes what is left, and its logprob; a
-    greedy row: its largest.
+    """Store the first token of the row's slice at which the cumulative sum passes the rest, and its
+    logprob; for a greedy row, the token with the largest logit.
     """
     rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     inside = rows < N
@@ -168,7 +169,7 @@ def _search_kernel(
     weight = tl.where(real, tl.exp2(z - top[:, None]), 0.0).to(tl.float64)
     below = tl.cumsum(weight, 1) <= tl.load(rest_ptr + rows, mask=inside, other=0.0)[:, None]
     place = tl.arange(0, SUB)[None, :]
-    # the sum rises there, so its own weight is not 0
+    # the sum rises at this token, so the weight of the token is not 0
     first = tl.min(tl.where(below | (weight <= 0.0), SUB, place), 1)
     last = tl.max(tl.where(weight > 0.0, place, 0), 1)
     index = tl.minimum(first, last)
@@ -194,18 +195,24 @@ def draw(
     x_ND: Tensor, w_VD: Tensor, temperature_N: Tensor, uniform_N: Tensor, greedy_N: Tensor | None, *,
     tiles: Tiles | None = None, splits: int = 132, pick: tuple[int, int] = (8, 64), search: tuple[int, int] = (1, 64),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As in draw.py. `pick`: rows and slices a program takes; `search`: rows and depth."""
+    """Launch the sampling kernels; arguments and result as in kernels/draw.py.
+
+    `pick`: rows and slices per program of _pick_kernel. `search`: rows and depth per program of
+    _search_kernel.
+    """
     tiles = tiles or tiles_for(x_ND.shape[1], x_ND.dtype, device_of(x_ND))
     x, w, N, V = operand(x_ND), operand(w_VD), len(x_ND), len(w_VD)
     sub = min(SUB, tiles.columns)
     scale = (LOG2E / temperature_N.float()).contiguous()
     count = triton.cdiv(V, tiles.columns)
     slices = count * (tiles.columns // sub)
-    most, total = (torch.empty((slices, N), dtype=torch.float32, device=x.device) for _ in range(2))
+    slice_max, total = (
+        torch.empty((slices, N), dtype=torch.float32, device=x.device) for _ in range(2)
+    )
     x_arg, w_arg, options = matmul_options(x, w, tiles)
     splits = min(splits, count)
     _slices_kernel[(triton.cdiv(N, tiles.rows) * splits,)](
-        x_arg, w_arg, scale, most, total, N, V, count, x.stride(0), w.stride(0), SUB=sub, SPLITS=splits, GROUP=GROUP, **options
+        x_arg, w_arg, scale, slice_max, total, N, V, count, x.stride(0), w.stride(0), SUB=sub, SPLITS=splits, GROUP=GROUP, **options
     )  # fmt: skip
     chosen = torch.empty(N, dtype=torch.int32, device=x.device)
     rest = torch.empty(N, dtype=torch.float64, device=x.device)
@@ -215,12 +222,12 @@ def draw(
         uniform_N.contiguous(),
         chosen if greedy_N is None else greedy_N.to(torch.uint8),
     )
-    has = greedy_N is not None
+    has_greedy = greedy_N is not None
     _pick_kernel[(triton.cdiv(N, pick[0]),)](
-        most, total, uniform, greedy, chosen, rest, top, lse, N, slices, HAS_GREEDY=has, BM=pick[0], BS=pick[1], num_warps=4
+        slice_max, total, uniform, greedy, chosen, rest, top, lse, N, slices, HAS_GREEDY=has_greedy, BM=pick[0], BS=pick[1], num_warps=4
     )  # fmt: skip
     _search_kernel[(triton.cdiv(N, search[0]),)](
         x, w, scale, chosen, rest, top, lse, greedy, token, logp, N, V, x.stride(0), w.stride(0), D=x.shape[1], BM=search[0],
-        SUB=sub, BK=search[1], HAS_GREEDY=has, num_warps=4,
+        SUB=sub, BK=search[1], HAS_GREEDY=has_greedy, num_warps=4,
     )  # fmt: skip
     return token, logp

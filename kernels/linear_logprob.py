@@ -1,15 +1,20 @@
-"""`linear_logprob`: hidden states and an LM head to the target's logprob and the entropy of each
-token, without logits.
+"""Compute the target's logprob and the entropy of each token from hidden states and an LM head,
+without logits.
 
-Five plans, chosen from what needs a gradient and from the budget of bytes:
+The function chooses a plan from the inputs that need a gradient and from the byte budget
+`saved_bytes`:
     none       forward only
-    saved      [T, V] fits the budget: something of that size is kept, nothing is computed twice (6NDV in all), but for the
-               kernels under a gradient of the entropy, whose kept values are too coarse for it: they recompute
-    expected   the head needs no gradient: the forward also gathers E_p[W], the backward is g (W[y] - E_p[W]) (4NDV)
-    whole      as saved where the budget has room for two: the scores' gradient in one piece too, and two products of it
-    recompute  scores are computed again in the backward, slab by slab (8NDV); no [T, V] tensor at any time
-linear_logprob_launch.py (kernels in linear_logprob_triton.py) does the work on CUDA,
-linear_logprob_torch.py elsewhere; they have the same functions.
+    saved      [T, V] fits the budget: the forward saves a tensor of that size and nothing is
+               computed twice (6NDV in all). Exception: under a gradient of the entropy the
+               kernels recompute, as their saved values are too coarse for it
+    expected   the head needs no gradient: the forward also accumulates E_p[W], the backward is g
+               (W[y] - E_p[W]) (4NDV)
+    whole      as saved, if the budget has space for two: the scores' gradient is also a single [T,
+               V] tensor, used by two products
+    recompute  the backward computes the scores again, slab by slab (8NDV); no [T, V] tensor at any
+               time
+linear_logprob_launch.py (kernels in linear_logprob_triton.py) implements this for CUDA,
+linear_logprob_torch.py elsewhere. Both modules have the same functions.
 """
 
 from __future__ import annotations
@@ -45,12 +50,13 @@ from kernels.slabs import whole_lines
 from kernels.tiles import device_of, tiles_for
 
 NAME = "linear_logprob"
-KEEPING = ("saved", "whole")  # plans that keep [T, V]
+KEEPING = ("saved", "whole")  # plans that save a [T, V] tensor
 
 # ------------------------------------------------------------------------------------------- launch
 
 
 def _backend(tensor: Tensor) -> ModuleType:
+    """Return the module that implements the passes for this tensor's device."""
     if not triton_works(tensor):
         return linear_logprob_torch
     from kernels import linear_logprob_launch
@@ -59,16 +65,16 @@ def _backend(tensor: Tensor) -> ModuleType:
 
 
 def _kept(hidden_TD: Tensor, vocab: int, plan: str) -> tuple[Tensor, Tensor]:
-    """Empty tensors for what a plan keeps: (payload, exponents), both of size 0 where it keeps
-    nothing.
+    """Return empty tensors for what a plan saves: (payload, exponents), both of size 0 if the plan
+    saves nothing.
     """
-    tokens, nothing = hidden_TD.shape[0], hidden_TD.new_empty(0, dtype=torch.float32)
+    tokens, empty = hidden_TD.shape[0], hidden_TD.new_empty(0, dtype=torch.float32)
     if plan == "expected":
-        return hidden_TD.new_empty(hidden_TD.shape, dtype=torch.float32), nothing
+        return hidden_TD.new_empty(hidden_TD.shape, dtype=torch.float32), empty
     if plan not in KEEPING:
-        return hidden_TD.new_empty(0, dtype=torch.float32), nothing
+        return hidden_TD.new_empty(0, dtype=torch.float32), empty
     if not triton_works(hidden_TD):
-        return hidden_TD.new_empty((tokens, vocab), dtype=torch.float32), nothing
+        return hidden_TD.new_empty((tokens, vocab), dtype=torch.float32), empty
     tiles = -(
         -vocab // tiles_for(hidden_TD.shape[1], hidden_TD.dtype, device_of(hidden_TD)).columns
     )
@@ -83,23 +89,24 @@ def _forward(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, temperature: float, softcap: float | None,
     ignore_index: int, entropy: bool, plan: str, checked: bool = False, frozen_columns: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """logp, entropy, lse (float32 [T]) and what the plan keeps. Rows whose target is ignore_index
-    are left out of the work.
+    """Return logp, entropy, lse (float32 [T]) and the tensors that the plan saves.
+
+    Rows with a target of ignore_index are excluded from the work.
     """
     head, tokens = Head(temperature, softcap), hidden.shape[0]
     rows = None if checked else target_rows(NAME, target, weight.shape[0], ignore_index)
     kept, exponents = _kept(hidden, weight.shape[0], plan)
     x, y = take(hidden, rows), take(target, rows)
     if len(x) == 0:
-        logp, ent, lse = hidden.new_zeros((3, tokens), dtype=torch.float32).clone().unbind(0)
-        return logp.clone(), ent.clone(), lse.clone(), kept.zero_(), exponents
+        logp, entropies, lse = hidden.new_zeros((3, tokens), dtype=torch.float32).clone().unbind(0)
+        return logp.clone(), entropies.clone(), lse.clone(), kept.zero_(), exponents
     backend = _backend(hidden)
     with on_device(hidden):
         if plan in KEEPING:
-            keep = (
+            saved = (
                 (kept[: len(x)], exponents[:, : len(x)]) if exponents.numel() else (kept[: len(x)],)
             )
-            out = backend.saved_forward(x, weight, y, bias, head, *keep, entropy=entropy)
+            out = backend.saved_forward(x, weight, y, bias, head, *saved, entropy=entropy)
         else:
             out = backend.forward(
                 x, weight, y, bias, head, entropy=entropy, expected=plan == "expected"
@@ -142,8 +149,9 @@ def _gradients(
     bias: Tensor | None, logp: Tensor, entropy: Tensor, lse: Tensor, kept: Tensor, exponents: Tensor, temperature: float,
     softcap: float | None, ignore_index: int, plan: str, need: list[bool], frozen_columns: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of hidden, weight and bias (size 0 where `need` is False). Rows without upstream
-    gradient cost nothing.
+    """Return the gradients of hidden, weight and bias (size 0 if `need` is False).
+
+    Rows without upstream gradient cost nothing.
     """
     head, used = Head(temperature, softcap), target != ignore_index
     co = coefficients(g_logp, g_entropy, g_lse, entropy)
@@ -151,16 +159,16 @@ def _gradients(
     if co.c is None:
         count, curved = int(active.logical_and_(used).sum()), 0
     else:
-        bent = used & (co.c != 0)
-        active = bent.logical_or(active & used)
-        count, curved = torch.stack((active.sum(), bent.sum())).tolist()
+        has_curvature = used & (co.c != 0)
+        active = has_curvature.logical_or(active & used)
+        count, curved = torch.stack((active.sum(), has_curvature.sum())).tolist()
     rows = rows_of(active, count)
     if count == 0:
-        given = zip((hidden, weight, bias), need, strict=True)
+        pairs = zip((hidden, weight, bias), need, strict=True)
         return _filled(
             hidden,
             Gradients(
-                *(torch.zeros_like(t) if t is not None and wanted else None for t, wanted in given)
+                *(torch.zeros_like(t) if t is not None and needed else None for t, needed in pairs)
             ),
         )
     co = Coefficients(
@@ -169,7 +177,7 @@ def _gradients(
         take(co.c, rows) if co.c is not None and curved else None,
     )
     x, y, lse = take(hidden, rows), take(target, rows), take(lse, rows)
-    wanted: dict[str, Any] = dict(zip(("need_x", "need_w", "need_bias"), need, strict=True)) | {
+    needed: dict[str, Any] = dict(zip(("need_x", "need_w", "need_bias"), need, strict=True)) | {
         "frozen_columns": frozen_columns
     }
     backend = _backend(hidden)
@@ -184,16 +192,16 @@ def _gradients(
         )
         grads = Gradients(dx, None, None)
     elif plan in KEEPING and (co.c is None or not exponents.numel()):
-        # Kept rows are those that took part in the forward, closed up; the k-th used row is row k
-        # there.
+        # Saved rows are the rows that took part in the forward, without gaps: the k-th used row is
+        # row k of the saved tensor.
         at = None if rows is None else (used.cumsum(0) - 1)[rows]
         keep = (kept, exponents, take(logp, rows)) if exponents.numel() else (kept,)
-        wanted |= {"whole": True} if plan == "whole" else {}
+        needed |= {"whole": True} if plan == "whole" else {}
         with on_device(hidden):
-            grads = backend.saved_backward(x, weight, y, bias, head, co, lse, *keep, at, **wanted)
+            grads = backend.saved_backward(x, weight, y, bias, head, co, lse, *keep, at, **needed)
     else:
         with on_device(hidden):
-            grads = backend.backward(x, weight, y, bias, head, co, lse, **wanted)
+            grads = backend.backward(x, weight, y, bias, head, co, lse, **needed)
     return _filled(
         hidden,
         Gradients(
@@ -203,6 +211,9 @@ def _gradients(
 
 
 def _filled(like: Tensor, grads: Gradients) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients with tensors of size 0 in place of None, as a custom op must return
+    tensors.
+    """
     dx, dw, db = (like.new_empty(0) if grad is None else grad for grad in grads)
     return dx, dw, db
 
@@ -217,8 +228,8 @@ def _(g_logp, g_entropy, g_lse, hidden, weight, target, bias, logp, entropy, lse
       ignore_index, plan, need, frozen_columns=0):  # fmt: skip
     shapes = zip((hidden, weight, bias), need, strict=True)
     return tuple(
-        tensor.new_empty(tensor.shape) if wanted else hidden.new_empty(0)
-        for tensor, wanted in shapes
+        tensor.new_empty(tensor.shape) if needed else hidden.new_empty(0)
+        for tensor, needed in shapes
     )
 
 
@@ -226,6 +237,7 @@ def _(g_logp, g_entropy, g_lse, hidden, weight, target, bias, logp, entropy, lse
 
 
 def _setup(ctx, inputs, output) -> None:
+    """Save the inputs and outputs that the backward needs."""
     hidden, weight, target, bias, temperature, softcap, ignore_index, _, plan, _, frozen_columns = (
         inputs
     )
@@ -233,17 +245,19 @@ def _setup(ctx, inputs, output) -> None:
     ctx.settings = (temperature, softcap, ignore_index, plan)
     ctx.frozen_columns = frozen_columns
     ctx.mark_non_differentiable(*output[3:])
-    # An output that nobody used gives None below instead of zeros, and its terms are skipped.
+    # The gradient of an unused output is None in the backward instead of zeros, and its terms are
+    # skipped.
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, g_logp, g_entropy, g_lse, *_):
+    """Call the backward op and return a gradient for each input of the forward op."""
     need = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
     with without_autocast(ctx.saved_tensors[0]):
         grads = backward_op(
             g_logp, g_entropy, g_lse, *ctx.saved_tensors, *ctx.settings, need, ctx.frozen_columns
         )
-    dx, dw, db = (grad if wanted else None for grad, wanted in zip(grads, need, strict=True))
+    dx, dw, db = (grad if needed else None for grad, needed in zip(grads, need, strict=True))
     return dx, dw, None, db, *[None] * 7
 
 
@@ -254,6 +268,7 @@ forward_op.register_autograd(_backward, setup_context=_setup)
 
 
 def _plan(hidden: Tensor, weight: Tensor, bias: Tensor | None, saved_bytes: int) -> str:
+    """Choose the plan (see the module's table) from the needed gradients and the byte budget."""
     head_learns = weight.requires_grad or (bias is not None and bias.requires_grad)
     if not torch.is_grad_enabled() or not (hidden.requires_grad or head_learns):
         return "none"
@@ -265,6 +280,9 @@ def _plan(hidden: Tensor, weight: Tensor, bias: Tensor | None, saved_bytes: int)
 
 
 def _is_tiny(x: Tensor, weight: Tensor, saved_bytes: int) -> bool:
+    """Return whether torch's operations should handle the problem: a small plain tensor without
+    CUDA, outside of torch.compile.
+    """
     if x.is_cuda or torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
         return False
     return x.shape[0] * weight.shape[0] * 4 <= min(TINY_BYTES, saved_bytes)
@@ -279,8 +297,9 @@ def _tiny(
     ignore_index: int,
     entropy: bool,
 ) -> tuple[Tensor, ...]:
-    """Torch's own operations and autograd, in float32, where a custom op's dispatch would cost more
-    than the work.
+    """Compute logp, entropy and lse with torch's operations and autograd, in float32.
+
+    For small problems the dispatch of a custom op would cost more than the work.
     """
     total, rows = x.shape[0], target_rows(NAME, y, w.shape[0], ignore_index)
     x, y = take(x, rows), take(y, rows)
@@ -301,34 +320,40 @@ def linear_logprob(
     softcap: float | None = None, ignore_index: int = -100, *, entropy: bool = True, saved_bytes: int | None = None,
     checked: bool = False, frozen_columns: int = 0,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """The target's logprob, the entropy and the log-sum-exp of each token under softmax(logits), as
-    float32.
+    """Return the target's logprob, the entropy and the log-sum-exp of each token under
+    softmax(logits), as float32.
 
-    logits = softcap * tanh((hidden @ weight.T + bias) / softcap) / temperature; no tanh where
-    softcap is None.
+    logits = softcap * tanh((hidden @ weight.T + bias) / softcap) / temperature; the tanh is skipped
+    if softcap is None.
 
     Args:
-        hidden: [..., D] in float32, bfloat16 or float16; products and sums are float32 for all three.
+        hidden: [..., D] in float32, bfloat16 or float16; products and sums are float32 for all
+            three.
         weight: [V, D], of the same dtype (under autocast both are cast first). bias: [V] or None.
-        target: [...] token ids. Positions with `ignore_index` take no part: all outputs are 0 there, without gradient.
-        entropy: False leaves the entropy out (None is returned in its place) and saves one pass over the scores.
-        saved_bytes: up to this many bytes a tensor of T x V is kept for the backward, and a second one made there if both fit; 0 never
-            keeps one. None: SAVED_BYTES, as what a GPU can spare is the caller's to know: it may yet fill it with an optimizer's state.
-            (Off CUDA, up to TINY_BYTES, torch's own operations are used, which keep two or three.)
-            The values do not depend on it beyond rounding.
-        checked: every target is known to lie in [0, V). On a GPU this spares the forward its wait for the device; nothing is
-            checked then, and no position is ignored.
-        frozen_columns: this many first columns of `weight` want no gradient and get zeros (a LoRA'd head's base), unless T x V
-            is so small that torch's own operations are used.
+        target: [...] token ids. Positions with `ignore_index` take no part: all outputs are 0 at
+            them, without gradient.
+        entropy: False skips the entropy (its result is None) and saves a pass over the scores.
+        saved_bytes: a tensor of T x V up to this many bytes is saved for the backward, and the
+            backward creates a second tensor if both fit; 0 never saves a tensor. None: SAVED_BYTES,
+            a small default, as only the caller knows what a GPU can spare: an optimizer's state may
+            still have to fit. (Without CUDA, up to TINY_BYTES, torch's operations are used, which
+            save two or three such tensors.) The values do not depend on it beyond rounding.
+        checked: every target is known to lie in [0, V). On a GPU this saves the forward its wait
+            for the device; then nothing is checked and no position is ignored.
+        frozen_columns: this many first columns of `weight` need no gradient and get zeros (the base
+            of a head with LoRA), unless T x V is so small that torch's operations are used.
     Returns:
-        logp, entropy (both in nats) and lse (of the logits), each [...]. Gradients flow through all three, for any upstream
-        gradient; tokens whose upstream gradient is exactly 0 are left out of the backward's work.
+        logp, entropy (both in nats) and lse (of the logits), each [...]. Gradients flow through all
+        three, for any upstream gradient; tokens with an upstream gradient of exactly 0 are excluded
+        from the backward's work.
     Raises:
-        ValueError, TypeError: shapes, dtypes, devices that do not fit; a target outside [0, V), which is named.
+        ValueError, TypeError: shapes, dtypes or devices that do not fit. The first target outside
+            [0, V) is named.
     """
     if type(weight).__name__ == "DTensor":
         raise TypeError(
-            f"{NAME}: weight is a DTensor; call this inside the head's own forward, or pass weight.full_tensor()"
+            f"{NAME}: weight is a DTensor; call this function inside the head's forward, or pass "
+            "weight.full_tensor()"
         )
     check_head(NAME, temperature, softcap)
     cast = under_autocast(hidden, weight)
@@ -338,7 +363,7 @@ def linear_logprob(
     check_same_device(NAME, hidden=hidden, weight=weight, target=target, bias=bias)
     if saved_bytes is None:
         saved_bytes = SAVED_BYTES
-    flat = hidden.dim() == 2  # views cost autograd nodes, which a small problem would notice
+    flat = hidden.dim() == 2  # views add autograd nodes, which slow small problems
     x = hidden if flat else hidden.reshape(-1, hidden.shape[-1])
     y = (target if flat else target.reshape(-1)).long()
     with without_autocast(x):
@@ -377,8 +402,10 @@ def linear_logprob_reference(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, temperature: float = 1.0,
     softcap: float | None = None, ignore_index: int = -100,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The same in plain torch with whole logits, in the dtype it is given: the definition, and what
-    tests compare with.
+    """Compute the results of `linear_logprob` in plain torch with full logits, in the dtype of the
+    inputs.
+
+    This is the definition, with which the tests compare.
     """
     logits = torch.nn.functional.linear(hidden, weight, bias)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)

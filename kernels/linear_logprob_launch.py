@@ -1,8 +1,8 @@
-"""Launches of the kernels in linear_logprob_triton.py, under the names that linear_logprob_torch.py
-has for its own.
+"""Launch the kernels of linear_logprob_triton.py, with the same function names as
+linear_logprob_torch.py.
 
-Every [N, V] quantity exists for one slab of columns at a time: the extra memory does not grow with
-V.
+Every [N, V] quantity exists for a single slab of columns at a time: the extra memory does not grow
+with V.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ from kernels.tiles import SPECIAL, Tiles, device_of, multiprocessors, tiles_for
 
 
 def special_tiles(x: Tensor) -> Tiles | None:
-    """Tiles of the warp-specialised kernels for these hidden states, None where they do not fit or
-    this device gets them wrong.
+    """Return the tiles of the warp-specialized kernels for these hidden states.
+
+    Returns None if the kernels do not support the dtype or GPU, or give wrong numbers on this
+    device.
     """
     if not (
         x.is_cuda
@@ -47,7 +49,7 @@ def special_tiles(x: Tensor) -> Tiles | None:
 
 
 def _trial(special: bool, index: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Forward and dlogits of a small head by one branch or the other, sizes that end within a tile."""
+    """Run forward and dlogits of a small head by either branch, at sizes that end within a tile."""
     device = torch.device("cuda", index)
     g = torch.Generator(device).manual_seed(0)
     x = torch.randn(300, 328, generator=g, device=device).to(dtype)
@@ -66,22 +68,24 @@ def _trial(special: bool, index: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         dz.new_zeros(300, 5008).narrow(1, 0, 5001),
         a.new_zeros(triton.cdiv(5001, scores.tiles.columns), 300),
     )
-    again = scores.combine(scores.statistics(True, (kept, exponents)))
+    resaved = scores.combine(scores.statistics(True, (kept, exponents)))
     p = torch.empty_like(dz)
-    one, zero = torch.ones_like(a), torch.zeros_like(a)
+    ones, zeros = torch.ones_like(a), torch.zeros_like(a)
     scores.saved_dlogits(
-        p, 0, 905, kept, exponents, None, again.logp * LOG2E, again.lse * LOG2E, zero, one
+        p, 0, 905, kept, exponents, None, resaved.logp * LOG2E, resaved.lse * LOG2E, zeros, ones
     )
-    return out.logp, out.entropy, out.lse, again.logp, again.entropy, torch.cat((p, dz)).float()
+    return out.logp, out.entropy, out.lse, resaved.logp, resaved.entropy, torch.cat((p, dz)).float()
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """What a launch asks for: descriptors made in a kernel live there."""
+    """Allocate the scratch memory that a launch requests: it holds descriptors that are made in a
+    kernel.
+    """
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 class Scores:
-    """One head's matmul: what every launch over its scores has in common."""
+    """Hold the operands, tiles and options that all launches over the scores of a head share."""
 
     def __init__(
         self,
@@ -93,11 +97,13 @@ class Scores:
         tiles: Tiles | None,
         special: Tiles | None = None,
     ) -> None:
-        """`special`: tiles of linear_logprob_ws.py's kernels, for launches that they can do (None:
-        what `special_tiles` says).
+        """Prepare the operands and options.
+
+        `special`: tiles for the kernels of kernels/linear_logprob_ws.py, used by the launches that
+        these kernels support; None: the result of `special_tiles`.
         """
         self.tiles = tiles or tiles_for(x.shape[1], x.dtype, device_of(x))
-        self.D = x.shape[1]  # `operand` may add zeros
+        self.D = x.shape[1]  # before `operand`, which may pad with zeros
         self.x, self.w, self.y, self.bias, self.head = (
             operand(x),
             operand(w),
@@ -118,7 +124,11 @@ class Scores:
         self.special = special or (special_tiles(self.x) if plain else None)
 
     def chunks(self, width: int) -> list[tuple[slice, Scores]]:
-        """Itself, or where slabs of `width` columns would be too large for all rows, pieces of it."""
+        """Return (rows, scores) pairs that cover all rows.
+
+        This is `self` for all rows, unless a slab of `width` columns would be too large for them;
+        then each pair covers a chunk of rows.
+        """
         step = chunk_rows(self.N, width, self.tiles.rows)
         if step >= self.N:
             return [(slice(0, self.N), self)]
@@ -130,20 +140,26 @@ class Scores:
         ]
 
     def blocks(self) -> int:
+        """Return the number of row blocks."""
         return triton.cdiv(self.N, self.tiles.rows)
 
     def parts(self, splits: int, count: int) -> Tensor:
-        """Room for the partial numbers of `count` launches over some columns: [3, splits * count,
-        N].
+        """Return an empty tensor for the partial statistics of `count` launches over some columns:
+        [3, splits * count, N].
         """
         return torch.empty((3, splits * count, self.N), dtype=torch.float32, device=self.x.device)
 
     def whole_splits(self) -> int:
+        """Return the number of splits of a launch over the full vocabulary: at most a split per
+        tile.
+        """
         return min(SPLITS, triton.cdiv(self.V, (self.special or self.tiles).columns))
 
     def special_options(self, tiles: Tiles) -> dict[str, Any]:
-        """Of a launch that follows at once: who gives it memory is known to this thread alone, and
-        autograd launches from its own.
+        """Return the options of a warp-specialized launch, which must follow at once.
+
+        The function also sets Triton's allocator: the allocator is local to the thread, and
+        autograd launches from its worker threads.
         """
         triton.set_allocator(_scratch)
         sizes = {
@@ -158,22 +174,23 @@ class Scores:
         return sizes | {name: self.options[name] for name in ("UPCAST", "PRECISION")}
 
     def statistics(self, entropy: bool, keep: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """One launch over all scores: the partial numbers of every row, and `at_target`; what the
-        saved plan keeps to `keep`.
+        """Launch over all scores; return the partial statistics of every row and fill `at_target`.
+
+        `keep`: the tensors (2^(z-k), k) that the saved plan fills.
         """
         splits, tiles, x = self.whole_splits(), self.special, self.x
         part = self.parts(splits, 1)
         kept, exponents = keep or (part, part)
         if tiles is None:
-            own = (
+            reference = (
                 None
                 if keep is None
                 else torch.full((self.N,), LOW, dtype=torch.float32, device=x.device)
             )
-            how: dict[str, Any] = (
-                {} if keep is None else {"kept": kept, "exponents": exponents, "ref": own}
+            kwargs: dict[str, Any] = (
+                {} if keep is None else {"kept": kept, "exponents": exponents, "ref": reference}
             )
-            self.forward(part, 0, self.V, 0, splits, entropy=entropy, **how)
+            self.forward(part, 0, self.V, 0, splits, entropy=entropy, **kwargs)
         else:
             _forward_ws_kernel[(triton.cdiv(self.N, tiles.rows) * splits,)](
                 x, self.w, self.y, part, self.at_target, kept, exponents, self.N, self.V, triton.cdiv(self.V, tiles.columns), splits,
@@ -186,6 +203,9 @@ class Scores:
         self, part: Tensor, lo: int, hi: int, index: int, splits: int, *, entropy: bool, kept: Tensor | None = None,
         exponents: Tensor | None = None, ref: Tensor | None = None, headroom: float = 0.0, keep_slope: bool = False,
     ) -> None:  # fmt: skip
+        """Launch the forward kernel over columns [lo, hi) and write the partial statistics from
+        index * splits on.
+        """
         keep = kept is not None and exponents is not None
         _forward_kernel[(self.blocks() * splits,)](
             self.x_arg, self.w_arg, self.bias_arg, self.y, part, self.at_target, kept if keep else part,
@@ -197,6 +217,7 @@ class Scores:
         )  # fmt: skip
 
     def combine(self, part: Tensor) -> Forward:
+        """Combine the partial statistics to logp, entropy and lse, float32 [N]."""
         logp, entropy, lse = (
             torch.empty(self.N, dtype=torch.float32, device=self.x.device) for _ in range(3)
         )
@@ -206,6 +227,9 @@ class Scores:
         return Forward(logp, entropy, lse, None)
 
     def dlogits(self, out: Tensor, lo: int, hi: int, lse2: Tensor, co: Coefficients) -> None:
+        """Launch the kernel that recomputes the scores of columns [lo, hi) and writes their
+        gradient to `out`.
+        """
         tiles, c = self.special, co.b if co.c is None else co.c
         if tiles is not None:
             count = triton.cdiv(hi - lo, tiles.columns)
@@ -214,7 +238,7 @@ class Scores:
                 out.stride(0), self.head.in_scale, HAS_C=co.c is not None, **self.special_options(tiles),
             )  # fmt: skip
             return
-        # few rows: a program for each tile
+        # for few rows, a program for each tile
         splits = SLAB_SPLITS if self.blocks() >= GROUP else SPLITS
         _dlogits_kernel[(self.blocks() * splits,)](
             self.x_arg, self.w_arg, self.bias_arg, self.y, lse2, co.a, co.b, c, out, self.N, self.V,
@@ -226,7 +250,10 @@ class Scores:
         self, out: Tensor, lo: int, hi: int, kept: Tensor, exponents: Tensor, at: Tensor | None, logp2: Tensor, lse2: Tensor, a: Tensor,
         b: Tensor,
     ) -> None:  # fmt: skip
-        """From what `statistics` kept; row i is row at[i] there (None: i)."""
+        """Write the gradient of columns [lo, hi) to `out`, from what `statistics` saved.
+
+        Row i is row at[i] of the saved tensors (None: row i).
+        """
         BM, BN = 32, self.tiles.columns
         count = triton.cdiv(hi - lo, BN)
         _saved_dlogits_kernel[(triton.cdiv(self.N, BM) * count,)](
@@ -244,11 +271,11 @@ class Scores:
         first: int = 0,
         whole: bool = False,
     ) -> Gradients:
-        """dX, dW and dbias from `fill(scores, rows, dlogits, lo, hi)`, slab by slab: dW[slab] is
-        rounded once, dX adds up in float32.
+        """Compute dX, dW and dbias from `fill(scores, rows, dlogits, lo, hi)`, slab by slab.
 
-        dW of the columns before `first` is 0. `whole`: in one piece, and two products of it,
-        whatever it takes.
+        Each dW[slab] is rounded once; dX adds up in float32. dW of the columns before `first` is 0.
+        `whole`: process all columns and rows at once, as a single [N, V] tensor that two products
+        use.
         """
         spans = [(0, self.V)] if whole else list(slabs(self.V, self.tiles.columns))
         chunks = [(slice(0, self.N), self)] if whole else self.chunks(spans[0][1])
@@ -289,7 +316,8 @@ class Scores:
                 if db is not None:
                     db.narrow(0, lo, hi - lo).add_(torch.sum(dz, 0, dtype=torch.float32))
             if sums is not None and learns is not None:
-                torch.ops.aten.copy_(learns.narrow(0, lo, hi - lo), sums)  # as cut_rows
+                # no Python indexing, as in cut_rows
+                torch.ops.aten.copy_(learns.narrow(0, lo, hi - lo), sums)
         dx = None if dx is None else dx.narrow(1, 0, self.D).to(self.x.dtype)
         dw = dw if dw is None or dw.shape[1] == self.D else dw.narrow(1, 0, self.D).contiguous()
         return Gradients(
@@ -301,12 +329,14 @@ Fill: TypeAlias = Callable[[Scores, slice, Tensor, int, int], None]
 
 
 def _scaled(co: Coefficients, scale: float) -> Coefficients:
+    """Return contiguous coefficients multiplied by `scale`."""
     a, b, c = ((t if scale == 1.0 or t is None else t * scale) for t in co)
     assert a is not None and b is not None
     return Coefficients(a.contiguous(), b.contiguous(), None if c is None else c.contiguous())
 
 
 def _rows(co: Coefficients, rows: slice) -> Coefficients:
+    """Return the coefficients of a slice of rows."""
     return Coefficients(
         cut_rows(co.a, rows), cut_rows(co.b, rows), None if co.c is None else cut_rows(co.c, rows)
     )
@@ -316,8 +346,10 @@ def forward(
     x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, *, entropy: bool = True, expected: bool = False,
     tiles: Tiles | None = None,
 ) -> Forward:  # fmt: skip
-    """As in linear_logprob_torch.py. One launch over all scores, or (for `expected`) one for each
-    slab with a product after it.
+    """Compute the forward as in linear_logprob_torch.py.
+
+    A single launch processes all scores. With `expected`, each slab has a launch followed by a
+    matrix product.
     """
     scores = Scores(x_ND, w_VD, y_N, bias_V, head, tiles)
     if not expected:
@@ -331,12 +363,12 @@ def forward(
 
 
 def _forward_expected(scores: Scores, spans: list[tuple[int, int]], entropy: bool) -> Forward:
-    """Also E_p[slope W] [N, D]: kept values 2^(z-k) of a slab times W[slab], added up at the rows'
-    current exponents.
+    """Compute the forward and E_p[slope W] [N, D]: sums of 2^(z-k) of a slab times W[slab], at the
+    rows' current exponents k.
 
-    k starts from the target's score, which is never above the row's maximum (so nothing that counts
-    underflows) and, for tokens drawn from the model, seldom far below it (so k seldom has to move,
-    and the align kernel seldom has work).
+    k starts from the target's score. This score never exceeds the row's maximum, so no relevant
+    term underflows. For tokens sampled from the model it is seldom far below the maximum, so k
+    seldom changes and the align kernel seldom has work.
     """
     x, w, head, tile = scores.x, scores.w, scores.head, scores.tiles.columns
     part, width = scores.parts(SLAB_SPLITS, len(spans)), spans[0][1] - spans[0][0]
@@ -346,7 +378,7 @@ def _forward_expected(scores: Scores, spans: list[tuple[int, int]], entropy: boo
     )
     mean = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     ref = _target_exponent(scores)
-    # float16 ends at 2^16; 2^40 is far from bfloat16's end
+    # float16 overflows at 2^16; 2^40 is far below bfloat16's limit
     headroom = 14.0 if x.dtype == torch.float16 else 40.0
     for index, (lo, hi) in enumerate(spans):
         line = whole_lines(hi - lo)
@@ -367,8 +399,9 @@ def _forward_expected(scores: Scores, spans: list[tuple[int, int]], entropy: boo
 
 
 def _target_exponent(scores: Scores) -> Tensor:
-    """The target's logit / log 2, rounded up; good to a per cent, which is all a reference exponent
-    needs. float32 [N].
+    """Return the target's logit / log 2, rounded up, float32 [N].
+
+    The value is accurate to a percent, which is enough for a reference exponent.
     """
     head = scores.head
     raw = (
@@ -389,14 +422,15 @@ def saved_forward(
     x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, kept_NV: Tensor, exponents: Tensor, *,
     entropy: bool, tiles: Tiles | None = None,
 ) -> Forward:  # fmt: skip
-    """`forward`, and 2^(z-k) of every score to `kept_NV`, k to `exponents` [tiles, N].
+    """Compute `forward`, and write 2^(z-k) of every score to `kept_NV` and k to `exponents` [tiles,
+    N].
 
-    In bfloat16 this keeps probabilities to 2^-9 relative, where bfloat16 logits near 20 would keep
-    them to 2^-4.
+    In bfloat16 this saves probabilities to 2^-9 relative, whereas bfloat16 logits near 20 would
+    give them to 2^-4.
     """
     scores = Scores(x_ND, w_VD, y_N, bias_V, head, tiles)
     if kept_NV.stride(0) * kept_NV.element_size() % 16:
-        scores.special = None  # its copies begin at 16 bytes
+        scores.special = None  # its copies need rows aligned to 16 bytes
     return scores.combine(scores.statistics(entropy, (kept_NV, exponents)))
 
 
@@ -404,7 +438,7 @@ def backward(
     x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, co: Coefficients, lse_N: Tensor, *,
     need_x: bool, need_w: bool, need_bias: bool, frozen_columns: int = 0, tiles: Tiles | None = None,
 ) -> Gradients:  # fmt: skip
-    """Scores are computed again, a slab at a time."""
+    """Compute the gradients from scores that are computed again, a slab at a time."""
     scores = Scores(x_ND, w_VD, y_N, bias_V, head, tiles)
     scaled, lse2 = _scaled(co, head.grad_scale), lse_N * LOG2E
 
@@ -420,20 +454,20 @@ def saved_backward(
     exponents: Tensor, logp_N: Tensor, at_N: Tensor | None, *, need_x: bool, need_w: bool, need_bias: bool,
     frozen_columns: int = 0, whole: bool = False, tiles: Tiles | None = None,
 ) -> Gradients:  # fmt: skip
-    """`backward` from what `saved_forward` kept; row i of x was row at_N[i] there (None: i). No
-    gradient of the entropy.
+    """Compute the gradients from what `saved_forward` saved; row i of x is row at_N[i] of the saved
+    tensors (None: row i).
 
-    That would multiply log p by kept values' rounding, 2^-9 in bfloat16, where a confident token's
-    gradient is next to nothing. `whole`: with one more tensor of that size and two products of it,
-    in place of slabs whose dX adds up in float32.
+    The gradient of the entropy is not supported: it would multiply log p by the rounding of the
+    saved values, 2^-9 in bfloat16, and a confident token's gradient is next to nothing. `whole`:
+    use another [N, V] tensor and two products of it, instead of slabs that add up dX in float32.
     """
-    assert co.c is None, "the entropy's gradient is computed from scores again"
+    assert co.c is None, "the gradient of the entropy needs scores that are computed again"
     scores = Scores(x_ND, w_VD, y_N, bias_V, head, tiles)
     scaled, lse2, logp2 = _scaled(co, head.grad_scale), lse_N * LOG2E, logp_N * LOG2E
 
     def fill(part: Scores, rows: slice, dz: Tensor, lo: int, hi: int) -> None:
         a, b, _ = _rows(scaled, rows)
-        # kept rows are the rows themselves, from the chunk's first on
+        # without at_N the saved rows are the rows of x, so take them from the chunk's first row on
         first = 0 if at_N is not None else rows.start
         kept, exps = (
             kept_TV.narrow(0, first, kept_TV.shape[0] - first),

@@ -1,14 +1,15 @@
-"""`linear_logprob` in plain torch, block by block: never more than BLOCK scores at a time, whatever
-T and V are.
+"""Implement `linear_logprob` in plain torch, block by block: at most BLOCK scores at a time for any
+T and V.
 
-Scores are in units of log 2, because torch.exp2 is about three times as fast as torch.exp on a CPU;
-the factor log2(e) costs nothing, since it is multiplied into the hidden states. Products and sums
+Scores are in units of log 2, because torch.exp2 is about three times as fast as torch.exp on a CPU.
+The factor log2(e) costs nothing, since it is multiplied into the hidden states. Products and sums
 are float32 for every input dtype.
 
-The gradient with respect to a logit z_i of a token with target y, given upstream gradients of logp,
+The gradient with respect to a logit z_i of a token with target y, for upstream gradients of logp,
 entropy H and lse:
-    dz_i = a [i = y] + p_i (b + c log p_i),   a = g_logp,   c = -g_entropy,   b = g_lse - g_logp - g_entropy H
-which is `Coefficients` below; every path, this one and the kernels, uses these three numbers a
+    dz_i = a [i = y] + p_i (b + c log p_i)
+    a = g_logp,   c = -g_entropy,   b = g_lse - g_logp - g_entropy H
+`Coefficients` holds a, b and c; the torch path and the kernels all use these three numbers for each
 token.
 """
 
@@ -21,16 +22,16 @@ from torch import Tensor
 
 from kernels.common import LN2, LOG2E, LOW, Head
 
-# Scores in one block. 2M float32 are 8 MiB: the five passes over a block stay in a CPU's last-level
+# Scores of a block. 2M float32 are 8 MiB: the five passes over a block stay in a CPU's last-level
 # cache, and the matrix products are still large enough (2048 columns x 1024 rows) to run at the
-# speed of one big product.
+# speed of a single big product.
 BLOCK = 1 << 21
 COLUMNS = 2048
 MIN_ROWS = 64
 
 
 class Coefficients(NamedTuple):
-    """a, b, c of the module's formula, float32 [N]; c is None where no gradient comes from the
+    """Hold a, b, c of the module's formula, float32 [N]; c is None if no gradient comes from the
     entropy.
     """
 
@@ -42,17 +43,17 @@ class Coefficients(NamedTuple):
 def coefficients(
     g_logp: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, entropy: Tensor
 ) -> Coefficients:
-    """From upstream gradients (None: no gradient) and the entropy to coefficients."""
+    """Compute the coefficients from upstream gradients (None: no gradient) and the entropy."""
     a = torch.zeros_like(entropy) if g_logp is None else g_logp
     b = -a if g_lse is None else g_lse - a
     if g_entropy is None:
         return Coefficients(a, b, None)
-    # Selected, not multiplied: the entropy of a row that gets no gradient may be NaN.
+    # Selected, not multiplied: the entropy of a row without gradient may be NaN.
     return Coefficients(a, torch.where(g_entropy != 0, b - g_entropy * entropy, b), -g_entropy)
 
 
 class Blocks:
-    """The scores of one head, block by block, into buffers that are used again."""
+    """Compute the scores of a head block by block, into buffers that are reused."""
 
     def __init__(self, x_ND: Tensor, w_VD: Tensor, bias_V: Tensor | None, head: Head) -> None:
         self.w, self.bias, self.head = w_VD, bias_V, head
@@ -62,11 +63,12 @@ class Blocks:
         self.spare = torch.empty_like(self.scores)
 
     def weight(self, lo: int, hi: int) -> Tensor:
+        """Return rows [lo, hi) of W in float32."""
         return self.w[lo:hi].float()
 
     def logits(self, x: Tensor, w: Tensor, lo: int) -> tuple[Tensor, Tensor | None]:
-        """Logits / log 2 of scaled hidden `x` and the columns `w` from `lo` on, and the tanh's
-        slope (None without softcap).
+        """Return logits / log 2 of scaled hidden `x` and the columns `w` from `lo` on, and the
+        slope of the tanh (None without softcap).
         """
         z = self.scores[: x.shape[0] * w.shape[0]].view(x.shape[0], w.shape[0])
         torch.mm(x, w.t(), out=z)
@@ -79,10 +81,15 @@ class Blocks:
         return z.mul_(self.head.out_scale), slope
 
     def like(self, z: Tensor) -> Tensor:
+        """Return the spare buffer in the shape of `z`."""
         return self.spare[: z.numel()].view_as(z)
 
 
 class Forward(NamedTuple):
+    """Hold logp, entropy and lse, float32 [N], and E_p[slope * W], float32 [N, D] (None if not
+    computed).
+    """
+
     logp: Tensor
     entropy: Tensor
     lse: Tensor
@@ -99,8 +106,8 @@ def forward(
     entropy: bool = True,
     expected: bool = False,
 ) -> Forward:
-    """logp, entropy and log-sum-exp, float32 [N]; where `expected`, also E_p[slope * W], float32
-    [N, D].
+    """Return logp, entropy and log-sum-exp, float32 [N]; with `expected` also E_p[slope * W],
+    float32 [N, D].
     """
     blocks = Blocks(x_ND, w_VD, bias_V, head)
     parts = [
@@ -122,7 +129,9 @@ def forward(
 def _forward_rows(
     x: Tensor, y: Tensor, blocks: Blocks, entropy: bool, expected: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One block of rows: running maximum m, total = sum 2^(z-m), spread = sum (z-m) 2^(z-m)."""
+    """Process a block of rows with running maximum m, total = sum 2^(z-m), spread = sum (z-m)
+    2^(z-m).
+    """
     m, total, spread = x.new_full((len(x), 1), LOW), x.new_zeros(len(x), 1), x.new_zeros(len(x), 1)
     at_target = x.new_zeros(len(x))
     mean = x.new_zeros(x.shape if expected else 0)
@@ -149,7 +158,7 @@ def _forward_rows(
 
 
 class Gradients(NamedTuple):
-    """Gradients of hidden, weight and bias; None where not asked for."""
+    """Hold the gradients of hidden, weight and bias; None if not requested."""
 
     x: Tensor | None
     w: Tensor | None
@@ -160,8 +169,9 @@ def backward(
     x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, co: Coefficients, lse_N: Tensor, *,
     need_x: bool, need_w: bool, need_bias: bool, frozen_columns: int = 0,
 ) -> Gradients:  # fmt: skip
-    """Scores are computed again, one slab of columns at a time: dW[slab] is rounded once, dX adds
-    up in float32.
+    """Compute the gradients from scores that are computed again, a slab of columns at a time.
+
+    Each dW[slab] is rounded once; dX adds up in float32.
     """
     blocks = Blocks(x_ND, w_VD, bias_V, head)
     scaled = x_ND.float() * head.in_scale
@@ -196,7 +206,7 @@ def backward(
             if dx is not None:
                 dx[rows].addmm_(dz, w)
             if dw_slab is not None:
-                # Here scaled = in_scale * x; alpha takes the factor out again.
+                # scaled = in_scale * x; alpha removes this factor.
                 dw_slab.addmm_(dz.t(), scaled[rows, first:], alpha=1.0 / head.in_scale)
             if db is not None:
                 db[cols] += dz.sum(0)
@@ -212,7 +222,9 @@ def backward(
 def logit_gradient(
     log2p: Tensor, y: Tensor, co: Coefficients, scale: float, spare: Tensor
 ) -> Tensor:
-    """a [i = y] + p_i (b + c log p_i), times `scale`. Overwrites `log2p` (log p / log 2, [N, C])."""
+    """Return a [i = y] + p_i (b + c log p_i), times `scale`. Overwrites `log2p` (log p / log 2, [N,
+    C]).
+    """
     inside = ((y >= 0) & (y < log2p.shape[1])).nonzero().squeeze(1)
     if co.c is None:
         dz = torch.exp2(log2p, out=log2p).mul_((co.b * scale).unsqueeze(1))
@@ -235,8 +247,8 @@ def backward_frozen(
     target_slope: Tensor | None,
     expected_ND: Tensor,
 ) -> Tensor:
-    """dX of a head without gradient from the forward's E_p[slope * W]: a slope_y W[y] + b E. No
-    scores are needed.
+    """Return dX of a head without gradient: a slope_y W[y] + b E, with E = E_p[slope * W] from the
+    forward. No scores are needed.
     """
     a = co.a if target_slope is None else co.a * target_slope
     return (
@@ -249,8 +261,8 @@ def backward_frozen(
 def saved_forward(
     x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, kept_NV: Tensor, *, entropy: bool
 ) -> Forward:  # fmt: skip
-    """The same as `forward` in one piece, and log p written to `kept_NV`. For problems that fit the
-    budget of bytes.
+    """Compute `forward` for all columns at once, and write log p to `kept_NV`. For problems that
+    fit the byte budget.
     """
     factor = head.out_scale * LN2 if head.softcap is not None else 1.0
     z = torch.mm(
@@ -273,11 +285,12 @@ def saved_forward(
 
 
 def _times(tensor: Tensor, factor: float) -> Tensor:
+    """Return the tensor times the factor, without a copy if the factor is 1."""
     return tensor if factor == 1.0 else tensor * factor
 
 
 def _beside(dw: Tensor, zeros: int) -> Tensor:
-    """`zeros` columns of zeros before a gradient."""
+    """Return the gradient with `zeros` columns of zeros before it."""
     return dw if zeros == 0 else torch.nn.functional.pad(dw, (zeros, 0))
 
 
@@ -285,7 +298,9 @@ def saved_backward(
     x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, co: Coefficients, lse_N: Tensor,
     kept_TV: Tensor, at_N: Tensor | None, *, need_x: bool, need_w: bool, need_bias: bool, frozen_columns: int = 0,
 ) -> Gradients:  # fmt: skip
-    """`backward` from the kept log p; row i of x was row at_N[i] there (None: i)."""
+    """Compute the gradients from the saved log p; row i of x is row at_N[i] of `kept_TV` (None: row
+    i).
+    """
     logp_NV = kept_TV[: len(x_ND)] if at_N is None else kept_TV[at_N]
     p = torch.exp2(logp_NV * LOG2E)
     slope = None

@@ -1,24 +1,23 @@
-"""The kernels of `linear_logprob` for CUDA. Same functions as linear_logprob_torch.py, same
+"""Implement the CUDA kernels of `linear_logprob`: same functions as linear_logprob_torch.py, same
 formula, units of log 2.
 
-Why these tiles (H100: 132 SMs, 2048 bf16 multiply-adds a clock and SM, 227 KiB of shared memory,
-64K registers; others: tiles.py):
+Reasons for these tiles (H100: 132 SMs, 2048 bf16 multiply-adds per clock and SM, 227 KiB of shared
+memory, 64K registers; other GPUs: kernels/tiles.py):
 - A 128 x 256 tile takes 16 D clocks of tensor core. Its epilogue takes about 2048 clocks of exp2
-  (16 a clock) and as many of
-  other arithmetic, during which the tensor cores idle. At D = 4096 that is 6%, at D = 896 it would
-  be 25%.
-- So large D: 128 x 256 x 64, 8 warps, 4 stages (192 KiB), the best ratio of operations to bytes
-  loaded (85 a byte).
-  Small D: 128 x 128 x 64, 4 warps, 3 stages (96 KiB), so that two programs share an SM and one's
-  epilogue runs under the other's products, at the price of a third more loads from L2.
-- Work items are (128 rows) x (1/132 of the vocabulary), so that 128 rows fill a GPU of 132 SMs, and
-  every multiple of them; within
-  a slab of 16384 columns 1/33 of it, about two tiles. Items are ordered 16 row blocks at a time: at
-  D = 4096, 2048 rows of hidden states (16 MiB) stay in L2 while W streams by.
-- The loops over tiles are flattened into the ones over D, so that loads of the next tile start
-  before the epilogue of this one. The split of the vocabulary depends on V alone, like the tiles: a
-  token's logprob has the same bits in every batch, with and without [T, V] kept. Not under
-  `expected`, whose sums go slab by slab.
+  (16 per clock) and as many of other arithmetic, during which the tensor cores idle. At D = 4096
+  that is 6%, at D = 896 it would be 25%.
+- Large D therefore uses 128 x 256 x 64, 8 warps, 4 stages (192 KiB), the best ratio of operations
+  to bytes loaded (85 per byte). Small D uses 128 x 128 x 64, 4 warps, 3 stages (96 KiB): two
+  programs then share an SM, and the epilogue of either runs during the products of the other, at
+  the price of a third more loads from L2.
+- Work items are (128 rows) x (1/132 of the vocabulary), so that any multiple of 128 rows fills a
+  GPU of 132 SMs; within a slab of 16384 columns they are (128 rows) x (1/33 of the slab), about two
+  tiles. Items are ordered 16 row blocks at a time: at D = 4096, 2048 rows of hidden states (16 MiB)
+  stay in L2 while W streams by.
+- The loops over tiles are flattened into the loops over D, so that loads of the next tile start
+  before the epilogue of the current tile. The split of the vocabulary depends on V alone, like the
+  tiles: a token's logprob has the same bits in every batch, with and without [T, V] saved.
+  Exception: `expected`, where sums are computed slab by slab.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ import triton.language as tl
 
 from kernels.common import LN2
 
-# The vocabulary in this many parts where one launch goes over all of it, and where it goes over a
-# slab of 16384 columns.
+# Number of splits of the vocabulary for a launch over all of it, and for a launch over a slab of
+# 16384 columns.
 SPLITS = 132
 SLAB_SPLITS = 33
 GROUP = 16
-# Numbers that change from batch to batch. A variant for each that is 1 or divides by 16 would be
-# compiled in the midst of a run.
+# Arguments that change from batch to batch. Without do_not_specialize, Triton would compile a
+# variant for each argument that is 1 or a multiple of 16, in the middle of a run.
 BATCH = ("N", "col_base", "tiles", "tile_base", "split_base", "parts", "stride_exp", "exps")
 FLOOR = tl.constexpr(-1e30)
 TO_NATS = tl.constexpr(LN2)
@@ -45,8 +44,8 @@ TO_NATS = tl.constexpr(LN2)
 
 @triton.jit
 def _item_of(pid, N, SPLITS, GROUP: tl.constexpr, BM: tl.constexpr):
-    """An item's (row block, split): GROUP row blocks side by side, then the next split of the same
-    rows.
+    """Return the (row block, split) of an item: GROUP row blocks in turn, then the next split of
+    the same rows.
     """
     blocks = tl.cdiv(N, BM)
     group = pid // (GROUP * SPLITS)
@@ -57,13 +56,15 @@ def _item_of(pid, N, SPLITS, GROUP: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def _item(N, SPLITS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr):
-    """This program's (row block, split)."""
+    """Return this program's (row block, split)."""
     return _item_of(tl.program_id(0), N, SPLITS, GROUP, BM)
 
 
 @triton.jit
 def _tile_range(split, tiles, SPLITS: tl.constexpr):
-    """Tiles [begin, end) of a split; the first ones take one more where they do not divide."""
+    """Return the tiles [begin, end) of a split; if the split is uneven, the first splits have an
+    extra tile.
+    """
     each = tiles // SPLITS
     extra = tiles - each * SPLITS
     begin = split * each + tl.minimum(split, extra)
@@ -76,14 +77,16 @@ def _products(
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x[row0 : row0 + BM] @ w[col0 : col0 + BN].T in float32; rows and columns outside are zeros."""
+    """Return x[row0 : row0 + BM] @ w[col0 : col0 + BN].T in float32; rows and columns outside are
+    zeros.
+    """
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(0, D, BK):
         if DESCRIPTORS:
             a = x.load([row0, k])
             b = w.load([col0, k])
         else:
-            # int64: N * stride passes 2^31 at 32k tokens of a large model.
+            # int64: N * stride exceeds 2^31 at 32k tokens of a large model.
             rows = (row0 + tl.arange(0, BM)).to(tl.int64)[:, None]
             cols = (col0 + tl.arange(0, BN)).to(tl.int64)[:, None]
             depth = k + tl.arange(0, BK)[None, :]
@@ -100,7 +103,9 @@ def _products(
 def _logits(
     acc, bias_ptr, cols, V, in_scale, out_scale, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr
 ):
-    """Logits / log 2 from raw products, and the tanh's slope (all ones without softcap)."""
+    """Return logits / log 2 from raw products, and the slope of the tanh (not computed without
+    softcap).
+    """
     z = acc * in_scale
     if HAS_BIAS:
         bias = tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32) * in_scale
@@ -122,12 +127,12 @@ def _forward_kernel(
     DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     ENTROPY: tl.constexpr, KEEP: tl.constexpr, KEEP_SLOPE: tl.constexpr,
 ):  # fmt: skip
-    """Over this split's tiles: maximum m, sum 2^(z-m), sum (z-m) 2^(z-m) to part[:, split, row];
-    the target's z to target[row].
+    """Process this split's tiles: store maximum m, sum 2^(z-m), sum (z-m) 2^(z-m) to part[:, split,
+    row], and the target's z to target[row].
 
-    KEEP: also 2^(z-k) (times the tanh's slope where KEEP_SLOPE) to kept[row, column - col_base] and
-    k to exp[tile, row]. k is the row's reference if the tile's maximum is at most `headroom` above
-    it, else that maximum, rounded up.
+    KEEP: also store 2^(z-k) (times the slope of the tanh if KEEP_SLOPE) to kept[row, column -
+    col_base] and k to exp[tile, row]. k is the row's reference if the tile's maximum is at most
+    `headroom` above it, else that maximum, rounded up.
     """
     block, split = _item(N, SPLITS, GROUP, BM)
     begin, end = _tile_range(split, tiles, SPLITS)
@@ -161,11 +166,11 @@ def _forward_kernel(
             PRECISION,
         )
         z, slope = _logits(acc, bias_ptr, cols, V, in_scale, out_scale, HAS_BIAS, SOFTCAP)
-        # Columns past V exist only in the tile: below every real logit before the maximum, and then
-        # exactly 0.
+        # Columns past V exist only in the tile: they lie below every real logit before the maximum,
+        # and are exactly 0 after it.
         z = tl.where((cols < V)[None, :], z, FLOOR)
         hit = (y >= col0) & (y < col0 + BN)
-        # one tile in V / BN holds a row's target; the others skip the search
+        # only a single tile of V / BN holds a row's target; the others skip the search
         if tl.max(hit.to(tl.int32), 0) > 0:
             tl.store(
                 target_ptr + rows,
@@ -181,12 +186,13 @@ def _forward_kernel(
             spread = decay * (spread + (m - new_m) * total) + tl.sum(shifted * e, 1)
         total = decay * total + tl.sum(e, 1)
         m = new_m
-        # after the sums and from z again: a second exp2, but z and e both alive would spill
-        # registers
+        # after the sums and from z: this needs a second exp2, but keeping both z and e alive would
+        # spill registers
         if KEEP:
             k = tl.where(tile_max <= ref + headroom, ref, tl.ceil(tile_max))
             kept = tl.exp2(z - k[:, None])
-            if KEEP_SLOPE:  # from z, so that the slope need not stay alive from the tanh to here
+            # from z, so that the slope need not stay alive in registers since the tanh
+            if KEEP_SLOPE:
                 t = z * (1.0 / out_scale)
                 kept *= 1.0 - t * t
             where = (
@@ -219,7 +225,9 @@ def _combine_kernel(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The splits' numbers of each row, always in the same order, to logp, entropy and lse in nats."""
+    """Combine the statistics of a row's splits, always in the same order, to logp, entropy and lse
+    in nats.
+    """
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     plane = parts * N.to(tl.int64)
     m = tl.full((BLOCK,), FLOOR, tl.float32)
@@ -248,7 +256,9 @@ def _combine_kernel(
 
 @triton.jit
 def _gradient(log2p, p, cols, y, a, b, c, HAS_C: tl.constexpr):
-    """a [i = y] + p (b + c log p); a, b, c already hold the factor from logit to raw score."""
+    """Return a [i = y] + p (b + c log p); a, b, c already include the factor from logit to raw
+    score.
+    """
     factor = b[:, None]
     if HAS_C:
         factor = factor + (c * TO_NATS)[:, None] * log2p
@@ -263,8 +273,8 @@ def _dlogits_kernel(
     DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_C: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one slab of columns again, and from them the gradient of the raw scores, in the
-    operands' dtype.
+    """Compute the scores of a slab of columns again, and from them the gradient of the raw scores
+    in the operands' dtype.
     """
     block, split = _item(N, SPLITS, GROUP, BM)
     begin, end = _tile_range(split, tiles, SPLITS)
@@ -317,11 +327,11 @@ def _saved_dlogits_kernel(
     N, V, col_base, tile_base, tiles, stride_kept, stride_exp, stride_out, out_scale,
     BM: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, HAS_AT: tl.constexpr,
 ):  # fmt: skip
-    """The gradient without an entropy's from the kept 2^(z-k) and k: one read and one write of a
-    slab. `at` maps a row to its kept row.
+    """Compute the gradient (without an entropy gradient) from the saved 2^(z-k) and k: a single
+    read and write of a slab.
 
-    The target's log p is the forward's own: the kept value may have underflowed, and it carries a
-    rounding that a - p b would show.
+    `at` maps a row to its saved row. The target's log p comes from the forward: the saved value may
+    have underflowed, and its rounding would show in a - p b.
     """
     tile = tl.program_id(0) % tiles
     rows = tl.program_id(0) // tiles * BM + tl.arange(0, BM)
@@ -345,7 +355,7 @@ def _saved_dlogits_kernel(
     dz = p * b[:, None] + tl.where(hit, a[:, None], 0.0)
     if SOFTCAP:
         # A score so low that 2^(z-k) is 0 adds nothing, unless it is the target's; any finite
-        # stand-in for its logarithm will do.
+        # substitute for its logarithm is sufficient.
         z = tl.log2(tl.where(kept > 0.0, kept, 1.0)) + tl.where(kept > 0.0, k[:, None], FLOOR)
         t = tl.maximum(tl.where(hit, (logp2 + lse2)[:, None], z) / out_scale, -1.0)
         dz *= 1.0 - t * t
@@ -359,8 +369,8 @@ def _saved_dlogits_kernel(
 def _align_kernel(
     kept_ptr, exp_ptr, new_ptr, N, columns, tiles, stride_kept, stride_exp, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Brings a tile of kept values from its own exponents to the rows' common ones. Nearly always
-    nothing is to be done.
+    """Convert a tile of saved values from the tile's exponents to the rows' common exponents.
+    Usually the exponents are equal and nothing changes.
     """
     tile = tl.program_id(0) % tiles
     rows = tl.program_id(0) // tiles * BM + tl.arange(0, BM)

@@ -1,14 +1,16 @@
-"""Hopper's branch of the two kernels that multiply, for heads without bias and softcap: warps with
-tasks of their own.
+"""Implement the two matrix product kernels for Hopper with warp specialization, for heads without
+bias and softcap.
 
-One warp issues copies, two groups of four multiply 64 x 256 each and have an epilogue each, so that
-one's runs under the other's products (`warp_specialize` on the loop over tiles; descriptors have to
-be made in the kernel for that, the loop must not be flattened, and nothing of a tile's size may
-come out of a branch in it). An element is touched five times in the forward's epilogue: one
-multiply-add for the scale and what hides columns past V, maximum, difference, exp2, sum; once more
-for the entropy. A target is looked for in the few tiles that hold one, and is one of the terms of
-its own row's sum: by a dot product beside them it could come out above it. device_checks.py tries
-both kernels once on each device against the other branch, which is what everything else uses.
+A producer warp issues copies. Two groups of four warps multiply 64 x 256 each, so that the epilogue
+of either group runs during the products of the other (`warp_specialize` on the loop over tiles).
+For that, descriptors must be made in the kernel, the loop must not be flattened, and nothing of a
+tile's size may come out of a branch in the loop.
+
+The forward's epilogue touches an element five times: a multiply-add for the scale and the mask of
+columns past V, maximum, difference, exp2, sum; a sixth time for the entropy. The target is searched
+only in the few tiles that hold it, and is a term of its row's sum: computed by a separate dot
+product it could exceed that sum. device_checks.py compares both kernels once per device with the
+other branch, which all other cases use.
 """
 
 from __future__ import annotations
@@ -34,11 +36,12 @@ def _forward_ws_kernel(
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr, ENTROPY: tl.constexpr, KEEP: tl.constexpr, HALVES: tl.constexpr, WS: tl.constexpr,
 ):  # fmt: skip
-    """_forward_kernel over all columns; V and the strides are those of rows that begin at 16 bytes.
+    """Compute _forward_kernel over all columns; V and the strides describe rows that begin at
+    multiples of 16 bytes.
 
-    KEEP: also 2^(z-k) to kept[row, column] and k, the tile's maximum rounded up, to exp[.., row],
-    as often as the readers' tiles are narrower (HALVES). By the copy engine: through pointers the
-    store spilled 1.5 KB of registers a thread.
+    KEEP: also store 2^(z-k) to kept[row, column] and k, the tile's maximum rounded up, to exp[..,
+    row]. k is stored HALVES times, as the readers' tiles are narrower by that factor. The copy
+    engine stores the values: a store through pointers spilled 1.5 KB of registers for each thread.
     """
     x = tl.make_tensor_descriptor(x_ptr, [N, D], [stride_x, 1], [BM, BK])
     w = tl.make_tensor_descriptor(w_ptr, [V, D], [stride_w, 1], [BN, BK])
@@ -97,9 +100,10 @@ def _dlogits_ws_kernel(
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr, HAS_C: tl.constexpr, WS: tl.constexpr,
 ):  # fmt: skip
-    """_dlogits_kernel of a slab by as many programs as there are SMs: each takes every so-manyth
-    (row block, tile), so that none waits for the last of a split. No number depends on who computes
-    it.
+    """Compute _dlogits_kernel of a slab with as many programs as SMs.
+
+    Each program takes every num_programs-th (row block, tile), so that no program waits for the end
+    of a split. The numbers do not depend on the assignment.
     """
     x = tl.make_tensor_descriptor(x_ptr, [N, D], [stride_x, 1], [BM, BK])
     w = tl.make_tensor_descriptor(w_ptr, [V, D], [stride_w, 1], [BN, BK])

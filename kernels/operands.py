@@ -1,5 +1,5 @@
-"""Operands as the kernels and cuBLAS take them: aligned rows, descriptors, products that add up in
-float32.
+"""Prepare operands for the kernels and cuBLAS: aligned rows, tensor descriptors, products that
+accumulate in float32.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ Operand: TypeAlias = Tensor | TensorDescriptor
 
 
 def interpreting() -> bool:
-    """Whether Triton runs its kernels in Python (TRITON_INTERPRET=1), for tests without a GPU."""
+    """Return whether Triton runs its kernels in Python (TRITON_INTERPRET=1), for tests without a
+    GPU.
+    """
     return bool(triton.knobs.runtime.interpret)
 
 
 def mm32(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32 from operands of lower precision, without rounding in between."""
+    """Return a @ b in float32 from operands of lower precision, without intermediate rounding."""
     if a.dtype == torch.float32:
         return a @ b
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
 def add_mm_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, with `total` in float32; in one pass over it where torch has that product (8
-    bytes an element fewer).
+    """Add a @ b to the float32 tensor `total` in place.
+
+    If torch has that product, a single pass over `total` does it (8 bytes fewer for each element).
     """
     if a.dtype == torch.float32:
         total.addmm_(a, b)
@@ -42,17 +45,21 @@ def add_mm_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def cut_rows(tensor: Tensor, rows: slice) -> Tensor:
-    """tensor[rows]; without Python's indexing, which asks a device even of tensors that have none."""
+    """Return tensor[rows] without Python's indexing, which queries the device even for fake
+    tensors.
+    """
     return tensor.narrow(0, rows.start, rows.stop - rows.start)
 
 
 def operand(tensor: Tensor) -> Tensor:
-    """As the copy engine needs it, rows that begin at 16 bytes, or fast loads through pointers,
-    whose strides Triton takes for aligned where they are multiples of 16 elements; elements side by
-    side.
+    """Return the tensor with rows aligned as the copy engine or fast pointer loads require.
 
-    Rows of another length get zeros at their end, which no product notices. Unaligned ones are ten
-    times slower than the copy.
+    The copy engine (TMA) needs rows that begin at multiples of 16 bytes. Loads through pointers are
+    fast if Triton takes the strides for aligned: multiples of 16 elements. The elements of a row
+    must be contiguous.
+
+    Other row lengths are padded with zeros, which change no product. Unaligned loads are ten times
+    slower than the copy.
     """
     lines = 16 // tensor.element_size() if device_of(tensor).descriptors else 16
     missing = -tensor.shape[1] % lines
@@ -63,12 +70,13 @@ def operand(tensor: Tensor) -> Tensor:
 
 
 def _address(tensor: Tensor) -> int:
-    # a fake tensor has none
+    """Return the address of the tensor's data, or 0 for a fake tensor."""
+    # a fake tensor has no address
     return 0 if type(tensor) not in (Tensor, torch.nn.Parameter) else tensor.data_ptr()
 
 
 def matmul_options(x: Tensor, w: Tensor, tiles: Tiles) -> tuple[Operand, Operand, dict[str, Any]]:
-    """x and w as the kernels take them, and the compile-time options of every kernel that
+    """Return x and w as kernel arguments, and the compile-time options of every kernel that
     multiplies.
     """
     descriptors = device_of(x).descriptors and x.shape[1] > 0

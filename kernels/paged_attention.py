@@ -1,11 +1,17 @@
-"""`attend_pages`: attention of one query a row over keys and values in pages; pages that a group of
-rows shares are read once for it.
+"""Compute attention of a single query per row over keys and values in pages; pages shared by a
+group of rows are read once for the group.
 
-Three ways of one function. Gathered: pages side by side, in float32: the definition, and what runs
-off CUDA. Ours: kernels in paged_attention_triton.py. Torch's own varlen attention over block tables
-(not before torch 2.13), with one split: with more, only some rows are written (pytorch#194167). On
-CUDA the first of the last two that gives the gathered numbers in a trial on the device. Shapes: R
-rows, H query heads, K key heads, D head width, B pages of a table, S positions of a page, G groups.
+Three backends implement the function:
+- gathered: pages gathered into a dense tensor, in float32. It is the definition, and runs without
+  CUDA.
+- triton: the kernels in paged_attention_triton.py.
+- varlen: torch's varlen attention over block tables (torch 2.13 or newer), with a single split:
+  with more splits, only some rows are written (pytorch#194167).
+On CUDA the function uses the first of triton and varlen that gives the gathered numbers in a trial
+on the device.
+
+Shapes: R rows, H query heads, K key heads, D head size, B pages of a block table, S positions of a
+page, G groups.
 """
 
 from __future__ import annotations
@@ -27,15 +33,17 @@ WAYS = ("triton", "varlen", "gathered")
 def attend_pages(
     q: Tensor, kv: Tensor, table: Tensor, length: Tensor, shared: SharedPages | None = None
 ) -> Tensor:
-    """Attention output [R, H, D], scores scaled by D ** -0.5; no row sees another. No gradient;
-    nothing waits for the device.
+    """Return the attention output [R, H, D], with scores scaled by D ** -0.5; no row sees another
+    row.
+
+    No gradient. Nothing waits for the device.
 
     Args: q [R, H, D]; kv [2, pages, S, K, D], keys and values, the last two dimensions contiguous;
-    table int32 [R, B] of the pages that are a row's own; length int32 [R] of its positions there, 1
-    at least; `shared`: the pages before those.
+    table int32 [R, B], the block table of each row's private pages; length int32 [R], the number of
+    positions in these pages, at least 1; `shared`: the pages before them.
     """
-    way = "gathered" if not q.is_cuda else _way(q, kv)
-    return _by(way, q, kv, table, length, shared)
+    backend = "gathered" if not q.is_cuda else _way(q, kv)
+    return _by(backend, q, kv, table, length, shared)
 
 
 # ------------------------------------------------------------------------------------- torch's ways
@@ -49,12 +57,14 @@ def merged(
     length: Tensor,
     shared: SharedPages | None,
 ) -> Tensor:
-    """Own pages and the group's by themselves, then by their log-sum-exp."""
+    """Attend to the private pages and to the group's pages separately, then merge both by their
+    log-sum-exp.
+    """
     rows = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
     out, lse = read(q, kv, rows, None, table, length, 1)
     if shared is None:
         return out
-    more, more_lse = read(
+    shared_out, shared_lse = read(
         q.index_select(0, shared.order),
         kv,
         shared.starts,
@@ -63,11 +73,14 @@ def merged(
         shared.length,
         len(q),
     )
-    more, more_lse = more.index_select(0, shared.place), more_lse.index_select(0, shared.place)
-    weight = torch.sigmoid(more_lse - lse).unsqueeze(-1)  # e^a / (e^a + e^b)
-    both = torch.lerp(out.float(), more.float(), weight).to(out.dtype)
-    # what was read for rows of no group says nothing
-    return torch.where(shared.shares.view(-1, 1, 1), both, out)
+    shared_out, shared_lse = (
+        shared_out.index_select(0, shared.place),
+        shared_lse.index_select(0, shared.place),
+    )
+    weight = torch.sigmoid(shared_lse - lse).unsqueeze(-1)  # e^a / (e^a + e^b)
+    combined = torch.lerp(out.float(), shared_out.float(), weight).to(out.dtype)
+    # the shared output of rows without a group is meaningless
+    return torch.where(shared.shares.view(-1, 1, 1), combined, out)
 
 
 def read_gathered(
@@ -79,11 +92,12 @@ def read_gathered(
     length: Tensor,
     most: int,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [R, H, D] and log-sum-exps [R, H] (float32) of queries over their sequences' pages.
-    No numbers where a length is 0.
+    """Return the outputs [R, H, D] and log-sum-exps [R, H] (float32) of queries over their
+    sequences' pages.
 
-    `group`: the sequence of each query (None: its own number), which `starts`, where each
-    sequence's queries begin, and `most`, how many queries a sequence has, say in another way.
+    The numbers are undefined where a length is 0. `group`: the sequence of each query (None: the
+    query's index). `starts`, the start of each sequence's queries, and `most`, the most queries of
+    a sequence, hold the same information for other backends.
     """
     table, length = (table, length) if group is None else (table[group], length[group])
     k, v = kv[:, table.long()].flatten(2, 3).float().unbind(0)  # [R, B S, K, D]
@@ -94,7 +108,8 @@ def read_gathered(
     hidden = torch.arange(k.shape[1], device=q.device) >= length[:, None]
     score = score.masked_fill(hidden[:, None, None], -torch.inf)
     lse = score.logsumexp(-1)
-    v = v.masked_fill(hidden[:, :, None, None], 0.0)  # whatever lies there, which 0 would not end
+    # the memory may hold NaN, which a weight of 0 would not remove
+    v = v.masked_fill(hidden[:, :, None, None], 0.0)
     out = torch.einsum("rkhl,rlkd->rkhd", (score - lse.unsqueeze(-1)).exp(), v)
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1)
 
@@ -109,8 +124,8 @@ def read_varlen(
     most: int,
     splits: int | None = 1,
 ) -> tuple[Tensor, Tensor]:
-    """As `read_gathered`, by torch's varlen attention. `splits`: None is torch's own choice, for
-    benches.
+    """Compute `read_gathered` by torch's varlen attention. `splits`: None selects torch's choice,
+    for benchmarks.
     """
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
@@ -124,7 +139,7 @@ def read_varlen(
 
 @cache
 def varlen_has_pages() -> bool:
-    """Whether this torch's varlen attention knows block tables and one split."""
+    """Return whether this torch's varlen attention supports block tables and a single split."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -138,7 +153,8 @@ def varlen_has_pages() -> bool:
 
 
 def _way(q: Tensor, kv: Tensor) -> str:
-    # no device to ask: tensors without memory go the way of kernels
+    """Return the backend for tensors on CUDA."""
+    # without a device (fake tensors) choose the kernels
     if not triton_works(q) or not torch.cuda.is_available():
         return "triton"
     return _tried(q.device.index or 0, q.dtype, q.shape[1], kv.shape[3], q.shape[2], kv.shape[2])
@@ -148,30 +164,33 @@ def _way(q: Tensor, kv: Tensor) -> str:
 def _tried(
     index: int, dtype: torch.dtype, heads: int, key_heads: int, width: int, size: int
 ) -> str:
-    """The first way that gives the gathered numbers on this GPU; a way that fails says so once. Of
-    sizes as they will be asked for.
+    """Return the first backend that gives the gathered numbers on this GPU, tried at the sizes of
+    the call.
+
+    Warns once for each backend that fails.
     """
     q, kv, table, length, shared = trial_inputs(
         torch.device("cuda", index), dtype, heads, key_heads, width, size
     )
     exact = merged(read_gathered, q.float(), kv.float(), table, length, shared)
-    for way in WAYS[:-1] if varlen_has_pages() else WAYS[:1]:
+    for backend in WAYS[:-1] if varlen_has_pages() else WAYS[:1]:
         try:
-            found = _by(way, q, kv, table, length, shared)
-            apart = float((found.float() - exact).abs().max())
-            said = (
-                f"outputs are {apart:.2g} apart"
-                if not apart <= (1e-4 if dtype == torch.float32 else 2e-2)
+            output = _by(backend, q, kv, table, length, shared)
+            difference = float((output.float() - exact).abs().max())
+            problem = (
+                f"outputs are {difference:.2g} apart"
+                if not difference <= (1e-4 if dtype == torch.float32 else 2e-2)
                 else None
             )
         except torch.OutOfMemoryError:
             raise
-        except Exception as failure:  # noqa: BLE001  (a compiler, a driver: whatever it is, another way is there)
-            said = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:200]}"
-        if said is None:
-            return way
+        except Exception as failure:  # noqa: BLE001  (compiler or driver failure)
+            problem = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:200]}"
+        if problem is None:
+            return backend
         warnings.warn(
-            f"attention over pages by {way} is not right on this device ({said}); another way is taken",
+            f"paged attention by {backend} gives wrong results on this device ({problem}); using "
+            "another backend",
             stacklevel=2,
         )
     return "gathered"
@@ -180,19 +199,20 @@ def _tried(
 def _by(
     way: str, q: Tensor, kv: Tensor, table: Tensor, length: Tensor, shared: SharedPages | None
 ) -> Tensor:
+    """Compute the attention with the backend of that name."""
     if way == "triton":
-        from kernels.paged_attention_triton import attend_pages as work
+        from kernels.paged_attention_triton import attend_pages as attend
 
         with on_device(q):
-            return work(q, kv, table, length, shared)
+            return attend(q, kv, table, length, shared)
     return merged(read_varlen if way == "varlen" else read_gathered, q, kv, table, length, shared)
 
 
 def trial_inputs(
     device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, width: int, size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, SharedPages]:
-    """Two groups and two rows of none, whose own lengths end before, at and behind the end of a
-    page.
+    """Return inputs with two groups and two rows without a group; the rows' lengths end before, at
+    and after a page end.
     """
     g = torch.Generator(device).manual_seed(0)
     q = torch.randn(7, heads, width, generator=g, device=device).to(dtype)

@@ -1,12 +1,12 @@
-"""The kernels of `attend_pages`: every query head of a key head together, so that a key is read
+"""Implement `attend_pages` in Triton: all query heads of a key head together, so that a key is read
 once for all of them.
 
-A sequence's positions go to a fixed number of splits, which hangs on the number of rows alone, each
-an even share of its own length: a row's bits do not hang on its neighbours' lengths. The splits'
-outputs and log-sum-exps, and those of the group's pages, are put together by a third kernel; where
-there is one split and no group the first writes the output itself. float32 sums; units of log 2.
-Flash-decoding's shape (Dao et al., 2023); a group's part is its prompt read once for all queries of
-the group.
+The positions of a sequence are divided among a fixed number of splits. This number depends on the
+number of rows alone, and each split is an even share of the sequence's length, so a row's bits do
+not depend on the lengths of other rows. A third kernel merges the outputs and log-sum-exps of the
+splits and of the group's pages; with a single split and no group, the first kernel writes the
+output directly. Sums are float32, in units of log 2. The structure is that of flash-decoding (Dao
+et al., 2023); the part of a group is its prompt, read once for all queries of the group.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from kernels.operands import interpreting
 from kernels.shared_pages import SharedPages
 
 FLOOR = tl.constexpr(-1e30)
-# Programs that a launch should have at least: eight for each of an H100's 132 SMs. More splits than
-# 32 pay for their merging only.
+# The least number of programs of a launch, eight for each of an H100's 132 SMs, and the most
+# splits. More than 32 splits cost more in merging than they save.
 PROGRAMS, SPLITS = 1056, 32
-QUERIES = 64  # of a window of a group's rows, heads counted
-# numbers of a bucket of rows: a variant for each would be compiled in the midst of a run
+QUERIES = 64  # queries (rows times heads) of a window of a group's rows
+# Arguments that depend on the number of rows: without do_not_specialize, a variant of each would be
+# compiled in the middle of a run.
 BATCH = ("R", "splits", "first", "parts")
 
 # ------------------------------------------------------------------------------------------ kernels
@@ -35,7 +36,9 @@ BATCH = ("R", "splits", "first", "parts")
 
 @triton.jit
 def _share(length, split, splits, BN: tl.constexpr):
-    """Positions [begin, end) of a split: whole blocks, the last ones fewer or none."""
+    """Return the positions [begin, end) of a split: whole blocks; the last splits have fewer or
+    none.
+    """
     each = tl.cdiv(tl.cdiv(length, BN), splits) * BN
     begin = tl.minimum(split * each, length)
     return begin, tl.minimum(begin + each, length)
@@ -46,14 +49,14 @@ def _over_pages(
     q, m, total, acc, seen, k_ptr, v_ptr, table_ptr, begin, end, stride_page, stride_place, scale,
     S: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Maximum, sum and weighted values of queries q [BM, BLOCK] after positions [begin, end) too,
-    for the rows that `seen` [BM] says.
+    """Update maximum, sum and weighted values of queries q [BM, BLOCK] with positions [begin, end),
+    for the rows marked in `seen` [BM].
     """
     cols = tl.arange(0, BLOCK)
     for start in tl.range(begin, end, BN):
         n = start + tl.arange(0, BN)
         inside = n < end
-        if S % BN == 0:  # `begin` is a whole number of blocks, so a block lies in one page
+        if S % BN == 0:  # `begin` is a multiple of BN, so a block lies in a single page
             at = (
                 tl.load(table_ptr + start // S).to(tl.int64) * stride_page
                 + (start % S + tl.arange(0, BN)) * stride_place
@@ -88,8 +91,9 @@ def _own_kernel(
     K: tl.constexpr, REPEAT: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr,
     PARTIAL: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A row's query heads of one key head over a split of its own pages: to out[row, head, split]
-    and lse, or the output itself.
+    """Attend with a row's query heads of a key head over a split of the row's private pages.
+
+    PARTIAL: store to out[row, head, split] and lse; otherwise store the final output.
     """
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     begin, end = _share(tl.load(length_ptr + row), split, splits, BN)
@@ -125,8 +129,10 @@ def _shared_kernel(
     K: tl.constexpr, REPEAT: tl.constexpr, HEADS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BLOCK: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A window of rows, side by side in `order`, over a split of the pages of each group that it
-    meets; of HEADS heads REPEAT exist.
+    """Attend with a window of rows, consecutive in `order`, over a split of the pages of each group
+    in the window.
+
+    Of HEADS heads, REPEAT exist.
     """
     window, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i, j, cols = (
@@ -174,7 +180,7 @@ def _merge_kernel(
     SOME: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The parts of one head of one row, always in the same order. A part that saw nothing has a
+    """Merge the parts of a head of a row, always in the same order. A part without positions has a
     log-sum-exp of FLOOR.
     """
     at = tl.program_id(0).to(tl.int64)
@@ -202,16 +208,20 @@ def _merge_kernel(
 
 
 def splits_for(programs: int) -> int:
-    """Splits of each sequence where a launch would have so many programs without: a power of two."""
+    """Return the number of splits for each sequence, a power of two, for a launch that would have
+    this many programs without splits.
+    """
     return min(1 << max((PROGRAMS // programs).bit_length() - 1, 0), SPLITS)
 
 
 def sizes(width: int, itemsize: int, repeat: int) -> tuple[dict[str, int], int, int]:
-    """Tile and pipeline by the bytes of a key, so that any GPU's shared memory and registers hold
-    them; (options, BM, BM of a window).
+    """Choose tile and pipeline by the bytes of a key, so that they fit any GPU's shared memory and
+    registers.
+
+    Returns (options, BM, BM of a window).
     """
     block, heads = max(triton.next_power_of_2(width), 16), triton.next_power_of_2(repeat)
-    # 2 for float32, whose products take three, and for 256 numbers of bfloat16
+    # 2 for float32, which needs three products each, and for 256 numbers of bfloat16
     wide = max(block * itemsize // 256, itemsize // 2)
     options = {
         "D": width,
@@ -227,14 +237,15 @@ def sizes(width: int, itemsize: int, repeat: int) -> tuple[dict[str, int], int, 
 def attend_pages(
     q: Tensor, kv: Tensor, table: Tensor, length: Tensor, shared: SharedPages | None
 ) -> Tensor:
+    """Launch the kernels; arguments and result as in paged_attention.py."""
     (R, H, D), (_, _, S, K, _) = q.shape, kv.shape
     q = q if q.stride(2) == 1 else q.contiguous()
     repeat, heads = H // K, triton.next_power_of_2(H // K)
-    tile, one, several = sizes(D, q.element_size(), repeat)
-    windows = triton.cdiv(R, several // heads)
-    own = splits_for(R * K)
-    more = 0 if shared is None else splits_for(windows * K)
-    parts = own + more
+    tile, row_block, window_block = sizes(D, q.element_size(), repeat)
+    windows = triton.cdiv(R, window_block // heads)
+    row_splits = splits_for(R * K)
+    shared_splits = 0 if shared is None else splits_for(windows * K)
+    parts = row_splits + shared_splits
     out = q.new_empty((R, H, D))
     part = out if parts == 1 else q.new_empty((R, H, parts, D), dtype=torch.float32)
     lse = part if parts == 1 else q.new_empty((R, H, parts), dtype=torch.float32)
@@ -243,12 +254,12 @@ def attend_pages(
     options["PRECISION"] = "tf32x3" if q.dtype == torch.float32 else "ieee"
     scale = D**-0.5 * LOG2E
     if shared is not None:
-        _shared_kernel[(windows, K, more)](
-            q, kv, shared.order, shared.group, shared.shares, shared.table, shared.length, part, lse, R, more, own, parts,
-            *strides, shared.table.stride(0), scale, HEADS=heads, BM=several, **options,
+        _shared_kernel[(windows, K, shared_splits)](
+            q, kv, shared.order, shared.group, shared.shares, shared.table, shared.length, part, lse, R, shared_splits, row_splits, parts,
+            *strides, shared.table.stride(0), scale, HEADS=heads, BM=window_block, **options,
         )  # fmt: skip
-    _own_kernel[(R, K, own)](
-        q, kv, table, length, part, lse, own, parts, *strides, table.stride(0), scale, BM=one, PARTIAL=parts > 1, **options,
+    _own_kernel[(R, K, row_splits)](
+        q, kv, table, length, part, lse, row_splits, parts, *strides, table.stride(0), scale, BM=row_block, PARTIAL=parts > 1, **options,
     )  # fmt: skip
     if parts > 1:
         _merge_kernel[(R * H,)](

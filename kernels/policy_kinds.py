@@ -1,4 +1,4 @@
-"""What `policy_loss` knows by name, in the order that its kernels count them."""
+"""List the loss kinds, KL kinds and metrics of `policy_loss` in the order of the kernels."""
 
 KINDS = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
 KL_KINDS = ("k1", "k2", "k3")

@@ -1,21 +1,24 @@
-"""`policy_loss`: the value, the metrics and d/dlogp of a policy-gradient loss in one pass over flat
+"""Compute the value, the metrics and d/dlogp of a policy-gradient loss in a single pass over flat
 tokens.
 
-With lp the learner's logprob, q the sampler's, d = lp - q, r = exp(d), A the advantage, each loss
-is a SUM over active tokens:
+With lp the learner's logprob, q the behavior logprob, d = lp - q, r = exp(d), A the advantage, each
+loss is a SUM over active tokens:
     importance_sampling  -r A
-    ppo                  -min(r A, clip(r, lo, hi) A)                      arXiv 1707.06347, equation 7
-    cispo                -sg(clip(r, lo, hi)) lp A                         arXiv 2506.13585, equation 4
-    dro                  -(lp A - beta/2 d^2)                              arXiv 2405.19107
-    gspo                 ppo with r_t = sg(s) p / sg(p), s = exp(mean of d over the sequence's active tokens)   arXiv 2507.18071
-lo and hi are absolute ratios (0.8 and 1.2, not 0.2). A reference adds kl_coef times one estimator
-of KL(learner || reference):
-    k1  lp - ref                     its gradient is 0 in expectation: for measuring, not for training
+    ppo                  -min(r A, clip(r, lo, hi) A)    arXiv 1707.06347, equation 7
+    cispo                -sg(clip(r, lo, hi)) lp A       arXiv 2506.13585, equation 4
+    dro                  -(lp A - beta/2 d^2)            arXiv 2405.19107
+    gspo                 ppo with r_t = sg(s) p / sg(p), s = exp(mean of d over the sequence's
+                         active tokens)                  arXiv 2507.18071
+lo and hi are absolute ratios (0.8 and 1.2, not 0.2). With a reference, kl_coef times an estimator
+of KL(learner || reference) is added:
+    k1  lp - ref                     its gradient is 0 in expectation: for measuring, not for
+                                     training
     k2  (lp - ref)^2 / 2             its gradient is that of the KL, on policy
     k3  e^(ref - lp) - (ref - lp) - 1
-(each differentiated as it stands, and not weighted by r; the clients' `kl_coef`, in
-rl.losses.terms, gives all three the KL's gradient) Tokens that are not active are selected away
-before any exp: what stands there, NaN included, changes nothing.
+Each estimator is differentiated as written and not weighted by r; the clients' `kl_coef`, in
+rl.losses.terms, gives all three the gradient of the KL.
+
+Inactive tokens are selected away before any exp: their values, NaN included, change nothing.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ Bound = float | Tensor
 
 
 def sequence_means(d_T: Tensor, active_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The mean of d over the active tokens of each token's sequence, [T]; 0 where a sequence has
-    none.
+    """Return the mean of d over the active tokens of each token's sequence, [T]; 0 if a sequence
+    has none.
     """
     lengths = cu_seqlens.diff().long()
     owner_T = torch.repeat_interleave(
@@ -49,7 +52,7 @@ def _torch_pass(
     lp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor | None, ref: Tensor | None, low: Bound, high: Bound,
     cu_seqlens: Tensor | None, kind: str, beta: float, kl_coef: float, kl_kind: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The sums of METRICS (float32) and d loss / d lp [T]."""
+    """Return the sums of METRICS (float32) and d loss / d lp [T]."""
     active = torch.ones_like(lp, dtype=torch.bool) if mask is None else mask != 0
     lp, advantage = lp.where(active, 0.0), advantage.where(active, 0.0)
     d = lp - old.where(active, 0.0)
@@ -66,7 +69,7 @@ def _torch_pass(
         loss = grad = -r * advantage
     else:
         loss = -torch.minimum(r * advantage, clipped * advantage)
-        # so that a NaN stays one
+        # written so that a NaN stays a NaN
         grad = torch.where(r * advantage > clipped * advantage, 0.0, -r * advantage)
     kl = torch.zeros_like(lp)
     if ref is not None:
@@ -100,7 +103,7 @@ def forward_op(
     high_T: Tensor | None, cu_seqlens: Tensor | None, kind: str, low: float, high: float, beta: float, kl_coef: float,
     kl_kind: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The loss (float32 scalar), the sums of METRICS and d loss / d logp [T]."""
+    """Return the loss (float32 scalar), the sums of METRICS and d loss / d logp [T]."""
     if triton_works(logp):
         from kernels.policy_loss_triton import policy_loss_pass
 
@@ -124,7 +127,7 @@ def forward_op(
     else:
         flat = [t if t is None else t.float() for t in (logp, old, advantage, ref, low_T, high_T)]
         lower, upper = (low if flat[4] is None else flat[4]), (high if flat[5] is None else flat[5])
-        # torch.clamp wants two of a kind
+        # torch.clamp needs two tensors or two numbers
         if isinstance(lower, Tensor) != isinstance(upper, Tensor):
             lower, upper = (
                 torch.as_tensor(b, dtype=torch.float32, device=logp.device) for b in (lower, upper)
@@ -164,34 +167,43 @@ def policy_loss(
     ref_T: Tensor | None = None, cu_seqlens: Tensor | None = None, clip_low: Bound = 0.8, clip_high: Bound = 1.2,
     beta: float = 0.05, kl_coef: float = 0.0, kl_kind: str = "k2",
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """The loss of the module's table as a sum over active tokens, and sums of what to watch.
+    """Return a loss of the module's table as a sum over active tokens, and the sums of its metrics.
+
     Gradients reach logp_T alone.
 
     Args:
-        logp_T, old_T, advantage_T: [T], all sequences one after the other. mask_T: [T], nonzero (or True) where a token is
-            an action; None means all of them, which dro, gspo and a KL term refuse: they would train the prompt.
-        clip_low, clip_high: absolute ratios, numbers or one per token [T]. beta: of dro. kl_coef, kl_kind: of ref_T.
-        cu_seqlens: [S + 1], where sequences begin and end; gspo needs it.
+        logp_T, old_T, advantage_T: [T], all sequences concatenated.
+        mask_T: [T], nonzero (or True) where a token is an action. None means all tokens; dro, gspo
+            and a KL term reject None, because they would train the prompt.
+        clip_low, clip_high: absolute ratios, numbers or a value per token [T].
+        beta: coefficient of dro. kl_coef, kl_kind: of the KL to ref_T.
+        cu_seqlens: [S + 1], boundaries of the sequences; gspo needs it.
     Returns:
-        loss (float32 scalar) and a dict of float32 scalars on the device, no wait: the names of METRICS, all sums over
-        active tokens (`kl_v1` of q - lp, `kl_v2` of d^2 / 2, `ratio` of r, for gspo of s).
+        loss (float32 scalar) and a dict of float32 scalars on the device, without a wait: the names
+        of METRICS, all sums over active tokens (`kl_v1` of q - lp, `kl_v2` of d^2 / 2, `ratio` of
+        r, for gspo of s).
+    Raises:
+        ValueError: an unknown kind, a missing argument, or shapes and devices that do not fit.
     """
     if kind not in KINDS:
-        raise ValueError(f"{NAME}: kind is {kind!r}; expected one of {', '.join(KINDS)}")
+        raise ValueError(f"{NAME}: kind is {kind!r}; expected {', '.join(KINDS)}")
     if kl_kind not in KL_KINDS:
-        raise ValueError(f"{NAME}: kl_kind is {kl_kind!r}; expected one of {', '.join(KL_KINDS)}")
+        raise ValueError(f"{NAME}: kl_kind is {kl_kind!r}; expected {', '.join(KL_KINDS)}")
     if kl_coef != 0.0 and ref_T is None:
         raise ValueError(
-            f"{NAME}: kl_coef is {kl_coef} without ref_T; pass the reference's logprobs, or kl_coef=0.0"
+            f"{NAME}: kl_coef is {kl_coef} without ref_T; pass the reference's logprobs, or "
+            "kl_coef=0.0"
         )
     if mask_T is None and (kind in ("dro", "gspo") or kl_coef != 0.0):
-        what = kind if kind in ("dro", "gspo") else "a KL term"
+        consumer = kind if kind in ("dro", "gspo") else "a KL term"
         raise ValueError(
-            f"{NAME}: {what} needs mask_T, which tokens are actions; for all of them torch.ones_like(logp_T)"
+            f"{NAME}: {consumer} needs mask_T, which marks the action tokens; to train all tokens "
+            "pass torch.ones_like(logp_T)"
         )
     if kind == "gspo" and cu_seqlens is None:
         raise ValueError(
-            f"{NAME}: gspo needs cu_seqlens; for sequences of 3 and 2 tokens torch.tensor([0, 3, 5])"
+            f"{NAME}: gspo needs cu_seqlens; for sequences of 3 and 2 tokens pass "
+            "torch.tensor([0, 3, 5])"
         )
     low_T, high_T = (b if isinstance(b, Tensor) else None for b in (clip_low, clip_high))
     tokens: dict[str, Tensor | None] = {
@@ -220,7 +232,7 @@ def policy_loss_reference(
     ref_T: Tensor | None = None, cu_seqlens: Tensor | None = None, clip_low: Bound = 0.8, clip_high: Bound = 1.2,
     beta: float = 0.05, kl_coef: float = 0.0, kl_kind: str = "k2",
 ) -> Tensor:  # fmt: skip
-    """The loss as the formulas read, one sequence after the other, differentiated by autograd."""
+    """Compute the loss as the formulas read, sequence by sequence, differentiated by autograd."""
     ends = [0, len(logp_T)] if cu_seqlens is None else cu_seqlens.tolist()
     total = (logp_T * 0.0).nan_to_num().sum()
     for start, end in zip(ends, ends[1:], strict=False):

@@ -1,8 +1,9 @@
-"""The kernels of `policy_loss`: one launch over flat tokens (gspo: one more, for the sequence
-means) and a small fixed sum.
+"""Implement `policy_loss` in Triton: a single launch over flat tokens (gspo: another for the
+sequence means) and a small sum in a fixed order.
 
-About 32 bytes a token are moved, 1 MB for 32k tokens: a third of a microsecond of an H100's memory,
-so launches are the cost. The kind of loss is a compile-time constant; there is no branch per token.
+The kernel moves about 32 bytes for each token, 1 MB for 32k tokens: a third of a microsecond of an
+H100's memory bandwidth, so launches dominate the cost. The loss kind is a compile-time constant; no
+token branches on it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from kernels.policy_kinds import KINDS, KL_KINDS, METRICS
 
-# 1024 tokens a program: 32 programs for 32k tokens, each one wave of loads. Larger blocks leave SMs
-# idle.
+# 1024 tokens for each program: 32 programs for 32k tokens, each a single wave of loads. Larger
+# blocks leave SMs idle.
 BLOCK = 1024
 IMPORTANCE_SAMPLING, PPO, CISPO, DRO, GSPO = (tl.constexpr(i) for i in range(5))
 K1, K2 = (tl.constexpr(i) for i in range(2))
@@ -25,8 +26,8 @@ K1, K2 = (tl.constexpr(i) for i in range(2))
 def _sequence_mean_kernel(
     lp_ptr, old_ptr, mask_ptr, cu_ptr, out_ptr, T, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program a sequence: the mean of lp - q over its active tokens, written at each of its
-    tokens.
+    """Store the mean of lp - q over a sequence's active tokens at each of its tokens; a program for
+    each sequence.
     """
     start = tl.maximum(tl.load(cu_ptr + tl.program_id(0)).to(tl.int64), 0)
     end = tl.minimum(tl.load(cu_ptr + tl.program_id(0) + 1).to(tl.int64), T)
@@ -49,7 +50,7 @@ def _sequence_mean_kernel(
 
 @triton.jit
 def _kl_term(e, KL_KIND: tl.constexpr):
-    """The estimator of KL(learner || reference) at e = ref - lp, and its derivative by lp."""
+    """Return the estimator of KL(learner || reference) at e = ref - lp and its derivative by lp."""
     if KL_KIND == K1:
         kl = -e
         grad = tl.full(e.shape, 1.0, tl.float32)
@@ -57,7 +58,8 @@ def _kl_term(e, KL_KIND: tl.constexpr):
         kl = 0.5 * e * e
         grad = -e
     else:
-        # e^e - 1 loses digits near 0, where training lives: a Taylor series takes over there.
+        # e^e - 1 loses digits near 0, the usual range in training: a Taylor series replaces it in
+        # that range.
         series = e + e * e * (0.5 + e * (1.0 / 6.0 + e * (1.0 / 24.0)))
         expm1 = tl.where(tl.abs(e) < 0.02, series, tl.exp(e) - 1.0)
         kl = tl.where(
@@ -79,7 +81,7 @@ def _policy_loss_kernel(
     active = inside
     if HAS_MASK:
         active = active & (tl.load(mask_ptr + offs, mask=inside, other=0) != 0)
-    # Loads of inactive tokens give 0, so no NaN or infinity of theirs meets any arithmetic.
+    # Loads of inactive tokens return 0, so their NaN or infinity enters no arithmetic.
     lp = tl.load(lp_ptr + offs, mask=active, other=0.0).to(tl.float32)
     d = lp - tl.load(old_ptr + offs, mask=active, other=0.0).to(tl.float32)
     adv = tl.load(adv_ptr + offs, mask=active, other=0.0).to(tl.float32)
@@ -92,8 +94,8 @@ def _policy_loss_kernel(
     r = tl.exp(d)
     if KIND == GSPO:
         r = tl.exp(tl.load(mean_ptr + offs, mask=active, other=0.0))
-    # The device's own minimum and maximum drop a NaN, and a loss without one would hide it; so
-    # would a comparison.
+    # The device's default minimum and maximum drop a NaN, as would a comparison; the loss would
+    # then hide the NaN.
     clipped = tl.minimum(
         tl.maximum(r, lo, propagate_nan=tl.PropagateNan.ALL), hi, propagate_nan=tl.PropagateNan.ALL
     )
@@ -133,18 +135,18 @@ def policy_loss_pass(
     high_T: Tensor | None, cu_seqlens: Tensor | None, kind: str, low: float, high: float, beta: float, kl_coef: float,
     kl_kind: str, block: int = BLOCK,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The sums of METRICS (float32) and d loss / d logp (float32 [T])."""
+    """Return the sums of METRICS (float32) and d loss / d logp (float32 [T])."""
     tokens = logp.numel()
     grad = torch.empty_like(logp, dtype=torch.float32, memory_format=torch.contiguous_format)
     if tokens == 0:
         return grad.new_zeros(len(METRICS)), grad
     if mask is not None and mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
-    given = [
+    contiguous = [
         t if t is None else t.contiguous() for t in (logp, old, advantage, mask, ref, low_T, high_T)
     ]
-    lp, old, advantage = (t for t in given[:3] if t is not None)
-    mask, ref, low_T, high_T = given[3:]
+    lp, old, advantage = (t for t in contiguous[:3] if t is not None)
+    mask, ref, low_T, high_T = contiguous[3:]
     mean = lp
     if kind == "gspo" and cu_seqlens is not None:
         mean = torch.zeros_like(grad)

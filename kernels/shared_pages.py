@@ -1,6 +1,6 @@
-"""Which rows share which pages of a cache (see paged_attention.py).
+"""Describe which rows share which pages of a KV cache (see paged_attention.py).
 
-Shapes: R rows, G groups, B pages of a table.
+Shapes: R rows, G groups, B pages of a block table.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class SharedPages:
-    """Pages at the beginning of several rows' sequences, all of them full.
+    """Hold the full pages at the beginning of several rows' sequences.
 
-    `order` the rows by group, those of no group last; `place` where each row stands in it; `group`
-    of each of `order` (of no group: any).
+    `order`: the rows sorted by group, rows without a group last. `place`: the index of each row in
+    `order`. `group`: the group of each entry of `order` (any number for a row without a group).
     """
 
     order: Tensor  # [R] int64
     place: Tensor  # [R] int64
     group: Tensor  # [R] int64
-    shares: Tensor  # [R] bool, by row: whether it is of a group
-    starts: Tensor  # [G + 1] int32: where each group's rows begin in `order`
+    shares: Tensor  # [R] bool, by row: whether the row belongs to a group
+    starts: Tensor  # [G + 1] int32: start of each group's rows in `order`
     table: Tensor  # [G, B] int32
-    length: Tensor  # [G] int32, positions; of groups without rows 0
+    length: Tensor  # [G] int32, in positions; 0 for groups without rows

@@ -1,33 +1,37 @@
-"""How the vocabulary and the tokens are cut so that no [T, V] tensor exists, and how many bytes
-that takes.
+"""Split the vocabulary and the tokens so that no [T, V] tensor is needed, and estimate the bytes
+that this takes.
+
+A slab is a chunk of consecutive vocabulary columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-# dlogits of this many columns at a time: wide enough for cuBLAS, and 8192 x 16384 in bf16 is 256
+# dlogits of this many columns at a time: wide enough for cuBLAS; 8192 x 16384 in bf16 takes 256
 # MiB.
 SLAB_COLUMNS = 16_384
 SLAB_ELEMENTS = 1 << 27
 
 
 def slab_width(V: int, tile: int) -> int:
-    """Columns of a slab, a whole number of tiles: at most an eighth of V and SLAB_COLUMNS. The
-    number of tokens has no say in it.
+    """Return the columns of a slab, a multiple of `tile`: at most V / 8 and SLAB_COLUMNS, at least
+    `tile`.
+
+    The width does not depend on the number of tokens.
     """
     return max(min(SLAB_COLUMNS, V // 8) // tile * tile, tile)
 
 
 def slabs(V: int, tile: int) -> Iterator[tuple[int, int]]:
-    """(from, to) columns of each slab."""
+    """Iterate over the (from, to) columns of each slab."""
     width = slab_width(V, tile)
     return ((lo, min(lo + width, V)) for lo in range(0, V, width))
 
 
 def chunk_rows(rows: int, width: int, tile: int) -> int:
-    """How many rows go through a slab at a time: all of them, or a whole number of tiles within
-    SLAB_ELEMENTS.
+    """Return the number of rows that a slab processes at a time: all rows, or a multiple of `tile`
+    within SLAB_ELEMENTS.
     """
     return (
         rows if rows * width <= SLAB_ELEMENTS else max(SLAB_ELEMENTS // width // tile * tile, tile)
@@ -35,18 +39,20 @@ def chunk_rows(rows: int, width: int, tile: int) -> int:
 
 
 def whole_lines(columns: int) -> int:
-    """Columns, up to a multiple of 16: what Triton asks of a stride before it takes rows for
-    aligned. Others are read and written in pieces, which spills a kilobyte a thread.
+    """Return `columns` rounded up to a multiple of 16.
+
+    Triton requires this of a stride before it treats rows as aligned. Unaligned rows are read and
+    written in pieces, which spills a kilobyte for each thread.
     """
     return columns + -columns % 16
 
 
 def kept_bytes(tokens: int, V: int, itemsize: int, most: float) -> int:
-    """What the plans "saved" and "whole" hold on CUDA at a time, where `most` bytes may be kept; 0
-    where that is too little for them.
+    """Return the bytes that the plans "saved" and "whole" hold on CUDA at a time, if `most` bytes
+    may be saved; 0 if that is too little.
 
-    [T, V] of `itemsize`, float32 exponents [tiles, T] (of the narrowest tile, 128 columns: at
-    most), and under "whole" a gradient of that size.
+    The bytes count [T, V] of `itemsize`, float32 exponents [tiles, T] (at most: for the narrowest
+    tile, 128 columns), and under "whole" a gradient of the same size as [T, V].
     """
     scores, room = tokens * V * itemsize, tokens * whole_lines(V) * itemsize
     return (
@@ -55,11 +61,11 @@ def kept_bytes(tokens: int, V: int, itemsize: int, most: float) -> int:
 
 
 def head_bytes(tokens: int, D: int, V: int, itemsize: int, *, frozen: bool = False) -> int:
-    """The most that linear_logprob's kernels hold at a time beside their inputs, dW and what they
-    keep (`kept_bytes`).
+    """Return the most bytes that the kernels of linear_logprob hold at a time, besides their
+    inputs, dW and the saved tensors (`kept_bytes`).
 
-    `itemsize`: of the hidden states. `frozen`: the head gets no gradient, and the forward gathers
-    E_p[W] in place of a backward.
+    `itemsize`: bytes per element of the hidden states. `frozen`: the head gets no gradient, and the
+    forward accumulates E_p[W] in place of a backward.
     """
     tile = 256
     width = slab_width(V, tile)

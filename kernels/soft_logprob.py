@@ -1,9 +1,9 @@
-"""`soft_logprob`: hidden states and an LM head to the logprobs of K given tokens at each position,
+"""Compute the logprobs of K target tokens at each position from hidden states and an LM head,
 without logits.
 
-log p(y_k) = z_k - lse: the log-sum-exp (and the entropy) come from linear_logprob, whose memory is
-flat in the vocabulary; the K scores are products of a hidden state with K rows of W, a block of
-positions at a time.
+log p(y_k) = z_k - lse. The log-sum-exp and the entropy come from linear_logprob, with memory that
+does not grow with the vocabulary. The K scores are products of a hidden state with K rows of W, a
+block of positions at a time.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from kernels.common import under_autocast, without_autocast
 from kernels.linear_logprob import linear_logprob
 
 NAME = "soft_logprob"
-BLOCK = 1 << 24  # numbers of W's rows gathered at once, float32
+BLOCK = 1 << 24  # elements of W's rows gathered at a time, float32
 
 
 class _Scores(torch.autograd.Function):
-    """x_t . W[y_tk] in float32, [T, K]."""
+    """Compute the scores x_t . W[y_tk] in float32, [T, K], with their gradient."""
 
     @staticmethod
     def forward(ctx, x_TD: Tensor, w_VD: Tensor, y_TK: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class _Scores(torch.autograd.Function):
             ]
             dx = torch.cat(parts).to(x_TD.dtype) if parts else torch.zeros_like(x_TD)
         if ctx.needs_input_grad[1]:
-            # Rows of W that were asked for add up in float32 and are rounded once.
+            # The gradients of the selected rows of W add up in float32 and are rounded once.
             rows, at_TK = y_TK.unique(return_inverse=True)
             sums = torch.zeros(len(rows), w_VD.shape[1], dtype=torch.float32, device=w_VD.device)
             for x, g, at in _blocks(w_VD, y_TK, x_TD, g_TK, at_TK):
@@ -53,13 +53,15 @@ class _Scores(torch.autograd.Function):
 
 
 def _blocks(w_VD: Tensor, y_TK: Tensor, *tensors: Tensor):
+    """Iterate over the tensors in blocks of positions that gather at most BLOCK elements of W."""
     step = max(1, BLOCK // max(1, y_TK.shape[1] * w_VD.shape[1]))
     return zip(*(tensor.split(step) for tensor in tensors), strict=True) if len(y_TK) else ()
 
 
 def _check(target_TK: Tensor, vocab: int) -> None:
-    """Raises ValueError naming the first target outside [0, vocab), in whichever column. One wait
-    for the device.
+    """Check the targets of all columns; waits for the device once.
+
+    Raises ValueError naming the first target outside [0, vocab).
     """
     if target_TK.numel() == 0:
         return
@@ -67,8 +69,10 @@ def _check(target_TK: Tensor, vocab: int) -> None:
     if low < 0 or high >= vocab:
         t, k = ((target_TK < 0) | (target_TK >= vocab)).nonzero()[0].tolist()
         raise ValueError(
-            f"{NAME}: target[{t}, {k}] is {int(target_TK[t, k])}, outside [0, {vocab}), and no position is ignored here: do targets come "
-            "from this model's tokenizer? Give what counts for nothing any id in the range, and no weight"
+            f"{NAME}: target[{t}, {k}] is {int(target_TK[t, k])}, outside [0, {vocab}), and this "
+            "function ignores no position: check that targets come "
+            "from this model's tokenizer; give an unused target any id in the range and a weight "
+            "of 0"
         )
 
 
@@ -76,12 +80,12 @@ def soft_logprob(
     hidden_TD: Tensor, weight_VD: Tensor, target_TK: Tensor, bias_V: Tensor | None = None, temperature: float = 1.0,
     softcap: float | None = None, *, entropy: bool = True, checked: bool = False, **settings: object,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Logprobs [T, K] of the targets, and entropies [T] (None where not asked for), float32;
-    gradients as of linear_logprob.
+    """Return the logprobs [T, K] of the targets and the entropies [T] (None if `entropy` is False),
+    float32.
 
-    checked: every target is known to lie in [0, V), which spares a GPU's forward its wait.
-    `settings`: what linear_logprob takes as well. Raises ValueError for a target outside [0, V),
-    which is named; none is ignored.
+    Gradients are as in linear_logprob. `checked`: every target is known to lie in [0, V), which
+    saves a wait for the GPU. `settings`: further arguments of linear_logprob. No position is
+    ignored. Raises ValueError naming the first target outside [0, V).
     """
     cast = under_autocast(hidden_TD, weight_VD)
     hidden, weight = cast[0], cast[1]
@@ -89,7 +93,7 @@ def soft_logprob(
     y = target_TK.long()
     if not checked:
         _check(y, len(weight))
-    _, found, lse = linear_logprob(
+    _, entropies, lse = linear_logprob(
         hidden, weight, y[:, 0], bias=bias_V, temperature=temperature, softcap=softcap, entropy=entropy, checked=True,
         **settings,  # type: ignore[arg-type]
     )  # fmt: skip
@@ -97,4 +101,4 @@ def soft_logprob(
         z = _Scores.apply(hidden, weight, y)
         z = z if bias_V is None else z + bias_V.float()[y]
         z = z if softcap is None else softcap * torch.tanh(z / softcap)
-        return z / temperature - lse.unsqueeze(1), found
+        return z / temperature - lse.unsqueeze(1), entropies

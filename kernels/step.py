@@ -1,9 +1,9 @@
-"""What lies between the matrix products of a decoding step: residual and norm, rotation and cache,
-the gated activation.
+"""Compute the operations between the matrix products of a decode step: residual and norm, rotary
+embedding and KV cache write, gated activation.
 
-Each is one kernel on CUDA (step_triton.py) and plain torch elsewhere, which is its reference. No
-gradients. Shapes: N rows, E hidden width, F width of the MLP, H heads, K key heads, D head width, S
-positions of a page.
+Each operation is a single kernel on CUDA (kernels/step_triton.py) and plain torch elsewhere, which
+is its reference. No gradients. Shapes: N rows, E hidden size, F MLP size, H query heads, K key
+heads, D head size, S positions of a page.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ from kernels.common import on_device, triton_works
 
 
 def residual_rms(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """residual += x (None: nothing), in place and contiguous; its RMS norm times `weight` back."""
+    """Add x to the contiguous residual in place (None: add nothing); return the RMS norm of the sum
+    times `weight`.
+    """
     if triton_works(residual):
-        from kernels.step_triton import residual_rms as work
+        from kernels.step_triton import residual_rms as fused
 
         with on_device(residual):
-            return work(x, residual, weight, eps)
+            return fused(x, residual, weight, eps)
     if x is not None:
         residual.add_(x)
     return F.rms_norm(residual, weight.shape, weight, eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [.., 2 F], gates first."""
+    """Return silu(gate) * up of [.., 2 F], gates first."""
     if triton_works(gate_up):
-        from kernels.step_triton import silu_mul as work
+        from kernels.step_triton import silu_mul as fused
 
         with on_device(gate_up):
-            return work(gate_up)
+            return fused(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -42,18 +44,18 @@ def rope_append(
     qkv: Tensor, norm_qk: Tensor | None, eps: float, rope: Tensor, position_N: Tensor, kv: Tensor, page_N: Tensor, place_N: Tensor,
     heads: int,
 ) -> Tensor:  # fmt: skip
-    """Queries [N, H, D], normed and rotated; keys, likewise, and values go to the cache at each
-    row's page and place.
+    """Return queries [N, H, D], normalized and rotated; write keys (normalized and rotated) and
+    values to the cache at each row's page and place.
 
     Args: qkv [N, H + 2 K, D]; norm_qk weights [2, D] of queries and keys, None for no norm; rope
-    [2, positions, D] cosines and signed sines; kv [2, pages, S, K, D], its last two dimensions
+    [2, positions, D] cosines and signed sines; kv [2, pages, S, K, D], the last two dimensions
     contiguous.
     """
     if triton_works(qkv):
-        from kernels.step_triton import rope_append as work
+        from kernels.step_triton import rope_append as fused
 
         with on_device(qkv):
-            return work(qkv, norm_qk, eps, rope, position_N, kv, page_N, place_N, heads)
+            return fused(qkv, norm_qk, eps, rope, position_N, kv, page_N, place_N, heads)
     key_heads = (qkv.shape[1] - heads) // 2
     qk, v = qkv.split([heads + key_heads, key_heads], dim=1)
     if norm_qk is not None:

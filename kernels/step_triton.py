@@ -1,9 +1,9 @@
-"""The kernels of `step`: what lies between the matrix products of a decoding step, one read and one
-write of each number.
+"""Implement `step` in Triton: the operations between the matrix products of a decode step, with a
+single read and write of each number.
 
-float32 inside, rounded where torch rounds: the sum of the residual before the norm, the norm before
-its weight, the rotation's two products together. bfloat16 to float32 and back costs no instruction
-that waits, so all of them are bound by memory or the launch.
+Computation is float32, rounded where torch rounds: the residual sum before the norm, the norm
+before its weight, the two products of the rotation together. Casts between bfloat16 and float32
+cost no waiting instruction, so memory or the launch bounds every kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _residual_rms_kernel(
     HAS_X: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """residual += x; out = residual / rms(residual) * weight. One program a row."""
+    """Compute residual += x and out = residual / rms(residual) * weight, a program for each row."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < E
@@ -45,7 +45,7 @@ def _residual_rms_kernel(
 
 @triton.jit
 def _silu_mul_kernel(gate_up_ptr, out_ptr, F: tl.constexpr, BLOCK: tl.constexpr):
-    """silu(gate) * up of rows [gate, up]. A program a row and block of columns."""
+    """Compute silu(gate) * up of rows [gate, up], a program for each row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < F
@@ -61,15 +61,15 @@ def _rope_append_kernel(
     qkv_ptr, norm_ptr, rope_ptr, position_ptr, page_ptr, place_ptr, q_ptr, kv_ptr, eps, positions, plane, stride_page, stride_place,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: queries and keys normed and rotated, keys and values to the cache,
-    queries to q.
+    """Process a single head of a single row: normalize and rotate queries and keys, write keys and
+    values to the cache and queries to q.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     half: tl.constexpr = D // 2
     cols = tl.arange(0, BLOCK)
     mask = cols < D
-    # the channel that this one is turned with
+    # the channel that is rotated together with this channel
     other = tl.where(cols < half, cols + half, cols - half)
     at = qkv_ptr + (row * (H + 2 * K) + head) * D
     kind = qkv_ptr.dtype.element_ty
@@ -117,6 +117,7 @@ def _rope_append_kernel(
 
 
 def residual_rms(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Launch the kernel of kernels.step.residual_rms."""
     rows, width = residual.numel() // residual.shape[-1], residual.shape[-1]
     out = torch.empty_like(residual)
     block = triton.next_power_of_2(width)
@@ -128,6 +129,7 @@ def residual_rms(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float)
 
 
 def silu_mul(gate_up: Tensor, block: int = 1024) -> Tensor:
+    """Launch the kernel of kernels.step.silu_mul."""
     rows, width = gate_up.numel() // gate_up.shape[-1], gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], width))
     _silu_mul_kernel[(rows, triton.cdiv(width, block))](
@@ -140,6 +142,7 @@ def rope_append(
     qkv: Tensor, norm_qk: Tensor | None, eps: float, rope: Tensor, position_N: Tensor, kv: Tensor, page_N: Tensor, place_N: Tensor,
     heads: int,
 ) -> Tensor:  # fmt: skip
+    """Launch the kernel of kernels.step.rope_append."""
     rows, all_heads, width = qkv.shape
     key_heads = (all_heads - heads) // 2
     q = qkv.new_empty((rows, heads, width))

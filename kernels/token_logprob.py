@@ -1,8 +1,7 @@
-"""`token_logprob`: the target's logprob and the entropy of each token from logits that exist
-already.
+"""Compute the target's logprob and the entropy of each token from logits that already exist.
 
-One pass over the logits forward, one backward; the backward can write the gradient over the logits
-themselves.
+The forward makes a single pass over the logits, and so does the backward. The backward can write
+the gradient over the logits.
 """
 
 from __future__ import annotations
@@ -32,23 +31,25 @@ NAME = "token_logprob"
 
 
 def _chunks(logits_TV: Tensor) -> range:
+    """Return the row offsets of chunks that hold at most BLOCK logits."""
     return range(0, logits_TV.shape[0], max(1, BLOCK // logits_TV.shape[1]))
 
 
 def _scaled(logits: Tensor, head: Head) -> Tensor:
-    """Logits / log 2 after softcap and temperature, a float32 copy."""
+    """Return a float32 copy of the logits / log 2 after softcap and temperature."""
     z = (logits.float() * head.in_scale).clamp_(min=LOW)
     return z if head.softcap is None else z.tanh_().mul_(head.out_scale)
 
 
 def _pick(rows: Tensor, mask: Tensor) -> Tensor:
-    """rows[mask], without a copy where the mask keeps all of them."""
+    """Return rows[mask], without a copy if the mask selects all rows."""
     return rows if bool(mask.all()) else rows[mask]
 
 
 def _torch_forward(
     logits_TV: Tensor, y_T: Tensor, head: Head, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logp, entropy and lse, float32 [T], in plain torch."""
     out = torch.zeros((3, len(y_T)), dtype=torch.float32, device=logits_TV.device)
     chunks = _chunks(logits_TV)
     for lo in chunks:
@@ -70,8 +71,8 @@ def _torch_forward(
 def _torch_backward(
     logits_TV: Tensor, y_T: Tensor, head: Head, co: Coefficients, lse_T: Tensor, out_TV: Tensor
 ) -> None:
-    """Writes the gradient to `out_TV`, which may be `logits_TV`. Rows with all-zero coefficients
-    get zeros.
+    """Write the gradient to `out_TV`, which may be `logits_TV`. Rows with all-zero coefficients get
+    zeros.
     """
     active_T = (
         (co.a != 0) | (co.b != 0) if co.c is None else (co.a != 0) | (co.b != 0) | (co.c != 0)
@@ -110,7 +111,7 @@ def forward_op(
     ignore_index: int,
     inplace: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """logp, entropy and lse, float32 [T]. `inplace` is for the backward."""
+    """Return logp, entropy and lse, float32 [T]. `inplace` is for the backward."""
     check_targets(NAME, target, logits.shape[1], ignore_index)
     head = Head(temperature, softcap)
     if triton_works(logits) and logits.numel():
@@ -131,6 +132,7 @@ def _gradient(
     g_logp: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, logits: Tensor, target: Tensor, entropy: Tensor,
     lse: Tensor, temperature: float, softcap: float | None, ignore_index: int, out: Tensor,
 ) -> None:  # fmt: skip
+    """Write the gradient of the logits to `out`, which may be `logits`."""
     used = target != ignore_index
     a, b, c = (
         t if t is None else t.where(used, 0.0)
@@ -151,6 +153,7 @@ def backward_op(
     g_logp: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, logits: Tensor, target: Tensor, entropy: Tensor,
     lse: Tensor, temperature: float, softcap: float | None, ignore_index: int,
 ) -> Tensor:  # fmt: skip
+    """Return the gradient of the logits in a new tensor."""
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     _gradient(
         g_logp,
@@ -173,13 +176,15 @@ def _(g_logp, g_entropy, g_lse, logits, *_):
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-# Declared as changing `logits`: the dispatcher then bumps its version, which a kernel's own writes
-# would not, and autograd tells whoever still needs the old values instead of using the new ones.
+# Declared as changing `logits`: the dispatcher then increments the version of `logits`, which the
+# kernel's writes would not do. Autograd then raises an error if another operation still needs the
+# old values.
 @torch.library.custom_op("whetstone::token_logprob_backward_", mutates_args=("logits",))
 def backward_inplace_op(
     g_logp: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, logits: Tensor, target: Tensor, entropy: Tensor,
     lse: Tensor, temperature: float, softcap: float | None, ignore_index: int,
 ) -> None:  # fmt: skip
+    """Write the gradient over `logits`."""
     _gradient(
         g_logp,
         g_entropy,
@@ -229,26 +234,29 @@ def token_logprob(
     logits: Tensor, target: Tensor, temperature: float = 1.0, softcap: float | None = None, ignore_index: int = -100, *,
     inplace_backward: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The target's logprob, the entropy and the log-sum-exp of each token, float32, from logits
-    [..., V] (see linear_logprob).
+    """Return the target's logprob, the entropy and the log-sum-exp of each token, float32, from
+    logits [..., V] (see linear_logprob).
 
     inplace_backward: the backward writes the gradient over `logits` and returns that memory, so
-    that no second [T, V] exists.
-        The logits are gone afterwards; autograd raises if anything else still needs them. Under torch.compile it is ignored.
-    Raises ValueError or TypeError for what does not fit, and for a target outside [0, V), which is
-    named.
+    that no second [T, V] exists. The logits are lost afterwards; autograd raises an error if
+    another operation still needs them. torch.compile ignores this option.
+
+    Raises ValueError or TypeError for shapes, dtypes or devices that do not fit, and ValueError
+    naming the first target outside [0, V).
     """
     check_head(NAME, temperature, softcap)
     if logits.dim() < 1 or logits.shape[-1] == 0 or logits.dtype not in FLOATS:
         raise ValueError(
-            f"{NAME}: logits are {logits.dtype} {tuple(logits.shape)}; expected floating [..., V] with V > 0"
+            f"{NAME}: logits are {logits.dtype} {tuple(logits.shape)}; expected floating [..., V] "
+            "with V > 0"
         )
     check_target(NAME, target, logits.shape[:-1])
     check_same_device(NAME, logits=logits, target=target)
     inplace = inplace_backward and not torch.compiler.is_compiling()
     if inplace and logits.dim() != 2 and not logits.is_contiguous():
         raise ValueError(
-            f"{NAME}: inplace_backward needs contiguous logits, not strides {logits.stride()}; use .contiguous()"
+            f"{NAME}: inplace_backward needs contiguous logits, not strides {logits.stride()}; use "
+            ".contiguous()"
         )
     outputs = forward_op(
         logits.reshape(-1, logits.shape[-1]), target.reshape(-1).long(), temperature, softcap, ignore_index, inplace

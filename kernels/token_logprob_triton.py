@@ -1,9 +1,9 @@
-"""The kernels of `token_logprob`: one program a row, one pass over it.
+"""Implement `token_logprob` in Triton: a program for each row, with a single pass over it.
 
-The bound is memory: 2 V bytes a row forward, 4 V backward. Blocks of 8192 over 8 warps are 32
-values a thread, four 16-byte loads in flight, and keep one exp2 a value (0.33 ms of an H100's for
-8192 x 151936, below the 0.83 ms that reading takes). Offsets of rows are int64: T x V passes 2^31
-at 16k tokens. The grid is on the first axis, which has room for 2^31 rows.
+Memory bounds the time: 2 V bytes per row forward, 4 V backward. Blocks of 8192 over 8 warps give 32
+values per thread, four 16-byte loads in flight, and a single exp2 per value (0.33 ms on an H100 for
+8192 x 151936, below the 0.83 ms that reading takes). Row offsets are int64: T x V exceeds 2^31 at
+16k tokens. The grid uses the first axis, which allows 2^31 rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCK = 8192
 
 @triton.jit
 def _scaled(raw, in_scale, out_scale, SOFTCAP: tl.constexpr):
-    """Logits / log 2 (-inf becomes FLOOR: a banned token) and the tanh's value."""
+    """Return logits / log 2 (-inf becomes FLOOR: a banned token) and the value of the tanh."""
     z = raw.to(tl.float32) * in_scale
     z = tl.where(z < FLOOR, FLOOR, z)
     t = z
@@ -72,7 +72,9 @@ def _backward_kernel(
     logits_ptr, out_ptr, y_ptr, lse2_ptr, a_ptr, b_ptr, c_ptr, V, stride, stride_out, in_scale, out_scale,
     SOFTCAP: tl.constexpr, HAS_C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one row. Reads a block and then writes it, so `out` may be `logits` itself."""
+    """Compute the gradient of a row. Each block is read before it is written, so `out` may be
+    `logits`.
+    """
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(y_ptr + row)
     a = tl.load(a_ptr + row)
@@ -107,12 +109,14 @@ def _backward_kernel(
 
 
 def _rows(tensor: Tensor) -> Tensor:
+    """Return the tensor with contiguous rows."""
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 
 def forward(
     logits_TV: Tensor, y_T: Tensor, head: Head, ignore_index: int, block: int = BLOCK
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the forward kernel; return logp, entropy and lse, float32 [T]."""
     logits = _rows(logits_TV)
     logp, entropy, lse = (
         torch.empty(len(y_T), dtype=torch.float32, device=logits.device) for _ in range(3)
@@ -134,7 +138,7 @@ def backward(
     out_TV: Tensor,
     block: int = BLOCK,
 ) -> None:
-    """Writes the gradient to `out_TV`, which may be `logits_TV`."""
+    """Write the gradient to `out_TV`, which may be `logits_TV`."""
     logits, out = _rows(logits_TV), _rows(out_TV)
     a, b, c = (t if t is None else (t * head.grad_scale).contiguous() for t in co)
     _backward_kernel[(len(y_T),)](

@@ -139,7 +139,7 @@ def test_missing_masks_and_wrong_inputs_are_named():
     cases = [
         ({"kind": "dro"}, "torch.ones_like"),
         ({"kind": "gspo", "mask_T": x}, "cu_seqlens"),
-        ({"kind": "trpo"}, "expected one of importance_sampling"),
+        ({"kind": "trpo"}, "kind is 'trpo'; expected importance_sampling"),
         ({"kl_coef": 0.1}, "without ref_T"),
         ({"kl_kind": "k4"}, "k4"),
         ({"mask_T": torch.ones(3)}, r"mask_T has shape \(3,\)"),

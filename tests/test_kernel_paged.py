@@ -214,7 +214,8 @@ def test_a_way_that_fails_or_differs_is_not_taken(monkeypatch):
     assert taken(right, right) == "triton"
     with pytest.warns(
         UserWarning,
-        match="by triton is not right on this device .RuntimeError: no kernel image.; another way",
+        match="by triton gives wrong results on this device .RuntimeError: no kernel image.; "
+        "using another",
     ):
         assert taken(RuntimeError("no kernel image\nand more"), right) == "varlen"
     for wrong in (right + 0.5, right * torch.nan):

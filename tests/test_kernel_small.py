@@ -159,11 +159,12 @@ def test_a_branch_that_fails_or_differs_is_not_taken(monkeypatch):
 
     assert branches_agree(giving(1.001), 0, torch.bfloat16)
     for trial in (giving(1.1), giving(float("nan"))):
-        with pytest.warns(UserWarning, match="gives other numbers than the older one"):
+        with pytest.warns(UserWarning, match="gives other numbers than the older kernel"):
             assert not branches_agree(trial, 0, torch.bfloat16)
     for kind in (RuntimeError, AttributeError, TypeError):
         with pytest.warns(
             UserWarning,
-            match=rf"does not run here, the older one is taken \({kind.__name__}: PassManager::run failed\)",
+            match=r"does not run on this GPU, using the older kernel "
+            rf"\({kind.__name__}: PassManager::run failed\)",
         ):
             assert not branches_agree(raising(kind), 0, torch.bfloat16)

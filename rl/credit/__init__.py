@@ -1,4 +1,4 @@
-"""Rewards to advantages: baselines, returns, shaping, KL, schedules."""
+"""Turn rewards into advantages: baselines, returns, shaping, KL, importance correction."""
 
 from rl.credit.advantages import (
     ADVANTAGES,

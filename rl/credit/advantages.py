@@ -1,5 +1,5 @@
-"""From rewards to advantages: pure functions on one group's rewards (G numbers in, G numbers out)
-or on a batch's (P groups).
+"""Compute advantages from rewards: pure functions on a group's rewards (G numbers in, G numbers
+out) or on a batch's rewards (P groups).
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from rl.episodes import has_signal
 
 
 def centred(rewards_G: Sequence[float]) -> np.ndarray:
-    """A_i = r_i - mean(r) (Dr. GRPO, arXiv 2503.20783: no division by the standard deviation).
+    """Return A_i = r_i - mean(r) (Dr. GRPO, arXiv 2503.20783: no division by the standard
+    deviation).
 
-    A group whose rewards are all equal gives exact zeros (not the rounding error of the mean); so
-    does a group of one.
+    A group with equal rewards gives exact zeros (not the rounding error of the mean); so does a
+    group of size 1.
     """
     rewards = np.asarray(rewards_G, dtype=np.float64)
     if not has_signal(rewards_G):
@@ -26,32 +27,34 @@ def centred(rewards_G: Sequence[float]) -> np.ndarray:
 
 
 def centred_by_std(rewards_G: Sequence[float], eps: float = 1e-6) -> np.ndarray:
-    """A_i = (r_i - mean(r)) / (std(r) + eps), population standard deviation (GRPO, arXiv
-    2402.03300, section 4.1.2).
+    """Return A_i = (r_i - mean(r)) / (std(r) + eps), with the population standard deviation (GRPO,
+    arXiv 2402.03300, section 4.1.2).
     """
     rewards = np.asarray(rewards_G, dtype=np.float64)
     return centred(rewards_G) / (rewards.std() + eps)
 
 
 def leave_one_out(rewards_G: Sequence[float]) -> np.ndarray:
-    """A_i = r_i - mean of the others = G/(G-1) (r_i - mean(r)) (RLOO, arXiv 2402.14740). A group of
-    one gives zero.
+    """Return A_i = r_i - mean of the others = G/(G-1) (r_i - mean(r)) (RLOO, arXiv 2402.14740).
+
+    A group of size 1 gives zero.
     """
     n = len(rewards_G)
     return centred(rewards_G) * (n / (n - 1)) if n > 1 else np.zeros(n)
 
 
 def without_baseline(rewards_G: Sequence[float]) -> np.ndarray:
-    """A_i = r_i: plain REINFORCE."""
+    """Return A_i = r_i: plain REINFORCE."""
     return np.asarray(rewards_G, dtype=np.float64)
 
 
 class RunningMean:
-    """A_i = r_i - b, where b is the exponential moving average of earlier batches' mean reward.
+    """Compute A_i = r_i - b, where b is the exponential moving average of earlier batches' mean
+    reward.
 
-    b starts at the first batch's own mean; it is updated after the batch is credited, so a batch's
-    rewards do not enter their own baseline (which would bias the gradient) from the second batch
-    on.
+    b starts at the mean of the first batch. It is updated after the advantages of a batch, so from
+    the second batch on the rewards of a batch do not enter its baseline (which would bias the
+    gradient).
     """
 
     def __init__(self, decay: float = 0.9, value: float | None = None):
@@ -61,24 +64,27 @@ class RunningMean:
     def __call__(
         self, rewards_P_G: Sequence[Sequence[float]], keys_P: Sequence[str] = ()
     ) -> list[np.ndarray]:
+        """Return the advantages [P][G] and update the baseline."""
         mean = float(np.mean([r for rewards in rewards_P_G for r in rewards]))
         baseline = mean if self.value is None else self.value
         self.value = self.decay * baseline + (1 - self.decay) * mean
         return [np.asarray(rewards, dtype=np.float64) - baseline for rewards in rewards_P_G]
 
     def state(self) -> float | None:
+        """Return the baseline, for a checkpoint."""
         return self.value
 
     def load_state(self, state: float | None) -> None:
+        """Restore the baseline from a checkpoint."""
         self.value = state
 
 
 class PerProblemMean:
-    """A_i = r_i - b(problem), the exponential moving average of the problem's own earlier mean
-    rewards.
+    """Compute A_i = r_i - b(problem), where b is the exponential moving average of the problem's
+    earlier mean rewards.
 
-    A problem that was never asked before is compared with a running mean over all problems.
-    Baselines are updated after the batch is credited. Keys are texts, so that the state is JSON.
+    A problem without earlier rewards is compared with a running mean over all problems. Baselines
+    are updated after the advantages of the batch. Keys are texts, so that the state is JSON.
     """
 
     def __init__(self, decay: float = 0.5):
@@ -89,6 +95,7 @@ class PerProblemMean:
     def __call__(
         self, rewards_P_G: Sequence[Sequence[float]], keys_P: Sequence[str]
     ) -> list[np.ndarray]:
+        """Return the advantages [P][G] and update the problems' baselines."""
         fresh_P_G = self.overall(rewards_P_G)
         advantages_P_G = []
         for rewards_G, fresh_G, key in zip(rewards_P_G, fresh_P_G, keys_P, strict=True):
@@ -104,15 +111,19 @@ class PerProblemMean:
         return advantages_P_G
 
     def state(self) -> dict[str, Any]:
+        """Return the baselines, for a checkpoint."""
         return {"values": self.values, "overall": self.overall.value}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the baselines from a checkpoint."""
         self.values = dict(state["values"])
         self.overall.value = state["overall"]
 
 
 def batch_normalised(rewards_P_G: Sequence[Sequence[float]], eps: float = 1e-8) -> list[np.ndarray]:
-    """A_i = (r_i - mean) / (std + eps), both over the whole batch (REINFORCE++, arXiv 2501.03262)."""
+    """Return A_i = (r_i - mean) / (std + eps), both over the whole batch (REINFORCE++, arXiv
+    2501.03262).
+    """
     flat = np.concatenate([np.asarray(rewards_G, dtype=np.float64) for rewards_G in rewards_P_G])
     if not has_signal(flat.tolist()):
         return [np.zeros(len(rewards_G)) for rewards_G in rewards_P_G]
@@ -122,8 +133,8 @@ def batch_normalised(rewards_P_G: Sequence[Sequence[float]], eps: float = 1e-8) 
 def centred_by_batch_std(
     rewards_P_G: Sequence[Sequence[float]], eps: float = 1e-8
 ) -> list[np.ndarray]:
-    """Centred within each group, divided by the std of that over the whole batch
-    (REINFORCE++-baseline, arXiv 2501.03262).
+    """Return rewards centered within each group, divided by the std of the centered rewards over
+    the whole batch (REINFORCE++-baseline, arXiv 2501.03262).
     """
     centred_P_G = [centred(rewards_G) for rewards_G in rewards_P_G]
     std = np.concatenate(centred_P_G).std()
@@ -131,7 +142,7 @@ def centred_by_batch_std(
 
 
 def returns_to_go(rewards_N: Sequence[float], discount: float = 1.0) -> list[float]:
-    """sum_{k >= t} discount^(k - t) r_k for each step t of an episode."""
+    """Return sum_{k >= t} discount^(k - t) r_k for each step t of an episode."""
     total, backwards = 0.0, []
     for reward in reversed(rewards_N):
         total = float(reward) + discount * total
@@ -147,13 +158,13 @@ def token_advantages(
     lam: float = 0.95,
     bootstrap: float = 0.0,
 ) -> np.ndarray:
-    """Generalised advantage estimation over the action tokens of one episode (arXiv 1506.02438,
-    equation 16), float64 [T].
+    """Compute generalized advantage estimation over the action tokens of an episode (arXiv
+    1506.02438, equation 16), float64 [T].
 
-    A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t; V_{T} is `bootstrap`: 0
-    where the episode ended, the value after its last token where it was cut off. V_t: the value
-    before action t. Observations between actions are left out of the arrays, so they discount
-    nothing. Return to learn the value from: A_t + V_t.
+    A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t. V_t is the value before
+    action t. V_{T} is `bootstrap`: 0 if the episode ended, the value after its last token if it was
+    truncated. The arrays omit the observations between actions, so observations discount nothing.
+    The return for training the value is A_t + V_t.
     """
     advantages, running, ahead = np.zeros(len(rewards_T)), 0.0, bootstrap
     for t in reversed(range(len(rewards_T))):
@@ -164,14 +175,17 @@ def token_advantages(
 
 @dataclass(frozen=True)
 class Estimator:
-    """An advantage estimator and its properties.
+    """Describe an advantage estimator.
 
-    fn                of scope "group": rewards of one group -> advantages; of scope "batch": those
-    of all groups [P][G] scope             whether an advantage depends on the answers of its own
-    group alone, or on those of other groups too compares_members  whether advantages come only from
-    differences within a group: equal rewards then give 0 state_key         of one that remembers
-    earlier batches: `fn` is its class, called with rewards [P][G] and keys [P], and a
-                      checkpoint holds its `state` under this name
+    fn                scope "group": maps the rewards of a group to advantages; scope "batch": maps
+                      the rewards of all groups [P][G]
+    scope             whether an advantage depends only on the answers of its group ("group") or
+                      also on those of other groups ("batch")
+    compares_members  whether advantages come only from differences within a group: equal rewards
+                      then give 0
+    state_key         for an estimator that remembers earlier batches: `fn` is its class, called
+                      with rewards [P][G] and keys [P]; a checkpoint holds its `state` under this
+                      name
     """
 
     fn: Callable[..., Any]

@@ -1,21 +1,27 @@
-"""Tokens drawn by another policy than the learner's: how much each still counts.
+"""Correct for tokens that another policy than the current learner sampled (importance correction).
 
-q = logprob under what drew a token (the sampler, older weights), p = under the learner before its
-step; g = p - q at actions. A ratio stands for each token, by `level`:
+q = behavior logprob of a token (of the sampler, or of older weights), p = logprob under the learner
+before its step; g = p - q at actions. `level` defines the ratio of each token:
 
-    token       e^g                                 of the token alone (truncated: TIS, Yao et al. 2025, "Your efficient RL framework
-                                                    secretly brings you off-policy RL training"; within bounds: IcePop, arXiv 2510.18855)
-    sequence    e^(sum of g over the episode)       of the whole answer: unbiased, and of a variance that grows with its length
-    geometric   e^(mean of g over the episode)      the same, scaled to a token (GSPO's ratio, arXiv 2507.18071, equation 7): no importance
-                                                    weight, so it may leave answers out but weighs none
+    token       e^g                                 of the token alone (truncated: TIS, Yao et al.
+                                                    2025, "Your efficient RL framework secretly
+                                                    brings you off-policy RL training"; within
+                                                    bounds: IcePop, arXiv 2510.18855)
+    sequence    e^(sum of g over the episode)       of the whole answer: unbiased, with a variance
+                                                    that grows with its length
+    geometric   e^(mean of g over the episode)      the same, scaled to a token (GSPO's ratio, arXiv
+                                                    2507.18071, equation 7): no importance weight,
+                                                    so it may mask answers but not weight them
 
-and by `kind` it becomes
+`kind` defines the use of the ratio:
 
     truncate    a weight min(max(ratio, low), high)
-    icepop      a weight: the ratio where low <= ratio <= high, 0 elsewhere; what has weight 0 still counts in the mean
-    mask        no weight: where the ratio lies outside low to high the token is no action any more, for the mean neither
+    icepop      a weight: the ratio where low <= ratio <= high, 0 elsewhere; tokens of weight 0
+                still count in the mean
+    mask        no weight: a token with a ratio outside low to high is no longer an action, and does
+                not count in the mean
 
-An episode that makes several datums is one sequence (`episodes`).
+An episode that consists of several datums is a single sequence (`episodes`).
 """
 
 from __future__ import annotations
@@ -33,7 +39,11 @@ LEVELS = ("token", "sequence", "geometric")
 
 @dataclass(frozen=True)
 class Correction:
-    """What is done about it; `low` and `high` are ratios. ValueError where they are none."""
+    """Hold the settings of the importance correction; `low` and `high` are ratios.
+
+    Raises ValueError for an unknown kind or level, for bounds that are not ratios in order, and for
+    a weight by a geometric mean.
+    """
 
     kind: str = "none"
     level: str = "token"
@@ -43,31 +53,38 @@ class Correction:
     def __post_init__(self) -> None:
         if self.kind not in KINDS or self.level not in LEVELS:
             raise ValueError(
-                f"a correction is one of {', '.join(KINDS)} at a level of {', '.join(LEVELS)}, got {self.kind}, {self.level}"
+                f"a correction's kind must be {', '.join(KINDS)} and its level "
+                f"{', '.join(LEVELS)}; got {self.kind}, {self.level}"
             )
         if not 0 <= self.low < self.high < np.inf:
             raise ValueError(
-                f"the bounds of a correction are ratios, low below high: got {self.low} to {self.high}"
+                f"the bounds of a correction must be ratios with 0 <= low < high; got {self.low} "
+                f"to {self.high}"
             )
         if self.weighs and self.level == "geometric":
             raise ValueError(
-                "a geometric mean is no importance weight: kind mask leaves answers out by it, truncate and icepop weigh"
+                "a geometric mean is no importance weight: use kind mask, as truncate and icepop "
+                "weight the tokens"
             )
 
     @property
     def weighs(self) -> bool:
+        """Return whether the correction multiplies tokens by weights."""
         return self.kind in ("truncate", "icepop")
 
 
 def episodes(datums: Sequence[Datum]) -> list[int]:
-    """The episode of each datum, counted from 0: neighbours whose shares of one add up to it."""
-    found, episode, share = [], 0, 0.0
+    """Return the episode index of each datum, from 0.
+
+    Consecutive datums form an episode when their episode shares add up to 1.
+    """
+    episode_D, episode, share = [], 0, 0.0
     for datum in datums:
-        found.append(episode)
+        episode_D.append(episode)
         share += datum.episode_share
         if share > 1 - 1e-9:
             episode, share = episode + 1, 0.0
-    return found
+    return episode_D
 
 
 def ratios(
@@ -76,8 +93,8 @@ def ratios(
     episode_D: Sequence[int],
     level: str,
 ) -> list[np.ndarray]:
-    """float64 [T] for each datum, the ratio that each token is judged by; 1 off the mask. Infinite
-    where e^g is.
+    """Return the ratio of each token, float64 [T] for each datum; 1 outside the mask, infinite
+    where e^g overflows.
     """
     gaps_D = [np.where(mask, gap, 0.0) for gap, mask in zip(gaps_D, masks_D, strict=True)]
     if level != "token":
@@ -88,9 +105,9 @@ def ratios(
         for gap, mask, episode in zip(gaps_D, masks_D, episode_D, strict=True):
             sums[episode] += gap.sum()
             counts[episode] += np.count_nonzero(mask)
-        whole = sums if level == "sequence" else sums / np.maximum(counts, 1)
+        episode_gap = sums if level == "sequence" else sums / np.maximum(counts, 1)
         gaps_D = [
-            np.where(mask, whole[episode], 0.0)
+            np.where(mask, episode_gap[episode], 0.0)
             for mask, episode in zip(masks_D, episode_D, strict=True)
         ]
     with np.errstate(over="ignore"):
@@ -103,12 +120,12 @@ def corrected(
     episode_D: Sequence[int],
     how: Correction,
 ) -> tuple[list[np.ndarray], list[np.ndarray], dict[str, float]]:
-    """(weights, what stays an action, metrics): float64 [T] and bool [T] for each datum; weights
-    are 1 where nothing is weighed.
+    """Return (weights, remaining actions, metrics): float64 [T] and bool [T] for each datum.
 
-    Metrics over the actions that were drawn: `optim/correction_low`, `_high`, the shares whose
-    ratio lies outside the bounds; `_weight`, the mean weight (left out: 0); `_ess`, the effective
-    share of the sample, (sum w)^2 / (n sum w^2).
+    Weights are 1 if the correction does not weight. Metrics over the sampled actions:
+    `optim/correction_low`, `_high`, the fractions with a ratio outside the bounds; `_weight`, the
+    mean weight (masked: 0); `_ess`, the effective sample size as a fraction of the sample, (sum
+    w)^2 / (n sum w^2).
     """
     ratio_D = ratios(gaps_D, masks_D, episode_D, how.level)
     weights_D, kept_D = [], []
@@ -130,6 +147,7 @@ Arrays = Sequence[np.ndarray]
 def _metrics(
     ratio_D: Arrays, masks_D: Arrays, weights_D: Arrays, kept_D: Arrays, how: Correction
 ) -> dict[str, float]:
+    """Return the metrics of `corrected`; empty without a correction or without actions."""
     if how.kind == "none" or not any(mask.any() for mask in masks_D):
         return {}
     mask = np.concatenate(masks_D)
@@ -149,11 +167,11 @@ def _metrics(
 
 
 def merged_sample_size(parts: Sequence[tuple[int, Mapping[str, float]]]) -> float:
-    """Return `optim/correction_ess` of a batch from (drawn tokens, metrics) of its parts: (sum w)^2
-    / (n sum w^2) over all of them.
+    """Return `optim/correction_ess` of a batch from (sampled tokens, metrics) of its parts: (sum
+    w)^2 / (n sum w^2) over all parts.
 
-    Of a part of n tokens with mean weight m and effective share e, sum w = n m and sum w^2 = n m^2
-    / e.
+    For a part of n tokens with mean weight m and effective fraction e, sum w = n m and sum w^2 = n
+    m^2 / e.
     """
     tokens, total, squares = 0, 0.0, 0.0
     for count, metrics in parts:

@@ -1,9 +1,9 @@
-"""KL to a reference as part of the reward, and a coefficient that follows a target.
+"""Apply the KL to a reference as part of the reward, with a coefficient that can follow a target.
 
-q = logprob under the policy that sampled, ref = under the reference, both at the sampling
-temperature; g = q - ref at each action. In the reward the penalty has the gradient of the KL of
-whole answers, which no term in the loss has: a token is also charged for the divergence that it
-leads to (pitfalls of the alternatives: arXiv 2512.21852).
+q = logprob under the sampling policy, ref = logprob under the reference, both at the sampling
+temperature; g = q - ref at each action. As part of the reward the penalty has the gradient of the
+KL of whole answers, which no term in the loss has: a token also pays for the divergence that
+follows it (pitfalls of the alternatives: arXiv 2512.21852).
 """
 
 from __future__ import annotations
@@ -16,20 +16,24 @@ from rl.types import Datum, TensorData
 
 
 def gaps(datums: Sequence[Datum], ref_logprobs: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """g = q - ref at actions, 0 elsewhere, float64 [T] for each datum (fields `logprobs`, `mask`)."""
-    found = []
+    """Return g = q - ref at actions, 0 elsewhere, float64 [T] for each datum (fields `logprobs`,
+    `mask`).
+    """
+    gaps_D = []
     for datum, ref_T in zip(datums, ref_logprobs, strict=True):
         inputs = datum.loss_fn_inputs
         gap_T = inputs["logprobs"].array.astype(np.float64) - ref_T
-        found.append(np.where(inputs["mask"].array != 0, gap_T, 0.0))
-    return found
+        gaps_D.append(np.where(inputs["mask"].array != 0, gap_T, 0.0))
+    return gaps_D
 
 
 def kl_metrics(
     datums: Sequence[Datum], gaps_D: Sequence[np.ndarray], name: str = "optim/kl_ref"
 ) -> dict[str, float]:
-    """Two estimates of the KL from the policy that sampled, means over actions: `<name>_k1` of g,
-    `<name>_k3` of e^-g - 1 + g.
+    """Return two estimates of the KL from the sampling policy, means over actions: `<name>_k1` of
+    g, `<name>_k3` of e^-g - 1 + g.
+
+    The result is empty without actions.
     """
     mask = np.concatenate([d.loss_fn_inputs["mask"].array for d in datums]) != 0
     g = np.concatenate(list(gaps_D))[mask]
@@ -39,8 +43,8 @@ def kl_metrics(
 
 
 def future_sums(values_T: np.ndarray, mask_T: np.ndarray, discount: float) -> np.ndarray:
-    """sum over actions k at or after action t of discount^(k - t) values_k, counted in actions; 0
-    off the mask.
+    """Return the sum over actions k at or after action t of discount^(k - t) values_k, counted in
+    actions; 0 outside the mask.
     """
     result, total = np.zeros(len(values_T)), 0.0
     for t in np.flatnonzero(mask_T)[::-1]:
@@ -55,13 +59,14 @@ def penalised(
     coefficient: float,
     discount: float = 0.0,
 ) -> tuple[list[Datum], dict[str, float]]:
-    """The datums with `coefficient` (mean c - c_t) added to the advantage of each action, and
-    metrics of the KL.
+    """Return the datums with `coefficient` (mean c - c_t) added to the advantage of each action,
+    and metrics of the KL.
 
-    c_t = g_t; `discount` > 0 charges a token with what comes after it as well, each action later by
-    that factor less (1: the gradient of the whole answer's KL). The mean is of c over all actions
-    of `datums`: a baseline, so that the penalty moves no total. (A sum of mean g - g_k over later k
-    would pay for every further token: the length of an answer is no constant.)
+    c_t = g_t. `discount` > 0 also charges a token with later actions, each action later multiplied
+    by that factor again (1: the gradient of the whole answer's KL). The mean of c is over all
+    actions of `datums`: a baseline, so that the penalty does not change the total. (A sum of mean g
+    - g_k over later k would reward every further token, as the length of an answer is not
+    constant.)
     """
     gaps_D = gaps(datums, ref_logprobs)
     masks_D = [d.loss_fn_inputs["mask"].array != 0 for d in datums]
@@ -84,12 +89,12 @@ def penalised(
 
 
 class AdaptiveKL:
-    """A coefficient that rises while the KL is above `target` and falls while it is below (Ziegler
-    et al., arXiv 1909.08593, 2.2).
+    """Adapt a coefficient: it rises while the KL is above `target` and falls while it is below
+    (Ziegler et al., arXiv 1909.08593, 2.2).
 
-    e = clip(KL / target - 1, -0.2, 0.2), coefficient <- coefficient (1 + rate e). Rising starts
-    from `FLOOR` where the coefficient is lower, or a coefficient of 0 would stay 0. Without a
-    target it is constant.
+    e = clip(KL / target - 1, -0.2, 0.2), coefficient <- coefficient (1 + rate e). The coefficient
+    rises from at least `FLOOR`, because a coefficient of 0 would stay 0. Without a target it is
+    constant.
     """
 
     FLOOR = 1e-3
@@ -99,10 +104,11 @@ class AdaptiveKL:
 
     @property
     def active(self) -> bool:
-        """Whether a reference is needed at all."""
+        """Return whether a reference model is needed."""
         return self.coefficient != 0 or self.target is not None
 
     def update(self, kl: float) -> None:
+        """Update the coefficient from the KL of a batch; a no-op without a target."""
         if self.target is None:
             return
         error = min(0.2, max(-0.2, kl / self.target - 1))

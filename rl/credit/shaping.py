@@ -1,4 +1,4 @@
-"""Rewards as credit sees them: overlong penalty, normalisation by running statistics, scale,
+"""Shape rewards before advantages: overlong penalty, normalization by running statistics, scale,
 clipping. Pure numbers.
 
 Letters: P problems (groups), G members of a group, N steps (turns) of an episode.
@@ -15,8 +15,8 @@ from rl.settings import ShapingSettings
 
 
 class RunningStatistics:
-    """Mean and (population) standard deviation of every value so far, one batch at a time (Chan,
-    Golub, LeVeque 1979).
+    """Track the mean and (population) standard deviation of all values so far, a batch at a time
+    (Chan, Golub, LeVeque 1979).
     """
 
     def __init__(self) -> None:
@@ -24,9 +24,11 @@ class RunningStatistics:
 
     @property
     def std(self) -> float:
+        """Return the standard deviation; 0 without values."""
         return math.sqrt(self.m2 / self.count) if self.count else 0.0
 
     def update(self, values: Sequence[float]) -> None:
+        """Add a batch of values."""
         if not values:
             return
         n, mean = len(values), math.fsum(values) / len(values)
@@ -37,15 +39,17 @@ class RunningStatistics:
         self.count = total
 
     def state(self) -> dict[str, Any]:
+        """Return the statistics, for a checkpoint."""
         return {"count": self.count, "mean": self.mean, "m2": self.m2}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the statistics from a checkpoint."""
         self.count, self.mean, self.m2 = state["count"], state["mean"], state["m2"]
 
 
 def overlong_penalty(tokens: int, max_tokens: int, share: float, penalty: float) -> float:
-    """What an answer of `tokens` loses for its length: 0 up to (1 - share) max_tokens, then
-    linearly up to `penalty`.
+    """Return the penalty of an answer of `tokens` for its length: 0 up to (1 - share) max_tokens,
+    then linearly up to `penalty`.
 
     DAPO's soft overlong punishment (arXiv 2503.14476, equation 13) with L_cache = share *
     max_tokens and L_max = max_tokens.
@@ -59,11 +63,10 @@ def overlong_penalty(tokens: int, max_tokens: int, share: float, penalty: float)
 
 
 class RewardShaper:
-    """Shapes a batch's rewards: penalties of length, then (r - mean) / std of all so far, then
-    scale, then clipping.
+    """Shape a batch's rewards: length penalties, then (r - mean) / std over all batches so far,
+    then scale, then clipping.
 
-    The running statistics are of total rewards, this batch's included. `state` is what a resumed
-    run needs.
+    The running statistics are of total rewards, this batch's included. A resumed run needs `state`.
     """
 
     def __init__(self, settings: ShapingSettings, max_tokens: int):
@@ -73,7 +76,7 @@ class RewardShaper:
         self.metrics: dict[str, float] = {}
 
     def totals(self, groups: Sequence[TrajectoryGroup]) -> list[list[float]]:
-        """Shaped total rewards [P][G]."""
+        """Return the shaped total rewards [P][G]."""
         rewards_P_G_N = self._steps(groups)
         totals_P_G = [[sum(steps) for steps in rewards_G_N] for rewards_G_N in rewards_P_G_N]
         self._update(totals_P_G)
@@ -81,8 +84,10 @@ class RewardShaper:
         return [[self._shape(r, centre) for r in totals_G] for totals_G in totals_P_G]
 
     def steps(self, groups: Sequence[TrajectoryGroup]) -> list[list[list[float]]]:
-        """Shaped rewards of each step [P][G][N]; divided by the std of totals, but not centred: a
-        longer episode earns no more.
+        """Return the shaped rewards of each step [P][G][N].
+
+        They are divided by the std of totals, but not centered: a longer episode gets no higher
+        reward.
         """
         rewards_P_G_N = self._steps(groups)
         self._update([[sum(steps) for steps in rewards_G_N] for rewards_G_N in rewards_P_G_N])
@@ -92,7 +97,9 @@ class RewardShaper:
         ]
 
     def _steps(self, groups: Sequence[TrajectoryGroup]) -> list[list[list[float]]]:
-        """Rewards of each step; a group's final rewards and the penalties count for the last one."""
+        """Return the rewards of each step [P][G][N]; the last step includes a group's final rewards
+        and the penalties.
+        """
         s = self.settings
         penalties, cut_off, rewards_P_G_N = [], [], []
         for group in groups:
@@ -116,6 +123,7 @@ class RewardShaper:
         return rewards_P_G_N
 
     def _update(self, totals_P_G: Sequence[Sequence[float]]) -> None:
+        """Update the running statistics and metrics, if rewards are normalized."""
         if self.settings.normalise_rewards:
             self.statistics.update([r for totals_G in totals_P_G for r in totals_G])
             self.metrics |= {
@@ -124,22 +132,26 @@ class RewardShaper:
             }
 
     def _shape(self, reward: float, centre: float) -> float:
+        """Return the reward after normalization, scale and clipping."""
         s = self.settings
         if s.normalise_rewards:
-            # of rewards that were all the same so far 0, but for rounding: there is no scale to
-            # divide by
+            # if all rewards so far were equal, the std is 0 except for rounding: do not divide
             std = self.statistics.std
             reward = (reward - centre) / (std + 1e-8 if std > 1e-8 else 1.0)
         reward *= s.reward_scale
         return reward if s.reward_clip is None else max(-s.reward_clip, min(s.reward_clip, reward))
 
     def state(self) -> dict[str, Any]:
+        """Return the running statistics, for a checkpoint."""
         return self.statistics.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the running statistics from a checkpoint."""
         self.statistics.load_state(state)
 
 
 def _longest(trajectory: Trajectory) -> int:
-    """Tokens of the longest action: max_tokens bounds each turn, not the episode."""
+    """Return the number of tokens of the longest action: max_tokens bounds each turn, not the
+    episode.
+    """
     return max(len(turn.ac.tokens) for turn in trajectory.transitions)

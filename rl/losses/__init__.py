@@ -1,4 +1,4 @@
-"""Losses: sums over tokens, pairs and answers."""
+"""Export the losses: sums over tokens, pairs or answers."""
 
 from rl.losses.losses import CUSTOM, LOSSES, VALUES, LossSpec, get_loss
 from rl.losses.terms import KL_KINDS, MASKS, check_config, switched_on

@@ -1,23 +1,29 @@
-"""Losses: pure functions `loss(logp_T, entropy_T, inputs, cu_seqlens, config) -> (sum, metrics)`.
+"""Define the losses: pure functions `loss(logp_T, entropy_T, inputs, cu_seqlens, config) -> (sum,
+metrics)`.
 
 logp_T      the learner's logprob of each target, fp32 [T] ([T, K] for soft targets), attached to
-the graph entropy_T   the learner's entropy at each position, fp32 [T]
-inputs      the datums' fields, one value a token: {"advantages": [T], "logprobs": [T], ...}; of a
-learner with a value head
-            also "values" [T], attached to the graph
-cu_seqlens  int64 [D + 1], where each datum begins; T is the sum over datums
+            the graph
+entropy_T   the learner's entropy at each position, fp32 [T]
+inputs      the datums' fields, a value per token: {"advantages": [T], "logprobs": [T], ...}; for a
+            learner with a value head also "values" [T], attached to the graph
+cu_seqlens  int64 [D + 1], the start of each datum; T is the sum over datums
 config      from `loss_fn_config`
 
-Every loss is a SUM over tokens and datums (as Tinker's are); who wants a mean passes a divisor to
-`forward_backward`. Metrics are sums too (":sum"), so that they add over micro-batches and ranks.
-With lp = learner logprob, q = sampler logprob, r = exp(lp - q), A = advantage, w = weight.
-Thresholds are absolute ratios (0.8, 1.2). A datum's `mask` (or `sequence_ratio_mask`), where it has
-one, says which tokens a policy loss trains and counts: those where it is not 0, whatever their
-advantages. Without one they are those whose advantage is not 0; a datum of a loss that has to know
-its actions exactly (`dro`, `gspo`, entropy, KL, values) gets a mask before it comes here
-(rl.clients.action_masks). Masked positions are selected away, never multiplied by zero: a NaN there
-changes nothing. What is added to a policy-gradient loss (entropy, KL to a reference, value loss)
-stands in rl.losses.terms.
+Every loss is a SUM over tokens and datums, as in Tinker; to get a mean, pass a divisor to
+`forward_backward`. Metrics are also sums (":sum"), so that they add up over micro-batches and
+ranks.
+
+With lp = learner logprob, q = behavior logprob (of the sampler), r = exp(lp - q), A = advantage, w
+= weight. Thresholds are absolute ratios (0.8, 1.2).
+
+A datum's `mask` (or `sequence_ratio_mask`), if it has a mask, selects the tokens that a policy loss
+trains and counts: tokens with a nonzero mask, for any advantage. Without a mask these are the
+tokens with a nonzero advantage. Some losses must know the actions exactly (`dro`, `gspo`, entropy,
+KL, values); rl.clients.action_masks adds a mask to their datums beforehand. Masked positions are
+selected away, never multiplied by zero: a NaN at a masked position changes nothing.
+
+rl.losses.terms holds what is added to a policy-gradient loss: entropy, KL to a reference, value
+loss.
 """
 
 from __future__ import annotations
@@ -54,25 +60,32 @@ LossFn = Callable[[Tensor, Tensor, Inputs, Tensor, Config], tuple[Tensor, Metric
 
 
 def _trained(inputs: Inputs) -> Tensor:
-    """bool [T]: the actions where a mask says which they are, else the tokens with an advantage."""
+    """Return the trained tokens, bool [T]: the actions if a mask marks them, else the tokens with a
+    nonzero advantage.
+    """
     return actions(inputs) if any(name in inputs for name in MASKS) else inputs["advantages"] != 0
 
 
 def _log_ratio(logp_T: Tensor, inputs: Inputs, active_T: Tensor) -> Tensor:
-    """lp - q at active tokens, 0 elsewhere. Without sampler logprobs q = sg(lp), so r = 1:
-    REINFORCE.
+    """Return lp - q at active tokens, 0 elsewhere.
+
+    Without behavior logprobs q = sg(lp), so r = 1: REINFORCE.
     """
     old_T = inputs.get("logprobs", logp_T.detach())
     return _where(active_T, logp_T) - _where(active_T, old_T)
 
 
 def _clip_bounds(inputs: Inputs, config: Config) -> tuple[Tensor | float, Tensor | float]:
+    """Return the clip thresholds (low, high): of each token if the datums have them, else of the
+    config.
+    """
     low = inputs.get("clip_low_threshold", config.get("clip_low_threshold", 0.8))
     high = inputs.get("clip_high_threshold", config.get("clip_high_threshold", 1.2))
     return low, high
 
 
 def _clip(ratio_T: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
+    """Return the ratio clipped to [low, high]."""
     low_t = torch.as_tensor(low, dtype=ratio_T.dtype, device=ratio_T.device)
     high_t = torch.as_tensor(high, dtype=ratio_T.dtype, device=ratio_T.device)
     return torch.minimum(torch.maximum(ratio_T, low_t), high_t)
@@ -81,6 +94,7 @@ def _clip(ratio_T: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
 def _clip_metrics(
     ratio_T: Tensor, low: Tensor | float, high: Tensor | float, active_T: Tensor
 ) -> Metrics:
+    """Return the counts of active tokens and of those with a ratio outside the thresholds."""
     ratio = ratio_T.detach()
     return {
         "clipped_low:sum": (active_T & (ratio < low)).sum(),
@@ -92,21 +106,25 @@ def _clip_metrics(
 def cross_entropy(
     logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config
 ) -> tuple[Tensor, Metrics]:
-    """-sum w lp; soft targets: -sum_k w_tk lp(x_tk). Weights default to 1.
+    """Compute -sum w lp; soft targets: -sum_k w_tk lp(x_tk). Weights default to 1.
 
-    `token_accuracy` (in a forward alone) counts the tokens with a weight that are the likeliest;
-    entropy_T then tells which are.
+    `token_accuracy` (in a forward alone) counts the weighted tokens that are the likeliest;
+    entropy_T then marks these tokens.
     """
     weights = inputs["weights"] if "weights" in inputs else torch.ones_like(logp_T)
     loss = -(_where(weights != 0, logp_T) * weights).sum()
-    found = {"likeliest:sum": entropy_T[weights != 0].sum()} if config.get("token_accuracy") else {}
-    return loss, {"weights:sum": weights.sum(), **found}
+    accuracy = (
+        {"likeliest:sum": entropy_T[weights != 0].sum()} if config.get("token_accuracy") else {}
+    )
+    return loss, {"weights:sum": weights.sum(), **accuracy}
 
 
 def importance_sampling(
     logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config
 ) -> tuple[Tensor, Metrics]:
-    """-sum r A. Without sampler logprobs this is REINFORCE (r = 1, its gradient A grad lp)."""
+    """Compute -sum r A. Without behavior logprobs this is REINFORCE (r = 1, its gradient A grad
+    lp).
+    """
     active_T = _trained(inputs)
     advantages_T = _where(active_T, inputs["advantages"])
     ratio_T = _log_ratio(logp_T, inputs, active_T).exp()
@@ -116,8 +134,9 @@ def importance_sampling(
 def ppo(
     logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config
 ) -> tuple[Tensor, Metrics]:
-    """-sum min(r A, clip(r, lo, hi) A) (PPO, arXiv 1707.06347, equation 7). Thresholds may come per
-    token in the datum.
+    """Compute -sum min(r A, clip(r, lo, hi) A) (PPO, arXiv 1707.06347, equation 7).
+
+    The datum may hold a threshold per token.
     """
     active_T = _trained(inputs)
     advantages_T = _where(active_T, inputs["advantages"])
@@ -130,8 +149,8 @@ def ppo(
 def cispo(
     logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config
 ) -> tuple[Tensor, Metrics]:
-    """-sum sg(clip(r, lo, hi)) lp A (CISPO, arXiv 2506.13585, equation 4): clipped tokens keep a
-    gradient.
+    """Compute -sum sg(clip(r, lo, hi)) lp A (CISPO, arXiv 2506.13585, equation 4): clipped tokens
+    keep a gradient.
     """
     active_T = _trained(inputs)
     advantages_T = _where(active_T, inputs["advantages"])
@@ -144,10 +163,10 @@ def cispo(
 def dro(
     logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config
 ) -> tuple[Tensor, Metrics]:
-    """-sum [lp A - beta/2 (lp - q)^2] over actions (DRO, arXiv 2405.19107): no ratio, a quadratic
-    pull to the behaviour.
+    """Compute -sum [lp A - beta/2 (lp - q)^2] over actions (DRO, arXiv 2405.19107): no ratio, a
+    quadratic pull to the behavior policy.
 
-    The pull acts on every action, whatever its advantage; hence the mask.
+    The pull acts on every action, for any advantage; hence the loss needs the mask.
     """
     active_T = _trained(inputs)
     gap_T = _log_ratio(logp_T, inputs, active_T)
@@ -161,11 +180,11 @@ def dro(
 def gspo(
     logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config
 ) -> tuple[Tensor, Metrics]:
-    """`ppo` with one ratio a sequence, s = exp(mean over its actions of lp - q), as s_t = sg(s) p /
-    sg(p).
+    """Compute `ppo` with a ratio per sequence, s = exp(mean over its actions of lp - q), as s_t =
+    sg(s) p / sg(p).
 
-    GSPO-token, arXiv 2507.18071, equations 7 and 14. The mean, not the sum: exp(sum) would clip
-    long sequences by noise alone.
+    GSPO-token, arXiv 2507.18071, equations 7 and 14. The mean is used and not the sum: exp(sum)
+    would clip long sequences by noise alone.
     """
     active_T = _trained(inputs)
     advantages_T = _where(active_T, inputs["advantages"])
@@ -186,8 +205,8 @@ def gspo(
 def value(
     logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config
 ) -> tuple[Tensor, Metrics]:
-    """sum (V - R)^2 / 2 over actions, for a critic of its own; `value_clip` holds V within that of
-    `values_old`.
+    """Compute sum (V - R)^2 / 2 over actions, for a separate critic; `value_clip` limits the
+    distance of V from `values_old`.
     """
     return add_value_loss(inputs, config)
 
@@ -195,8 +214,9 @@ def value(
 def custom(
     logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config
 ) -> tuple[Tensor, Metrics]:
-    """The loss whose gradient is -`weights` by logprobs and -`value_weights` by values: a user's
-    loss, seen from the learner.
+    """Compute a loss with gradient -`weights` by logprobs and -`value_weights` by values.
+
+    This is the learner's side of a loss that the user computes.
     """
     total = _where(torch.zeros((), dtype=torch.bool, device=logp_T.device), logp_T).sum()
     if "weights" in inputs:
@@ -217,11 +237,11 @@ def one_pass(
     *,
     clips: bool,
 ) -> tuple[Tensor, Metrics]:
-    """The loss that the kernel calls `kind` in one pass over the tokens, gradient and metrics
-    included (kernels.policy_loss).
+    """Compute the loss that the kernel calls `kind` in a single pass over the tokens, with gradient
+    and metrics (kernels.policy_loss).
 
-    The same numbers as the plain function, which is its definition and the path off a GPU. `clips`:
-    with its metrics of clipping.
+    The numbers equal those of the plain function, which is the definition and is used without a
+    GPU. `clips`: also return the metrics of clipping.
     """
     from kernels import policy_loss
 
@@ -248,19 +268,24 @@ def one_pass(
 
 @dataclass(frozen=True)
 class LossSpec:
-    """A loss with the datum fields it needs and may have, and the keys of its config.
+    """Describe a loss: the datum fields it needs and may have, the keys of its config, and its
+    properties.
 
-    fused_kind   its name in kernels.policy_loss, which is its form for a GPU; None: it has no
-    kernel, and is the plain formula there too needs_advantages   its gradient is that of its
-    advantages: where all are 0, only a term added to it has one as_sampled   scored at the
-    temperature last sampled with, unless one is given terms        may carry the terms of
-    rl.losses.terms: their fields and config keys are known to it as well masked       needs to know
-    which tokens are actions
-    values       reads the learner's values, so it needs a value head
-    logprobs     False: it reads nothing of the vocabulary, so that is not computed
-    group        so many consecutive datums belong together (2: pairs) and are never torn apart
-    unit         what it is a sum over: "token", "group" (of answers: single ones or pairs), or
-    "own", which is not known
+    fused_kind        name of the loss in kernels.policy_loss, its implementation on a GPU; None: no
+                      kernel exists and a GPU uses the plain formula
+    needs_advantages  the gradient is proportional to the advantages: if all are 0, only an added
+                      term has a gradient
+    as_sampled        evaluated at the temperature of the last sampling, unless the config sets a
+                      temperature
+    terms             accepts the terms of rl.losses.terms: their fields and config keys are also
+                      valid
+    masked            needs to know which tokens are actions
+    values            reads the learner's values, so it needs a value head
+    logprobs          False: the loss reads no logprobs, so they are not computed
+    group             number of consecutive datums that belong together (2: pairs) and are never
+                      split
+    unit              what the loss is a sum over: "token", "group" (of answers: single answers or
+                      pairs), or "own" for a custom loss, for which it is unknown
     """
 
     fn: LossFn
@@ -280,7 +305,7 @@ class LossSpec:
 
     @property
     def fused(self) -> LossFn | None:
-        """Its form in one kernel; None where there is none."""
+        """Return the kernel implementation, or None if no kernel exists."""
         return (
             None
             if self.fused_kind is None
@@ -288,8 +313,8 @@ class LossSpec:
         )
 
     def on(self, device: torch.device, *, fused: bool) -> LossFn:
-        """The function to call there: one kernel on a GPU where there is one, the plain formula
-        elsewhere.
+        """Return the function to call on `device`: the kernel on a GPU if it exists, else the plain
+        formula.
         """
         return self.fused if fused and self.fused is not None and device.type == "cuda" else self.fn
 
@@ -303,43 +328,51 @@ class LossSpec:
         *,
         fused: bool = False,
     ) -> tuple[Tensor, Metrics]:
-        """The loss and the terms that `config` adds to it, summed; metrics of both."""
+        """Return the sum of the loss and the terms that `config` adds, and the metrics of both."""
         if self.terms:
             inputs = against_proximal(logp_T, inputs)
         total, metrics = self.on(logp_T.device, fused=fused)(
             logp_T, entropy_T, inputs, cu_seqlens, config
         )
         if self.terms and switched_on(config):
-            added, watched = terms(logp_T, entropy_T, inputs, config)
+            term_loss, term_metrics = terms(logp_T, entropy_T, inputs, config)
             total, metrics = (
-                total + added,
-                {**metrics, "policy_loss:sum": total.detach(), **watched},
+                total + term_loss,
+                {**metrics, "policy_loss:sum": total.detach(), **term_metrics},
             )
         return total, metrics
 
     @property
     def known_fields(self) -> tuple[str, ...]:
+        """Return the names of the valid datum fields."""
         return (*self.required, *self.optional, *(TERM_FIELDS if self.terms else ()))
 
     @property
     def known_config(self) -> tuple[str, ...]:
+        """Return the valid keys of the config."""
         return (*self.config, "temperature", *(TERM_CONFIG if self.terms else ()))
 
     def needs_entropy(self, config: Config) -> bool:
+        """Return whether the loss reads the entropy under this config."""
         return self.terms and bool(config.get("entropy_coef", 0.0))
 
     def needs_values(self, config: Config) -> bool:
+        """Return whether the loss reads the learner's values under this config."""
         return self.values or (self.terms and bool(config.get("value_coef", 0.0)))
 
     def check_terms(self, index: int, fields: Mapping[str, object], config: Config) -> None:
-        """Raises ValueError, naming datum `index`, where what `config` switches on lacks a field,
-        and says how to give it.
+        """Check that datum `index` has the fields that `config` requires.
+
+        Raises BadRequestError (a ValueError) naming the datum and the missing field, with the way
+        to add it.
         """
-        asked = switched_on(config) if self.terms else []
-        if (self.masked or asked) and not any(name in fields for name in MASKS):
+        enabled = switched_on(config) if self.terms else []
+        if (self.masked or enabled) and not any(name in fields for name in MASKS):
             raise BadRequestError(
-                f"datum {index} lacks loss_fn_inputs['mask'], which {' and '.join(asked) or 'this loss'} needs to know the actions: "
-                "1.0 at each target the policy drew, 0.0 elsewhere, e.g. [0.0] * (prompt length - 1) + [1.0] * response length"
+                f"datum {index} lacks loss_fn_inputs['mask'], which "
+                f"{' and '.join(enabled) or 'this loss'} needs to know the actions: "
+                "1.0 at each target that the policy sampled, 0.0 elsewhere, e.g. [0.0] * (prompt "
+                "length - 1) + [1.0] * response length"
             )
         needed = (
             needed_fields(config)
@@ -351,13 +384,15 @@ class LossSpec:
         for name, setting in needed.items():
             if name not in fields:
                 raise BadRequestError(
-                    f"datum {index} lacks loss_fn_inputs[{name!r}], which {setting} needs (it has {sorted(fields)})"
+                    f"datum {index} lacks loss_fn_inputs[{name!r}], which {setting} needs (it has "
+                    f"{sorted(fields)})"
                 )
 
 
 _CLIP = ("clip_low_threshold", "clip_high_threshold")
 _RL = ("target_tokens", "advantages")
-_PAIR = ("target_tokens", "mask"), ("ref_logprobs",)  # fields a loss on pairs needs, and may have
+# required and optional fields of a loss on pairs
+_PAIR = ("target_tokens", "mask"), ("ref_logprobs",)
 
 
 def _policy_gradient(
@@ -370,8 +405,8 @@ def _policy_gradient(
     config: tuple[str, ...] = (),
     masked: bool = False,
 ) -> LossSpec:
-    """Make the entry of a loss with advantages. `logprobs`: whether a datum must have the
-    sampler's, or may.
+    """Return the spec of a loss with advantages. `logprobs`: whether behavior logprobs are required
+    (else optional).
     """
     required = (*_RL, "logprobs") if logprobs else _RL
     return LossSpec(
@@ -409,7 +444,7 @@ LOSSES: dict[str, LossSpec] = {
         ("tau", "cql_coef", "value_coef", "expectile"), masked=True, values=True,
     ),
 }  # fmt: skip
-# what forward_backward_custom runs
+# the loss that forward_backward_custom runs
 CUSTOM = LossSpec(
     custom,
     ("target_tokens",),
@@ -418,17 +453,21 @@ CUSTOM = LossSpec(
     as_sampled=True,
     unit="own",
 )
-VALUES = replace(CUSTOM, logprobs=False)  # the same of values alone
+VALUES = replace(CUSTOM, logprobs=False)  # the same loss on values alone
 
 
 def get_loss(name: str) -> LossSpec:
-    """The loss of that name, or an error that lists what exists."""
+    """Return the loss of that name. Raises BadRequestError listing the known losses if the name is
+    unknown.
+    """
     if name == "stable_reinforce":
         raise BadRequestError(
-            "the formula of 'stable_reinforce' is not published; use loss_fn='importance_sampling' instead"
+            "the formula of 'stable_reinforce' is not published; use loss_fn='importance_sampling' "
+            "instead"
         )
     if name not in LOSSES:
         raise BadRequestError(
-            f"unknown loss {name!r}: one of {', '.join(LOSSES)}, or a function with forward_backward_custom"
+            f"unknown loss {name!r}: expected {', '.join(LOSSES)}, or a function with "
+            "forward_backward_custom"
         )
     return LOSSES[name]

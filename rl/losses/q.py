@@ -1,13 +1,15 @@
-"""A conservative Q-function over tokens, of the same form as rl.losses: the policy's logits are Q,
-a value head is V.
+"""Define a conservative Q-function over tokens, of the same form as rl.losses: the policy's logits
+are Q, a value head is V.
 
-With pi_b what drew the data and a temperature tau, in units of reward,
-    Q(s, a) = V(s) + tau (log pi(a | s) - log pi_b(a | s)),   so   tau log sum_a pi_b(a | s) exp(Q(s, a) / tau) = V(s)
-and pi = pi_b exp((Q - V) / tau): the language model is its own Q-function, whose policy is what it
-samples at temperature 1; V gives the constant that softmax leaves open. A token's state is all
-tokens before it, so the next state is known: Q has the target  Q^ = r + gamma V^(s'), and r + 0 at
-the answer's last token, with V^ the value before the batch's update (the target network of the
-papers, renewed each batch).
+With the behavior policy pi_b, which sampled the data, and a temperature tau in units of reward:
+    Q(s, a) = V(s) + tau (log pi(a | s) - log pi_b(a | s)),
+    so   tau log sum_a pi_b(a | s) exp(Q(s, a) / tau) = V(s)
+and pi = pi_b exp((Q - V) / tau). The language model is therefore also the Q-function, and its
+policy is sampling at temperature 1; V gives the constant that softmax leaves undetermined.
+
+The state of a token is all tokens before it, so the next state is known. The target of Q is  Q^ = r
++ gamma V^(s'), and r + 0 at the answer's last token, with V^ the value before the batch's update
+(the target network of the papers, renewed in each batch).
 """
 
 from __future__ import annotations
@@ -27,28 +29,30 @@ def ilql(
     cu_seqlens: Tensor,
     config: Mapping[str, Any],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """sum over actions of [(Q^ - Q)^2 / 2 + cql_coef (logsumexp Q - Q(a))] / tau + value_coef
-    |kappa - 1(u < 0)| u^2.
+    """Compute sum over actions of [(Q^ - Q)^2 / 2 + cql_coef (logsumexp Q - Q(a))] / tau +
+    value_coef |kappa - 1(u < 0)| u^2.
 
-    Fields: `logprobs` q of what drew the data, `advantages` = Q^ - V^(s) and `returns` = Q^, both
-    fixed. The three terms are
-    - the TD error of Q, (Q^ - V^) - tau (lp - q), with V^ on both sides, so that it moves the
-      logits and the last term alone V;
+    Fields: `logprobs` q of the behavior policy, `advantages` = Q^ - V^(s) and `returns` = Q^, both
+    fixed. The three terms are:
+    - the TD error of Q, (Q^ - V^) - tau (lp - q), with V^ on both sides, so that it trains the
+      logits, and only the last term trains V;
     - the conservative term of CQL (Kumar et al., arXiv 2006.04779, section 3.2, with the prior
-      pi_b), which implicit language
-      Q-learning has too (ILQL, Snell et al., arXiv 2206.11871, section 4.2). Here logsumexp Q is V,
-      and it is -tau (lp - q);
+      pi_b), which implicit language Q-learning also has (ILQL, Snell et al., arXiv 2206.11871,
+      section 4.2). In this form logsumexp Q is V, and the term is -tau (lp - q);
     - expectile regression of V towards the best of the data's actions, u = Q^ - V(s) (ILQL; IQL,
-      arXiv 2110.06169, equation
-      5): kappa 0.5 is the value of what drew the data, nearer to 1 that of its best actions.
-    Divided by tau, a logprob's gradient at pi = pi_b is -(advantage + cql_coef), of the size that
-    other losses have. Where V lies above the mean of what the data's actions lead to, advantages
-    are negative on average and by themselves push probability onto actions that no data speaks of:
-    cql_coef has to outweigh that (0 with expectile 0.8 loses the data's answers altogether). ILQL's
-    own form has Q heads beside a language model that stays as it is, and reweighs its probabilities
-    by exp(beta (Q - V)) as it samples; here these are the weights' own probabilities, with beta = 1
-    / tau, and nothing is added to sampling. `tau` 0.1, `cql_coef` 0.3, `value_coef` 1, `expectile`
-    kappa 0.7 by default.
+      arXiv 2110.06169, equation 5): kappa 0.5 gives the value of the behavior policy, a kappa
+      nearer to 1 that of its best actions.
+    The sum is divided by tau: the gradient of a logprob at pi = pi_b is then -(advantage +
+    cql_coef), of the same size as in other losses.
+
+    If V lies above the mean return of the data's actions, advantages are negative on average and
+    push probability onto actions without data: cql_coef must outweigh that (0 with expectile 0.8
+    loses the data's answers completely).
+
+    The original ILQL has Q heads next to an unchanged language model, and reweights its
+    probabilities by exp(beta (Q - V)) at sampling. In this form they are the probabilities of the
+    weights, with beta = 1 / tau, and sampling needs no addition. Defaults: `tau` 0.1, `cql_coef`
+    0.3, `value_coef` 1, `expectile` kappa 0.7.
     """
     active_T = actions(inputs)
     gap_T = where(active_T, logp_T) - where(active_T, inputs["logprobs"])

@@ -1,13 +1,17 @@
-"""Terms that a policy-gradient loss can carry: entropy bonus, KL to a reference, value loss.
+"""Define the terms that a policy-gradient loss can include: entropy bonus, KL to a reference, value
+loss.
 
-Each is switched on by its coefficient in `loss_fn_config` and is, like the losses, a SUM over
-action tokens. Which tokens are actions is said by the datum's `mask` (or `sequence_ratio_mask`): an
-advantage of 0 does not tell an observation from an action. A mask of other values than 0 and 1
-weighs entropy and KL at its tokens (a sequence's mean: 1 over its action tokens).
+A nonzero coefficient in `loss_fn_config` enables a term. Each term is, like the losses, a SUM over
+action tokens. The datum's `mask` (or `sequence_ratio_mask`) marks the action tokens: an advantage
+of 0 does not distinguish an observation from an action. A mask with values other than 0 and 1
+weights entropy and KL at its tokens (for a sequence's mean: 1 over its number of action tokens).
 
-    entropy_coef  c       - c sum H              H: the policy's entropy at each action, at the temperature of the samples
-    kl_coef       c       + c sum KL estimate    needs `ref_logprobs`, reads `drawn_logprobs`, else `logprobs`; the estimator is `kl_kind`
-    value_coef    c       + c sum value loss     needs `returns` and a value head; `value_clip` also `values_old`
+    entropy_coef  c   - c sum H            H: the policy's entropy at each action, at the
+                                           temperature of the samples
+    kl_coef       c   + c sum KL estimate  needs `ref_logprobs`, reads `drawn_logprobs`, else
+                                           `logprobs`; the estimator is `kl_kind`
+    value_coef    c   + c sum value loss   needs `returns` and a value head; `value_clip` also needs
+                                           `values_old`
 """
 
 from __future__ import annotations
@@ -39,30 +43,35 @@ TERM_FIELDS = (
 
 
 def where(mask: Tensor, value: Tensor) -> Tensor:
-    """`value` where the mask holds, 0 elsewhere: selected, never multiplied, so that a NaN
-    elsewhere changes nothing.
+    """Return `value` where the mask is True, 0 elsewhere.
+
+    The values are selected, never multiplied, so that a NaN elsewhere changes nothing.
     """
     return torch.where(mask, value, torch.zeros((), dtype=value.dtype, device=value.device))
 
 
 def actions(inputs: Inputs) -> Tensor:
-    """bool [T]: which tokens are actions."""
+    """Return which tokens are actions, bool [T]."""
     return (inputs["mask"] if "mask" in inputs else inputs["sequence_ratio_mask"]) != 0
 
 
 def kl_estimate(logp_T: Tensor, ref_T: Tensor, kind: str, drawn_T: Tensor | None = None) -> Tensor:
-    """An estimate of KL(policy || reference) at each token that was drawn, [T]. Schulman 2020,
+    """Return an estimate of KL(policy || reference) at each sampled token, [T]. Schulman 2020,
     joschu.net/blog/kl-approx.html.
 
     With g = lp - ref: k1 = g, k2 = g^2 / 2, k3 = e^-g - 1 + g. On policy the gradient of the KL is
-    E[g grad lp], which is that of k2 as it stands; k1 as it stands has expected gradient 0, and k3
-    has that of KL(reference || policy) (arXiv 2512.21852). So all three are given the gradient g
-    grad lp, and differ in the value they report. `drawn_T`: the logprobs q of what drew the tokens,
-    where that is not the policy as it is (a later epoch, older samples): the three are weighted by
-    r = e^(lp - q), held constant, and r g grad lp is again the KL's gradient in expectation (that
-    of DeepSeek-V3.2's unbiased estimate r k3, arXiv 2512.02556, section 3.1, differentiated with
-    its r). On policy r is 1. `k3_pathwise` is k3 differentiated as it stands and not weighted, as
-    GRPO does (arXiv 2402.03300, equation 4): for comparisons.
+    E[g grad lp], which is the gradient of k2 as written. k1 as written has expected gradient 0, and
+    k3 has the gradient of KL(reference || policy) (arXiv 2512.21852). This function therefore gives
+    all three the gradient g grad lp; they differ in the reported value.
+
+    `drawn_T`: the behavior logprobs q of the tokens, if the sampling policy differs from the
+    current policy (a later epoch, older samples). The three are then weighted by r = e^(lp - q),
+    held constant, and r g grad lp is again the gradient of the KL in expectation (the gradient of
+    DeepSeek-V3.2's unbiased estimate r k3, arXiv 2512.02556, section 3.1, differentiated with its
+    r). On policy r is 1.
+
+    `k3_pathwise` is k3 differentiated as written and not weighted, as in GRPO (arXiv 2402.03300,
+    equation 4): for comparisons. Raises ValueError if the kind is unknown.
     """
     gap_T = logp_T - ref_T
     k2_T = 0.5 * gap_T * gap_T
@@ -74,7 +83,7 @@ def kl_estimate(logp_T: Tensor, ref_T: Tensor, kind: str, drawn_T: Tensor | None
         case "k3" | "k3_pathwise":
             value_T = torch.expm1(-gap_T) + gap_T
         case _:
-            raise ValueError(f"unknown kl_kind {kind!r}: one of {', '.join(KL_KINDS)}")
+            raise ValueError(f"unknown kl_kind {kind!r}: expected {', '.join(KL_KINDS)}")
     if kind == "k3_pathwise":
         return value_T
     estimate_T = value_T.detach() + (k2_T - k2_T.detach())
@@ -84,8 +93,8 @@ def kl_estimate(logp_T: Tensor, ref_T: Tensor, kind: str, drawn_T: Tensor | None
 def value_loss(
     values_T: Tensor, returns_T: Tensor, old_T: Tensor | None, clip: float | None
 ) -> Tensor:
-    """(V - R)^2 / 2 at each token; with `clip` the larger of that and the same of V held within
-    `clip` of the old value.
+    """Return (V - R)^2 / 2 at each token; with `clip` the larger of that and the same of V clipped
+    to within `clip` of the old value.
 
     PPO, arXiv 1707.06347, equation 9 (L^VF); the clipped form is that of OpenAI's baselines, arXiv
     2005.12729, section 2.
@@ -94,13 +103,13 @@ def value_loss(
     if clip is None:
         return plain_T
     assert old_T is not None
-    held_T = old_T + (values_T - old_T).clamp(-clip, clip)
-    return torch.maximum(plain_T, 0.5 * (held_T - returns_T) ** 2)
+    clipped_T = old_T + (values_T - old_T).clamp(-clip, clip)
+    return torch.maximum(plain_T, 0.5 * (clipped_T - returns_T) ** 2)
 
 
 def needed_fields(config: Config) -> dict[str, str]:
-    """Datum fields that the terms switched on in `config` need, each with the setting that asks for
-    it (the mask apart).
+    """Return the datum fields (except the mask) that the enabled terms need, each with the setting
+    that requires it.
     """
     needed: dict[str, str] = {}
     if config.get("kl_coef", 0.0):
@@ -113,24 +122,29 @@ def needed_fields(config: Config) -> dict[str, str]:
 
 
 def check_config(config: Config) -> None:
-    """Raises ValueError for a setting of the terms that means nothing."""
+    """Check the settings of the terms.
+
+    Raises BadRequestError (a ValueError) for an unknown kl_kind or a value_clip that is not
+    positive.
+    """
     if config.get("kl_kind", "k3") not in KL_KINDS:
         raise BadRequestError(
-            f"loss_fn_config has kl_kind {config['kl_kind']!r}: one of {', '.join(KL_KINDS)}"
+            f"loss_fn_config has kl_kind {config['kl_kind']!r}: expected {', '.join(KL_KINDS)}"
         )
     if config.get("value_clip") is not None and not config["value_clip"] > 0:
         raise BadRequestError(
-            f"value_clip is positive (how far a value may move from values_old), or left out; got {config['value_clip']}"
+            "value_clip must be positive (the largest distance of a value from values_old), or "
+            f"omitted; got {config['value_clip']}"
         )
 
 
 def switched_on(config: Config) -> list[str]:
-    """The coefficients that are not 0."""
+    """Return the names of the coefficients that are not 0."""
     return [name for name in ("entropy_coef", "kl_coef", "value_coef") if config.get(name, 0.0)]
 
 
 def add_value_loss(inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
-    """The summed value loss over actions, and what to watch of it."""
+    """Return the sum of the value loss over actions, and its metrics."""
     active_T, clip = actions(inputs), config.get("value_clip")
     values_T, returns_T = where(active_T, inputs["values"]), where(active_T, inputs["returns"])
     old_T = where(active_T, inputs["values_old"]) if clip is not None else None
@@ -142,12 +156,12 @@ def add_value_loss(inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
 
 
 def against_proximal(logp_T: Tensor, inputs: Inputs) -> Inputs:
-    """The fields with `logprobs` of a proximal policy, where a datum's `proximal_share` says how
-    far it lies from what drew a token.
+    """Return the fields with `logprobs` of a proximal policy, if a datum has `proximal_share`.
 
-    Between that, q, and the learner as it is, lp, in logprobs: q + share (lp - q), held constant
-    (AReaL's log-linear approximation of decoupled PPO's proximal policy). Ratios are then e^((1 -
-    share) (lp - q)). What drew the tokens stays known, for a KL.
+    `proximal_share` is the position of the proximal policy between the behavior logprobs q and the
+    current learner's lp: q + share (lp - q), held constant (AReaL's log-linear approximation of
+    decoupled PPO's proximal policy). Ratios are then e^((1 - share) (lp - q)). `drawn_logprobs`
+    keeps the behavior logprobs, for a KL.
     """
     if "proximal_share" not in inputs:
         return inputs
@@ -169,7 +183,7 @@ def against_proximal(logp_T: Tensor, inputs: Inputs) -> Inputs:
 def terms(
     logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, config: Config
 ) -> tuple[Tensor, Metrics]:
-    """The sum of the terms that are switched on (at least one is), and their metrics."""
+    """Return the sum of the enabled terms (at least one must be enabled), and their metrics."""
     active_T, weight_T = (
         actions(inputs),
         inputs["mask" if "mask" in inputs else "sequence_ratio_mask"],
@@ -181,12 +195,14 @@ def terms(
         metrics["entropy:sum"] = active_entropy_T.detach().sum()
     if coefficient := config.get("kl_coef", 0.0):
         ref_T = where(active_T, inputs["ref_logprobs"])
-        drawn = next((name for name in ("drawn_logprobs", "logprobs") if name in inputs), None)
-        drawn_T = None if drawn is None else where(active_T, inputs[drawn])
-        kl_T = kl_estimate(where(active_T, logp_T), ref_T, config.get("kl_kind", "k3"), drawn_T)
+        behavior_key = next(
+            (name for name in ("drawn_logprobs", "logprobs") if name in inputs), None
+        )
+        behavior_T = None if behavior_key is None else where(active_T, inputs[behavior_key])
+        kl_T = kl_estimate(where(active_T, logp_T), ref_T, config.get("kl_kind", "k3"), behavior_T)
         total = total + coefficient * (weight_T * kl_T).sum()
         metrics["kl_ref:sum"] = kl_T.detach().sum()
     if coefficient := config.get("value_coef", 0.0):
-        loss, watched = add_value_loss(inputs, config)
-        total, metrics = total + coefficient * loss, metrics | watched
+        loss, value_metrics = add_value_loss(inputs, config)
+        total, metrics = total + coefficient * loss, metrics | value_metrics
     return total, metrics
