@@ -142,7 +142,7 @@ def test_a_stale_version_label(run, sampler, monkeypatch):
         return type("Done", (), {"result": lambda self: (responses, counters)})()
 
     monkeypatch.setattr(sampler, "sample_many", stale)
-    with pytest.raises(SelfTestFailed, match="labelled version"):
+    with pytest.raises(SelfTestFailed, match="labeled version"):
         run()
 
 
