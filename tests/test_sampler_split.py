@@ -244,7 +244,9 @@ def test_logprobs_of_texts():
 def test_a_sum_that_is_left_out_is_seen():
     """As the decoder is made, and in what it draws where it is not tried out."""
     model = tiny_model("qwen3")
-    with pytest.raises(UserError, match="sampler_tp 2 requires the fast decoder .* does not reproduce the logits"):
+    with pytest.raises(
+        UserError, match="sampler_tp 2 requires the fast decoder .* does not reproduce the logits"
+    ):
         on_ranks(2, lambda team: split(model, team), fault=3)
     weights = [(name, p.detach()) for name, p in model.named_parameters(remove_duplicate=False)]
     expected = drawn(make_decoder(model, kind="fast"))
