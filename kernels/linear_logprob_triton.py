@@ -15,7 +15,7 @@ memory, 64K registers; other GPUs: kernels/tiles.py):
   tiles. Items are ordered 16 row blocks at a time: at D = 4096, 2048 rows of hidden states (16 MiB)
   stay in L2 while W streams by.
 - The loops over tiles are flattened into the loops over D, so that loads of the next tile start
-  before the epilogue of the current tile. The split of the vocabulary depends on V alone, like the
+  before the epilogue of the current tile. The split of the vocabulary depends only on V, like the
   tiles: a token's logprob has the same bits in every batch, with and without [T, V] saved.
   Exception: `expected`, where sums are computed slab by slab.
 """

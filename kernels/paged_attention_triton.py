@@ -2,7 +2,7 @@
 once for all of them.
 
 The positions of a sequence are divided among a fixed number of splits. This number depends on the
-number of rows alone, and each split is an even share of the sequence's length, so a row's bits do
+number of rows only, and each split is an even share of the sequence's length, so a row's bits do
 not depend on the lengths of other rows. A third kernel merges the outputs and log-sum-exps of the
 splits and of the group's pages; with a single split and no group, the first kernel writes the
 output directly. Sums are float32, in units of log 2. The structure is that of flash-decoding (Dao

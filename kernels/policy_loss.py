@@ -169,7 +169,7 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return a loss of the module's table as a sum over active tokens, and the sums of its metrics.
 
-    Gradients reach logp_T alone.
+    Gradients reach only logp_T.
 
     Args:
         logp_T, old_T, advantage_T: [T], all sequences concatenated.

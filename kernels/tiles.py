@@ -1,7 +1,7 @@
 """Choose tile sizes by the properties of the GPU: capability, shared memory of a block, and row
 loads.
 
-The tiles depend on the device, D and dtype alone, never on the number of rows: a token's logprob
+The tiles depend only on the device, D and dtype, never on the number of rows: a token's logprob
 has the same bits in every batch. tests/test_kernel_compile.py bounds the register spills and the
 shared memory that each choice compiles to, for sm_80, 86, 89, 90, 100 and 120.
 """

@@ -3,7 +3,7 @@
 q = behavior logprob of a token (of the sampler, or of older weights), p = logprob under the learner
 before its step; g = p - q at actions. `level` defines the ratio of each token:
 
-    token       e^g                                 of the token alone (truncated: TIS, Yao et al.
+    token       e^g                                 of a single token (truncated: TIS, Yao et al.
                                                     2025, "Your efficient RL framework secretly
                                                     brings you off-policy RL training"; within
                                                     bounds: IcePop, arXiv 2510.18855)

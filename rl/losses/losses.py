@@ -108,7 +108,7 @@ def cross_entropy(
 ) -> tuple[Tensor, Metrics]:
     """Compute -sum w lp; soft targets: -sum_k w_tk lp(x_tk). Weights default to 1.
 
-    `token_accuracy` (in a forward alone) counts the weighted tokens that are the likeliest;
+    `token_accuracy` (only in a forward) counts the weighted tokens that are the likeliest;
     entropy_T then marks these tokens.
     """
     weights = inputs["weights"] if "weights" in inputs else torch.ones_like(logp_T)
@@ -184,7 +184,7 @@ def gspo(
     sg(s) p / sg(p).
 
     GSPO-token, arXiv 2507.18071, equations 7 and 14. The mean is used and not the sum: exp(sum)
-    would clip long sequences by noise alone.
+    would clip long sequences only because of noise.
     """
     active_T = _trained(inputs)
     advantages_T = _where(active_T, inputs["advantages"])
@@ -453,7 +453,7 @@ CUSTOM = LossSpec(
     as_sampled=True,
     unit="own",
 )
-VALUES = replace(CUSTOM, logprobs=False)  # the same loss on values alone
+VALUES = replace(CUSTOM, logprobs=False)  # the same loss on values only
 
 
 def get_loss(name: str) -> LossSpec:

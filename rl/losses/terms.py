@@ -183,7 +183,7 @@ def against_proximal(logp_T: Tensor, inputs: Inputs) -> Inputs:
 def terms(
     logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, config: Config
 ) -> tuple[Tensor, Metrics]:
-    """Return the sum of the enabled terms (at least one must be enabled), and their metrics."""
+    """Return the sum of the enabled terms (the config must enable any), and their metrics."""
     active_T, weight_T = (
         actions(inputs),
         inputs["mask" if "mask" in inputs else "sequence_ratio_mask"],
