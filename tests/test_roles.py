@@ -127,13 +127,13 @@ def test_a_piece_that_does_not_come_is_named_and_a_damaged_one_refused(lost):
         here.take(piece)
     with pytest.raises(
         RuntimeError,
-        match="hand-over of version 7 is not whole: . tensors miss, .'(large|last|half)",
+        match="transfer of version 7 is incomplete: . tensors are missing, .'(large|last|half)",
     ):
         here.check()
     good = next(sent.pieces(100))
     name, at, raw = good.parts[0]
     for wrong in ([(name, at, raw + 1)], [(name, at + 1, raw)], [("half", at, raw)]):
-        with pytest.raises(RuntimeError, match="arrived other than they were sent"):
+        with pytest.raises(RuntimeError, match="were corrupted in transfer"):
             landing(sent).take(Piece(wrong, good.checksum))
 
 
@@ -243,10 +243,9 @@ def test_a_hand_over_that_failed_leaves_nothing_and_the_next_is_whole(between):
     far, counter, near = between
     fresh = put(far, "snapshot", 0, 5)
     near.pop()[2].set_result(staged())
-    counter.get_nowait()[-1].set_exception(RuntimeError("arrived other than they were sent"))
+    counter.get_nowait()[-1].set_exception(RuntimeError("were corrupted in transfer"))
     assert (
-        "other than they were sent" in str(fresh.exception())
-        and counter.next() == "forget_version 5"
+        "corrupted in transfer" in str(fresh.exception()) and counter.next() == "forget_version 5"
     )
     put(far, "snapshot", 0, 6)
     assert near.pop()[:2] == ("stage", (0, True)), "what is frozen never came"
@@ -264,7 +263,7 @@ def test_a_model_is_forgotten_after_what_was_staged_of_it(between):
 
 def test_a_verb_of_a_service_that_was_left_is_an_error_and_no_dead_rank():
     gone = Gone(None, 3)
-    with pytest.raises(RuntimeError, match="begin_landing came after its service"):
+    with pytest.raises(RuntimeError, match="begin_landing was called after its service"):
         gone.begin_landing(1, None)
 
 
@@ -607,7 +606,7 @@ runpy.run_path({train!r}, run_name="__main__")
     ("fault", "says"),
     [
         ("nothing arrives", "the weight sync delivers nothing"),
-        ("a tensor is left out", "hand-over of version 0 is not whole: 1 tens"),
+        ("a tensor is left out", "transfer of version 0 is incomplete: 1 tens"),
     ],
 )
 def test_a_hand_over_that_loses_something_is_caught_by_name_before_the_first_step(

@@ -143,7 +143,7 @@ def test_a_stream_whose_weights_are_gone_says_so_instead_of_drawing_under_a_stal
         stream.slice(2)
         client.release()
         policy.save_weights_and_get_sampling_client()
-        with pytest.raises(Exception, match=r"weights are gone"):
+        with pytest.raises(Exception, match=r"weights have been freed"):
             stream.slice(2)
 
 

@@ -174,4 +174,4 @@ def test_a_script_that_ends_before_its_work_is_no_abort(seconds, code, tmp_path)
     )
     assert done.returncode == code, done.stderr[-2000:]
     assert done.stdout == "the script's last line\n" and "terminate called" not in done.stderr
-    assert ("still under way 0.5 s later" in done.stderr) is bool(code)
+    assert ("still running 0.5 s later" in done.stderr) is bool(code)

@@ -256,7 +256,7 @@ def test_words_saved_with_a_checkpoint_are_read_again_and_it_can_be_written_over
     assert client.save_state("worded", overwrite=True).result().path == path
     assert read_state(path)["version"] == 1 and "when" not in read_state(path)["user_metadata"]
     rest.delete_checkpoint_from_tinker_path(path).result()
-    with pytest.raises(rl.UserError, match="no checkpoint"):
+    with pytest.raises(rl.UserError, match="not a checkpoint"):
         rest.delete_checkpoint_from_tinker_path(path)
 
 

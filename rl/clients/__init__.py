@@ -1,5 +1,5 @@
-"""Tinker's verbs: service, training and sampling clients, the driver, and the worker that every
-rank runs.
+"""Provide Tinker's verbs: service, training and sampling clients, the driver, and the worker that
+every rank runs.
 """
 
 from rl.clients.classifier import ClassifierClient

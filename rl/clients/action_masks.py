@@ -1,4 +1,6 @@
-"""The mask of datums that come without one, as Tinker's do: which of their targets are actions."""
+"""Add the action mask to datums that come without a mask, as Tinker's do: 1.0 at each sampled
+target.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from rl.types import Datum, TensorData
 
 
 def reads_weights_as_mask(loss: LossSpec) -> bool:
-    """Return whether `weights` in a datum are the mask of this loss: it has one, and no weights of
-    its own.
+    """Return whether the loss reads `weights` of a datum as its mask: it has a mask and no
+    `weights` field.
     """
     return "mask" in loss.known_fields and "weights" not in loss.known_fields
 
@@ -27,13 +29,14 @@ def with_masks(
     config: Mapping[str, Any],
     context: ServiceContext,
 ) -> Sequence[Datum]:
-    """Return the datums, each with the `mask` that the loss called `name` reads; the same list if
-    nothing has to be added.
+    """Return the datums, each with the `mask` that the loss called `name` reads. Return the same
+    list if no mask has to be added.
 
-    `weights` of 0 and 1 are the mask of a loss that has no weights of its own. A datum without
-    either takes the recorded samples of this service and the positions with an advantage; that is
-    said once. Malformed fields stay as they are: `check_datum` names them. Raises BadRequestError,
-    naming the datum, for weights that are no mask or not the mask beside them.
+    `weights` of 0 and 1 are the mask of a loss that has no `weights` field. A datum with neither
+    field takes the recorded samples of this service and the positions with a nonzero advantage; a
+    remark reports that once. Malformed fields stay as they are: `check_datum` reports them. Raises
+    BadRequestError, which names the datum, if `weights` hold other values than 0 and 1, or differ
+    from the datum's mask.
     """
     if reads_weights_as_mask(loss):
         data = [_weights_as_mask(i, datum) for i, datum in enumerate(data)]
@@ -42,22 +45,27 @@ def with_masks(
         return data
     needed_by = " and ".join(([name] if loss.masked else []) + switched_on(config))
     context.remark_once(
-        f"{needed_by} needs to know which tokens are actions, and datums have no mask: the recorded sampled tokens are used and the "
-        "positions with an advantage. loss_fn_inputs['mask'] says it otherwise: 1.0 at each sampled target, 0.0 elsewhere"
+        f"{needed_by} needs to know which tokens are actions, and datums have no mask: the "
+        "recorded sampled tokens and the positions with an advantage are used. Set "
+        "loss_fn_inputs['mask'] to override this: 1.0 at each sampled target, 0.0 elsewhere"
     )
     return [_with_mask(datum, context) for datum in data]
 
 
 def _weights_as_mask(index: int, datum: Datum) -> Datum:
+    """Return the datum with `weights` moved to `mask`. Raises BadRequestError if they are not 0 or
+    1, or differ from its mask.
+    """
     fields = datum.loss_fn_inputs
     weights = fields.get("weights")
     if weights is None or weights.array.shape != (datum.model_input.length,):
         return datum
-    others = weights.array[(weights.array != 0) & (weights.array != 1)]
-    if len(others):
+    invalid = weights.array[(weights.array != 0) & (weights.array != 1)]
+    if len(invalid):
         raise BadRequestError(
-            f"datum {index}: 'weights' of a policy loss are 0 or 1 and say which targets are actions (as 'mask' does); got "
-            f"{float(others[0]):g}. Scale 'advantages' to weigh tokens"
+            f"datum {index}: 'weights' of a policy loss are 0 or 1 and mark which targets are "
+            f"actions (as 'mask' does); got {float(invalid[0]):g}. Scale 'advantages' to weigh "
+            "tokens"
         )
     for name in MASKS:
         mask = fields.get(name)
@@ -68,16 +76,19 @@ def _weights_as_mask(index: int, datum: Datum) -> Datum:
         ):
             position = int(np.flatnonzero((mask.array != 0) != (weights.array != 0))[0])
             raise BadRequestError(
-                f"datum {index} has 'weights' and {name!r}, which both say which targets are actions, and they differ first at "
-                f"position {position}: leave one of them out"
+                f"datum {index} has 'weights' and {name!r}, which both mark which targets are "
+                f"actions, and they differ first at position {position}: remove either field"
             )
-    rest = {name: value for name, value in fields.items() if name != "weights"}
+    kept_fields = {name: value for name, value in fields.items() if name != "weights"}
     return datum.with_inputs(
-        rest if any(name in fields for name in MASKS) else {**rest, "mask": weights}
+        kept_fields if any(name in fields for name in MASKS) else {**kept_fields, "mask": weights}
     )
 
 
 def _with_mask(datum: Datum, context: ServiceContext) -> Datum:
+    """Return the datum with a mask [N] float32: sampled targets and positions with a nonzero
+    advantage. Return a datum with a mask, or without usable advantages, unchanged.
+    """
     fields = datum.loss_fn_inputs
     advantages = fields.get("advantages")
     if (

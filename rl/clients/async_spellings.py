@@ -1,5 +1,5 @@
-"""Tinker's `*_async` spellings. What submits and returns a future is awaited twice; what makes a
-client or a sample once.
+"""Provide Tinker's `*_async` methods. A method that returns a future is awaited twice; a method
+that makes a client or a sample is awaited once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rl.types import (
 
 
 class AsyncTraining:
-    """Of a TrainingClient."""
+    """Provide the `*_async` methods of a TrainingClient."""
 
     async def forward_async(
         self: Any, *args: Any, **kwargs: Any
@@ -78,7 +78,7 @@ class AsyncTraining:
 
 
 class AsyncSampling:
-    """Of a SamplingClient."""
+    """Provide the `*_async` methods of a SamplingClient."""
 
     async def sample_async(self: Any, *args: Any, **kwargs: Any) -> SampleResponse:
         return await self.sample(*args, **kwargs)
@@ -91,7 +91,7 @@ class AsyncSampling:
 
 
 class AsyncService:
-    """Of a ServiceClient."""
+    """Provide the `*_async` methods of a ServiceClient."""
 
     async def create_lora_training_client_async(self: Any, *args: Any, **kwargs: Any) -> Any:
         return await self.create_lora_training_client(*args, **kwargs)

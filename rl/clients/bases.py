@@ -1,4 +1,4 @@
-"""Frozen bases that several adapters stand on, each held once."""
+"""Share frozen base models between adapters: each base is loaded once."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ Key = tuple[str, str | None, int]  # base, tokenizer, seed: what a model is load
 
 
 class Bases:
-    """Base models by what they were loaded from. They stay until the worker that holds them goes."""
+    """Cache base models by what they were loaded from. They stay loaded as long as the worker that
+    holds them.
+    """
 
     def __init__(self, shares: bool, accelerator: Any):
-        """`shares`: whether to. Where ranks cut a model into shares, or DeepSpeed owns it, each
-        learner loads its own.
+        """Create an empty cache. `shares`: whether adapters share a base. If ranks shard a model
+        (FSDP), or DeepSpeed owns it, each learner loads its base separately.
         """
         self.shares = (
             shares and accelerator.distributed_type.value != "DEEPSPEED" and not asks_for_fsdp()
@@ -28,8 +30,8 @@ class Bases:
         self._samplers: dict[Key, Decoder | None] = {}
 
     def load(self, base: str, tokenizer: str | None, seed: int, adapted: bool) -> LoadedModel:
-        """A model to put an adapter on (`adapted`) or to train in full. Of the first kind all have
-        the same tensors, which are frozen.
+        """Return a model to put an adapter on (`adapted`) or to train in full. All adapted models
+        of a base have the same frozen tensors.
         """
         if not (self.shares and adapted):
             return load_model(base, tokenizer=tokenizer, seed=seed)
@@ -39,8 +41,8 @@ class Bases:
         return _twin(self._held[key])
 
     def sampler(self, key: Key, make: Callable[[Any], Decoder | None]) -> Decoder | None:
-        """What samplers on a base that is held share, made when it is first asked for; None where
-        there is nothing to share.
+        """Return the decoder that all samplers on a cached base share, made at the first request.
+        Return None if the base is not cached.
         """
         if key not in self._held:
             return None
@@ -49,22 +51,24 @@ class Bases:
         return self._samplers[key]
 
     def number(self, decoder: Decoder) -> int | None:
-        """Of the sampler that this one shares, None where it stands alone."""
-        found = [
+        """Return the index of the shared base decoder under `decoder`. Return None if `decoder`
+        shares no base.
+        """
+        indices = [
             i
             for i, base in enumerate(self._samplers.values())
             if base is not None and base is decoder.base
         ]
-        return found[0] if found else None
+        return indices[0] if indices else None
 
 
 def _twin(loaded: LoadedModel) -> LoadedModel:
-    """Modules of its own around the same parameters and buffers: an adapter put on one is on no
-    other.
+    """Return a copy of the model's modules around the same parameters and buffers, so that an
+    adapter put on the copy affects no other model.
     """
     for parameter in loaded.model.parameters():
         parameter.requires_grad_(False)
-    shared = [*loaded.model.parameters(), *loaded.model.buffers()]
+    shared_tensors = [*loaded.model.parameters(), *loaded.model.buffers()]
     return replace(
-        loaded, model=copy.deepcopy(loaded.model, {id(tensor): tensor for tensor in shared})
+        loaded, model=copy.deepcopy(loaded.model, {id(tensor): tensor for tensor in shared_tensors})
     )

@@ -1,4 +1,4 @@
-"""What is asked of a learner, looked at before it runs: losses, their settings, datums. Every error
+"""Check the arguments of a learner call before it runs: losses, their settings, datums. Every error
 is a ValueError at the call.
 """
 
@@ -20,7 +20,7 @@ from rl.types import Datum, ImageAssetPointerChunk, ImageChunk, ModelInput, Tens
 from rl.types.checked import number
 
 _POSITIVE = {"least": 0.0, "open_ends": True}
-# what each key of a loss_fn_config may be: in words, and in numbers
+# by key of a loss_fn_config: the expected value in words, and its bounds
 _RANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "temperature": (
         "a positive number of at least 0.001, at which the learner scores",
@@ -32,13 +32,18 @@ _RANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "length_normalise": ("0 or 1", {"least": 0.0, "most": 1.0}),
     "tau": ("a number of at least 1e-6, which the loss is divided by", {"least": 1e-6}),
     "expectile": ("above 0 and below 1", {"least": 0.0, "most": 1.0, "open_ends": True}),
-    "value_clip": ("positive (how far a value may move from values_old), or left out", _POSITIVE),
+    "value_clip": (
+        "positive (the largest change of a value from values_old), or omitted",
+        _POSITIVE,
+    ),
 }
 _PLAIN: tuple[str, dict[str, Any]] = ("a finite number", {})
 
 
 def check_loss_config(name: str, loss: LossSpec, config: Mapping[str, Any]) -> None:
-    """Raises ValueError for a key that the loss does not have, or a value that means nothing."""
+    """Check the settings of a loss. Raises ValueError for a key that the loss does not have, or a
+    value out of range.
+    """
     for key, value in config.items():
         if key not in loss.known_config:
             raise BadRequestError(
@@ -47,26 +52,27 @@ def check_loss_config(name: str, loss: LossSpec, config: Mapping[str, Any]) -> N
         if key == "kl_kind":
             if value not in KL_KINDS:
                 raise BadRequestError(
-                    f"loss_fn_config has kl_kind {value!r}: one of {', '.join(KL_KINDS)}"
+                    f"loss_fn_config has kl_kind {value!r}: choose from {', '.join(KL_KINDS)}"
                 )
         elif key == "beta":
-            zero = name == "dro"  # DPO and IPO divide by it or have no gradient without
+            allows_zero = name == "dro"  # DPO and IPO divide by it or have no gradient without
             number(
                 "beta",
                 value,
-                f"a {'non-negative' if zero else 'positive'} number, such as 0.1",
+                f"a {'non-negative' if allows_zero else 'positive'} number, such as 0.1",
                 least=0.0,
-                open_ends=not zero,
+                open_ends=not allows_zero,
             )
         elif key == "clip_high_threshold" and isinstance(value, float) and value == math.inf:
             continue  # no upper bound
         elif not (key == "value_clip" and value is None):
-            wanted, limits = _RANGES.get(key, _PLAIN)
-            number(key, float(value) if isinstance(value, bool) else value, wanted, **limits)
+            expected, limits = _RANGES.get(key, _PLAIN)
+            number(key, float(value) if isinstance(value, bool) else value, expected, **limits)
     low, high = config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2)
     if low > high and "clip_low_threshold" in loss.known_config:
         raise BadRequestError(
-            f"clip_low_threshold {low} lies above clip_high_threshold {high}: both are ratios, such as 0.8 and 1.2"
+            f"clip_low_threshold {low} is above clip_high_threshold {high}: both are ratios, such "
+            "as 0.8 and 1.2"
         )
     check_config(config)
 
@@ -81,11 +87,12 @@ def check_call(
     """Return the loss of that name and the datums, with images read and (with a service's
     `context`) with masks.
 
-    Raises ValueError naming what does not fit the loss or the model (`info`: the client's).
+    Raises ValueError, which names what does not fit the loss or the model (`info`: the client's).
     """
     if not isinstance(name, str):
         raise BadRequestError(
-            f"loss_fn is the name of a loss, got {name!r}: a function goes to forward_backward_custom"
+            f"loss_fn is the name of a loss, got {name!r}: pass a function to "
+            "forward_backward_custom"
         )
     loss, data = get_loss(name), with_images(data, info)
     check_loss_config(name, loss, config)
@@ -93,7 +100,8 @@ def check_call(
         raise BadRequestError(f"data is a list of types.Datum, got {_kind_of(data)}")
     if len(data) % loss.group:
         raise BadRequestError(
-            f"{name} takes datums in groups of {loss.group}, one after the other; {len(data)} datums were given"
+            f"{name} takes datums in groups of {loss.group}, in consecutive order; got "
+            f"{len(data)} datums"
         )
     if loss.needs_values(config):
         need_value_head(info, f"the loss {name!r}" if loss.values else "value_coef")
@@ -101,23 +109,28 @@ def check_call(
     known = (*loss.known_fields, "weights") if reads_weights_as_mask(loss) else loss.known_fields
     for i, datum in enumerate(data):
         check_datum(
-            i, datum, required=loss.required, known=known, soft_targets=loss.soft_targets, vocab_size=info["vocab_size"],
+            i,
+            datum,
+            required=loss.required,
+            known=known,
+            soft_targets=loss.soft_targets,
+            vocab_size=info["vocab_size"],
             max_context=info["max_context"],
-        )  # fmt: skip
+        )
         loss.check_terms(i, datum.loss_fn_inputs, config)
         if datum.temperature is not None:
-            wanted = "0 (greedy) or at least 0.001: logits are divided by it"
-            if number(f"datum {i}: temperature", datum.temperature, wanted, least=0.0) != 0:
-                number(f"datum {i}: temperature", datum.temperature, wanted, least=1e-3)
+            expected = "0 (greedy) or at least 0.001: logits are divided by it"
+            if number(f"datum {i}: temperature", datum.temperature, expected, least=0.0) != 0:
+                number(f"datum {i}: temperature", datum.temperature, expected, least=1e-3)
     return loss, data
 
 
 def settled(given: Any, info: Mapping[str, Any]) -> Any:
-    """An input whose images have their tokens, as the model of `info` reads them; anything else as
-    it is.
+    """Return a ModelInput with the tokens of its images filled in, as the model of `info` reads
+    them. Return any other input unchanged.
 
-    UserError for images where the model reads text alone, or reads an image as other tokens than
-    were expected.
+    Raises UserError for images if the model reads text only, or if it reads an image as another
+    number of tokens than expected.
     """
     if not _has_images(given):
         return given
@@ -128,42 +141,52 @@ def settled(given: Any, info: Mapping[str, Any]) -> Any:
 
 
 def with_images(data: Sequence[Datum], info: Mapping[str, Any]) -> Sequence[Datum]:
-    """The datums, their inputs `settled`; the same list where none holds an image."""
+    """Return the datums with the images of their inputs resolved by `settled`. Return the same list
+    if no datum holds an image.
+    """
     if not isinstance(data, Sequence) or not any(
-        isinstance(one, Datum) and _has_images(one.model_input) for one in data
+        isinstance(item, Datum) and _has_images(item.model_input) for item in data
     ):
         return data
-    found = []
+    resolved = []
     for datum in data:
-        found.append(datum.with_inputs(datum.loss_fn_inputs) if isinstance(datum, Datum) else datum)
+        resolved.append(
+            datum.with_inputs(datum.loss_fn_inputs) if isinstance(datum, Datum) else datum
+        )
         if isinstance(datum, Datum):
-            found[-1].model_input = settled(datum.model_input, info)
-    return found
+            resolved[-1].model_input = settled(datum.model_input, info)
+    return resolved
 
 
 def _has_images(given: Any) -> bool:
+    """Return whether the input is a ModelInput that holds an image chunk."""
     kinds = (ImageChunk, ImageAssetPointerChunk)
     return isinstance(given, ModelInput) and any(isinstance(chunk, kinds) for chunk in given.chunks)
 
 
 def need_value_head(info: Mapping[str, Any], what: str) -> None:
+    """Raise BadRequestError if the model has no value head. `what`: the caller that reads values
+    (used in the message).
+    """
     if not info["value_head"]:
         raise BadRequestError(
-            f"{what} reads values, and this model has no value head: create the client with value_head=True"
+            f"{what} reads values, and this model has no value head: create the client with "
+            "value_head=True"
         )
 
 
 def _kind_of(data: Any) -> str:
+    """Return a description of the wrong type of `data`, for an error message."""
     if not isinstance(data, Sequence):
         return f"a {type(data).__name__}"
-    return "one that holds a " + next(
+    return "a list that holds a " + next(
         type(datum).__name__ for datum in data if not isinstance(datum, Datum)
     )
 
 
 def checked_targets(given: Any, prompt_tokens: int, vocabulary: int) -> np.ndarray | None:
-    """The ids of target_prompt_logprobs, [prompt tokens - 1, K], -1 for none. Raises ValueError for
-    what they are not.
+    """Return the ids of target_prompt_logprobs, int64 [prompt tokens - 1, K], -1 for none; None if
+    there are none. Raises ValueError for another type, shape or range.
     """
     if given is None:
         return None
@@ -174,7 +197,8 @@ def checked_targets(given: Any, prompt_tokens: int, vocabulary: int) -> np.ndarr
         )
     if given.array.ndim != 2 or len(given.array) != prompt_tokens - 1:
         raise BadRequestError(
-            f"{name} has the shape [prompt tokens - 1, K], here [{prompt_tokens - 1}, K]; got {given.shape}"
+            f"{name} has the shape [prompt tokens - 1, K], here [{prompt_tokens - 1}, K]; got "
+            f"{given.shape}"
         )
     low, high = given.array.min(initial=-1), given.array.max(initial=-1)
     if low < -1 or high >= vocabulary:

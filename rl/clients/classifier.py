@@ -1,5 +1,5 @@
-"""ClassifierClient: the scores of a published reward model that lives in this process and on the
-ranks that serve it.
+"""Provide ClassifierClient: scores of a published reward model that lives in this process and on
+the ranks that serve it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from rl.errors import BadRequestError
 
 
 class ClassifierClient:
-    """An extension: reads token sequences and scores each. Its memory is given back when the client
-    is gone.
+    """Score token sequences with a reward model (an extension of Tinker's API). Its memory is freed
+    when the client is collected.
     """
 
     def __init__(self, context: ServiceContext, name: str):
@@ -27,22 +27,24 @@ class ClassifierClient:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What is known of the model: base_model, arch, tokenizer, max_context, parameters."""
+        """Return the model's details: base_model, arch, tokenizer, max_context, parameters."""
         return self._created.result()
 
     def get_tokenizer(self) -> Any:
+        """Return the model's tokenizer."""
         return self.info["tokenizer"]
 
     def compute_scores(self, inputs: Sequence[Sequence[int]]) -> APIFuture[list[float]]:
-        """Return the score of each token sequence. Raises BadRequestError for an empty one, or one
-        beyond the model's context.
+        """Return the score of each token sequence. Raises BadRequestError if a sequence is empty,
+        or longer than the model's context.
         """
         limit = self.info["max_context"]
         for number, tokens in enumerate(inputs):
             if not len(tokens) or (limit is not None and len(tokens) > limit):
                 name, most = self.info["base_model"], limit or "any number of"
                 raise BadRequestError(
-                    f"the reward model {name} reads 1 to {most} tokens, input {number} has {len(tokens)}"
+                    f"the reward model {name} reads 1 to {most} tokens, input {number} has "
+                    f"{len(tokens)}"
                 )
         return APIFuture(
             self._driver.submit(
@@ -51,10 +53,11 @@ class ClassifierClient:
         )
 
     def release(self) -> None:
-        """Give its memory back."""
+        """Free the model's memory now, not when the client is collected."""
         self._finalizer()
 
 
 def _forget(driver: Driver, model_id: int) -> None:
+    """Submit the verb that frees the model, unless the service is closed."""
     if not driver.closed:
         driver.submit("forget_model", model_id)

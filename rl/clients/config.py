@@ -1,4 +1,6 @@
-"""What `ServiceClient.create_training_client` makes a client from. No torch here."""
+"""Define the configuration from which `ServiceClient.create_training_client` makes a client. This
+module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ C = TypeVar("C")
 
 
 def names_nearest(config: type[C]) -> type[C]:
-    """Class decorator for a keyword-only dataclass: a name that it does not have is a UserError
-    that says the nearest.
+    """Decorate a keyword-only dataclass so that an unknown setting is a UserError. The message
+    names the closest valid setting and all settings.
     """
     known = [f.name for f in dataclasses.fields(config)]  # type: ignore[arg-type]
     plain = config.__init__
@@ -38,7 +40,7 @@ def names_nearest(config: type[C]) -> type[C]:
 @names_nearest
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
-    """A LoRA adapter (arXiv 2106.09685): the base stays as it is."""
+    """Configure a LoRA adapter (arXiv 2106.09685): the base weights stay frozen."""
 
     rank: int = 16
     """Rank of each matrix's update."""
@@ -63,20 +65,20 @@ class LoRAConfig:
 @names_nearest
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """A model and what of it is trained."""
+    """Configure a model and which of its weights are trained."""
 
     model_ref: str
     """A hub name, a model folder, or tiny:<preset>."""
     lora_config: LoRAConfig | None = field(default_factory=LoRAConfig)
     """The adapter; None trains all weights."""
     tokenizer: str | None = None
-    """Where the tokenizer is; by default with the model."""
+    """Hub name or folder of the tokenizer; default: the model's."""
     seed: int = 0
-    """Of the adapter's weights, and of those of a tiny:<preset>."""
+    """Seed of the adapter's weights, and of the weights of a tiny:<preset>."""
     value_head: bool = True
-    """A scalar for each position, which PPO learns values with: as many weights as the model is wide, unused by REINFORCE."""
+    """Add PPO's value head: a scalar per position, hidden_size weights; unused by REINFORCE."""
     base_dtype: str = "auto"
-    """What the frozen matrices under an adapter are held in: auto (bf16 where that is computed in), fp32, bf16, 4bit."""
+    """Dtype of the frozen matrices: auto (bf16 if computation is in bf16), fp32, bf16, 4bit."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model_ref, str) or not self.model_ref:
@@ -85,5 +87,6 @@ class TrainingConfig:
             )
         if self.lora_config is not None and not isinstance(self.lora_config, LoRAConfig):
             raise ValueError(
-                f"lora_config is a LoRAConfig(rank=16, alpha=32), or None to train all weights; got {self.lora_config!r}"
+                "lora_config is a LoRAConfig(rank=16, alpha=32), or None to train all weights; "
+                f"got {self.lora_config!r}"
             )

@@ -1,5 +1,5 @@
-"""What the clients of one service share: its driver, where saves go, and the counters from which
-ids and random streams come.
+"""Hold the state that the clients of one service share: its driver, the output folder, and the
+counters behind ids and random streams.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from rl.errors import BadRequestError, remark
 
 
 class ServiceContext:
-    """Made by a ServiceClient, handed to each client that it makes.
+    """Hold the shared state of one service. A ServiceClient makes it and passes it to each client
+    that it creates.
 
-    `seed`: of samples drawn without one of their own. `user_metadata`: words saved with every
-    checkpoint. `drawn`: at which temperature the last samples were drawn.
+    `seed`: seed of samples whose request has no seed. `user_metadata`: string pairs saved with
+    every checkpoint. `drawn`: the temperatures of the last samples.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class ServiceContext:
         self._id = uuid.uuid4().hex[:12]
         self._sequences = itertools.count()
         self._saved_by: dict[str, int] = {}  # which model wrote a folder
-        # by output folder: models with a room of their own there
+        # by output folder: ids of the models that save to a separate subfolder of it
         self._rooms: dict[str, set[int]] = {}
         self._models = 0
         self._versions = 0
@@ -41,47 +42,53 @@ class ServiceContext:
         self._remarks: set[str] = set()
 
     def remark_once(self, text: str) -> None:
-        """Warn of `text` the first time only."""
+        """Warn with `text`, at its first occurrence only."""
         if text not in self._remarks:
             self._remarks.add(text)
             remark(text, stacklevel=7)
 
     def next_model_id(self) -> int:
+        """Return a new model id."""
         model_id, self._models = self._models, self._models + 1
         return model_id
 
     def next_version_id(self) -> int:
+        """Return a new id of a weight version."""
         self._versions += 1
         return self._versions
 
     def next_stream(self) -> int:
+        """Return the index of a new random stream."""
         self._streams += 1
         return self._streams
 
     def next_sequence_id(self) -> str:
+        """Return a new id of a sampled sequence, unique across services."""
         return f"{self._id}:{next(self._sequences)}"
 
     def place_of(
         self, model_id: int, kind: Literal["checkpoints", "sampler_weights"], name: str
     ) -> str:
-        """The folder that a model's save under a name goes to: of its own, where another model of
-        this service has saved under it.
+        """Return the folder that a model saves to under `name`. If another model of this service
+        has saved under that name, it is in model-<id>/, a subfolder for this model.
         """
-        own = self._rooms.setdefault(self.output_dir, set())
+        separate = self._rooms.setdefault(self.output_dir, set())
         path = Path(self.output_dir, kind, name)
-        if model_id in own or self._saved_by.get(str(path), model_id) != model_id:
-            own.add(model_id)
+        if model_id in separate or self._saved_by.get(str(path), model_id) != model_id:
+            separate.add(model_id)
             path = Path(self.output_dir, f"model-{model_id}", kind, name)
         self._saved_by[str(path)] = model_id
         return str(path)
 
     def shown_place(self) -> str:
-        """Where this service writes, in full."""
+        """Return the absolute path of the output folder."""
         return str(Path(self.output_dir).absolute())
 
 
 def check_words(user_metadata: Mapping[str, str] | None) -> dict[str, str]:
-    """Raises ValueError unless it is a dict of strings."""
+    """Return `user_metadata` as a dict. Raises BadRequestError (a ValueError) unless it maps
+    strings to strings.
+    """
     words = {} if user_metadata is None else user_metadata
     if not isinstance(words, Mapping) or any(
         not isinstance(part, str) for pair in words.items() for part in pair

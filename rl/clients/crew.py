@@ -1,10 +1,10 @@
-"""All ranks at work: rank 0 broadcasts verbs, the others execute them until it ends.
+"""Run all ranks: rank 0 broadcasts verbs, and the other ranks execute them until rank 0 ends.
 
 On rank 0 one thread executes the verbs in the order they were submitted. With one process the
 broadcast is a no-op and nothing else differs. All services of a script share the thread and the
-ranks, which stay until the script ends, for another service may come. Where some ranks sample
-(`sampler_ranks`) these are a crew of their own, with a thread of its own on rank 0, which executes
-nothing there: what learns and what samples go on side by side.
+ranks, which run until the script ends, because another service may be created. If some ranks only
+sample (`sampler_ranks`), they form a separate worker group with a separate thread on rank 0, which
+executes no verbs itself. Learning and sampling then run concurrently.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from rl.errors import FailedElsewhere, RankLost, UserError
 from rl.ranks import distributed, interrupts, require_same, take_role
 
 CLOSE, ALIVE = "close", "alive"
-OPEN, LEAVE = "open_service", "leave_service"  # verbs of the ranks themselves, not of a worker
+OPEN, LEAVE = "open_service", "leave_service"  # verbs of the executor, not of a worker
 
 
 class Desk:
-    """One rank's workers, by the number of the service that they belong to."""
+    """Execute verbs on one rank: hold its workers by service number."""
 
     def __init__(self, settings: WorkerSettings):
         role = take_role(settings.sampler_ranks, settings.timeout_seconds)
@@ -49,7 +49,7 @@ class Desk:
         self._workers: dict[int, Drawing] = {0: first}
 
     def worker(self, service: int, verb: str) -> Any:
-        """What executes a verb of that service."""
+        """Return the object that executes `verb` of that service."""
         return (
             self
             if verb in (OPEN, LEAVE)
@@ -57,34 +57,35 @@ class Desk:
         )
 
     def open_service(self, service: int, settings: WorkerSettings) -> str:
-        """Makes its worker; the device it computes on."""
-        if service not in self._workers:  # the first is made before any verb can be broadcast
+        """Create the service's worker. Return the device that it computes on."""
+        if service not in self._workers:  # worker 0 is made before any verb can be broadcast
             self._workers[service] = self._kind(settings, self.objects)
         return str(self._workers[service].accelerator.device)
 
     def leave_service(self, service: int) -> None:
-        """Gives back what its models and samplers took."""
+        """Free the memory of the service's models and samplers."""
         self._workers.pop(service).forget_all()
 
     def merge(self, verb: str, parts: Sequence[Any]) -> Any:
+        """Return rank 0's result."""
         return parts[0]
 
 
 class Gone:
-    """In the place of a worker whose service has been closed: a verb that comes too late is an
-    error, and no dead rank.
+    """Stand in for the worker of a closed service: late verbs raise an error instead of killing the
+    rank.
     """
 
     def __init__(self, objects: distributed.ObjectGroup, service: int):
         self.objects, self._service = objects, service
 
     def __getattr__(self, verb: str) -> Any:
-        raise RuntimeError(f"{verb} came after its service ({self._service}) was closed")
+        raise RuntimeError(f"{verb} was called after its service ({self._service}) was closed")
 
 
 class FarDesk:
-    """Rank 0's desk of the samplers: nothing is executed at it, and what they report is put
-    together.
+    """Serve as rank 0's executor of the sampler ranks: execute nothing, and merge the results of
+    the sampler ranks.
     """
 
     def __init__(self, settings: WorkerSettings):
@@ -94,22 +95,24 @@ class FarDesk:
         require_same(self.objects, settings)
 
     def worker(self, service: int, verb: str) -> FarDesk:
+        """Return this object, for any service and verb."""
         return self
 
     def __getattr__(self, verb: str) -> Any:
         return _nothing
 
     def merge(self, verb: str, parts: Sequence[Any]) -> Any:
+        """Return the merged results of the sampler ranks; rank 0's part (index 0) is empty."""
         return parts[1] if verb in (OPEN, LEAVE) else Hangar.together(verb, parts[1:])
 
 
 def _nothing(*arguments: Any) -> None:
-    """What rank 0 does of a verb of the samplers."""
+    """Do nothing: rank 0's part in a verb of the sampler ranks."""
 
 
 def serve(settings: WorkerSettings) -> None:
-    """Executes broadcast verbs on a rank other than 0 until the driver ends. RankLost where the
-    driver is gone.
+    """Execute broadcast verbs on a rank other than 0 until the driver ends. Raises RankLost if the
+    driver is lost.
     """
     interrupts.end_with_the_launcher()
     desk = Desk(settings)
@@ -126,59 +129,61 @@ def serve(settings: WorkerSettings) -> None:
 
 
 def _execute(worker: Any, verb: str, arguments: Sequence[Any]) -> Any:
-    """Runs a verb on this rank and brings the ranks' parts together on rank 0, where it raises if
-    any rank failed.
+    """Run a verb on this rank and gather the results of all ranks on rank 0. Rank 0 raises if any
+    rank failed.
 
-    One gather carries result and error of every rank, so a rank that fails keeps nobody waiting.
-    Where a collective failed, the ranks are out of step: RankLost, which names the rank that failed
-    for another reason, if one did.
+    One gather carries result and error of every rank, so a rank that fails blocks no other rank.
+    After a failed collective the ranks are out of step: RankLost is raised, which names the rank
+    that failed for another reason, if any.
     """
     error: BaseException | None = None
-    part = None
+    result = None
     try:
-        part = getattr(worker, verb)(*arguments)
+        result = getattr(worker, verb)(*arguments)
     except RankLost:
         raise
     except FailedElsewhere:
-        pass  # the rank where it failed reports why
+        pass  # the rank that failed reports the reason
     except (
         Exception
-    ) as caught:  # reported to the driver, which raises it where the result is asked for
+    ) as caught:  # reported to the driver, which raises it from the future's result()
         error = caught
     report = None
     if error is not None:
-        says = str(error) if isinstance(error, (UserError, FloatingPointError)) else None
+        user_message = str(error) if isinstance(error, (UserError, FloatingPointError)) else None
         report = (
             "".join(traceback.format_exception(error)),
             distributed.is_communication_error(error),
-            says,
+            user_message,
         )
     try:
-        reports = worker.objects.gather((part, report))
+        reports = worker.objects.gather((result, report))
     except RankLost as lost:
         raise RankLost(f"{verb}: {lost}") from error
     if reports is None:
         return None
-    failed = {rank: report for rank, (_, report) in enumerate(reports) if report is not None}
-    if any(out_of_step for _, out_of_step, _ in failed.values()):
-        causes = {rank: text for rank, (text, out_of_step, _) in failed.items() if not out_of_step}
-        rank, text = next(iter(causes.items())) if causes else (min(failed), failed[min(failed)][0])
+    failures = {rank: report for rank, (_, report) in enumerate(reports) if report is not None}
+    if any(out_of_step for _, out_of_step, _ in failures.values()):
+        causes = {
+            rank: text for rank, (text, out_of_step, _) in failures.items() if not out_of_step
+        }
+        rank, text = (
+            next(iter(causes.items())) if causes else (min(failures), failures[min(failures)][0])
+        )
         raise RankLost(
             f"{verb} failed on {worker.objects.name(rank)}, the ranks are out of step:\n{text}"
         ) from error
     if error is not None:
         raise error
-    for rank, (text, _, says) in failed.items():
-        if says is not None:
-            raise UserError(f"{says} (on {worker.objects.name(rank)})")
+    for rank, (text, _, user_message) in failures.items():
+        if user_message is not None:
+            raise UserError(f"{user_message} (on {worker.objects.name(rank)})")
         raise RuntimeError(f"{verb} failed on {worker.objects.name(rank)}:\n{text}")
-    return worker.merge(verb, [part for part, _ in reports])
+    return worker.merge(verb, [result for result, _ in reports])
 
 
 def _beat(desk: Desk | FarDesk, verb: str = ALIVE) -> RankLost | None:
-    """Lets the other ranks know that the driver lives (or closes). Returns the error if one of them
-    does not.
-    """
+    """Broadcast that the driver is alive (or closes). Return the error if another rank is lost."""
     try:
         desk.objects.broadcast_verb((0, verb, ()))
     except RankLost as lost:
@@ -187,15 +192,15 @@ def _beat(desk: Desk | FarDesk, verb: str = ALIVE) -> RankLost | None:
 
 
 class Crew:
-    """Rank 0's side of all ranks: a queue of verbs and the thread that executes them. There is one
-    in a process.
+    """Queue verbs on rank 0, and run the thread that executes them on all ranks. A process has a
+    single worker group.
     """
 
     name = "whetstone-worker"
-    # seconds that the end of the script waits for what was submitted
+    # seconds that the end of the script waits for submitted verbs
     patience: ClassVar[float] = 60.0
     _lock: ClassVar[Any] = threading.RLock()
-    # the other ranks serve this process alone, however many services its script makes
+    # the other ranks serve this process only, for any number of services
     _at_work: ClassVar[Crew | None] = None
 
     def __init__(self, settings: WorkerSettings):
@@ -213,33 +218,35 @@ class Crew:
 
     @classmethod
     def join(cls, settings: WorkerSettings) -> tuple[Crew, int]:
-        """The crew at work (a new one where there is none) and a number for one more service."""
+        """Return the running worker group (a new group if none is running) and a new service
+        number.
+        """
         with cls._lock:
             crew = cls._at_work
             if crew is None or not crew.thread.is_alive():
                 crew = cls._at_work = cls(settings)
-            number, crew.services = crew.services, crew.services + 1
-            crew.open.add(number)
-            return crew, number
+            service, crew.services = crew.services, crew.services + 1
+            crew.open.add(service)
+            return crew, service
 
     def leave(self, number: int, timeout: float) -> None:
-        """One service less. One process alone has nobody to keep for another service: its thread
-        ends with the last one.
+        """Close a service. In a single-process run the thread ends with the last service, since no
+        other rank waits for another service.
         """
         done: Future = Future()
         with self._lock:
             self.open.discard(number)
             self.queue.put((number, LEAVE, (number,), (), done))
-            last = not self.open and self._alone()
-            if last:
-                # who joins meanwhile, in another thread, waits, and begins a crew of its own
+            is_last = not self.open and self._alone()
+            if is_last:
+                # a thread that joins meanwhile waits for the lock and starts a new worker group
                 self.end(timeout)
-        if not last:
+        if not is_last:
             wait([done], timeout)
 
     def end(self, timeout: float = 60.0) -> None:
-        """Ends the thread and the other ranks; verbs already submitted run first. Ending twice does
-        nothing.
+        """End the thread and the other ranks; verbs already submitted run first. A second call is a
+        no-op.
         """
         with self._lock:
             if type(self)._at_work is self:
@@ -251,15 +258,16 @@ class Crew:
             atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
-        """The end of the script. A thread that is still at work must not see the interpreter end:
-        it would be unwound on its way out of torch, which C++ answers with "terminate called
-        without an active exception" and an abort.
+        """End the worker group at the end of the script. A thread that still runs must not outlive
+        the interpreter: the interpreter would unwind it inside torch, and C++ would abort with
+        "terminate called without an active exception".
         """
         self.end(self.patience)
         if self.thread.is_alive():
             print(
-                f"the script has ended, and what it submitted was still under way {self.patience:g} s later: it is given up. Wait for the "
-                "last result, or close the service, before the script ends",
+                f"the script has ended, and submitted verbs were still running {self.patience:g} "
+                "s later: they are abandoned. Wait for the last result, or close the service, "
+                "before the script ends",
                 file=sys.stderr,
             )
             sys.stdout.flush()
@@ -267,15 +275,19 @@ class Crew:
             os._exit(1)
 
     def _alone(self) -> bool:
+        """Return whether this process is the only rank."""
         return distributed.world() == 1
 
     def _desk(self, settings: WorkerSettings) -> Any:
+        """Return the executor of rank 0."""
         return Desk(settings)
 
     def _part(self) -> None:
+        """Shut down the process group after all ranks were told to close."""
         distributed.shutdown()
 
     def _loop(self, settings: WorkerSettings, started: Future) -> None:
+        """Execute queued verbs until CLOSE. Send heartbeats while the queue is empty."""
         try:
             desk = self._desk(settings)
         except BaseException as error:
@@ -292,10 +304,10 @@ class Crew:
                 lost = lost or _beat(desk)
                 continue
             if verb == CLOSE:
-                said = lost is None and not isinstance(_beat(desk, CLOSE), RankLost)
+                announced = lost is None and not isinstance(_beat(desk, CLOSE), RankLost)
                 desk.objects.close()
                 del desk
-                if said:
+                if announced:
                     self._part()
                 future.set_result(None)
                 return
@@ -306,15 +318,15 @@ class Crew:
                 future.set_result(_everywhere(desk, number, verb, arguments))
             except BaseException as error:
                 if isinstance(error, RankLost):
-                    # the others are out of step: whatever is asked for from now on fails alike
+                    # the ranks are out of step: every later verb fails with the same error
                     lost = error
                 future.set_exception(error)
-            # nothing of a finished verb is kept alive while waiting for the next
+            # release the arguments of a finished verb before waiting for the next verb
             del verb, arguments, after, future
 
 
 class Samplers(Crew):
-    """The same of the ranks that sample."""
+    """Run the worker group of the ranks that only sample."""
 
     name = "whetstone-samplers"
     _lock = threading.RLock()
@@ -327,10 +339,11 @@ class Samplers(Crew):
         return FarDesk(settings)
 
     def _part(self) -> None:
-        """The world of rank 0 is the learners', who go on."""
+        """Do nothing: rank 0's process group belongs to the learner ranks, which continue."""
 
 
 def _everywhere(desk: Any, number: int, verb: str, arguments: Sequence[Any]) -> Any:
+    """Run a verb on all ranks and return the merged result."""
     desk.objects.broadcast_verb((number, verb, arguments))
     return _execute(desk.worker(number, verb), verb, arguments)
 
@@ -338,11 +351,11 @@ def _everywhere(desk: Any, number: int, verb: str, arguments: Sequence[Any]) -> 
 def _refuse_after_failure(
     desk: Any, number: int, verb: str, arguments: Sequence[Any], after: Sequence[Future]
 ) -> None:
-    """An update on half of what was meant would be worse than none: refuse it and drop the
-    gradients.
+    """Raise the error of an earlier verb that this verb depends on. For `optim_step`, drop the
+    gradients first: an update on part of the intended batch would be worse than no update.
 
-    Likewise a sampling client of weights whose saving under a name failed: the error must not be
-    lost.
+    A sampling client of weights whose saving under a name failed raises likewise, so that the error
+    is not lost.
     """
     errors = [error for error in (earlier.exception() for earlier in after) if error is not None]
     if not errors:

@@ -1,5 +1,5 @@
-"""A user's own loss: its gradient by the learner's logprobs (and values), which the learner then
-goes back through.
+"""Evaluate a user-defined loss: compute its gradient by the learner's logprobs (and values), from
+which the learner backpropagates.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 from rl.errors import BadRequestError
 from rl.types import Datum, TensorData
 
-# of the datums and, for each output asked for, a list of tensors
+# (datums, a list of tensors for each requested output) -> (loss, metrics)
 CustomLoss = Callable[..., tuple[torch.Tensor, dict[str, float]]]
-# of a datum's logprobs and its fields, as tensors
+# (logprobs of a datum, its fields as tensors) -> (loss, metrics)
 PerDatumLossFn = Callable[..., tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 
-# what carries minus the gradient by each output
+# the datum field that carries minus the gradient of each output
 _FIELDS = {"logprobs": "weights", "values": "value_weights"}
 
 
 @dataclass(frozen=True)
 class LossHandle:
-    """A loss of one datum's logprobs and `inputs` (fields of it), made by `create_custom_loss`: the
-    batch's is the sum.
+    """Hold a loss of one datum's logprobs and `inputs` (fields of the datum), made by
+    `create_custom_loss`. The batch loss is the sum.
 
     Its metrics are named "name:sum" or "name:mean", over datums.
     """
@@ -36,55 +36,60 @@ class LossHandle:
 
     @property
     def name(self) -> str:
+        """Return the name of the loss function."""
         return getattr(self.fn, "__name__", "custom")
 
     def __call__(
         self, data: Sequence[Datum], logprobs: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        total, sums = torch.zeros(()), dict[str, list[float]]()
+        """Return (loss summed over datums, metrics). Raises BadRequestError if a datum lacks a
+        field in `inputs`.
+        """
+        total, values_by_name = torch.zeros(()), dict[str, list[float]]()
         for i, (datum, logp_T) in enumerate(zip(data, logprobs, strict=True)):
-            lacking = [name for name in self.inputs if name not in datum.loss_fn_inputs]
-            if lacking:
+            missing = [name for name in self.inputs if name not in datum.loss_fn_inputs]
+            if missing:
                 raise BadRequestError(
-                    f"datum {i} lacks loss_fn_inputs[{lacking[0]!r}], which {self.name} reads"
+                    f"datum {i} lacks loss_fn_inputs[{missing[0]!r}], which {self.name} reads"
                 )
             loss, metrics = self.fn(
                 logp_T, *(datum.loss_fn_inputs[name].to_torch() for name in self.inputs)
             )
             total = total + loss
             for name, value in metrics.items():
-                sums.setdefault(name, []).append(float(value))
+                values_by_name.setdefault(name, []).append(float(value))
         return total, {
-            name: sum(found) / (len(found) if name.endswith(":mean") else 1)
-            for name, found in sums.items()
+            name: sum(values) / (len(values) if name.endswith(":mean") else 1)
+            for name, values in values_by_name.items()
         }
 
 
 def bare_datums(data: Sequence[Datum], outputs: Sequence[str]) -> list[Datum]:
-    """The datums with their targets alone."""
+    """Return the datums with `target_tokens` as their only field (zeros if absent and only values
+    are requested). Raises BadRequestError for unknown outputs or a datum without targets.
+    """
     unknown = [name for name in outputs if name not in _FIELDS]
     if unknown or not outputs or len(set(outputs)) < len(outputs):
-        raise BadRequestError(
-            f"outputs is one or both of 'logprobs' and 'values', got {tuple(outputs)}"
-        )
-    bare = []
+        raise BadRequestError(f"outputs holds 'logprobs', 'values' or both, got {tuple(outputs)}")
+    bare_data = []
     for i, datum in enumerate(data):
         if not isinstance(datum, Datum):
             raise BadRequestError(
-                f"data is a list of types.Datum, got one that holds a {type(datum).__name__}"
+                f"data is a list of types.Datum, got a list that holds a {type(datum).__name__}"
             )
         targets = datum.loss_fn_inputs.get("target_tokens")
         if targets is None and "logprobs" in outputs:
             raise BadRequestError(
-                f"datum {i} lacks loss_fn_inputs['target_tokens'] (it has {sorted(datum.loss_fn_inputs)})"
+                f"datum {i} lacks loss_fn_inputs['target_tokens'] (it has "
+                f"{sorted(datum.loss_fn_inputs)})"
             )
         fields = {
             "target_tokens": np.zeros(datum.model_input.length, np.int64)
             if targets is None
             else targets
         }
-        bare.append(datum.with_inputs(fields))
-    return bare
+        bare_data.append(datum.with_inputs(fields))
+    return bare_data
 
 
 def evaluate(
@@ -94,26 +99,32 @@ def evaluate(
     found: Sequence[Mapping[str, TensorData]],
     outputs: Sequence[str],
 ) -> tuple[float, dict[str, float]]:
-    """(loss, metrics) of the user's function on what was found for each datum; minus its gradients
-    are put into `bare`.
+    """Return (loss, metrics) of the user's function on the learner's outputs `found`, a mapping for
+    each datum. Write minus its gradients into the datums of `bare`.
 
-    Metrics keep the names the user gave them. Raises ValueError for what no gradient can be taken
-    of.
+    Metrics keep the names that the function returned. Raises BadRequestError (a ValueError) if the
+    result is not a (loss, metrics) pair, the loss has no gradient, or the gradient is not finite.
     """
     leaves = {
         name: [output[name].to_torch().clone().requires_grad_(True) for output in found]
         for name in outputs
     }
-    answer = loss_fn(list(data), *leaves.values())
-    if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], Mapping):
+    returned = loss_fn(list(data), *leaves.values())
+    if (
+        not isinstance(returned, tuple)
+        or len(returned) != 2
+        or not isinstance(returned[1], Mapping)
+    ):
         raise BadRequestError(
-            f"the custom loss returns (loss, metrics), a tensor and a dict of numbers; got {type(answer).__name__}"
+            "the custom loss returns (loss, metrics), a tensor and a dict of numbers; got "
+            f"{type(returned).__name__}"
         )
-    loss, metrics = answer
+    loss, metrics = returned
     if not isinstance(loss, torch.Tensor) or loss.ndim != 0 or not loss.requires_grad:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise BadRequestError(
-            f"the custom loss returns a scalar tensor that depends on the {' or '.join(outputs)}, got {shape}"
+            f"the custom loss returns a scalar tensor that depends on the {' or '.join(outputs)}, "
+            f"got {shape}"
         )
     for name in outputs:
         gradients = torch.autograd.grad(loss, leaves[name], allow_unused=True, retain_graph=True)
@@ -130,6 +141,7 @@ def evaluate(
 
 
 def _plain(name: str, value: Any) -> float:
+    """Return a metric as a float. Raises BadRequestError if it is not a number."""
     try:
         return float(value)
     except (TypeError, ValueError):

@@ -1,5 +1,5 @@
-"""What a process that samples executes: the verbs on versions of weights, whoever learns them, here
-or on other processes.
+"""Execute the sampling verbs on weight versions, for learners in this process or on other
+processes.
 """
 
 from __future__ import annotations
@@ -27,37 +27,39 @@ from rl.types import PlacedImage, SampleResponse
 
 
 class Drawing:
-    """One rank's versions of weights that can be sampled from, and the verbs on them."""
+    """Hold the weight versions of a rank that can be sampled from, and execute the verbs
+    on them.
+    """
 
     def __init__(self, settings: WorkerSettings, objects: distributed.ObjectGroup | None = None):
-        """`objects`: how the ranks talk, where they do already (a further service of the same
-        script).
+        """Set up the accelerator and the process groups. `objects`: an existing object group of the
+        ranks, if another service of the script made it.
         """
-        without_cudnn()  # the learner's shapes change with every batch as well
+        without_cudnn()  # shapes change with every batch, the learner's too
         bf16 = settings.dtype == "bf16" or (settings.dtype == "auto" and torch.cuda.is_available())
         self.accelerator = make_accelerator(bf16=bf16, timeout_seconds=settings.timeout_seconds)
         self.objects = objects or distributed.ObjectGroup(settings.timeout_seconds)
         self.settings = settings
         self.bases = Bases(settings.share_bases, self.accelerator)
         self.team = distributed.team(settings.sampler.tp, settings.timeout_seconds)
-        # what a team draws its first rank reports
+        # the first rank of a tensor-parallel group reports its samples
         self.speaks = self.team is None or self.team.rank == 0
         self.sampler_dtype = torch.bfloat16 if bf16 else torch.float32
         self.learners: dict[int, Learner] = {}
         self.versions: dict[int, SamplerVersion] = {}
-        # which learner wrote a folder, so that samples from it count as that learner's
+        # learner that wrote each folder, so that samples from it count as that learner's
         self.saved_by: dict[str, int] = {}
         self.streams: dict[int, Stream] = {}  # see rl.clients.slices
-        self.kept = Kept()  # what engines leave to the next
+        self.kept = Kept()  # KV cache memory that an engine leaves to the next engine
 
     def forget_all(self) -> None:
-        """Gives back what models took."""
+        """Free the memory of all models."""
         self.kept.release()
 
     @staticmethod
     def together(verb: str, parts: Sequence[Any]) -> Any:
-        """The ranks' parts of a verb's result as what the driver gets; the first one's own where
-        the others' say nothing new.
+        """Merge the ranks' results of a verb into the driver's result. Return rank 0's result if
+        the others add nothing.
         """
         match verb:
             case "sample":
@@ -75,9 +77,11 @@ class Drawing:
         return parts[0]
 
     def merge(self, verb: str, parts: Sequence[Any]) -> Any:
+        """Merge the ranks' results of a verb; subclasses add verbs."""
         return self.together(verb, parts)
 
     def _info(self, loaded: LoadedModel, spec: ModelSpec) -> dict[str, Any]:
+        """Return the model details that a client's `info` shows."""
         config = loaded.model.config.get_text_config().to_dict()
         parameters = sum(p.numel() for p in loaded.model.parameters())
         trainable = sum(p.numel() for p in loaded.model.parameters() if p.requires_grad)
@@ -100,19 +104,21 @@ class Drawing:
         }
 
     def _share(self, costs: Sequence[int]) -> list[int]:
-        """Which of the texts this rank's sampler reads, or draws from: a team's ranks the same."""
+        """Return the indices of the texts that this rank's sampler scores or samples from. All
+        ranks of a tensor-parallel group get the same indices.
+        """
         return share(costs, self.settings.sampler.tp)
 
     def _base(self, key: Key) -> Decoder | None:
-        """What samplers of adapters on that base share."""
-        where, kind = self.accelerator.device, self.settings.sampler.kind
+        """Return the decoder that samplers of adapters on that base share."""
+        device, kind = self.accelerator.device, self.settings.sampler.kind
         return self.bases.sampler(
-            key, lambda model: make_base(model, self.sampler_dtype, where, kind, self.team)
+            key, lambda model: make_base(model, self.sampler_dtype, device, kind, self.team)
         )
 
     def _mixes(self, decoder: Decoder) -> int | None:
-        """A number that versions have in common which can be drawn from in one batch; None of one
-        that cannot.
+        """Return an id that is equal for versions which can be sampled in a single batch. Return
+        None for a version that cannot be mixed.
         """
         return None if self.settings.sampler.router_replay else self.bases.number(decoder)
 
@@ -124,31 +130,31 @@ class Drawing:
         tokenizer: str | None = None,
         seed: int = 0,
     ) -> dict[str, Any]:
-        """A sampler version from saved weights (a folder of `save_weights_for_sampler`, any HF or
-        PEFT folder) or a base model.
+        """Create a sampler version from saved weights (a folder of `save_weights_for_sampler`, any
+        HF or PEFT folder) or a base model. Return the model's details.
         """
-        self.kept.release()  # for another model's weights
-        stands_on: list[Key] = []
+        self.kept.release()  # memory for another model's weights
+        base_keys: list[Key] = []
 
         def load(base: str, *, tokenizer: str | None = None, seed: int = 0) -> LoadedModel:
-            stands_on.append((base, tokenizer, seed))
+            base_keys.append((base, tokenizer, seed))
             return self.bases.load(base, tokenizer, seed, True)
 
         loaded, version, spec = saving.load_for_sampling(path, base_model, tokenizer, seed, load)
-        where, kind = self.accelerator.device, self.settings.sampler.kind
+        device, kind = self.accelerator.device, self.settings.sampler.kind
         if self.team is None:
-            loaded.model.to(where)
-        under = self._base(stands_on[0]) if stands_on else None
+            loaded.model.to(device)
+        base_decoder = self._base(base_keys[0]) if base_keys else None
         decoder = make_decoder(
             loaded.model,
             dtype=self.sampler_dtype,
-            device=where,
+            device=device,
             kind=kind,
-            base=under,
+            base=base_decoder,
             team=self.team,
         )
         if self.team is not None and not self.bases.shares:
-            # whole, it was in host memory for as long as its part was taken
+            # the shard has been copied: free the full model in host memory
             loaded.model.to("meta")
         owner = self.saved_by.get(str(Path(path).resolve())) if path is not None else None
         learner = None if owner is None else self.learners.get(owner)
@@ -158,57 +164,59 @@ class Drawing:
         return {**self._info(loaded, spec), "version": version, "mixes": self._mixes(decoder)}
 
     def forget_version(self, version_id: int) -> None:
+        """Free a sampler version."""
         self.versions.pop(version_id, None)
 
     def sample(
         self, version_id: int, requests: Sequence[Request]
     ) -> tuple[dict[int, SampleResponse | ValueError], dict[str, int]]:
-        """This rank's responses by index and its engine's counters. Merged: all in the order of
-        requests, counters summed.
+        """Return this rank's responses by index, and its engine's counters. Merged: all responses
+        in request order, counters summed.
 
-        Requests are dealt out over the ranks (or their teams) by cost. One that cannot run has its
-        error in its place, and costs no other.
+        Requests are distributed over the ranks (or their tensor-parallel groups) by cost. A request
+        that cannot run yields its error as its response and does not affect the others.
         """
         source = self.versions[version_id]
-        mine = self._share(
+        indices = self._share(
             [len(r.prompt) + r.num_samples * (r.params.max_tokens or 1024) for r in requests]
         )
         engine = engine_of(
-            source, self.settings.sampler, kept=self.kept, asked=[requests[i] for i in mine]
+            source, self.settings.sampler, kept=self.kept, asked=[requests[i] for i in indices]
         )
-        refused: dict[int, ValueError] = {}
-        for i in mine:
+        errors: dict[int, ValueError] = {}
+        for i in indices:
             try:
                 engine.add(requests[i])
             except ValueError as error:
-                refused[i] = error.with_traceback(None)
-        taken = [i for i in mine if i not in refused]
+                errors[i] = error.with_traceback(None)
+        accepted = [i for i in indices if i not in errors]
         responses = engine.run()
         done_with(engine)
         source.note(requests)
         if not self.speaks:
             return {}, {}
-        return {**dict(zip(taken, responses, strict=True)), **refused}, asdict(engine.counters)
+        return {**dict(zip(accepted, responses, strict=True)), **errors}, asdict(engine.counters)
 
     def sample_slice(self, stream_id: int, version_id: int, asked: Asked) -> Slice:
-        """A few steps of a stream, which begins with its first slice; what is drawn is of this
-        version of the weights.
+        """Run a few steps of a stream with this version of the weights. The stream is created at
+        its first step request.
 
-        In a mixed stream it is of those that each request names: `version_id` is any on the same
-        base.
+        In a mixed stream each request names its version: `version_id` is any version on the same
+        base. Raises UserError if the version has been released.
         """
-        source, stream, limits = (
+        source, stream, sampler_settings = (
             self.versions.get(version_id),
             self.streams.get(stream_id),
             self.settings.sampler,
         )
         if source is None:
             raise UserError(
-                "a stream's weights are gone, for its sampling client was released: switch it to another client, or close it"
+                "the stream's weights have been freed, since its sampling client was released: "
+                "switch the stream to another client, or close it"
             )
         if stream is None:
             stream = self.streams[stream_id] = Stream(
-                engine_of(source, limits, asked.mixed, self.kept)
+                engine_of(source, sampler_settings, asked.mixed, self.kept)
             )
         elif stream.version_id != version_id and not asked.mixed:
             stream.engine.change_weights(source.decoder, source.version)
@@ -217,22 +225,23 @@ class Drawing:
             let_in(stream, self.versions, arrived)
         else:
             source.note(arrived)
-        part = run_slice(
+        output = run_slice(
             stream,
             asked,
-            distributed.rank() // limits.tp,
-            lambda: engine_of(source, limits, kept=self.kept),
+            distributed.rank() // sampler_settings.tp,
+            lambda: engine_of(source, sampler_settings, kept=self.kept),
         )
-        return part if self.speaks else Slice()
+        return output if self.speaks else Slice()
 
     def unfinished(self, stream_id: int) -> dict[int, Request]:
-        """This rank's requests of a stream that have not ended, by ticket, with what is drawn of
-        them.
+        """Return this rank's unfinished requests of a stream by ticket, with the tokens sampled so
+        far.
         """
         stream = self.streams.get(stream_id)
         return {} if stream is None or not self.speaks else stream.unfinished()
 
     def close_stream(self, stream_id: int) -> None:
+        """Close a stream and free its engine."""
         stream = self.streams.pop(stream_id, None)
         if stream is not None:
             done_with(stream.engine)
@@ -244,10 +253,15 @@ class Drawing:
         temperature: float = 1.0,
         images: Sequence[Sequence[PlacedImage]] = (),
     ) -> dict[int, list[float | None]]:
-        """This rank's share by index; merged: all of them in the order of `prompts`."""
-        mine = self._share([len(p) for p in prompts])
-        placed = [images[i] for i in mine] if images else ()
-        found = score(
-            self.versions[version_id].decoder, [prompts[i] for i in mine], temperature, placed
+        """Return the logprobs of this rank's share of `prompts` by index. Merged: all of them in
+        the order of `prompts`.
+        """
+        indices = self._share([len(p) for p in prompts])
+        placed_images = [images[i] for i in indices] if images else ()
+        logprobs = score(
+            self.versions[version_id].decoder,
+            [prompts[i] for i in indices],
+            temperature,
+            placed_images,
         )
-        return dict(zip(mine, found, strict=True)) if self.speaks else {}
+        return dict(zip(indices, logprobs, strict=True)) if self.speaks else {}

@@ -1,5 +1,5 @@
-"""Remembers what samples were drawn and at which temperature, so that the learner scores each datum
-as it was sampled.
+"""Remember which samples were drawn and at which temperature, so that the learner scores each datum
+at its sampling temperature.
 """
 
 from __future__ import annotations
@@ -13,29 +13,32 @@ import numpy as np
 
 from rl.types import Datum, SampledProvenanceSpan, SampledSequence
 
-# tokens that a sample is looked for by: one alone, a sure end with the logprob 0, may be that of
-# all samples
+# number of last tokens by which a sample is looked up: a single token, such as a certain end with
+# logprob 0, may end all samples
 _TAIL = 16
 
 
 class DrawnSamples:
-    """The last `limit` samples of a service. A datum is known by its provenance, or by tokens and
-    logprobs at its end.
+    """Remember the last `limit` samples of a service. A datum is matched to a sample by its
+    provenance, or by the tokens and logprobs at its end.
 
-    Two samples with the same tokens and the same logprobs count as one: along it both temperatures
-    give one distribution.
+    Two samples with the same tokens and the same logprobs count as a single sample: along it both
+    temperatures give the same distribution.
     """
 
     def __init__(self, limit: int = 65_536):
         self.limit = limit
         self._lock = threading.Lock()
         self._by_id: OrderedDict[str, float] = OrderedDict()
-        # temperature, tail, length
+        # by digest: (temperature, digest of the tail, length)
         self._by_content: OrderedDict[bytes, tuple[float, bytes, int]] = OrderedDict()
-        # by the last tokens and their logprobs: how many of which length
+        # by digest of the tail: number of samples by length
         self._lengths: dict[bytes, dict[int, int]] = {}
 
     def note(self, sequence: SampledSequence) -> None:
+        """Record a sample and its temperature. Ignore a sequence without temperature, tokens or
+        logprobs.
+        """
         temperature = sequence.temperature
         if temperature is None or not sequence.tokens or sequence.logprobs is None:
             return
@@ -56,10 +59,11 @@ class DrawnSamples:
                 self._by_id.popitem(last=False)
 
     def _drop(self, key: bytes) -> None:
-        known = self._by_content.pop(key, None)
-        if known is None:
+        """Remove a sample from the index by content."""
+        entry = self._by_content.pop(key, None)
+        if entry is None:
             return
-        _, tail, length = known
+        _, tail, length = entry
         counts = self._lengths[tail]
         counts[length] -= 1
         if not counts[length]:
@@ -68,52 +72,64 @@ class DrawnSamples:
             del self._lengths[tail]
 
     def temperature_of(self, datum: Datum) -> float | None:
-        """What the datum says, else what is remembered of its sample, else None."""
+        """Return the datum's temperature if it has any, else the temperature of its recorded
+        sample, else None. 0 (greedy) is a known temperature.
+        """
         if datum.temperature is not None:
             return datum.temperature
         with self._lock:
-            found = self._by_spans(datum)
-            return self._by_logprobs(datum) if found is None else found  # 0 is one that is known
+            temperature = self._by_spans(datum)
+            return (
+                self._by_logprobs(datum) if temperature is None else temperature
+            )  # 0 is a known temperature
 
     def _by_spans(self, datum: Datum) -> float | None:
+        """Return the temperature of the samples that the datum's provenance names. Return None
+        unless they agree.
+        """
         spans = [
             span
             for span in datum.loss_fn_input_spans or ()
             if isinstance(span, SampledProvenanceSpan)
         ]
-        found = {self._by_id[span.sequence_id] for span in spans if span.sequence_id in self._by_id}
-        return found.pop() if len(found) == 1 else None
+        temperatures = {
+            self._by_id[span.sequence_id] for span in spans if span.sequence_id in self._by_id
+        }
+        return temperatures.pop() if len(temperatures) == 1 else None
 
     def _by_logprobs(self, datum: Datum) -> float | None:
+        """Return the temperature of the sample at the datum's end, matched by tokens and logprobs;
+        None if unknown.
+        """
         content = _content(datum)
-        known = self._ending_with(*content) if content is not None else None
-        return None if known is None else known[0]
+        match = self._ending_with(*content) if content is not None else None
+        return None if match is None else match[0]
 
     def _ending_with(self, tokens: np.ndarray, logprobs: np.ndarray) -> tuple[float, int] | None:
-        """Return (temperature, length) of the sample that these tokens and logprobs end with; None
-        if no sample is known.
+        """Return (temperature, length) of the longest recorded sample at the end of these tokens
+        and logprobs; None if unknown.
         """
-        # a sample shorter than _TAIL is its own tail
+        # the tail of a sample shorter than _TAIL is the whole sample
         for last in range(min(_TAIL, len(tokens)), 0, -1):
             for length in sorted(
                 self._lengths.get(_digest(tokens[-last:], logprobs[-last:]), ()), reverse=True
             ):
-                known = (
+                entry = (
                     self._by_content.get(_digest(tokens[-length:], logprobs[-length:]))
                     if length <= len(tokens)
                     else None
                 )
-                if known is not None:
-                    return known[0], length
+                if entry is not None:
+                    return entry[0], length
         return None
 
     def sampled_targets(self, datum: Datum) -> np.ndarray | None:
         """Return which targets of the datum were sampled, bool [N], by its provenance or by tokens
         and logprobs; None if unknown.
 
-        A sample inside the datum is looked for where the next position has a logprob of 0, as
-        observations have. A sample all of whose logprobs are 0 is not recognised: any observation
-        could be taken for it.
+        A sample inside the datum is searched where the next position has a logprob of 0, as
+        observations have. A sample with all logprobs 0 is not recognized, because any observation
+        could match it.
         """
         spans = datum.loss_fn_input_spans
         if spans and any(isinstance(span, SampledProvenanceSpan) for span in spans):
@@ -130,11 +146,11 @@ class DrawnSamples:
         with self._lock:
             end = len(tokens)
             for candidate in _possible_ends(logprobs):
-                if candidate > end:  # inside a sample that was recognised
+                if candidate > end:  # inside a recognized sample
                     continue
                 end = candidate
-                while known := self._ending_with(tokens[:end], logprobs[:end]):
-                    begin = end - known[1]
+                while match := self._ending_with(tokens[:end], logprobs[:end]):
+                    begin = end - match[1]
                     if not logprobs[begin:end].any():
                         break
                     sampled[begin:end] = True
@@ -143,19 +159,20 @@ class DrawnSamples:
 
 
 def _possible_ends(logprobs: np.ndarray) -> np.ndarray:
-    """Positions that a sample may end before, from the last: an observation (logprob 0) or nothing
-    follows, and not only zeros precede.
+    """Return the positions before which a sample may end, from the last: the end of the datum or an
+    observation (logprob 0) follows, and a nonzero logprob is among the preceding _TAIL
+    positions.
     """
     count = np.concatenate([[0], np.cumsum(logprobs != 0)])
     ends = np.arange(1, len(logprobs) + 1)
-    near = count[ends] > count[np.maximum(ends - _TAIL, 0)]
-    followed = np.concatenate([logprobs[1:] == 0, [True]])
-    return ends[near & followed][::-1]
+    near_nonzero = count[ends] > count[np.maximum(ends - _TAIL, 0)]
+    before_observation = np.concatenate([logprobs[1:] == 0, [True]])
+    return ends[near_nonzero & before_observation][::-1]
 
 
 def _content(datum: Datum) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return (target tokens, logprobs) of a datum; None if it lacks them, or they are not one value
-    a token.
+    """Return (target tokens, logprobs) of a datum. Return None if either is missing, or they are
+    not a value per token.
     """
     fields = datum.loss_fn_inputs
     if "logprobs" not in fields or "target_tokens" not in fields:
@@ -169,17 +186,19 @@ def _content(datum: Datum) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _digest(tokens: np.ndarray, logprobs: np.ndarray) -> bytes:
+    """Return a 16-byte hash of tokens and logprobs."""
     return hashlib.blake2b(tokens.tobytes() + logprobs.tobytes(), digest_size=16).digest()
 
 
 def as_drawn(drawn_at: Sequence[float | None], of_the_version: Callable[[], float]) -> list[float]:
-    """The temperature to score each datum at: its own (greedy samples carry logprobs at 1), else
-    that of this version's samples.
+    """Return the temperature to score each datum at: its sampling temperature (1 for greedy
+    samples, which carry logprobs at temperature 1), or `of_the_version()`, the temperature of
+    this version's samples, if it is unknown.
     """
-    rest = of_the_version() if any(one is None for one in drawn_at) else 1.0
-    return [rest if one is None else one or 1.0 for one in drawn_at]
+    default = of_the_version() if any(temperature is None for temperature in drawn_at) else 1.0
+    return [default if temperature is None else temperature or 1.0 for temperature in drawn_at]
 
 
 def mean_temperature(temperatures: Sequence[float]) -> float:
-    """Their mean; exactly theirs where they are all the same."""
+    """Return the mean of the temperatures. Return their exact value if all are equal."""
     return temperatures[0] if len(set(temperatures)) == 1 else sum(temperatures) / len(temperatures)

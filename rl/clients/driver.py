@@ -1,7 +1,7 @@
-"""The one-driver contract: rank 0 runs the script, and all it ever holds of what ranks do is
-futures.
+"""Drive all ranks from rank 0: rank 0 runs the script, and holds only futures of what the ranks
+execute.
 
-Each ServiceClient has a `Driver`, and a worker of its own on every rank (rl.clients.crew).
+Each ServiceClient has a `Driver`, and a separate worker on every rank (rl.clients.crew).
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from rl.sampler import Request
 
 
 def is_driver() -> bool:
-    """Whether this process runs the script (known before torch.distributed is up)."""
+    """Return whether this process runs the script. It is known before torch.distributed is
+    initialized.
+    """
     return int(os.environ.get("RANK", "0")) == 0
 
 
 class Driver:
-    """One service's side: what it submits goes to its own worker on every rank."""
+    """Submit the verbs of a service to its worker on every rank."""
 
     def __init__(self, settings: WorkerSettings):
         self._lock = threading.RLock()
@@ -35,13 +37,15 @@ class Driver:
         opened: Future = Future()
         self._crew.queue.put((self._number, OPEN, (self._number, settings), (), opened))
         self.device: str = opened.result()
-        # the ranks that sample, where some do nothing else
+        # router to the ranks that only sample; None if there are no such ranks
         self.far = Far(settings, self._put_here) if settings.sampler_ranks else None
 
     def submit(self, verb: str, *arguments: Any, after: Sequence[Future] = ()) -> Future:
-        """Queues a verb. `after`: earlier futures that must have succeeded, or the verb is refused."""
+        """Queue a verb and return its future. `after`: earlier futures; if any of them failed, the
+        verb is refused.
+        """
         with self._lock:
-            # a finaliser's verb: whoever it concerns has no one waiting
+            # a finalizer's verb: no sample request depends on it
             if verb not in ("forget_version", "forget_model", "close_stream"):
                 self._flush()
             future = self._promise(verb)
@@ -51,20 +55,22 @@ class Driver:
     def _put(
         self, verb: str, arguments: Sequence[Any], after: tuple[Future, ...], future: Future
     ) -> None:
+        """Route a verb to the sampler ranks, or queue it for the learner ranks."""
         if self.far is None or not self.far.put(verb, arguments, after, future):
             self._put_here(verb, arguments, after, future)
 
     def _put_here(
         self, verb: str, arguments: Sequence[Any], after: tuple[Future, ...], future: Future
     ) -> None:
+        """Queue a verb for the learner ranks."""
         self._crew.queue.put((self._number, verb, arguments, after, future))
 
     def _promise(self, verb: str) -> Future:
-        """A future that cannot be cancelled: a verb that was submitted runs, whoever stops waiting
-        for it.
+        """Return a future that cannot be cancelled: a submitted verb runs even if its caller stops
+        waiting. Raises RuntimeError if the service is closed, or its thread has died.
         """
         if self._closed:
-            raise RuntimeError(f"the service is closed: {verb} cannot run any more")
+            raise RuntimeError(f"the service is closed: {verb} can no longer run")
         if self.closed:
             raise RuntimeError(
                 f"the thread that executes verbs has died: {verb} cannot run; start again"
@@ -74,8 +80,8 @@ class Driver:
         return future
 
     def submit_sample(self, version_id: int, request: Request) -> Future:
-        """Holds a sample back until somebody waits or another verb comes, so that samples asked for
-        one by one run together.
+        """Hold a sample request back until a caller waits or another verb comes, so that samples
+        requested separately run as a batch.
         """
         with self._lock:
             future = self._promise("sample")
@@ -84,6 +90,7 @@ class Driver:
 
     @property
     def closed(self) -> bool:
+        """Return whether the service is closed, or a thread that executes its verbs has ended."""
         return (
             self._closed
             or not self._crew.thread.is_alive()
@@ -91,10 +98,14 @@ class Driver:
         )
 
     def flush(self) -> None:
+        """Submit the sample requests held back."""
         with self._lock:
             self._flush()
 
     def _flush(self) -> None:
+        """Submit the sample requests held back, a batch for each weight version. The caller holds
+        the lock.
+        """
         pending, self._pending = self._pending, []
         by_version: dict[int, list[tuple[Request, Future]]] = {}
         for version_id, request, future in pending:
@@ -105,8 +116,8 @@ class Driver:
             self._put("sample", (version_id, [request for request, _ in items]), (), batch)
 
     def close(self, timeout: float = 60.0) -> None:
-        """Runs what was submitted, then gives its models back on every rank. Closing twice does
-        nothing.
+        """Run the submitted verbs, then free the service's models on every rank. A second call is a
+        no-op.
         """
         with self._lock:
             if self.closed:
@@ -120,7 +131,9 @@ class Driver:
 
 
 def _spread(futures: Sequence[Future], batch: Future) -> None:
-    """A batch's results to those who asked: a request that was refused fails alone."""
+    """Set the results of a batch on the futures of its requests. A refused request fails
+    by itself.
+    """
     error = batch.exception()
     if error is not None:
         for future in futures:

@@ -1,9 +1,9 @@
-"""The driver's way to the ranks that sample, where some do nothing else: which verbs are theirs,
-and weights on their way to them.
+"""Route verbs between the learner ranks and the sampler ranks, and transfer weights to the sampler
+ranks.
 
-What names a version of the weights that has not arrived yet waits for it here, and not at the
-samplers, who go on with what else there is. So a script's loop is the same with and without such
-ranks: its futures only take their time side by side.
+A verb that names a weight version which has not arrived waits here, not at the samplers, which
+continue with other work. So a script's loop is the same with and without sampler ranks: only its
+futures complete concurrently.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from rl.clients.landing import Piece, Staged
 from rl.clients.settings import WorkerSettings
 from rl.types import SamplingParams
 
-# the argument that says which
+# index of the argument that holds the version id
 _OF_A_VERSION = {"sample": 0, "compute_logprobs": 0, "forget_version": 0, "sample_slice": 1}
 _OF_A_STREAM = ("unfinished", "close_stream")
 Waiting = tuple[str, Sequence[Any], Future]
 
 
 class Far:
-    """See the module. `near`: puts a verb into the queue of the ranks that learn."""
+    """Route verbs to the sampler ranks. `near`: puts a verb into the queue of the learner ranks."""
 
     def __init__(
         self,
@@ -37,12 +37,12 @@ class Far:
         self.ranks = settings.sampler_ranks
         self._near, self._lock = near, threading.RLock()
         self._crew, self._number = Samplers.join(settings)
-        self._arriving: dict[int, list[Waiting]] = {}  # by version: what waits for it
-        self._sent: set[int] = set()  # models of which samplers have something
-        # by version: the model, and its number there
+        self._arriving: dict[int, list[Waiting]] = {}  # by version: verbs that wait for it
+        self._sent: set[int] = set()  # models whose weights were sent to the samplers
+        # by version: (model id, version of the learner)
         self._learners: dict[int, tuple[int, int]] = {}
         self._saved_by: dict[str, int] = {}
-        # by version: ways in which it is drawn from
+        # by version: (temperature, reshapes) pairs reported to the learner
         self._noted: dict[int, set[tuple[float, bool]]] = {}
         opened: Future = Future()
         self._crew.queue.put((self._number, OPEN, (self._number, settings), (), opened))
@@ -50,23 +50,27 @@ class Far:
 
     @property
     def alive(self) -> bool:
+        """Return whether the thread of the sampler ranks is running."""
         return self._crew.thread.is_alive()
 
     def leave(self, timeout: float) -> None:
-        """Once what is on its way has arrived: nobody would know the service that it names."""
-        until = time.monotonic() + timeout
-        while self.alive and time.monotonic() < until and self._on_the_way():
+        """Close the service on the sampler ranks once pending weights have arrived: later verbs of
+        a closed service would fail.
+        """
+        deadline = time.monotonic() + timeout
+        while self.alive and time.monotonic() < deadline and self._on_the_way():
             time.sleep(0.01)
         self._crew.leave(self._number, timeout)
 
     def _on_the_way(self) -> bool:
+        """Return whether any weight version is still in transfer."""
         with self._lock:
             return bool(self._arriving)
 
     def put(
         self, verb: str, arguments: Sequence[Any], after: tuple[Future, ...], future: Future
     ) -> bool:
-        """Takes a verb that is not (only) the learners'; whether it was one."""
+        """Route a verb that is not (only) the learners'. Return whether it was handled here."""
         if verb in _OF_A_VERSION:
             self._when_there(arguments[_OF_A_VERSION[verb]], (verb, arguments, future))
         elif verb in _OF_A_STREAM:
@@ -74,19 +78,26 @@ class Far:
         elif verb == "snapshot":
             self._snapshot(arguments[0], arguments[1], after, future)
         elif verb == "snapshot_base":
-            self._then("stage_nothing", arguments[:1], arguments[1], future, lambda staged, done: self._queue(
-                "base_version", (arguments[1], staged.manifest()), done))  # fmt: skip
-        elif verb == "load_sampler":  # what it reads may be written by a verb before it
             self._then(
-                "reach", (), arguments[0], future, lambda _, done: self._load(arguments, done)
+                "stage_nothing",
+                arguments[:1],
+                arguments[1],
+                future,
+                lambda staged, inner: self._queue(
+                    "base_version", (arguments[1], staged.manifest()), inner
+                ),
+            )
+        elif verb == "load_sampler":  # an earlier verb may write the folder that it reads
+            self._then(
+                "reach", (), arguments[0], future, lambda _, inner: self._load(arguments, inner)
             )
         else:
             if verb == "forget_model":
-                # once the learners did: what they stage of it before has begun to land by then
+                # after the learners freed it: transfers staged before have begun by then
                 future.add_done_callback(lambda _: self._queue(verb, arguments, Future()))
                 self._sent.discard(arguments[0])
             elif verb == "load_state":
-                # the whole model is sent again: the adapter's scale may have changed
+                # send the whole model again: the adapter's scale may have changed
                 self._sent.discard(arguments[0])
             elif verb in ("save_state", "save_for_sampler"):
                 self._saved_by[str(Path(arguments[1]).resolve())] = arguments[0]
@@ -94,98 +105,120 @@ class Far:
         return True
 
     def send(self, staged: Staged, version_id: int) -> Future:
-        """Brings weights to the samplers, under a new version; what `snapshot` returns."""
+        """Transfer weights to the samplers under a new version. Return the future of what
+        `snapshot` returns.
+        """
         done: Future = Future()
         with self._lock:
             self._arriving[version_id] = []
-        done.add_done_callback(lambda found: self._arrived(version_id, found))
+        done.add_done_callback(lambda completed: self._arrived(version_id, completed))
         self._hand_over(staged, version_id, done)
         return done
 
-    # ------------------------------------------------------------------------------------- arriving
+    # ------------------------------------------------------------------------------ weight transfer
 
     def _snapshot(
         self, model_id: int, version_id: int, after: tuple[Future, ...], future: Future
     ) -> None:
+        """Stage the learner's weights and transfer them to the samplers."""
         first = model_id not in self._sent
         future.add_done_callback(
-            lambda found: self._sent.add(model_id) if found.exception() is None else None
+            lambda completed: self._sent.add(model_id) if completed.exception() is None else None
         )
         self._then(
             "stage",
             (model_id, first),
             version_id,
             future,
-            lambda staged, done: self._hand_over(staged, version_id, done),
+            lambda staged, inner: self._hand_over(staged, version_id, inner),
             after,
         )
 
     def _then(
-        self, verb: str, arguments: Sequence[Any], version_id: int, future: Future, go: Callable[[Any, Future], None],
+        self,
+        verb: str,
+        arguments: Sequence[Any],
+        version_id: int,
+        future: Future,
+        go: Callable[[Any, Future], None],
         after: tuple[Future, ...] = (),
-    ) -> None:  # fmt: skip
-        """A verb of the learners first, then `go` with what it found, which makes the version be
-        there.
+    ) -> None:
+        """Run a verb on the learners, then call `go` with its result. `go` completes `future`, at
+        which the version has arrived.
         """
         with self._lock:
             self._arriving[version_id] = []
-        future.add_done_callback(lambda found: self._arrived(version_id, found))
-        here: Future = Future()
+        future.add_done_callback(lambda completed: self._arrived(version_id, completed))
+        learner_future: Future = Future()
 
-        def went(found: Future) -> None:
-            if (error := found.exception()) is not None:
+        def continue_transfer(completed: Future) -> None:
+            if (error := completed.exception()) is not None:
                 future.set_exception(error)
                 return
             try:
-                go(found.result(), future)
-            except Exception as failed:  # in a callback nobody else would hear of it
+                go(completed.result(), future)
+            except Exception as failed:  # an error in a callback is lost otherwise
                 future.set_exception(failed)
 
-        here.add_done_callback(went)
-        self._near(verb, arguments, after, here)
+        learner_future.add_done_callback(continue_transfer)
+        self._near(verb, arguments, after, learner_future)
 
     def _hand_over(self, staged: Staged, version_id: int, future: Future) -> None:
-        """Piece after piece, each once the one before has landed, so that slices come in between."""
+        """Send the weights chunk by chunk. Each chunk is sent when the previous chunk has arrived,
+        so that steps of streams run in between.
+        """
         self._learners[version_id] = (staged.model_id, staged.version)
-        begun: Future = Future()
+        begin_future: Future = Future()
 
-        def go(found: Future) -> None:
-            dtypes = None if found.exception() is not None else found.result()
-            self._next_piece(found, staged.pieces(dtypes=dtypes), version_id, future)
+        def send_chunks(started: Future) -> None:
+            dtypes = None if started.exception() is not None else started.result()
+            self._next_piece(started, staged.pieces(dtypes=dtypes), version_id, future)
 
-        begun.add_done_callback(go)
-        self._queue("begin_landing", (version_id, staged.manifest()), begun)
+        begin_future.add_done_callback(send_chunks)
+        self._queue("begin_landing", (version_id, staged.manifest()), begin_future)
 
     def _next_piece(
         self, before: Future, pieces: Iterator[Piece], version_id: int, future: Future
     ) -> None:
+        """Send the next chunk, or complete the transfer. A failure frees the version and sets the
+        error on `future`.
+        """
         try:
             before.result()
-            piece = next(pieces, None)
-        except BaseException as error:  # in a callback nobody else would hear of it
-            self._queue("forget_version", (version_id,), Future())  # and with it what has landed
+            chunk = next(pieces, None)
+        except BaseException as error:  # an error in a callback is lost otherwise
+            # this frees the chunks that have arrived
+            self._queue("forget_version", (version_id,), Future())
             future.set_exception(error)
             return
-        if piece is None:
+        if chunk is None:
             self._queue("end_landing", (version_id,), future)
             return
-        landed: Future = Future()
-        landed.add_done_callback(lambda found: self._next_piece(found, pieces, version_id, future))
-        self._queue("land", (version_id, piece), landed)
+        received: Future = Future()
+        received.add_done_callback(
+            lambda completed: self._next_piece(completed, pieces, version_id, future)
+        )
+        self._queue("land", (version_id, chunk), received)
 
     def _load(self, arguments: Sequence[Any], future: Future) -> None:
+        """Load a sampler version on the sampler ranks, and record the learner that saved its
+        folder.
+        """
         version_id, path = arguments[:2]
         owner = None if path is None else self._saved_by.get(str(Path(path).resolve()))
         if owner is not None:
-            future.add_done_callback(lambda found: self._owned(version_id, owner, found))
+            future.add_done_callback(lambda completed: self._owned(version_id, owner, completed))
         self._queue("load_sampler", arguments, future)
 
     def _owned(self, version_id: int, owner: int, found: Future) -> None:
+        """Record the learner whose saved weights a version holds."""
         if found.exception() is None:
             self._learners[version_id] = (owner, found.result()["version"])
 
     def _arrived(self, version_id: int, found: Future) -> None:
-        """The version is there, or will never be: what waited for it goes on, or fails alike."""
+        """Release the verbs that wait for a version. If its transfer failed, set the error on their
+        futures.
+        """
         error = found.exception()
         with self._lock:
             for verb, arguments, future in self._arriving.pop(version_id, ()):
@@ -194,9 +227,10 @@ class Far:
                 else:
                     future.set_exception(error)
 
-    # ---------------------------------------------------------------------------------------- going
+    # -------------------------------------------------------------------------------------- routing
 
     def _when_there(self, version_id: int, waiting: Waiting) -> None:
+        """Queue a verb, or make it wait until the version has arrived."""
         with self._lock:
             if version_id in self._arriving:
                 self._arriving[version_id].append(waiting)
@@ -204,6 +238,9 @@ class Far:
                 self._go(*waiting)
 
     def _go(self, verb: str, arguments: Sequence[Any], future: Future) -> None:
+        """Queue a verb on a version that has arrived, and report its sampling parameters to the
+        learner.
+        """
         if verb == "sample":
             self._note(arguments[0], [request.params for request in arguments[1]])
         elif verb == "sample_slice":
@@ -214,18 +251,21 @@ class Far:
         self._queue(verb, arguments, future)
 
     def _note(self, version_id: int, params: Sequence[SamplingParams]) -> None:
-        """The learner of these weights is told how is drawn from them, each way once."""
+        """Report to the learner of these weights the way they are sampled, once for each
+        (temperature, reshapes) pair.
+        """
         owner = self._learners.get(version_id)
         if owner is None:
             return
-        new, known = [], self._noted.setdefault(version_id, set())
-        for one in params:
-            how = (one.temperature, one.reshapes)
-            if how not in known:
-                known.add(how)
-                new.append(one)
-        if new:
-            self._near("note_drawn", (*owner, new), (), Future())
+        new_params, known_modes = [], self._noted.setdefault(version_id, set())
+        for sampling_params in params:
+            mode = (sampling_params.temperature, sampling_params.reshapes)
+            if mode not in known_modes:
+                known_modes.add(mode)
+                new_params.append(sampling_params)
+        if new_params:
+            self._near("note_drawn", (*owner, new_params), (), Future())
 
     def _queue(self, verb: str, arguments: Sequence[Any], future: Future) -> None:
+        """Queue a verb for the sampler ranks."""
         self._crew.queue.put((self._number, verb, arguments, (), future))

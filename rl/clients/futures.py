@@ -1,4 +1,4 @@
-"""Futures that can be waited for (`.result()`) or awaited."""
+"""Provide futures that can be waited for (`.result()`) or awaited."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ T = TypeVar("T")
 
 
 class APIFuture(Generic[T]):
-    """The result of a verb that was submitted and may not have run yet.
+    """Hold the result of a submitted verb that may not have run yet.
 
-    `before_wait` runs when somebody first waits: samples that were asked for one by one are sent
-    together then.
+    `before_wait` runs at the first wait: sample requests held back are submitted as a batch then.
     """
 
     def __init__(
@@ -28,20 +27,23 @@ class APIFuture(Generic[T]):
         self._before_wait = before_wait
 
     def _prepare(self) -> None:
+        """Call `before_wait` once."""
         if self._before_wait is not None:
             self._before_wait()
             self._before_wait = None
 
     def _finish(self, value: Any) -> T:
+        """Convert the verb's result."""
         return self._convert(value) if self._convert is not None else value
 
     def done(self) -> bool:
+        """Return whether the verb has ended."""
         self._prepare()
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> T:
-        """Waits at most `timeout` seconds (None: until the verb ends) and returns the result or
-        raises its error.
+        """Wait at most `timeout` seconds (None: until the verb ends). Return the result, or raise
+        the verb's error. Raises TimeoutError if the verb has not ended.
         """
         self._prepare()
         try:
@@ -50,34 +52,39 @@ class APIFuture(Generic[T]):
             if self._future.done():
                 raise
             raise TimeoutError(
-                f"the verb has not ended after {timeout} s; it goes on, and result() may be called again"
+                f"the verb has not ended after {timeout} s; it keeps running: call result() again"
             ) from None
 
     async def result_async(self, timeout: float | None = None) -> T:
-        # One turn of the event loop first: coroutines gathered together all submit before the first
-        # of them waits, so their samples run as one batch, and always the same one.
+        """Await the result. Raises the verb's error, or TimeoutError after `timeout` seconds."""
+        # Yield to the event loop first: coroutines gathered together all submit before the first
+        # of them waits, so their samples run as a single batch, which is always the same.
         await asyncio.sleep(0)
         self._prepare()
         return self._finish(await asyncio.wait_for(asyncio.wrap_future(self._future), timeout))
 
     def future(self) -> concurrent.futures.Future:
-        """The same as a `concurrent.futures.Future`, for `wait`, `as_completed` and callbacks."""
+        """Return the converted result as a `concurrent.futures.Future`, for `wait`, `as_completed`
+        and callbacks.
+        """
         self._prepare()
-        mine: concurrent.futures.Future = concurrent.futures.Future()
-        # a verb that was submitted runs, whoever stops waiting for it
-        mine.set_running_or_notify_cancel()
+        converted: concurrent.futures.Future = concurrent.futures.Future()
+        # cannot be cancelled: a submitted verb runs even if its caller stops waiting
+        converted.set_running_or_notify_cancel()
 
-        def pass_on(done: concurrent.futures.Future) -> None:
+        def forward_result(done: concurrent.futures.Future) -> None:
             try:
-                mine.set_result(self._finish(done.result()))
-            except BaseException as error:  # told to whoever holds `mine`
-                mine.set_exception(error)
+                converted.set_result(self._finish(done.result()))
+            except BaseException as error:  # raised by `converted.result()`
+                converted.set_exception(error)
 
-        self._future.add_done_callback(pass_on)
-        return mine
+        self._future.add_done_callback(forward_result)
+        return converted
 
     async def coroutine(self) -> T:
-        """For what takes a coroutine alone, such as `asyncio.create_task`."""
+        """Return a coroutine of the result, for functions that require a coroutine, such as
+        `asyncio.create_task`.
+        """
         return await self
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -85,21 +92,21 @@ class APIFuture(Generic[T]):
 
 
 class SavedState(APIFuture[Any]):
-    """The future of a `save_state`, with the checkpoint's address at hand."""
+    """Hold the future of a `save_state`, with the checkpoint's folder."""
 
     @property
     def artifact_id(self) -> str:
-        """The checkpoint's folder, once it is written: what `create_training_client(config,
-        checkpoint_id=...)` takes.
+        """Return the checkpoint's folder once it is written, as `create_training_client(config,
+        checkpoint_id=...)` takes it.
         """
         return str(self.result().path)
 
 
 class IsItsOwnFuture:
-    """A client that may also be used as the future of itself: `create_x()`, `create_x().result()`,
-    `await create_x()`.
+    """Let a client also be used as a future of itself: `create_x()`, `create_x().result()`, `await
+    create_x()`.
 
-    Subclasses set `_created`, the future of the verb that made them.
+    Subclasses set `_created`, the future of the verb that made the client.
     """
 
     _created: concurrent.futures.Future
@@ -123,4 +130,5 @@ class IsItsOwnFuture:
         return self.result_async().__await__()
 
     def _itself(self) -> APIFuture[Any]:
+        """Return a future whose result is this client."""
         return APIFuture(self._created, lambda _: self)

@@ -1,4 +1,4 @@
-"""A forward_backward a micro-batch at a time."""
+"""Run a forward_backward call a micro-batch at a time."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ def in_parts(
     *,
     backward: bool = True,
 ) -> Generator[None, None, ForwardBackwardOutput]:
-    """`client.forward_backward` (or `forward`), the same to the bit, giving way between
-    micro-batches.
+    """Run `client.forward_backward` (or `forward` if `backward` is false), bit-identically, and
+    yield between micro-batches.
 
-    What is submitted between two of them (a slice of samples, say) runs there: it waits for one and
-    not for the call. Raises what the call raises; an update after a part that failed is refused, as
-    after a whole one.
+    A verb submitted between two micro-batches (sampling steps, say) runs there: it waits for a
+    micro-batch instead of the whole call. Raises what the call raises. An update after a failed
+    micro-batch is refused, as after a failed call.
     """
     config = dict(loss_fn_config or {})
     loss, data = check_call(data, loss_fn, config, client.info, client._context)
     drawn_at = client._drawn_at(data) if loss.as_sampled and "temperature" not in config else None
     outputs: dict[int, dict[str, Any]] = {}
-    metrics, temperature, part, parts = {"loss:sum": 0.0}, 1.0, 0, 1
-    while part < parts:
+    metrics, temperature, index, num_microbatches = {"loss:sum": 0.0}, 1.0, 0, 1
+    while index < num_microbatches:
         call = (list(data), loss, config, 1.0, backward, False, True, drawn_at)
-        future = client._driver.submit("forward_backward_part", client.model_id, part, *call)
+        future = client._driver.submit("forward_backward_part", client.model_id, index, *call)
         if backward:
             client._backwards.append(future)
-        found, sums, temperature, parts = future.result()
-        outputs |= found
+        microbatch_outputs, sums, temperature, num_microbatches = future.result()
+        outputs |= microbatch_outputs
         metrics |= {name: metrics.get(name, 0.0) + value for name, value in sums.items()}
-        part += 1
-        if part < parts:
+        index += 1
+        if index < num_microbatches:
             yield
     rows = [
         {name: TensorData(array, "float32") for name, array in outputs[i].items()}
@@ -49,8 +49,8 @@ def in_parts(
 
 
 def drop_gradients(client: TrainingClient) -> None:
-    """What was accumulated since the last update counts for nothing: nobody will ask for that
-    update any more.
+    """Discard the gradients accumulated since the last update, because that update will not be
+    requested.
     """
     client._backwards.clear()
     client._driver.submit("drop_gradients", client.model_id).result()

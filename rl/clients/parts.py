@@ -1,4 +1,4 @@
-"""Work dealt out over the ranks, and the ranks' parts put together again."""
+"""Distribute work over the ranks, and merge the ranks' results."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from rl.ranks import distributed
 
 
 def merged(tables: Sequence[Mapping[int, Any]]) -> list[Any]:
-    """The ranks' results by index, in order."""
-    together = {i: value for table in tables for i, value in table.items()}
-    return [together[i] for i in range(len(together))]
+    """Return the ranks' results in index order."""
+    results = {i: value for table in tables for i, value in table.items()}
+    return [results[i] for i in range(len(results))]
 
 
 def summed(tables: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Return the sum of each counter over the ranks."""
     total: dict[str, float] = {}
     for table in tables:
         for name, value in table.items():
@@ -23,19 +24,19 @@ def summed(tables: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def share(costs: Sequence[int], together: int = 1) -> list[int]:
-    """The indices this rank takes: the costliest first, each to the rank with the least so far,
-    then in order.
+    """Return the sorted indices of the items that this rank processes. Items are assigned in order
+    of decreasing cost, each to the rank with the smallest load.
 
-    `together`: so many consecutive ranks take the same.
+    `together`: number of consecutive ranks that get the same items.
     """
     world, rank = distributed.world() // together, distributed.rank() // together
     if world == 1:
         return list(range(len(costs)))
-    load = [0] * world
-    mine = []
+    loads = [0] * world
+    indices = []
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        taker = min(range(world), key=lambda r: (load[r], r))
-        load[taker] += costs[i]
-        if taker == rank:
-            mine.append(i)
-    return sorted(mine)
+        target = min(range(world), key=lambda r: (loads[r], r))
+        loads[target] += costs[i]
+        if target == rank:
+            indices.append(i)
+    return sorted(indices)

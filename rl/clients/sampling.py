@@ -1,5 +1,5 @@
-"""SamplingClient: draws from one version of a model's weights, which stays as it was when the
-client was made.
+"""Provide SamplingClient: sample from a fixed version of a model's weights, the version at the
+client's creation.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rl.seeds import derive_seed
 from rl.types import ModelInput, SampleResponse, SamplingParams, TensorData
 from rl.types.checked import number, switch, whole
 
-MAX_SAMPLES = 1_000_000  # of one request: each is held in memory until all have ended
+MAX_SAMPLES = 1_000_000  # per request: each sample is held in memory until all have ended
 
 
 class SamplingClient(AsyncSampling, IsItsOwnFuture):
-    """Samples from pinned weights; they are freed when the last client of theirs is gone."""
+    """Sample from pinned weights. The weights are freed when their last client is collected."""
 
     _numbers = itertools.count()  # for copies and pickles
     _alive: weakref.WeakValueDictionary[int, SamplingClient] = weakref.WeakValueDictionary()
@@ -54,10 +54,13 @@ class SamplingClient(AsyncSampling, IsItsOwnFuture):
         tokenizer: str | None = None,
         seed: int = 0,
     ) -> SamplingClient:
-        """Of a saved folder, or of a base model: see `ServiceClient.create_sampling_client`."""
+        """Return a client of a saved folder or of a base model: see
+        `ServiceClient.create_sampling_client`. Raises UserError if neither is set.
+        """
         if model_path is None and base_model is None:
             raise UserError(
-                "create_sampling_client needs model_path (a saved folder) or base_model (hub name, folder, tiny:<preset>)"
+                "create_sampling_client needs model_path (a saved folder) or base_model (hub "
+                "name, folder, tiny:<preset>)"
             )
         version_id = context.next_version_id()
         path = str(model_path) if model_path else None
@@ -67,46 +70,53 @@ class SamplingClient(AsyncSampling, IsItsOwnFuture):
         return cls(context, version_id, created, None)
 
     def __reduce__(self) -> tuple[Callable[..., SamplingClient], tuple[int, int]]:
-        """A copy, or a pickle that is read in this process, is the client itself. In another
-        process it has no weights: UserError.
+        """Make a copy, or a pickle read in this process, the client itself. In another process it
+        has no weights: unpickling raises UserError.
         """
         return _the_same, (os.getpid(), self._number)
 
     @property
     def info(self) -> dict[str, Any]:
+        """Return the model's details: base_model, arch, vocab_size, max_context, tokenizer, ..."""
         return self._info if self._info is not None else self._created.result()
 
     @property
     def version(self) -> int:
-        """How many updates the weights had seen when they were taken; samples carry it."""
+        """Return the number of updates the weights had seen when they were taken. Samples
+        carry it.
+        """
         return self._created.result()["version"]
 
     @property
     def there(self) -> bool:
-        """An extension: whether the weights are where they are drawn from (or will never be:
-        `version` raises why).
+        """Return whether the weights are ready for sampling, or have failed to load: then `version`
+        raises the error (an extension).
         """
         return self._created.done()
 
     @property
     def failed(self) -> bool:
-        """An extension: whether the weights could not be loaded."""
+        """Return whether the weights could not be loaded (an extension)."""
         return self._created.done() and self._created.exception() is not None
 
     def when_there(self, call: Callable[[], object]) -> None:
-        """An extension: calls `call` once they are, from another thread."""
+        """Call `call` from another thread once the weights are ready or have failed (an
+        extension).
+        """
         self._created.add_done_callback(lambda _: call())
 
     @property
     def mixes(self) -> int | None:
-        """An extension: clients of one number can be drawn from in one batch
-        (`SampleStream(mixed=True)`); None: by itself alone.
+        """Return an id that is equal for clients which can be sampled in a single batch
+        (`SampleStream(mixed=True)`), None for a client that cannot be mixed (an extension).
         """
         return self._created.result().get("mixes")
 
     @property
     def sync_seconds(self) -> float:
-        """What it took to bring the weights here, on rank 0 (0 where they were read from a folder)."""
+        """Return the seconds that transferring the weights took on rank 0 (0 if they were read from
+        a folder).
+        """
         return self._created.result().get("seconds", 0.0)
 
     def sample(
@@ -121,23 +131,28 @@ class SamplingClient(AsyncSampling, IsItsOwnFuture):
         prompt_alt_tokens_k: int = 0,
         prompt_logprobs_last_n: int | None = None,
     ) -> APIFuture[SampleResponse]:
-        """`num_samples` continuations of `prompt`, which is prefilled once for all of them.
+        """Sample `num_samples` continuations of `prompt`, which is prefilled once for all of them.
 
-        Samples asked for one after another run as one batch when the first of them is waited for.
-        Without a seed each call draws anew from the service's own stream; with one, the same prompt
-        gives the same samples. `prompt_logprobs_last_n`: those of earlier tokens are None.
-        `target_prompt_logprobs` (ids, [prompt tokens - 1, K]): the logprob of each in the place of
-        the prompt's token i + 1; -1 asks for nothing, and is answered with 0.
-        `topk_sample_logprobs` and `prompt_alt_tokens_k` are not computed here: asking for them is
-        an error.
+        Consecutive requests run as a single batch when the first of their futures is waited for.
+        Without a seed each call uses a new random stream of the service; with a seed, the same
+        prompt gives the same samples. `prompt_logprobs_last_n`: logprobs of earlier tokens are
+        None. `target_prompt_logprobs` (ids, [prompt tokens - 1, K]): return the logprob of each id
+        at the position of the prompt's token i + 1; -1 requests nothing and returns 0.
+        `topk_sample_logprobs` and `prompt_alt_tokens_k` are not supported here: requesting them
+        raises BadRequestError.
         """
-        asked = {
+        unsupported = {
             "topk_sample_logprobs": topk_sample_logprobs,
             "prompt_alt_tokens_k": prompt_alt_tokens_k,
         }
-        wanted = (include_prompt_logprobs, topk_prompt_logprobs, prompt_logprobs_last_n)
+        prompt_options = (include_prompt_logprobs, topk_prompt_logprobs, prompt_logprobs_last_n)
         request = self.request(
-            prompt, num_samples, sampling_params, *wanted, asked, target_prompt_logprobs
+            prompt,
+            num_samples,
+            sampling_params,
+            *prompt_options,
+            unsupported,
+            target_prompt_logprobs,
         )
         future = self._driver.submit_sample(self._version_id, request)
         return APIFuture(
@@ -157,24 +172,32 @@ class SamplingClient(AsyncSampling, IsItsOwnFuture):
         asked: Mapping[str, int] | None = None,
         target_prompt_logprobs: TensorData | None = None,
     ) -> Request:
-        """An extension: what `sample` asks for, with its random stream, for a `SampleStream`.
-        `asked`: what is not computed, if wanted.
+        """Return the Request that `sample` would submit, with its random stream, for a
+        `SampleStream` (an extension). `asked`: unsupported options by name; a nonzero value
+        raises BadRequestError.
         """
         prompt = settled(prompt, self.info)
         tokens = self._check_request(prompt, num_samples, sampling_params, topk_prompt_logprobs)
-        for name, wanted in (asked or {}).items():
-            if wanted:
+        for name, value in (asked or {}).items():
+            if value:
                 raise BadRequestError(
-                    f"{name} is not computed here: topk_prompt_logprobs, or a forward of the training client, may serve"
+                    f"{name} is not supported here: use topk_prompt_logprobs, or a forward of the "
+                    "training client"
                 )
         if prompt_logprobs_last_n is not None:
-            what = "a whole number from 1 to the prompt's length"
-            whole("prompt_logprobs_last_n", prompt_logprobs_last_n, what, least=1, most=len(tokens))
+            expected = "a whole number from 1 to the prompt's length"
+            whole(
+                "prompt_logprobs_last_n",
+                prompt_logprobs_last_n,
+                expected,
+                least=1,
+                most=len(tokens),
+            )
         if sampling_params.seed is not None:
             seed, problem = int(sampling_params.seed), derive_seed("prompt", *tokens)
         else:
-            # With the version, a script that resumed from a checkpoint does not repeat the draws it
-            # made before.
+            # With the version in the seed, a script that resumed from a checkpoint does not repeat
+            # its earlier samples.
             seed, problem = (
                 self._context.seed,
                 derive_seed("call", self.version, self._context.next_stream()),
@@ -201,8 +224,8 @@ class SamplingClient(AsyncSampling, IsItsOwnFuture):
         params: SamplingParams,
         topk_prompt_logprobs: int = 0,
     ) -> list[int]:
-        """The prompt's ids. What can be known now is refused now, so that it does not fail the
-        samples it would run beside.
+        """Return the prompt's token ids. Raises BadRequestError early, so that a bad request does
+        not fail other samples of its batch.
         """
         whole(
             "num_samples",
@@ -216,20 +239,23 @@ class SamplingClient(AsyncSampling, IsItsOwnFuture):
                 f"sampling_params is a types.SamplingParams, got {type(params).__name__}"
             )
         info = self.info
-        limit, vocabulary, wanted = info["max_context"], info["vocab_size"], params.max_tokens
+        limit, vocabulary, max_tokens = info["max_context"], info["vocab_size"], params.max_tokens
         tokens = checked_ids("the prompt", prompt, vocabulary)
-        if limit is not None and len(tokens) + (wanted or 1) > limit + 1:
+        if limit is not None and len(tokens) + (max_tokens or 1) > limit + 1:
             raise BadRequestError(
-                f"a prompt of {len(tokens)} tokens and max_tokens={wanted} exceed the model's context of {limit}"
+                f"a prompt of {len(tokens)} tokens and max_tokens={max_tokens} exceed the model's "
+                f"context of {limit}"
             )
-        if limit is None and wanted is None:
+        if limit is None and max_tokens is None:
             raise BadRequestError(
-                "max_tokens=None goes up to the context's end, and this model has no limit: give max_tokens"
+                "max_tokens=None samples up to the context's end, and this model has no limit: "
+                "set max_tokens"
             )
         outside = [token for token in params.logit_bias or () if token >= vocabulary]
         if outside:
             raise BadRequestError(
-                f"logit_bias names the token {outside[0]}, and the model's ids are 0 to {vocabulary - 1}"
+                f"logit_bias names the token {outside[0]}, and the model's ids are 0 to "
+                f"{vocabulary - 1}"
             )
         whole(
             "topk_prompt_logprobs",
@@ -239,20 +265,21 @@ class SamplingClient(AsyncSampling, IsItsOwnFuture):
             most=vocabulary,
         )
         stop = [params.stop] if isinstance(params.stop, (str, int)) else list(params.stop or ())
-        if any(isinstance(one, str) for one in stop) and info["tokenizer"] is None:
+        if any(isinstance(item, str) for item in stop) and info["tokenizer"] is None:
             raise BadRequestError(
-                f"stop strings {stop[:2]} need a tokenizer, which this model has not: give token ids"
+                f"stop strings {stop[:2]} need a tokenizer, which this model does not have: pass "
+                "token ids"
             )
-        for one in stop:
-            if not isinstance(one, str) and one >= vocabulary:
+        for item in stop:
+            if not isinstance(item, str) and item >= vocabulary:
                 raise BadRequestError(
-                    f"the stop token {one} is none of the model's, whose ids are 0 to {vocabulary - 1}"
+                    f"the stop token {item} is outside the model's ids, 0 to {vocabulary - 1}"
                 )
         return tokens
 
     def _noted(self, response: SampleResponse, last_n: int | None = None) -> SampleResponse:
-        """The response, its samples named and remembered. (Bound to the client: the version lives
-        as long as a future of it.)
+        """Return the response with its samples named and recorded. The method is bound, so that the
+        version lives as long as a future of it.
         """
         for sequence in response.sequences:
             if not sequence.sequence_id:
@@ -273,8 +300,8 @@ class SamplingClient(AsyncSampling, IsItsOwnFuture):
     def name_samples(
         self, response: SampleResponse, ids: Sequence[str], last_n: int | None = None
     ) -> None:
-        """An extension: gives samples ids that were promised before they were drawn, and remembers
-        them under these as well.
+        """Name samples by ids that were promised before sampling, and record them under these ids
+        as well (an extension).
 
         `last_n`: `prompt_logprobs_last_n` of the request.
         """
@@ -286,8 +313,8 @@ class SamplingClient(AsyncSampling, IsItsOwnFuture):
     def sample_many(
         self, requests: Sequence[Request]
     ) -> APIFuture[tuple[list[SampleResponse], dict[str, int]]]:
-        """An extension: requests with random streams of the caller's own, in one batch; responses
-        and engine counters.
+        """Sample requests that carry the caller's random streams, in a single batch. Return
+        responses and engine counters (an extension).
         """
         future = self._driver.submit("sample", self._version_id, list(requests))
 
@@ -304,10 +331,10 @@ class SamplingClient(AsyncSampling, IsItsOwnFuture):
     def compute_logprobs(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
     ) -> APIFuture[list[float | None]]:
-        """The logprob of each token of `prompt` given those before it, at temperature 1; entry 0 is
-        None.
+        """Return the logprob of each token of `prompt` given the preceding tokens, at temperature
+        1; entry 0 is None.
 
-        `prompt_logprobs_last_n`: those of earlier tokens are None.
+        `prompt_logprobs_last_n`: logprobs of earlier tokens are None.
         """
         if prompt_logprobs_last_n is not None:
             whole(
@@ -319,23 +346,23 @@ class SamplingClient(AsyncSampling, IsItsOwnFuture):
         future = self.compute_logprobs_many([prompt])
 
         def convert(values: list[list[float | None]]) -> list[float | None]:
-            skipped = (
+            num_skipped = (
                 0 if prompt_logprobs_last_n is None else len(values[0]) - prompt_logprobs_last_n
             )
-            return [None if i < skipped else value for i, value in enumerate(values[0])]
+            return [None if i < num_skipped else value for i, value in enumerate(values[0])]
 
         return APIFuture(future._future, convert)
 
     def compute_logprobs_many(
         self, prompts: Sequence[ModelInput], temperature: float = 1.0
     ) -> APIFuture[list[list[float | None]]]:
-        """An extension: the same for several sequences in one batch, of the distribution at
-        `temperature`.
+        """Return the logprobs of several sequences, computed in a single batch, under the
+        distribution at `temperature` (an extension).
         """
         number(
             "temperature",
             temperature,
-            "a positive number of at least 0.001 (1: as the model says)",
+            "a positive number of at least 0.001 (1: the model's distribution)",
             least=1e-3,
         )
         vocabulary, limit = self.info["vocab_size"], self.info["max_context"]
@@ -344,7 +371,8 @@ class SamplingClient(AsyncSampling, IsItsOwnFuture):
         for tokens in tokens_D:
             if limit is not None and len(tokens) > limit:
                 raise BadRequestError(
-                    f"a sequence of {len(tokens)} tokens exceeds the model's context of {limit}: shorten it"
+                    f"a sequence of {len(tokens)} tokens exceeds the model's context of {limit}: "
+                    "shorten it"
                 )
         future = self._driver.submit(
             "compute_logprobs",
@@ -356,17 +384,19 @@ class SamplingClient(AsyncSampling, IsItsOwnFuture):
         return APIFuture(future, lambda values: (values, self)[0])
 
     def get_tokenizer(self) -> Any:
+        """Return the model's tokenizer."""
         return self.info["tokenizer"]
 
     def get_base_model(self) -> str:
+        """Return the name of the base model."""
         return self.info["base_model"]
 
     def get_telemetry(self) -> None:
-        """Nothing is sent anywhere."""
+        """Return None: no telemetry is sent."""
 
     def release(self) -> None:
-        """Gives the weights back now rather than when the client is collected; samples asked for
-        before still run.
+        """Free the weights now, not when the client is collected. Samples requested before still
+        run.
         """
         if not self._driver.closed:
             self._driver.flush()
@@ -374,15 +404,20 @@ class SamplingClient(AsyncSampling, IsItsOwnFuture):
 
 
 def _the_same(process: int, which: int) -> SamplingClient:
+    """Return the client of that number in this process. Raises UserError in another process, or if
+    the client has been collected.
+    """
     client = SamplingClient._alive.get(which) if process == os.getpid() else None
     if client is None:
         raise UserError(
-            "a sampling client's weights live in the process that made it, and it was unpickled in another one (or is gone there): "
-            "sample in the script's own process, from threads or coroutines"
+            "a sampling client's weights live in the process that made it, and it was unpickled "
+            "in another process (or has been collected): sample in the script's process, from "
+            "threads or coroutines"
         )
     return client
 
 
 def _forget(driver: Driver, version_id: int) -> None:
+    """Submit the verb that frees the version, unless the service is closed."""
     if not driver.closed:
         driver.submit("forget_version", version_id)

@@ -1,5 +1,5 @@
-"""ServiceClient: where a script begins. Makes training and sampling clients that live in this
-process.
+"""Provide ServiceClient, the entry point of a script: it creates training and sampling clients that
+live in this process.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ from rl.types import LoraConfig
 from rl.types.checked import whole
 
 MAX_RANK = 4096
-# of every adapter on Tinker, whatever its rank, so that one learning rate suits all ranks
+# alpha of every adapter on Tinker, for any rank, so that a learning rate suits all ranks
 TINKER_ALPHA = 32.0
 
 
 class ServiceClient(AsyncService):
-    """Rank 0 gets clients from it; every other rank serves inside the first one's constructor and
-    exits when rank 0's script ends.
+    """Create clients on rank 0. On every other rank, serve inside the first constructor and exit
+    when rank 0's script ends.
 
-    A script may make several, one after another or side by side: each has models, seeds and
-    settings of its own.
+    A script may create several, consecutively or concurrently: each has separate models, seeds and
+    settings.
 
-    user_metadata  words of your own, saved with every checkpoint; project_id, display_name: for a
-    service's pages, no effect here output_dir     where `save_*` write; default:
-    WHETSTONE_OUTPUT_DIR, or runs/<script>-<time>. Made when first written to. seed           of
-    samples drawn without a seed of their own
-    settings       device-side settings: precision, micro-batch and KV budgets
+        user_metadata             string pairs, saved with every checkpoint
+        project_id, display_name  for a hosted service's pages; no effect here
+        output_dir                folder that `save_*` write to; default: WHETSTONE_OUTPUT_DIR, or
+                                  runs/<script>-<time>. Created at the first write.
+        seed                      seed of samples whose request has no seed
+        settings                  device settings: precision, micro-batch and KV cache budgets
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class ServiceClient(AsyncService):
         settings: WorkerSettings | None = None,
     ):
         refuse_base_url(base_url)
-        words = check_words(user_metadata)
+        metadata = check_words(user_metadata)
         self.display_name = display_name
         whole("seed", seed, "a whole number")
         settings = settings or WorkerSettings()
@@ -81,10 +82,11 @@ class ServiceClient(AsyncService):
             sys.exit(0)
         self._driver = Driver(settings)
         folder = str(output_dir or os.environ.get("WHETSTONE_OUTPUT_DIR") or _default_output_dir())
-        self._context = ServiceContext(self._driver, folder, seed, words)
+        self._context = ServiceContext(self._driver, folder, seed, metadata)
 
     @property
     def output_dir(self) -> str:
+        """Return the folder that `save_*` write to."""
         return self._context.output_dir
 
     @output_dir.setter
@@ -93,6 +95,7 @@ class ServiceClient(AsyncService):
 
     @property
     def seed(self) -> int:
+        """Return the seed of samples whose request has no seed."""
         return self._context.seed
 
     @seed.setter
@@ -101,6 +104,7 @@ class ServiceClient(AsyncService):
 
     @property
     def user_metadata(self) -> Mapping[str, str]:
+        """Return the string pairs that are saved with every checkpoint."""
         return self._context.user_metadata
 
     @user_metadata.setter
@@ -128,22 +132,24 @@ class ServiceClient(AsyncService):
         value_head: bool = False,
         base_dtype: str = "auto",
     ) -> TrainingClient:
-        """A LoRA adapter on `base_model` (a hub name, a folder, tiny:<preset>); the base stays as
-        it is.
+        """Create a client that trains a LoRA adapter on `base_model` (a hub name, a folder,
+        tiny:<preset>). The base stays frozen.
 
-        `user_metadata`: words of your own, saved with its checkpoints. `optimizer`: there is AdamW
-        alone. `alpha` (an extension): the adapter is scaled by alpha / rank. 32 by default, as on
-        Tinker; None: alpha = rank. `value_head` (an extension): a scalar for each position besides,
-        trained in full; see `forward`. `base_dtype` (an extension): what the frozen matrices are
-        held in, "auto", "fp32", "bf16" or "4bit". `train_vision` (an extension): adapters on the
-        vision tower of a model that sees, too; `train_experts`: on experts in one tensor.
+        `user_metadata`: string pairs saved with its checkpoints. `optimizer`: only AdamW is
+        supported. `alpha` (an extension): the adapter is scaled by alpha / rank. Default 32, as on
+        Tinker; None: alpha = rank. `value_head` (an extension): add a scalar output per position,
+        trained in full; see `forward`. `base_dtype` (an extension): dtype of the frozen matrices,
+        "auto", "fp32", "bf16" or "4bit". `train_vision` (an extension): also adapt the vision tower
+        of a vision-language model; `train_experts`: also adapt experts that are stored in a single
+        tensor. Raises UserError if nothing would be trained.
         """
         whole(
             "rank", rank, f"a whole number from 1 to {MAX_RANK}, such as 32", least=1, most=MAX_RANK
         )
         if not (train_mlp or train_attn or train_unembed or train_experts):
             raise UserError(
-                "a LoRA that adapts nothing cannot be trained: set train_attn, train_mlp or train_unembed"
+                "a LoRA that adapts no matrix cannot be trained: set train_attn, train_mlp or "
+                "train_unembed"
             )
         lora = LoraConfig(
             rank, seed, train_mlp, train_attn, train_unembed, alpha, train_vision, train_experts
@@ -161,20 +167,20 @@ class ServiceClient(AsyncService):
         seed: int = 0,
         value_head: bool = False,
     ) -> TrainingClient:
-        """An extension: all weights of `base_model` are trained. `seed`: of the weights of a
-        tiny:<preset>.
+        """Create a client that trains all weights of `base_model` (an extension). `seed`: of the
+        weights of a tiny:<preset>.
         """
         return self._create(ModelSpec(_name(base_model), tokenizer, None, seed, value_head))
 
     def create_training_client(
         self, config: TrainingConfig, checkpoint_id: str | None = None
     ) -> TrainingClient:
-        """An extension: what `config` describes, afresh or as it was when `save_state` wrote
-        `checkpoint_id`, optimizer included.
+        """Create a client as `config` describes, with fresh weights or the weights and optimizer
+        that `save_state` wrote to `checkpoint_id` (an extension).
 
         `checkpoint_id`: a checkpoint's folder (`.artifact_id` of what `save_state` returned), or
-        its name in this service's own. Raises UserError where the checkpoint is of another model
-        than the config's.
+        its name in this service's output folder. Raises UserError if the checkpoint's model differs
+        from the config's.
         """
         if not isinstance(config, TrainingConfig):
             raise UserError(
@@ -201,8 +207,8 @@ class ServiceClient(AsyncService):
         )
         if checkpoint_id is None:
             return self._create(spec)
-        here = Path(self.output_dir, "checkpoints", checkpoint_id)
-        path = str(here if here.is_dir() else checkpoint_id)
+        local = Path(self.output_dir, "checkpoints", checkpoint_id)
+        path = str(local if local.is_dir() else checkpoint_id)
         _check_same(spec, _spec_of(path), path)
         return self._create(spec, path, True)
 
@@ -217,12 +223,12 @@ class ServiceClient(AsyncService):
         value_head: bool | None = None,
         base_dtype: str | None = None,
     ) -> TrainingClient:
-        """The weights of a checkpoint (a folder of `save_state` or `save_weights_for_sampler`), a
-        fresh optimizer.
+        """Create a client with the weights of a checkpoint (a folder of `save_state` or
+        `save_weights_for_sampler`) and a fresh optimizer.
 
-        `base_model`: of an adapter, where it is not the one that the checkpoint names. A folder
-        needs no token. `value_head`: with one (fresh, where the model saved had none) or without;
-        None: as it was saved. `base_dtype`: likewise.
+        `base_model`: the base of an adapter, if it differs from the checkpoint's. A folder needs no
+        token. `value_head`: with a value head (fresh, if the saved model has none) or without;
+        None: as saved. `base_dtype`: likewise.
         """
         spec = _spec_of(path, base_model)
         spec = spec if value_head is None else replace(spec, value_head=value_head)
@@ -240,14 +246,16 @@ class ServiceClient(AsyncService):
         user_metadata: Mapping[str, str] | None = None,
         weights_access_token: str | None = None,
     ) -> TrainingClient:
-        """Weights, optimizer, generator state: goes on where `save_state` was called."""
+        """Create a client that resumes from `save_state`: weights, optimizer and generator
+        state.
+        """
         return self._create(_spec_of(path, base_model), str(path), True, user_metadata)
 
     def create_custom_loss(
         self, fn: PerDatumLossFn, input_ranks: Mapping[str, int]
     ) -> APIFuture[LossHandle]:
-        """A loss of one datum, `fn(logprobs, *fields) -> (loss, metrics)`, for
-        `forward_backward_custom`; `input_ranks` names its fields.
+        """Return a loss of a single datum, `fn(logprobs, *fields) -> (loss, metrics)`, for
+        `forward_backward_custom`. The keys of `input_ranks` name its fields.
         """
         done: Future = Future()
         done.set_result(LossHandle(fn, tuple(input_ranks)))
@@ -261,9 +269,13 @@ class ServiceClient(AsyncService):
         words: Mapping[str, str] | None = None,
         optimizer: Any = None,
     ) -> TrainingClient:
+        """Submit the creation of a model and return its client. Raises UserError for another
+        optimizer than AdamW.
+        """
         if optimizer is not None and not isinstance(optimizer, types.AdamOptimizerConfig):
             raise UserError(
-                f"there is AdamW alone (types.AdamOptimizerConfig()), got optimizer={optimizer!r}"
+                "only AdamW is supported (types.AdamOptimizerConfig()), got "
+                f"optimizer={optimizer!r}"
             )
         words = check_words(words)
         spec = self._placed(spec, state)
@@ -272,13 +284,15 @@ class ServiceClient(AsyncService):
         return TrainingClient(self._context, model_id, created, words, self)
 
     def _placed(self, spec: ModelSpec, state: str | None) -> ModelSpec:
-        """`spec` with its base as it is found now, and whether that lies outside of what this
-        service writes.
+        """Return `spec` with its base as found on this machine, and with `elsewhere` set if the
+        base is a folder outside the output folder.
         """
         base = spec.base_model if spec.lora is None else saving.base_of(spec, state)[0]
         folder = Path(base).expanduser()
-        inside = folder.resolve().is_relative_to(Path(self.output_dir).expanduser().resolve())
-        return replace(spec, base_model=base, elsewhere=folder.is_dir() and not inside)
+        in_output_dir = folder.resolve().is_relative_to(
+            Path(self.output_dir).expanduser().resolve()
+        )
+        return replace(spec, base_model=base, elsewhere=folder.is_dir() and not in_output_dir)
 
     # ------------------------------------------------------------------------------------- sampling
 
@@ -292,49 +306,53 @@ class ServiceClient(AsyncService):
         tokenizer: str | None = None,
         seed: int = 0,
     ) -> SamplingClient:
-        """A sampler of saved weights (a folder that `save_weights_for_sampler` wrote, any HF or
-        PEFT folder) or a base model.
+        """Create a client that samples from saved weights (a folder that `save_weights_for_sampler`
+        wrote, any HF or PEFT folder) or a base model.
 
         `tokenizer`, `seed` (extensions): of a base model, as in `create_full_training_client`.
         """
         return SamplingClient.of_weights(self._context, model_path, base_model, tokenizer, seed)
 
     def create_classifier_client(self, base_model: str) -> ClassifierClient:
-        """An extension: a published reward model (a folder or a hub name of a
-        `...ForSequenceClassification` with one output).
+        """Create a client of a published reward model (an extension): a folder or hub name of a
+        `...ForSequenceClassification` with a single output.
         """
         return ClassifierClient(self._context, _name(base_model))
 
-    # ------------------------------------------------------------------------------------- the rest
+    # --------------------------------------------------------------------------------------- others
 
     def get_server_capabilities(self) -> types.GetServerCapabilitiesResponse:
-        """What can be trained without a download; any hub name or folder of a causal LM works too."""
+        """Return the models that can be trained without a download. Any hub name or folder of a
+        causal LM works too.
+        """
         return server_capabilities()
 
     def create_rest_client(self) -> RestClient:
+        """Return a RestClient, which reads the folders of checkpoints."""
         return RestClient()
 
     def copy_weights(self, path: str, **_: Any) -> APIFuture[str]:
+        """Raise UserError: weights are folders here."""
         raise UserError(
             f"weights are folders here: copy {path!r} with the tools of your file system"
         )
 
     def get_console_url(self) -> str:
-        """Where this service writes: there is no console."""
+        """Return the output folder, since no console exists."""
         return self._context.shown_place()
 
     def get_telemetry(self) -> None:
-        """Nothing is sent anywhere."""
+        """Return None: no telemetry is sent."""
 
     def close(
         self,
         status: Literal["success", "errored", "interrupted"] = "success",
         detail: str | None = None,
     ) -> APIFuture[None]:
-        """Runs what was submitted, then gives the memory of its models back. Happens by itself at
-        exit.
+        """Run the submitted verbs, then free the memory of the service's models. This also happens
+        at exit.
 
-        `status` and `detail` are for a service's records; nothing keeps them here.
+        `status` and `detail` are for a hosted service's records; they have no effect here.
         """
         if status not in ("success", "errored", "interrupted"):
             raise UserError(f"status is 'success', 'errored' or 'interrupted', got {status!r}")
@@ -351,37 +369,49 @@ class ServiceClient(AsyncService):
 
 
 def _default_output_dir() -> Path:
+    """Return runs/<script>-<time>."""
     script = Path(sys.argv[0]).stem or "interactive"
     return Path("runs") / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _check_same(asked: ModelSpec, saved: ModelSpec, path: str) -> None:
-    """Raises UserError that names what differs between a config and the checkpoint that it should
-    go on from.
+    """Raise UserError, which names the differing fields, if the checkpoint's spec differs from the
+    config's.
     """
-    mine, theirs = asdict(asked), asdict(saved)
-    other = [name for name in mine if theirs[name] != mine[name] and name != "elsewhere"]
-    changed = [
-        f"{name} is {theirs[name]!r} there and {mine[name]!r} in the config" for name in other
+    expected, actual = asdict(asked), asdict(saved)
+    differing = [
+        name for name in expected if actual[name] != expected[name] and name != "elsewhere"
     ]
-    if changed:
+    differences = [
+        f"{name} is {actual[name]!r} in the checkpoint and {expected[name]!r} in the config"
+        for name in differing
+    ]
+    if differences:
         raise UserError(
-            f"{path} is a checkpoint of another model: {'; '.join(changed)}. Pass the config that it was made with"
+            f"{path} is a checkpoint of another model: {'; '.join(differences)}. Pass the config "
+            "that made it"
         )
 
 
 def _spec_of(path: str, base_model: str | None = None) -> ModelSpec:
+    """Return the spec of a checkpoint, with another base if `base_model` is set. Raises UserError
+    if the checkpoint holds all weights of another model.
+    """
     spec = saving.read_spec(Path(path))
     if base_model is None or base_model == spec.base_model:
         return spec
     if spec.lora is None:
         raise UserError(
-            f"{path} holds all weights of a model, so base_model={base_model!r} has no effect: leave it out"
+            f"{path} holds all weights of a model, so base_model={base_model!r} has no effect: "
+            "omit it"
         )
     return replace(spec, base_model=_name(base_model))
 
 
 def _name(base_model: Any) -> str:
+    """Return a base model's name as a string. Raises UserError if it is empty or not a string or
+    path.
+    """
     if not isinstance(base_model, (str, os.PathLike)) or not str(base_model):
         raise UserError(f"base_model is a hub name, a folder, or tiny:<preset>; got {base_model!r}")
     return str(base_model)

@@ -1,8 +1,8 @@
-"""What a rank does of a stream: an engine that lives on between verbs, a few steps at a time.
+"""Run a stream on a rank: an engine that persists between verbs and runs a few steps at a time.
 
-A stream is a sampler that others may join while it runs. Every rank has its own engine of it and
-takes the requests that the driver has dealt to it; a slice is so many steps of each, so other verbs
-(an update, an evaluation) stand between two slices.
+A stream is a sampler that accepts requests while it runs. Every rank has a separate engine of it
+and takes the requests that the driver has assigned to it. A step request runs a number of engine
+steps on each rank, so other verbs (an update, an evaluation) run between two step requests.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from rl.types import SampledSequence, SampleResponse
 
 @dataclass
 class Slice:
-    """What came of a slice: requests that have ended (an error: was refused, or failed alone), by
-    ticket; the engines' counters since the last one.
+    """Hold the result of a step request: finished requests by ticket (an error if the request was
+    refused or failed), and the engines' counters since the last step request.
 
-    `drawn`: what running samples have drawn in all, by ticket and sample, where that was asked for.
+    `drawn`: all tokens sampled so far by running samples, by ticket and sample, if requested.
     """
 
     finished: dict[int, SampleResponse | Exception] = field(default_factory=dict)
@@ -28,33 +28,35 @@ class Slice:
 
     @classmethod
     def together(cls, parts: Sequence[Slice]) -> Slice:
-        """What all ranks did, tickets in order."""
-        whole = cls()
+        """Merge the outputs of all ranks, tickets in order. Counters are summed, peaks are
+        maxima.
+        """
+        total = cls()
         for part in parts:
-            whole.finished |= part.finished
-            whole.drawn |= part.drawn
+            total.finished |= part.finished
+            total.drawn |= part.drawn
             for name, count in part.counters.items():
                 peak = name.startswith("peak_")
-                before = whole.counters.get(name, 0)
-                whole.counters[name] = max(before, count) if peak else before + count
-        whole.finished = dict(sorted(whole.finished.items()))
-        return whole
+                previous = total.counters.get(name, 0)
+                total.counters[name] = max(previous, count) if peak else previous + count
+        total.finished = dict(sorted(total.finished.items()))
+        return total
 
 
 class Stream:
-    """This rank's engine of one stream, and who asked for what."""
+    """Hold this rank's engine of a stream, and the tickets of its requests."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.version_id = -1  # of the weights, as the worker numbers them
-        self.tickets: dict[int, int] = {}  # by the engine's number of the request
+        self.version_id = -1  # the worker's id of the weight version
+        self.tickets: dict[int, int] = {}  # by the engine's request id
         self._counted: dict[str, int] = {}
 
     def take(
         self, arrived: Mapping[int, Request], dropped: Sequence[int]
     ) -> dict[int, SampleResponse | Exception]:
-        """Lets requests in, and others go; what cannot run back."""
-        refused: dict[int, SampleResponse | Exception] = {}
+        """Add and drop requests. Return by ticket the errors of requests that cannot run."""
+        errors: dict[int, SampleResponse | Exception] = {}
         for number in [number for number, ticket in self.tickets.items() if ticket in set(dropped)]:
             self.engine.drop(number)
             del self.tickets[number]
@@ -62,85 +64,91 @@ class Stream:
             try:
                 self.tickets[self.engine.add(request)] = ticket
             except ValueError as error:
-                refused[ticket] = error.with_traceback(None)
-        return refused
+                errors[ticket] = error.with_traceback(None)
+        return errors
 
     def run(self, steps: int) -> dict[int, SampleResponse | Exception]:
+        """Run at most `steps` engine steps. Return finished requests by ticket."""
         finished: dict[int, SampleResponse | Exception] = {}
         engine = self.engine
         while steps > 0 and engine.busy:
-            before = engine.counters.steps
+            steps_before = engine.counters.steps
             if isinstance(engine, SteppedEngine):
-                # a look of several may not pass the end of a slice, where weights change
+                # steps between host syncs must not pass the end of a step request, where weights
+                # may change
                 engine.most = steps
             for done in engine.step():
                 finished[self.tickets.pop(done.request_id)] = done.response
-            steps -= max(engine.counters.steps - before, 1)
+            steps -= max(engine.counters.steps - steps_before, 1)
         return finished
 
     def drawn(self, tickets: Collection[int] | bool) -> dict[int, dict[int, SampledSequence]]:
-        """Of these tickets; True: of all."""
-        wanted = {
+        """Return what these tickets (True: all) have sampled so far, by ticket and sample."""
+        request_ids = {
             number
             for number, ticket in self.tickets.items()
             if tickets is True or ticket in tickets
         }  # type: ignore[operator]
         return (
-            {self.tickets[number]: samples for number, samples in self.engine.drawn(wanted).items()}
-            if wanted
+            {
+                self.tickets[number]: samples
+                for number, samples in self.engine.drawn(request_ids).items()
+            }
+            if request_ids
             else {}
         )
 
     def counters(self) -> dict[str, int]:
-        """Since they were last asked for."""
-        now = asdict(self.engine.counters)
-        since = {
+        """Return the engine's counters since the last call; peaks are absolute."""
+        current = asdict(self.engine.counters)
+        difference = {
             name: count if name.startswith("peak_") else count - self._counted.get(name, 0)
-            for name, count in now.items()
+            for name, count in current.items()
         }
-        self._counted = now
-        return since
+        self._counted = current
+        return difference
 
     def unfinished(self) -> dict[int, Request]:
+        """Return the unfinished requests by ticket, with the tokens sampled so far."""
         return {self.tickets[number]: request for number, request in self.engine.unfinished()}
 
     def anew(self, make_engine: Callable[[], Engine]) -> None:
-        """Everything goes on in another engine, which reads what was drawn so far again."""
-        left, self.tickets = self.unfinished(), {}
+        """Move all requests to a new engine, which prefills the tokens sampled so far again."""
+        remaining, self.tickets = self.unfinished(), {}
         if isinstance(self.engine, PagedEngine):
-            self.engine.close()  # before the other is made, which may have its pages
+            self.engine.close()  # before the new engine is made, which may reuse its blocks
         self.engine = make_engine()
         self._counted = {}
-        for ticket, request in left.items():
+        for ticket, request in remaining.items():
             self.tickets[self.engine.add(request)] = ticket
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a slice is asked to do. `arrived`: (ticket, rank or team that takes it, request).
-    `anew`: caches are read again first.
+    """Describe a step request. `arrived`: (ticket, rank or tensor-parallel group that takes it,
+    request). `anew`: first recompute the KV cache.
 
-    `mixed`: requests are of several models on one base, and say of which.
+    `mixed`: requests are of several models on the same base, and name their model.
     """
 
     steps: int
     arrived: Sequence[tuple[int, int, Request]] = ()
     dropped: Sequence[int] = ()
-    left: Sequence[str] = ()  # conversations that have no further turn
+    left: Sequence[str] = ()  # conversations without a further turn
     anew: bool = False
     mixed: bool = False
-    # the tickets of which to tell what has been drawn so far; True: all
+    # tickets to return partial output of; True: all
     shows: Collection[int] | bool = False
 
 
 def run_slice(stream: Stream, asked: Asked, rank: int, make_engine: Callable[[], Engine]) -> Slice:
-    """This rank's part of a slice."""
+    """Execute a step request on this rank."""
     if asked.anew:
         stream.anew(make_engine)
-    mine = {ticket: request for ticket, to, request in asked.arrived if to == rank}
+    local_requests = {ticket: request for ticket, to, request in asked.arrived if to == rank}
     for name in asked.left:
         stream.engine.forget(name)
-    refused = stream.take(mine, asked.dropped)
-    done = stream.run(asked.steps)
-    part = Slice({**refused, **done}, stream.counters())
-    return replace(part, drawn=stream.drawn(asked.shows)) if asked.shows else part
+    errors = stream.take(local_requests, asked.dropped)
+    finished = stream.run(asked.steps)
+    output = Slice({**errors, **finished}, stream.counters())
+    return replace(output, drawn=stream.drawn(asked.shows)) if asked.shows else output

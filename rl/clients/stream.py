@@ -1,4 +1,6 @@
-"""SampleStream: sampling that others may join while it runs, a slice at a time."""
+"""Provide SampleStream: sampling that accepts requests while it runs, a few engine steps
+at a time.
+"""
 
 from __future__ import annotations
 
@@ -15,59 +17,66 @@ from rl.clients.slices import Asked, Slice
 from rl.errors import UserError
 from rl.sampler import Request
 
-# of the engine in a slice: what a request that arrives waits at most, in tokens of others
+# engine steps of a step request: the most decode steps that a new request waits
 STEPS = 16
 
 
 class SampleStream:
-    """A sampler whose engine lives on between calls: its batch, its cache, and what it has drawn so
-    far.
+    """Sample with an engine that persists between calls, with its batch, its KV cache and the
+    tokens sampled so far.
 
-    stream = SampleStream(client)
-    ticket = stream.add(Request(prompt=[1, 5, 7], params=SamplingParams(max_tokens=64), seed=0,
-    problem=3)) while stream.busy:
-        found = stream.slice()       # at most STEPS engine steps, alike on every rank; .finished: {ticket: SampleResponse or ValueError}
-    stream.close()
+        stream = SampleStream(client)
+        params = SamplingParams(max_tokens=64)
+        ticket = stream.add(Request(prompt=[1, 5, 7], params=params, seed=0, problem=3))
+        while stream.busy:
+            # at most STEPS engine steps, the same number on every rank
+            output = stream.slice()  # .finished: {ticket: SampleResponse or ValueError}
+        stream.close()
 
-    `add` and `drop` only note what the next slice takes along, and may be called from any thread at
-    any time; `slice` (one caller at a time) is a verb like others, so whatever else is submitted
-    (an update, `sample_many`) runs between two slices. A server calls it in a loop in a thread of
-    its own while `busy`, and answers those who finished; with `shows=True` it also gets what
-    running samples have drawn so far (`.drawn[ticket][sample]`, whole and not the news alone), to
-    send on as it comes. A request that cannot run has its error in `finished`, and costs no other.
-    The random stream of a sample is that of its request, whoever is beside it.
+    `add` and `drop` only record what the next step request applies, and may be called from any
+    thread at any time. `slice` (a single caller at a time) is a verb like others, so other
+    submitted verbs (an update, `sample_many`) run between two calls. A server calls it in a loop in
+    a separate thread while `busy`, and responds to finished requests. With `shows=True` it also
+    gets the tokens sampled so far by running samples (`.drawn[ticket][sample]`, the whole sample
+    and not only the new tokens), to stream them. A request that cannot run has its error in
+    `finished`, and affects no other request. The random stream of a sample depends only on its
+    request, not on other requests in the batch.
 
-    `switch` gives it other weights between two slices: samples that are being drawn go on under
-    them, and say which version drew each token (`SampledSequence.versions`). The stream keeps the
-    client that it draws from, so those weights stay as long as it needs them.
+    `switch` changes the weights between two calls: running samples continue under the new weights,
+    and record the version that sampled each token (`SampledSequence.versions`). The stream keeps a
+    reference to its client, so those weights stay loaded as long as the stream needs them.
 
-    `mixed`: it draws for several clients in one batch, all that have the same
-    `SamplingClient.mixes` as its first; each request is added with its client. Their samples are
-    those that each would have drawn alone; one whose weights give no numbers fails alone.
+    `mixed`: sample for several clients in a single batch, all with the same `SamplingClient.mixes`
+    as the first client; each request is added with its client. The samples are those that each
+    client would have sampled separately. A sample with non-finite logits fails by itself.
     """
 
     _numbers = itertools.count()
 
     def __init__(self, client: SamplingClient, mixed: bool = False):
+        """Create a stream that samples from `client`. Raises UserError if `mixed` and the client
+        cannot be mixed.
+        """
         if mixed and client.mixes is None:
             raise UserError(
-                "these weights share no base with others (or are sampled by the generic decoder): mixed=False"
+                "these weights share no base with others (or the generic decoder samples them): "
+                "set mixed=False"
             )
         self.client, self.mixed = client, mixed
         self._driver: Driver = client._driver
         self._number = next(SampleStream._numbers)
-        far = self._driver.far
-        # a team counts as one
+        router = self._driver.far
+        # a tensor-parallel group counts as a single rank
         self._ranks: int = (
-            client.info["world"] // client.info["sampler_tp"] if far is None else far.ranks
+            client.info["world"] // client.info["sampler_tp"] if router is None else router.ranks
         )
         self._lock = threading.Lock()
         self._tickets = itertools.count()
         self._arrived: list[tuple[int, int, Request]] = []
         self._dropped: list[int] = []
         self._left: list[str] = []
-        self._ranks_of: dict[str, int] = {}  # of conversations
-        # ticket to (rank, cost, whose weights) of what runs
+        self._ranks_of: dict[str, int] = {}  # by conversation
+        # by ticket: (rank, cost, client) of unfinished requests
         self._at: dict[int, tuple[int, int, SamplingClient]] = {}
         self._load = [0] * self._ranks
         self._anew = False
@@ -76,31 +85,34 @@ class SampleStream:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is to be drawn."""
+        """Return whether any request is unfinished."""
         return bool(self._at)
 
     def __len__(self) -> int:
         return len(self._at)
 
     def add(self, request: Request, client: SamplingClient | None = None) -> int:
-        """A ticket for the request, which the next slice lets in. A conversation stays with the
-        rank that has it in its cache.
+        """Return a ticket for the request, which starts at the next step request. A conversation
+        stays with the rank that has it in its KV cache.
 
-        `client`: whose weights draw it, in a mixed stream; they stay until it has ended.
+        `client`: the client to sample from, in a mixed stream. Its weights stay loaded until the
+        request has ended. Raises UserError if the client does not fit the stream.
         """
         if client is not None and self.mixed:
             if client.mixes != self.client.mixes:
                 raise UserError(
-                    "a mixed stream is of clients whose `mixes` are the same: this one's weights stand on another base"
+                    "a mixed stream takes clients with equal `mixes`: this client's weights have "
+                    "another base"
                 )
             request = replace(request, weights=client._version_id)
         elif client is not self.client and client is not None:
             raise UserError(
-                "a stream that is not mixed draws from one client: SampleStream(client, mixed=True), or another stream"
+                "a stream that is not mixed samples from a single client: use "
+                "SampleStream(client, mixed=True), or another stream"
             )
         elif self.mixed:
             raise UserError(
-                "a mixed stream is told with each request whose it is: add(request, client)"
+                "a mixed stream needs the client of each request: call add(request, client)"
             )
         with self._lock:
             ticket = next(self._tickets)
@@ -117,80 +129,81 @@ class SampleStream:
             return ticket
 
     def leave(self, conversation: str) -> None:
-        """It has no further turn: the next slice gives back what it has in the cache."""
+        """End a conversation: the next step request frees its KV cache."""
         with self._lock:
             if self._ranks_of.pop(conversation, None) is not None:
                 self._left.append(conversation)
 
     def drop(self, ticket: int) -> None:
-        """Nobody wants it any more: it leaves at the next slice, and is never among the finished."""
+        """Cancel a request at the next step request. It does not appear in `finished`."""
         with self._lock:
             if self._done(ticket):
                 self._dropped.append(ticket)
 
     def slice(self, steps: int = STEPS, *, shows: Collection[int] | bool = False) -> Slice:
-        """Lets in what has arrived and takes at most `steps` steps; what has finished by now.
-        `shows`: tickets, or True for all.
+        """Start the added requests and run at most `steps` engine steps. Return what has finished.
+        `shows`: tickets to return partial output of; True: all.
         """
         with self._lock:
             arrived, self._arrived = self._arrived, []
             dropped, self._dropped = self._dropped, []
-            left, self._left = self._left, []
-            anew, self._anew = self._anew, False
-        asked = Asked(steps, arrived, dropped, left, anew, self.mixed, shows)
-        found: Slice = self._driver.submit(
-            "sample_slice", self._number, self.client._version_id, asked
+            ended_conversations, self._left = self._left, []
+            recompute, self._anew = self._anew, False
+        request = Asked(steps, arrived, dropped, ended_conversations, recompute, self.mixed, shows)
+        output: Slice = self._driver.submit(
+            "sample_slice", self._number, self.client._version_id, request
         ).result()
         with self._lock:
-            found.finished = {
+            output.finished = {
                 ticket: response
-                for ticket, response in found.finished.items()
+                for ticket, response in output.finished.items()
                 if self._done(ticket)
             }
-        for response in found.finished.values():
+        for response in output.finished.values():
             if not isinstance(response, Exception):
                 self.client._noted(response)
-        return found
+        return output
 
     def switch(self, client: SamplingClient, *, anew: bool = False) -> None:
-        """The next slice draws from these weights. `anew`: what was read and drawn so far is read
-        again by them, else it is kept.
+        """Sample from these weights from the next step request on. `anew`: recompute the KV cache
+        with them; otherwise keep it.
         """
         self.client = client
         self._anew = self._anew or anew
 
     def renew(self) -> None:
-        """The next slice reads anew what was read and drawn so far, as one that goes on from
-        `unfinished` does.
+        """Recompute the KV cache at the next step request, as a stream does that continues from
+        `unfinished`.
         """
         self._anew = True
 
     def unfinished(self) -> Mapping[int, Request]:
-        """What is under way, by ticket, with what is drawn of it: `add` it to another stream and it
-        goes on there.
+        """Return the unfinished requests by ticket, with the tokens sampled so far. `add` a request
+        to another stream to continue it.
         """
         with self._lock:
-            waiting = {ticket: request for ticket, _, request in self._arrived}
+            queued = {ticket: request for ticket, _, request in self._arrived}
             running = self._driver.submit("unfinished", self._number).result()
             return dict(
                 sorted(
                     {
                         ticket: r
-                        for ticket, r in {**running, **waiting}.items()
+                        for ticket, r in {**running, **queued}.items()
                         if ticket in self._at
                     }.items()
                 )
             )
 
     def close(self) -> None:
-        """Gives back what the engines hold; what was under way is lost."""
+        """Free what the engines hold. Unfinished requests are lost."""
         self._finalizer()
 
     def _done(self, ticket: int) -> bool:
-        found = self._at.pop(ticket, None)
-        if found is None:
+        """Remove a request from the rank's load. Return whether it was unfinished."""
+        entry = self._at.pop(ticket, None)
+        if entry is None:
             return False
-        rank, cost, _ = found
+        rank, cost, _ = entry
         self._load[rank] -= cost
         return True
 
@@ -202,5 +215,6 @@ class SampleStream:
 
 
 def _close(driver: Driver, number: int) -> None:
+    """Submit the verb that frees the stream, unless the service is closed."""
     if not driver.closed:
         driver.submit("close_stream", number)

@@ -1,4 +1,6 @@
-"""TrainingClient: Tinker's verbs on a learner in this process (and on the ranks that serve it)."""
+"""Provide TrainingClient: Tinker's training verbs on a learner in this process (and on the ranks
+that serve it).
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ from rl.types.checked import number
 
 
 class TrainingClient(AsyncTraining, IsItsOwnFuture):
-    """Trains one model. Verbs return futures and run in the order they were called."""
+    """Train a model. Verbs return futures and run in the order they were called."""
 
     def __init__(
         self,
@@ -55,20 +57,20 @@ class TrainingClient(AsyncTraining, IsItsOwnFuture):
 
     @property
     def service(self) -> Any:
-        """An extension: the ServiceClient that made this client."""
+        """Return the ServiceClient that made this client (an extension)."""
         return self._service
 
     @property
     def info(self) -> dict[str, Any]:
-        """What is known of the model: base_model, arch, vocab_size, max_context, parameters,
+        """Return the model's details: base_model, arch, vocab_size, max_context, parameters,
         device, dtype, ...
         """
         return self._created.result()
 
     @property
     def version(self) -> int:
-        """An extension: how many updates its weights have seen, once what was submitted before is
-        done; samples carry it.
+        """Return the number of updates of the weights, after all verbs submitted before (an
+        extension). Samples carry it.
         """
         return self._driver.submit("version", self.model_id).result()
 
@@ -82,14 +84,14 @@ class TrainingClient(AsyncTraining, IsItsOwnFuture):
         *,
         divisor: float = 1.0,
     ) -> APIFuture[ForwardBackwardOutput]:
-        """Adds the gradient of the loss's SUM over `data`, divided by `divisor` (an extension), to
-        what is accumulated.
+        """Add the gradient of the loss's SUM over `data`, divided by `divisor` (an extension), to
+        the accumulated gradient.
 
-        `loss_fn_config` takes the loss's own keys and "temperature", an override: by default a loss
+        `loss_fn_config` takes the loss's keys and "temperature", an override. By default a loss
         with advantages scores each datum at the temperature its sample was drawn at (a batch may
-        mix them), and one of unknown origin at that of this version's samples; other losses score
-        at 1. `forward_backward([])` is a no-op. Raises ValueError at once for a datum that does not
-        fit the loss.
+        mix temperatures), and a datum of unknown origin at the temperature of this version's
+        samples; other losses score at 1. `forward_backward([])` is a no-op. Raises ValueError at
+        the call if a datum does not fit the loss.
         """
         return self._forward(data, loss_fn, loss_fn_config, divisor, backward=True)
 
@@ -102,26 +104,31 @@ class TrainingClient(AsyncTraining, IsItsOwnFuture):
         entropy: bool = False,
         adapters: bool = True,
     ) -> APIFuture[ForwardBackwardOutput]:
-        """The same without a gradient. Extensions:
+        """Compute the loss and outputs as `forward_backward` does, without a gradient. Extensions:
 
-        `entropy` adds each position's entropy to the outputs; `adapters` False turns a LoRA adapter
-        off for this call, so that the base model scores (a reference that costs no memory).
+        `entropy` adds each position's entropy to the outputs. `adapters=False` disables a LoRA
+        adapter for this call, so that the base model scores (a reference model without extra
+        memory).
         """
         if not adapters and self.info["lora_rank"] is None:
             raise ValueError(
-                "adapters=False asks for the base model under a LoRA adapter; this client trains full weights"
+                "adapters=False scores with the base model under a LoRA adapter; this client "
+                "trains full weights"
             )
         return self._forward(
             data, loss_fn, loss_fn_config, 1.0, backward=False, entropy=entropy, adapters=adapters
         )
 
     def compute_values(self, inputs: Sequence[ModelInput]) -> APIFuture[list[np.ndarray]]:
-        """An extension: what the value head says at each position of each input, having read it up
-        to and with that position.
+        """Return the value head's output at each position of each input, given the input up to and
+        including that position (an extension).
         """
         need_value_head(self.info, "compute_values")
-        read = [settled(one, self.info) for one in inputs]
-        bare = [Datum(one, {"target_tokens": np.zeros(one.length, np.int64)}) for one in read]
+        model_inputs = [settled(model_input, self.info) for model_input in inputs]
+        bare = [
+            Datum(model_input, {"target_tokens": np.zeros(model_input.length, np.int64)})
+            for model_input in model_inputs
+        ]
         check_call(bare, "cross_entropy", {}, self.info)
         future = self._driver.submit(
             "forward_backward", self.model_id, bare, VALUES, {}, 1.0, False
@@ -139,12 +146,13 @@ class TrainingClient(AsyncTraining, IsItsOwnFuture):
         entropy: bool = False,
         adapters: bool = True,
     ) -> APIFuture[ForwardBackwardOutput]:
+        """Check the arguments and submit a forward, or a forward and backward."""
         config = dict(loss_fn_config or {})
         loss, data = check_call(data, loss_fn, config, self.info, self._context)
         number(
             "divisor",
             divisor,
-            "a positive number that the sum is divided by",
+            "a positive number that divides the sum",
             least=0,
             open_ends=True,
         )
@@ -166,6 +174,7 @@ class TrainingClient(AsyncTraining, IsItsOwnFuture):
         return APIFuture(future, _output)
 
     def _drawn_at(self, data: Sequence[Datum]) -> list[float | None]:
+        """Return the sampling temperature of each datum, None if unknown."""
         return [self._context.drawn.temperature_of(datum) for datum in data]
 
     def forward_backward_custom(
@@ -177,15 +186,16 @@ class TrainingClient(AsyncTraining, IsItsOwnFuture):
         loss_type_input: Literal["logprobs"] | None = None,
         outputs: Sequence[Literal["logprobs", "values"]] = ("logprobs",),
     ) -> APIFuture[ForwardBackwardOutput]:
-        """A loss of one's own on the logprobs: `loss_fn(data, logprobs) -> (loss, metrics)`,
-        metrics under the names it gives them.
+        """Add the gradient of a user-defined loss on the logprobs: `loss_fn(data, logprobs) ->
+        (loss, metrics)`. The metrics keep their names.
 
-        `logprobs[i]` is a float32 tensor of datum i's target logprobs that records gradients. It
-        runs on the driver: a forward, the user's loss and its gradient dC/dlogprobs, then
-        `cross_entropy` with weights -dC/dlogprobs. `loss_fn_config` takes "temperature"; by default
-        each datum's own, as in `forward_backward`. `outputs` (an extension): what the loss gets
-        after `data`, in that order; "values" are the value head's, one a position. A loss of values
-        alone needs no `target_tokens`, and the vocabulary is not computed for it.
+        `logprobs[i]` is a float32 tensor of datum i's target logprobs that records gradients. The
+        loss runs on the driver: a forward, the user's loss and its gradient dC/dlogprobs, then
+        `cross_entropy` with weights -dC/dlogprobs. `loss_fn_config` takes "temperature"; default:
+        each datum's sampling temperature, as in `forward_backward`. `outputs` (an extension): what
+        the loss receives after `data`, in that order; "values" are the value head's, a scalar per
+        position. A loss of values only needs no `target_tokens`, and the vocabulary logits are not
+        computed for it.
         """
         if loss_type_input not in (None, "logprobs"):
             raise BadRequestError(f"loss_type_input is 'logprobs', got {loss_type_input!r}")
@@ -211,8 +221,8 @@ class TrainingClient(AsyncTraining, IsItsOwnFuture):
                 drawn_at,
             )
 
-        found = _output(run(False).result()).loss_fn_outputs
-        loss, metrics = evaluate(loss_fn, data, bare, found, outputs)
+        forward_outputs = _output(run(False).result()).loss_fn_outputs
+        loss, metrics = evaluate(loss_fn, data, bare, forward_outputs, outputs)
         future = run(True)
         self._backwards.append(future)
 
@@ -224,8 +234,8 @@ class TrainingClient(AsyncTraining, IsItsOwnFuture):
         return APIFuture(future, convert)
 
     def scale_gradients(self, factor: float) -> APIFuture[None]:
-        """An extension: what is accumulated times `factor`, such as one over a count that was not
-        known before. Not under DeepSpeed.
+        """Multiply the accumulated gradient by `factor`, such as 1/count for a count that was not
+        known before (an extension). Not supported under DeepSpeed.
         """
         number("factor", factor, "a positive number", least=0, open_ends=True)
         future = self._driver.submit("scale_gradients", self.model_id, factor)
@@ -235,20 +245,22 @@ class TrainingClient(AsyncTraining, IsItsOwnFuture):
     def optim_step(
         self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
     ) -> APIFuture[OptimStepResponse]:
-        """One AdamW update of the accumulated gradient; metrics hold `grad_norm` (before clipping).
+        """Apply an AdamW update with the accumulated gradient. Metrics hold `grad_norm` (before
+        clipping).
 
-        Nothing accumulated: nothing changes, `skipped` is 1. A forward_backward that failed since
-        the last step: an error, the gradients are dropped, the weights are unchanged.
-        `adam_params`: the older name of `optim_params`.
+        If no gradient is accumulated, nothing changes and `skipped` is 1. If a forward_backward has
+        failed since the last step, an error is raised, the gradients are dropped and the weights
+        are unchanged. `adam_params`: the older name of `optim_params`.
         """
-        given = [params for params in (optim_params, adam_params) if params is not None]
-        if len(given) != 1 or not isinstance(given[0], AdamParams):
-            got = " and ".join(type(params).__name__ for params in given) or "nothing"
+        params_passed = [params for params in (optim_params, adam_params) if params is not None]
+        if len(params_passed) != 1 or not isinstance(params_passed[0], AdamParams):
+            received = " and ".join(type(params).__name__ for params in params_passed) or "nothing"
             raise _NotAdam(
-                f"optim_step takes one types.AdamParams (the only optimizer here), got {got}"
+                "optim_step takes a single types.AdamParams (the only optimizer here), got "
+                f"{received}"
             )
         backwards, self._backwards = self._backwards, []
-        future = self._driver.submit("optim_step", self.model_id, given[0], after=backwards)
+        future = self._driver.submit("optim_step", self.model_id, params_passed[0], after=backwards)
         return APIFuture(future, OptimStepResponse)
 
     # ----------------------------------------------------------------------------- saving, sampling
@@ -264,33 +276,34 @@ class TrainingClient(AsyncTraining, IsItsOwnFuture):
         beside: Mapping[str, TrainingClient] | None = None,
         folder: str | Path | None = None,
     ) -> SavedState:
-        """Weights and optimizer, resumable, into `<output_dir>/checkpoints/<name>`; `metadata`
-        (JSON) travels along.
+        """Save weights and optimizer for resuming into `<output_dir>/checkpoints/<name>`, with
+        `metadata` (JSON).
 
-        `overwrite`: what was saved under the name before is replaced once this is whole; an error
-        otherwise. `user_metadata`: words of your own, which
+        `overwrite`: replace an earlier checkpoint of that name once the new checkpoint is complete;
+        otherwise an existing name is an error. `user_metadata`: string pairs, which
         `rl.RestClient().get_training_run_by_tinker_path(path)` reads. `beside` (an extension):
-        other clients (a critic, say) whose state goes into the same checkpoint, each in the folder
-        of its name there: all of it is whole or absent together.
-        Without a name (an extension) it is called state-000001, -000002, ..., and is written when
-        this returns; the checkpoint's folder is `.artifact_id`. A name that another client of this
-        service has saved under is this one's too: it lies in `<output_dir>/model-<id>/checkpoints`
-        then. `folder` (an extension): where it lies instead, under its name.
+        other clients (a critic, for example) saved into the same checkpoint, each into the
+        subfolder of its name. All of it is written or nothing.
+
+        Without a name (an extension) it is named state-000001, -000002, ..., and is written when
+        this call returns; the checkpoint's folder is `.artifact_id`. If another client of this
+        service has saved under the name, it goes to `<output_dir>/model-<id>/checkpoints`. `folder`
+        (an extension): the parent folder to use instead.
         """
         path = self._path(
             "checkpoints", self._next_name() if name is None else name, ttl_seconds, folder
         )
-        others = {key: client.model_id for key, client in (beside or {}).items()}
-        words = self._words(user_metadata)
+        other_model_ids = {key: client.model_id for key, client in (beside or {}).items()}
+        merged_metadata = self._words(user_metadata)
         future = self._driver.submit(
             "save_state",
             self.model_id,
             path,
             dict(metadata or {}),
             ttl_seconds,
-            others,
+            other_model_ids,
             overwrite,
-            words,
+            merged_metadata,
         )
         saved = SavedState(future, types.SaveWeightsResponse)
         if name is None:
@@ -307,25 +320,33 @@ class TrainingClient(AsyncTraining, IsItsOwnFuture):
         value_head: bool = False,
         folder: str | Path | None = None,
     ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
-        """Weights alone into `<output_dir>/sampler_weights/<name>`: a Hugging Face folder, or a
-        PEFT adapter for LoRA.
+        """Save only the weights into `<output_dir>/sampler_weights/<name>`: a Hugging Face folder,
+        or a PEFT adapter for LoRA.
 
-        `merged` (an extension): the adapter merged into the base in fp32, for engines that take no
-        adapters. `value_head` (an extension): with the value head, which else is left out: that
-        folder is then model/ in the one of this name.
+        `merged` (an extension): merge the adapter into the base in fp32, for engines that support
+        no adapters. `value_head` (an extension): include the value head, which is omitted
+        otherwise; the model is then in the subfolder model/.
         """
         if value_head:
             need_value_head(self.info, "save_weights_for_sampler with value_head")
         path = self._path("sampler_weights", name, ttl_seconds, folder)
-        words = self._words(user_metadata)
+        merged_metadata = self._words(user_metadata)
         future = self._driver.submit(
-            "save_for_sampler", self.model_id, path, merged, ttl_seconds, value_head, words
+            "save_for_sampler",
+            self.model_id,
+            path,
+            merged,
+            ttl_seconds,
+            value_head,
+            merged_metadata,
         )
         return APIFuture(future, types.SaveWeightsForSamplerResponse)
 
     def save_weights_external(self, *args: Any, **kwargs: Any) -> APIFuture[Any]:
+        """Raise UserError: weights are written to folders here."""
         raise UserError(
-            "save_weights_external is for weights that lie with a service: save_weights_for_sampler writes a folder here"
+            "save_weights_external is for weights stored by a hosted service: use "
+            "save_weights_for_sampler, which writes a folder"
         )
 
     def save_weights_and_get_sampling_client(
@@ -338,12 +359,14 @@ class TrainingClient(AsyncTraining, IsItsOwnFuture):
         """Return a sampling client of the current weights. Nothing is written:
         `save_weights_for_sampler(name)` does that.
 
-        `name` has no effect, as in Tinker's client. Nor have `retry_config`, since nothing is sent
-        here, and `record_stability_info`: the learner always knows its samples.
+        `name` has no effect, as in Tinker's client. `retry_config` has no effect, since no requests
+        are sent over a network, and neither has `record_stability_info`: the learner always records
+        its samples.
         """
         if kind != "snapshot":
             raise UserError(
-                f"kind is 'snapshot' (a sampling client stays at its weights; make one after each update), got {kind!r}"
+                "kind is 'snapshot' (a sampling client keeps its weights; make a new client "
+                f"after each update), got {kind!r}"
             )
         version_id = self._context.next_version_id()
         created = self._driver.submit("snapshot", self.model_id, version_id)
@@ -352,20 +375,21 @@ class TrainingClient(AsyncTraining, IsItsOwnFuture):
     def create_sampling_client(
         self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
     ) -> SamplingClient:
-        """A sampler of saved weights, as `ServiceClient.create_sampling_client(model_path)` makes
-        it.
+        """Create a sampling client of saved weights, as
+        `ServiceClient.create_sampling_client(model_path)` does.
         """
         return SamplingClient.of_weights(self._context, model_path)
 
     def get_base_sampling_client(self) -> SamplingClient:
-        """An extension: a sampling client of the base model under the LoRA adapter, whose weights
-        it shares with the policy's sampler.
+        """Return a sampling client of the base model under the LoRA adapter, which shares the base
+        weights with the policy's sampler (an extension).
 
         Raises UserError for a client that trains full weights: it keeps no base.
         """
         if self.info["lora_rank"] is None:
             raise UserError(
-                "get_base_sampling_client needs a LoRA client: one that trains full weights has no other ones beside them"
+                "get_base_sampling_client needs a LoRA client: a client that trains full weights "
+                "keeps no base weights"
             )
         version_id = self._context.next_version_id()
         created = self._driver.submit("snapshot_base", self.model_id, version_id)
@@ -374,12 +398,15 @@ class TrainingClient(AsyncTraining, IsItsOwnFuture):
     def load_state(
         self, path: str, weights_access_token: str | None = None
     ) -> APIFuture[types.LoadWeightsResponse]:
-        """The weights of a checkpoint alone; the optimizer starts fresh. A folder needs no token."""
+        """Load only the weights of a checkpoint; the optimizer starts fresh. A folder needs no
+        token.
+        """
         return self._load(path, False)
 
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
     ) -> APIFuture[types.LoadWeightsResponse]:
+        """Load weights, optimizer and generator state of a checkpoint."""
         return self._load(path, True)
 
     def _load(self, path: str, with_optimizer: bool) -> APIFuture[types.LoadWeightsResponse]:
@@ -387,10 +414,10 @@ class TrainingClient(AsyncTraining, IsItsOwnFuture):
         return APIFuture(future, lambda _: types.LoadWeightsResponse(str(path)))
 
     def _next_name(self) -> str:
-        """The first of state-000001, ... after all that were written."""
-        there = Path(self._context.output_dir, "checkpoints").glob("state-*")
+        """Return the first name of state-000001, ... after all existing checkpoints."""
+        folders = Path(self._context.output_dir, "checkpoints").glob("state-*")
         numbers = [
-            int(found[1]) for path in there if (found := re.fullmatch(r"state-(\d+)", path.name))
+            int(match[1]) for path in folders if (match := re.fullmatch(r"state-(\d+)", path.name))
         ]
         return f"state-{max(numbers, default=0) + 1:06d}"
 
@@ -401,6 +428,9 @@ class TrainingClient(AsyncTraining, IsItsOwnFuture):
         ttl_seconds: float | None,
         folder: str | Path | None = None,
     ) -> str:
+        """Return the folder to save to. Raises BadRequestError for an invalid name or
+        `ttl_seconds`.
+        """
         if (
             not isinstance(name, str)
             or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name)
@@ -424,23 +454,26 @@ class TrainingClient(AsyncTraining, IsItsOwnFuture):
         )
 
     def _words(self, user_metadata: Mapping[str, str] | None) -> dict[str, str]:
+        """Return the user metadata of service, client and call, merged in this order."""
         return {**self._context.user_metadata, **self._user_metadata, **check_words(user_metadata)}
 
-    # --------------------------------------------------------------------------------------- asking
+    # -------------------------------------------------------------------------------------- queries
 
     def get_tokenizer(self) -> Any:
+        """Return the model's tokenizer. Raises ValueError if it has none."""
         tokenizer = self.info["tokenizer"]
         if tokenizer is None:
             raise ValueError(
-                f"the model {self.info['base_model']!r} came without a tokenizer; it is used with token ids"
+                f"the model {self.info['base_model']!r} has no tokenizer: use token ids"
             )
         return tokenizer
 
     def release(self) -> None:
-        """Gives the model's memory back now rather than when the client is collected."""
+        """Free the model's memory now, not when the client is collected."""
         self._finalizer()
 
     def get_info(self) -> types.GetInfoResponse:
+        """Return the model's details in Tinker's type."""
         info, rank = self.info, self.info["lora_rank"]
         data = types.ModelData(
             info["arch"], info["base_model"], getattr(info["tokenizer"], "name_or_path", None)
@@ -450,23 +483,25 @@ class TrainingClient(AsyncTraining, IsItsOwnFuture):
         )
 
     def get_console_url(self) -> str:
-        """Where this client's service writes: there is no console."""
+        """Return the service's output folder, since no console exists."""
         return self._context.shown_place()
 
     def get_telemetry(self) -> None:
-        """Nothing is sent anywhere."""
+        """Return None: no telemetry is sent."""
 
 
 class _NotAdam(BadRequestError, TypeError):
-    """optim_step got something else than AdamParams."""
+    """Signal that optim_step received another type than AdamParams."""
 
 
 def _forget(driver: Driver, model_id: int) -> None:
+    """Submit the verb that frees the model, unless the service is closed."""
     if not driver.closed:
         driver.submit("forget_model", model_id)
 
 
 def _output(value: tuple[list[dict[str, Any]], dict[str, float]]) -> ForwardBackwardOutput:
+    """Return the verb's (outputs, metrics) in Tinker's type."""
     outputs, metrics = value
     return ForwardBackwardOutput(
         [{k: TensorData(v, "float32") for k, v in item.items()} for item in outputs], metrics

@@ -1,4 +1,6 @@
-"""Weights that can be sampled from, as one rank holds them, and the engines that draw from them."""
+"""Hold the weight versions of a rank that can be sampled from, and create the engines that sample
+from them.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,10 @@ from rl.sampler import (
 
 @dataclass
 class SamplerVersion:
-    """Weights that can be sampled from: a decoder, and which learner (if it lives here) at which
-    version they are from.
+    """Hold weights that can be sampled from: a decoder, and the learner (if it lives on this rank)
+    and version that they come from.
 
-    `learned`: a learner, here or on other ranks, trains on what is drawn from them.
+    `learned`: whether a learner, here or on other ranks, trains on the samples.
     """
 
     decoder: Decoder
@@ -40,12 +42,13 @@ class SamplerVersion:
     learned: bool = False
 
     def note(self, requests: Sequence[Request]) -> None:
-        """Tells the learner, while its weights are these, how is drawn from them."""
+        """Report to the learner the way its weights are sampled, if it is still at this version."""
         if self.learner is not None and self.learner.version == self.version:
             self.learner.sampled.note(self.version, [request.params for request in requests])
 
 
 def max_context(loaded: LoadedModel) -> int | None:
+    """Return the model's longest sequence in tokens, None if it has no limit."""
     return config_number(
         loaded.model, "max_position_embeddings", "n_positions", "max_target_positions"
     )
@@ -58,11 +61,11 @@ def engine_of(
     kept: Kept | None = None,
     asked: Sequence[Request] | None = None,
 ) -> Engine:
-    """An engine of these weights; `mixed`: of all that stand on their base, each to be put into it
-    (`let_in`).
+    """Return an engine of these weights. `mixed`: an engine for all versions on the same base, each
+    added by `let_in`.
 
-    `kept`: what an engine before it left; `done_with` it, this one leaves it to the next. `asked`:
-    all that will be asked of it.
+    `kept`: KV cache memory to reuse; `done_with` the engine, it returns there. `asked`: all
+    requests that the engine will get. Raises UserError for router_replay with a paged cache.
     """
     settings: dict[str, Any] = {
         "eos_token_ids": source.loaded.eos_token_ids,
@@ -75,14 +78,16 @@ def engine_of(
     if mixed:
         if limits.cache == "paged":
             remark(
-                "sampler_cache paged: batches of several adapters on one base keep a plain cache all the same"
+                "sampler_cache paged: batches of several adapters on the same base use a "
+                "contiguous cache instead"
             )
         return MixedEngine.beside(source.decoder, **settings)
-    replays = limits.router_replay and source.learned
-    if replays:
+    replays_routing = limits.router_replay and source.learned
+    if replays_routing:
         if limits.cache == "paged":
             raise UserError(
-                "router_replay notes experts, which no cache in pages does: leave sampler_cache at auto"
+                "router_replay records experts, which the paged cache does not support: leave "
+                "sampler_cache at auto"
             )
         note_experts(source.decoder)
         return RoutedEngine(source.decoder, **settings)
@@ -91,8 +96,8 @@ def engine_of(
 
 
 def _sizes(source: SamplerVersion, asked: Sequence[Request]) -> Iterator[tuple[int, int, int]]:
-    """(prompt, samples, most tokens) of each; without a limit of its own one goes up to the
-    model's, if that has one.
+    """Yield (prompt tokens, samples, most tokens) of each request. A request without a limit may
+    fill the model's context, if that is limited.
     """
     longest = max_context(source.loaded) or 0
     for request in asked:
@@ -101,7 +106,7 @@ def _sizes(source: SamplerVersion, asked: Sequence[Request]) -> Iterator[tuple[i
 
 
 def done_with(engine: Engine) -> None:
-    """Nothing is asked of it any more."""
+    """Free an engine that gets no further requests."""
     if isinstance(engine, PagedEngine):
         engine.close()
 
@@ -109,10 +114,9 @@ def done_with(engine: Engine) -> None:
 def let_in(
     stream: Stream, versions: Mapping[int, SamplerVersion], arrived: Sequence[Request]
 ) -> None:
-    """The weights of requests that come to a mixed stream; those that nobody has any more are
-    forgotten.
+    """Add the weights of new requests to a mixed stream, and drop weights that have been freed.
 
-    A request whose weights are gone is refused by the engine, alone.
+    The engine refuses a request with freed weights; other requests are unaffected.
     """
     engine = stream.engine
     assert isinstance(engine, MixedEngine)

@@ -1,7 +1,8 @@
-"""What every rank executes: the verbs, on the models and sampler versions that live there.
+"""Execute the verbs on every rank, on the models and sampler versions that live on the rank.
 
-A verb is a method of `Worker` whose name has no underscore. All ranks run the same verbs with the
-same arguments in the same order; inside one, work is split and results come back to rank 0.
+A verb is a method of `Worker` without a leading underscore. All ranks run the same verbs with the
+same arguments in the same order. A verb splits its work over the ranks, and rank 0 receives the
+results.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ from rl.types import AdamParams, Datum, LoraConfig, SamplingParams
 
 
 class Worker(Drawing):
-    """One rank's models, sampler versions, and the verbs on them."""
+    """Hold a rank's models and sampler versions, and execute the verbs on them."""
 
     def __init__(self, settings: WorkerSettings, objects: distributed.ObjectGroup | None = None):
         super().__init__(settings, objects)
         self.specs: dict[int, ModelSpec] = {}
         self.stands_on: dict[int, Key] = {}
         self.classifiers: dict[int, Classifier] = {}
-        # per learner: the decoder whose frozen base later versions share
+        # by learner: the decoder whose frozen base later versions share
         self.latest: dict[int, Decoder] = {}
 
     def merge(self, verb: str, parts: Sequence[Any]) -> Any:
-        """The ranks' parts of a verb's result as what the driver gets; rank 0's own where the
-        others' say nothing new.
+        """Merge the ranks' results of a verb into the driver's result. Return rank 0's result if
+        the others add nothing.
         """
         match verb:
             case "forward_backward":
@@ -65,7 +66,7 @@ class Worker(Drawing):
                 return merged([outputs for outputs, _, _ in parts]), metrics
             case "forward_backward_part":
                 return (
-                    {i: one for outputs, *_ in parts for i, one in outputs.items()},
+                    {i: output for outputs, *_ in parts for i, output in outputs.items()},
                     summed([part[1] for part in parts]),
                     *parts[0][2:],
                 )
@@ -74,7 +75,7 @@ class Worker(Drawing):
             case "prove":
                 return Seen.together(parts)
             case "prove_learner":
-                return Seen.together([seen for seen, _ in parts]), parts[0][1]
+                return Seen.together([report for report, _ in parts]), parts[0][1]
         return super().merge(verb, parts)
 
     # --------------------------------------------------------------------------------------- models
@@ -82,11 +83,11 @@ class Worker(Drawing):
     def create_model(
         self, model_id: int, spec: ModelSpec, state: str | None, with_optimizer: bool
     ) -> dict[str, Any]:
-        """Makes a learner from its spec; `state`: a checkpoint whose weights (and optimizer) it
-        starts from.
+        """Create a learner from its spec and return the model's details. `state`: a checkpoint
+        whose weights (and optimizer) it starts from.
         """
         self.kept.forget()
-        # a folder may be missing on another machine
+        # a folder may be missing on some machine
         with distributed.all_or_none(self.accelerator.device):
             held_in = self._held_in(spec)
             check_kind(
@@ -95,10 +96,12 @@ class Worker(Drawing):
                 sharded=self._deepspeed or asks_for_fsdp(),
             )
             base, tokenizer = saving.base_of(spec, state)
-            unread = (
+            lazy_model = (
                 load_unread(base, tokenizer=tokenizer) if reads_in_parts(self.accelerator) else None
             )
-            loaded = unread or self.bases.load(base, tokenizer, spec.seed, spec.lora is not None)
+            loaded = lazy_model or self.bases.load(
+                base, tokenizer, spec.seed, spec.lora is not None
+            )
             loaded.name = spec.base_model
             if spec.lora is not None:
                 loaded = add_lora(loaded, spec.lora)
@@ -106,7 +109,7 @@ class Worker(Drawing):
                 loaded = add_value_head(loaded)
             self.stands_on[model_id] = (base, tokenizer, spec.seed)
         info = {**self._info(loaded, spec), "base_dtype": held_in}  # before the weights are sharded
-        # it casts all itself
+        # DeepSpeed casts all weights
         learner = Learner(
             loaded, self.accelerator, self.settings.learner, "fp32" if self._deepspeed else held_in
         )
@@ -121,51 +124,55 @@ class Worker(Drawing):
 
     @property
     def _deepspeed(self) -> bool:
+        """Return whether DeepSpeed owns the model."""
         return self.accelerator.distributed_type.value == "DEEPSPEED"
 
     def _held_in(self, spec: ModelSpec) -> str:
+        """Return the dtype of the frozen base weights."""
         bf16 = self.sampler_dtype == torch.bfloat16
         return chosen(
             spec.base_dtype, lora=spec.lora is not None, bf16=bf16, deepspeed=self._deepspeed
         )
 
     def load_classifier(self, model_id: int, name: str) -> dict[str, Any]:
-        """Load a published reward model, whole on every rank. Return what is known of it."""
+        """Load a published reward model, unsharded on every rank. Return its details."""
         self.kept.forget()
         with distributed.all_or_none(self.accelerator.device):
             classifier = load_classifier(name, self.sampler_dtype)
             classifier.model.to(self.accelerator.device)
         self.classifiers[model_id] = classifier
         parameters = sum(p.numel() for p in classifier.model.parameters())
-        known = {
+        details = {
             "tokenizer": classifier.tokenizer,
             "max_context": classifier.max_context,
             "parameters": parameters,
         }
-        return {"base_model": name, "arch": classifier.model.config.model_type, **known}
+        return {"base_model": name, "arch": classifier.model.config.model_type, **details}
 
     def classify(self, model_id: int, inputs: Sequence[Sequence[int]]) -> dict[int, float]:
         """Return the scores of this rank's share of the inputs by index. Merged: all of them in
         order.
         """
-        mine = share([len(tokens) for tokens in inputs])
+        indices = share([len(tokens) for tokens in inputs])
         with self.kept.aside():
             scores = classify(
                 self.classifiers[model_id],
-                [inputs[i] for i in mine],
+                [inputs[i] for i in indices],
                 self.settings.learner.token_budget,
             )
-        return dict(zip(mine, scores, strict=True))
+        return dict(zip(indices, scores, strict=True))
 
     def forget_all(self) -> None:
+        """Free the memory of all models."""
         super().forget_all()
         for model_id in [*self.learners, *self.classifiers]:
             self.forget_model(model_id)
 
     def forget_model(self, model_id: int) -> None:
+        """Free a model."""
         self.classifiers.pop(model_id, None)
         learner = self.learners.pop(model_id, None)
-        if learner is not None:  # None where its creation failed
+        if learner is not None:  # None if its creation failed
             learner.release()
         self.specs.pop(model_id, None)
         self.stands_on.pop(model_id, None)
@@ -186,11 +193,11 @@ class Worker(Drawing):
         drawn_at: Sequence[float | None] | None = None,
         part: int | None = None,
     ) -> tuple[dict[int, dict[str, np.ndarray]], dict[str, float], float]:
-        """This rank's outputs by datum index, its metric sums, the mean temperature. Merged:
-        outputs in order, and metrics.
+        """Return this rank's outputs by datum index, its metric sums, and the mean temperature.
+        Merged: outputs in order, and metrics.
 
-        `drawn_at`: the temperature at which each datum was drawn, where that is known. config's
-        "temperature" overrides it.
+        `drawn_at`: the temperature at which each datum was sampled, if known. "temperature" in
+        `config` overrides it.
         """
         learner = self.learners[model_id]
         loss = get_loss(loss_fn) if isinstance(loss_fn, str) else loss_fn
@@ -202,7 +209,7 @@ class Worker(Drawing):
             temperatures = as_drawn(drawn_at or [None] * len(datums), learner.sampled.temperature)
         else:
             temperatures = [1.0 if temperature is None else float(temperature)] * len(datums)
-        how = {
+        run_kwargs = {
             "divisor": divisor,
             "backward": backward,
             "entropy": entropy,
@@ -210,7 +217,9 @@ class Worker(Drawing):
             "part": part,
         }
         with self.kept.aside():
-            outputs, sums = learner.run(datums, loss, settings, temperature=temperatures, **how)  # type: ignore[arg-type]
+            outputs, sums = learner.run(
+                datums, loss, settings, temperature=temperatures, **run_kwargs
+            )  # type: ignore[arg-type]
         return (
             outputs,
             sums,
@@ -220,40 +229,44 @@ class Worker(Drawing):
     def forward_backward_part(
         self, model_id: int, part: int, *call: Any
     ) -> tuple[Any, dict[str, float], float, int]:
-        """One micro-batch of such a call, and how many there are: outputs by datum index, metric
-        sums, mean temperature.
+        """Run micro-batch `part` of a forward_backward call. Return (outputs by datum index, metric
+        sums, mean temperature, number of micro-batches).
         """
         return *self.forward_backward(model_id, *call, part=part), self.learners[model_id].parts  # type: ignore[misc]
 
     def optim_step(self, model_id: int, params: AdamParams) -> dict[str, float]:
+        """Update the weights with the accumulated gradient and return the metrics."""
         with self.kept.aside():
             metrics = self.learners[model_id].step(params)
         self.kept.learned()
         return metrics
 
     def scale_gradients(self, model_id: int, factor: float) -> None:
+        """Multiply the accumulated gradient by `factor`."""
         self.learners[model_id].scale_gradients(factor)
 
     def version(self, model_id: int) -> int:
+        """Return the number of updates of the learner."""
         return self.learners[model_id].version
 
     def drop_gradients(self, model_id: int) -> None:
+        """Discard the accumulated gradient."""
         self.learners[model_id].drop_gradients()
 
     # ------------------------------------------------------------------------------------- sampling
 
     def snapshot(self, model_id: int, version_id: int) -> dict[str, Any]:
-        """The learner's weights, as they are now, under a new version id. Returns the learner's
-        version and what it took.
+        """Copy the learner's current weights to a new sampler version. Return the learner's version
+        and the seconds it took.
         """
         begin = time.perf_counter()
-        self.kept.make_room()  # a copy of the weights may be made
+        self.kept.make_room()  # for a copy of the weights
         learner = self.learners[model_id]
         decoder = self.latest.get(model_id)
         if decoder is None:
             decoder = self._decoder_of(model_id)
         else:
-            # somebody still samples from it
+            # a version still uses this decoder
             if any(v.decoder is decoder for v in self.versions.values()):
                 decoder = decoder.fork()
             decoder.load_(learner.weights())
@@ -262,7 +275,7 @@ class Worker(Drawing):
             decoder, learner.loaded, learner.version, learner, learned=True
         )
         if self.accelerator.device.type == "cuda":
-            torch.cuda.synchronize()  # copies are queued; what is reported is when they are done
+            torch.cuda.synchronize()  # copies are asynchronous: measure until they have finished
         return {
             "version": learner.version,
             "seconds": time.perf_counter() - begin,
@@ -270,8 +283,8 @@ class Worker(Drawing):
         }
 
     def snapshot_base(self, model_id: int, version_id: int) -> dict[str, Any]:
-        """The base model under the learner's LoRA adapter: the adapter's B matrices are 0, the base
-        weights those of its sampler.
+        """Create a sampler version of the base model under the LoRA adapter: the adapter's B
+        matrices are 0, and the base weights are those of its sampler.
         """
         begin = time.perf_counter()
         learner = self.learners[model_id]
@@ -288,7 +301,8 @@ class Worker(Drawing):
         return {"version": 0, "seconds": time.perf_counter() - begin, "mixes": self._mixes(decoder)}
 
     def _decoder_of(self, model_id: int) -> Decoder:
-        learner, where, kind = (
+        """Return a new decoder of the learner's weights."""
+        learner, device, kind = (
             self.learners[model_id],
             self.accelerator.device,
             self.settings.sampler.kind,
@@ -298,7 +312,7 @@ class Worker(Drawing):
         return make_decoder(
             learner.shell,
             dtype=self.sampler_dtype,
-            device=where,
+            device=device,
             kind=kind,
             weights=weights,
             base=base,
@@ -306,42 +320,44 @@ class Worker(Drawing):
         )
 
     def note_drawn(self, model_id: int, version: int, params: Sequence[SamplingParams]) -> None:
-        """Samplers elsewhere draw from this version of the weights, in this way."""
+        """Record that sampler ranks sample from this version of the weights with these
+        parameters.
+        """
         learner = self.learners.get(model_id)
         if learner is not None and learner.version == version:
             learner.sampled.note(version, params)
 
     def stage(self, model_id: int, first: bool) -> Staged | None:
-        """The weights as they are now, in host memory of rank 0, on their way to samplers
-        elsewhere. `first`: of a model new to them.
+        """Copy the current weights to host memory of rank 0, for the transfer to sampler ranks.
+        `first`: whether the samplers do not have the model yet.
         """
         learner, spec = self.learners[model_id], self.specs[model_id]
-        # rounding, or 4 bit, has changed the base, which samplers read from its folder
-        lowered = first and self._held_in(spec) != "fp32"
-        mine = distributed.rank() == 0
+        # the base is rounded to bf16 or 4 bit, while samplers read the original from its folder
+        send_base = first and self._held_in(spec) != "fp32"
+        is_rank_0 = distributed.rank() == 0
         tensors = {
             name: tensor.detach().to("cpu", copy=True)
-            for name, tensor in learner.weights(frozen=lowered)
-            if mine
+            for name, tensor in learner.weights(frozen=send_base)
+            if is_rank_0
         }
         return (
             Staged(model_id, spec, self.stands_on[model_id], learner.version, tensors)
-            if mine
+            if is_rank_0
             else None
         )
 
     def stage_nothing(self, model_id: int) -> Staged:
-        """What `stage` says of a model beside its weights."""
+        """Return what `stage` returns, without weights."""
         return Staged(model_id, self.specs[model_id], self.stands_on[model_id], 0, {})
 
     def reach(self) -> None:
-        """Nothing: whoever waits for it knows that what was submitted before is done."""
+        """Do nothing. Its future completes after all verbs submitted before."""
 
     def prove_learner(
         self, model_id: int, datums: Sequence[Datum], temperature: float
     ) -> tuple[Seen, Staged | None]:
-        """`prove`, where samplers are elsewhere: what the learner makes of it, and the other
-        weights on their way.
+        """Return the learner's part of `prove` and the perturbed weights for the transfer, if
+        sampling runs on other ranks.
         """
         return look_at_learner(
             self.learners[model_id], datums, temperature, lambda: self.stage(model_id, False)
@@ -350,8 +366,8 @@ class Worker(Drawing):
     def prove(
         self, model_id: int, version_id: int, datums: Sequence[Datum], temperature: float
     ) -> Seen:
-        """What learner and sampler make of the datums as they are, and with other weights;
-        everything is as before afterwards.
+        """Compare learner and sampler on the datums, with current and perturbed weights. The
+        weights are unchanged afterwards.
         """
         return look(
             self.learners[model_id],
@@ -373,20 +389,23 @@ class Worker(Drawing):
         overwrite: bool = False,
         user_metadata: Mapping[str, str] | None = None,
     ) -> str:
+        """Write a checkpoint of the model, with the models of `beside` in subfolders. Return its
+        path.
+        """
         rng = self.objects.gather(torch.get_rng_state())
-        others = {
+        other_models = {
             name: (self.learners[other], self.specs[other])
             for name, other in (beside or {}).items()
         }
-        words = saving.Words(metadata, dict(user_metadata or {}), overwrite)
+        save_metadata = saving.Words(metadata, dict(user_metadata or {}), overwrite)
         saving.save_state(
             self.learners[model_id],
             self.specs[model_id],
             Path(path),
             rng,
-            words,
+            save_metadata,
             ttl_seconds,
-            others,
+            other_models,
         )
         self.saved_by[str(Path(path).resolve())] = model_id
         return path
@@ -400,7 +419,8 @@ class Worker(Drawing):
         value_head: bool = False,
         user_metadata: Mapping[str, str] | None = None,
     ) -> str:
-        words = saving.Words({}, dict(user_metadata or {}))
+        """Write only the weights. Return the path."""
+        save_metadata = saving.Words({}, dict(user_metadata or {}))
         saving.save_for_sampler(
             self.learners[model_id],
             self.specs[model_id],
@@ -408,12 +428,15 @@ class Worker(Drawing):
             merged,
             ttl_seconds,
             value_head,
-            words,
+            save_metadata,
         )
         self.saved_by[str(Path(path).resolve())] = model_id
         return path
 
     def load_state(self, model_id: int, path: str, with_optimizer: bool) -> dict[str, Any]:
+        """Load a checkpoint's weights, and its optimizer if requested. Return the checkpoint's
+        state.
+        """
         state = saving.load_state(
             self.learners[model_id], Path(path), with_optimizer, distributed.rank()
         )
@@ -421,16 +444,17 @@ class Worker(Drawing):
         return state
 
     def _take_alpha(self, model_id: int, saved: LoraConfig | None) -> None:
-        """Scale the adapter as the one that its weights were loaded from: at another scale they
+        """Scale the adapter as the saved adapter was scaled: with another scale the same weights
         would be another function.
         """
         spec = self.specs[model_id]
         if spec.lora is None or saved is None or saved.effective_alpha == spec.lora.effective_alpha:
             return
         remark(
-            f"LoRA: alpha is {saved.effective_alpha:g} from now on, as in the checkpoint loaded (it was {spec.lora.effective_alpha:g})"
+            f"LoRA: alpha is now {saved.effective_alpha:g}, as in the loaded checkpoint (it was "
+            f"{spec.lora.effective_alpha:g})"
         )
         self.specs[model_id] = replace(spec, lora=replace(spec.lora, alpha=saved.alpha))
         for model in (self.learners[model_id].model, self.learners[model_id].shell):
             set_alpha(model, saved)
-        self.latest.pop(model_id, None)  # decoders keep the scale that they were made with
+        self.latest.pop(model_id, None)  # a decoder's scale is fixed
