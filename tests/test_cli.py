@@ -238,7 +238,7 @@ MISTAKES = [
         ["grpo", "--learning-rat", "1"],
         "--learning-rat: no such setting; did you mean --learning-rate?",
     ),
-    (["grpo", "--noise", "1"], "--noise: no such setting of this run (it is one of sft)"),
+    (["grpo", "--noise", "1"], "--noise: no such setting of this run (it is a setting of sft)"),
     (
         ["grpo", "--learning-rate", "fast"],
         "--learning-rate: fast is not FLOAT (a number, like 0.5 or 3e-4)",
@@ -255,14 +255,14 @@ MISTAKES = [
     (["grpo", "-s", "1"], "-s: flags begin with two dashes, like --s"),
     (["grpo", "--learning-rate", "-1"], "--learning-rate is positive, got -1.0"),
     (["grpo", "--group-size", "1"], "--group-size is at least 2, got 1"),
-    (["distill"], "teacher is required: give it as --teacher STR"),
+    (["distill"], "teacher is required: set it with --teacher STR"),
     (["grop"], "unknown method 'grop'; did you mean grpo?"),
     (["adition"], "unknown method 'adition'; did you mean recipes/addition.yaml?"),
     (
         ["recipes/adition.yaml"],
         "no recipe file 'recipes/adition.yaml'; did you mean recipes/addition.yaml?",
     ),
-    (["grpo", "sft"], "'sft' is one word too many"),
+    (["grpo", "sft"], "'sft' is not expected: the line holds at most a method"),
 ]
 
 
@@ -285,7 +285,7 @@ RECIPE_MISTAKES = [
     ),
     (
         "method: grpo\ngroup_size: 4\ngroup-size: 5\n",
-        "line 3: group_size is given twice (first in line 2)",
+        "line 3: group_size occurs twice (first in line 2)",
     ),
     ("method: grpo\ngroup_size: [1, 2]\n", "line 2, group_size: takes 1 value (INT), got 2"),
     ("method: grpo\ngroup_size: null\n", "line 2, group_size: null is not INT"),
@@ -297,10 +297,10 @@ RECIPE_MISTAKES = [
         "method: grpo\nstages:\n- method: sft\n",
         "line 1: `method:` and `stages:` exclude each other",
     ),
-    ("stages:\n- learning_rate: 1\n", "line 2: this stage says no `method:`"),
+    ("stages:\n- learning_rate: 1\n", "line 2: this stage has no `method:`"),
     (
         "stages:\n- method: sft\n  seed: 1\n",
-        "line 3, seed: holds for the whole run; move it to the recipe's top level",
+        "line 3, seed: applies to the whole run; move it to the recipe's top level",
     ),
     ("- a\n- b\n", "a recipe is a mapping of settings"),
     ("", "a recipe is a mapping of settings"),
@@ -495,7 +495,7 @@ def test_a_saved_config_that_no_longer_fits_says_where() -> None:
         "config.json stage sft: unknown setting 'noize'; did you mean 'noise'?"
         in caught.value.problems[0]
     )
-    with pytest.raises(SettingsError, match="is it the config.json of a run"):
+    with pytest.raises(SettingsError, match="is this file the config.json of a run"):
         run_plan.from_resolved({"model_type": "qwen3"}, METHODS, options=RunSettings)
 
 

@@ -385,9 +385,9 @@ WITHOUT_EFFECT = [
         "--kl-placement is loss",
         "--kl-placement reward",
     ),
-    ("ppo --kl-rate 0.3", "give --kl-target", "--kl-target 0.01"),
+    ("ppo --kl-rate 0.3", "set --kl-target", "--kl-target 0.01"),
     ("grpo --reward-discount 0.9", "--step-rewards is sum", "--step-rewards to_go"),
-    ("grpo --overlong-penalty 2", "give --overlong-share", "--overlong-share 0.1"),
+    ("grpo --overlong-penalty 2", "set --overlong-share", "--overlong-share 0.1"),
     ("grpo --curriculum-steps 1 2", "curriculum is off", "--curriculum steps"),
     (
         "grpo --curriculum success --curriculum-steps 1 2",
@@ -436,15 +436,15 @@ WITHOUT_EFFECT = [
         for name in ("gamma", "tau", "expectile", "cql-coef")
     ],
     ("offline --value-coef 0.1", "no value is learnt", "--baseline learned"),
-    ("grpo --reward gsm8k --rewards repetition 1", "rewards stands in its place", None),
+    ("grpo --reward gsm8k --rewards repetition 1", "rewards replaces it", None),
     # its default, typed
-    ("grpo --reward exact_match --rewards repetition 1", "rewards stands in its place", None),
+    ("grpo --reward exact_match --rewards repetition 1", "rewards replaces it", None),
 ]
 
 
 @pytest.mark.parametrize(("words", "says", "remedy"), WITHOUT_EFFECT)
 def test_a_setting_without_effect_is_refused_and_the_remedy_works(words, says, remedy):
-    with pytest.raises(SettingsError, match="has no effect|curriculum success goes by") as caught:
+    with pytest.raises(SettingsError, match="has no effect|curriculum success depends on") as caught:
         stages_of(*words.split())
     (problem,) = caught.value.problems
     assert says in problem
@@ -571,5 +571,5 @@ def test_a_former_name_beside_the_current_one_is_an_error(tmp_path):
         "method: grpo\nbase_model: tiny:addition\ndataset: addition\n"
         "kl_in: loss\nkl_placement: loss\n"
     )
-    with pytest.raises(SettingsError, match="line 5: kl_in and kl_placement are one setting"):
+    with pytest.raises(SettingsError, match="line 5: kl_in and kl_placement are the same setting"):
         read([str(recipe)], METHODS, REPO / "recipes" / "addition.yaml", RunSettings)

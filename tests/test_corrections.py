@@ -349,7 +349,7 @@ def test_what_one_version_drew_is_of_one_age():
 REFUSED = [
     ("--correction-high 3", "correction is none"),
     ("--correction truncate --correction-level geometric", "no importance weight"),
-    ("--correction icepop --proximal sampler", "which ratios against the sampler hold already"),
+    ("--correction icepop --proximal sampler", "a factor that ratios against the sampler contain already"),
     ("--correction mask --correction-low 1.5", "correction_low"),
     ("--correction mask --correction-high 0.5", "correction_high"),
     ("--correction rejection", "mask"),

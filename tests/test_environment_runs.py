@@ -241,7 +241,7 @@ def test_settings_of_environments_on_the_line_and_in_recipes(tmp_path):
     assert dict(grpo.env.environment_settings) == {"digits": "2", "operations": "+-"}
     for words, said in (
         ("grpo --max-turns 4", "max-turns 4 has no effect"),
-        ("grpo --environment.digits 4", "no environment is named"),
+        ("grpo --environment.digits 4", "no environment is set"),
         ("sft --environment calculator", "no such setting"),
     ):
         with pytest.raises(SettingsError, match=said):

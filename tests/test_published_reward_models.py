@@ -290,9 +290,7 @@ def test_a_later_stage_is_checked_before_the_first(tmp_path):
         "stages:\n  - {method: sft, dataset: addition, steps: 1}\n"
         f"  - {{method: grpo, dataset: addition, reward: null, reward_model: {folder}, steps: 1, max_tokens: 3}}\n"
     )
-    with pytest.raises(
-        UserError, match="stage grpo, before any training: .*has no chat template"
-    ):
+    with pytest.raises(UserError, match="stage grpo, before any training: .*has no chat template"):
         train(f"{tmp_path / 'two.yaml'}", tmp_path / "run")
 
 
@@ -301,10 +299,13 @@ def test_a_later_stage_is_checked_before_the_first(tmp_path):
     [
         (
             "--reward-model a --reward-models b 1",
-            "reward_models stands in the place of reward_model",
+            "reward_models replaces reward_model",
         ),
         ("--reward-models a 1 a 2", "names a model twice"),
-        ("--reward-models a 1 --comparison-model b", "name one of the two"),
+        (
+            "--reward-models a 1 --comparison-model b",
+            "set reward models or --comparison-model, not both",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(words, says, tmp_path, capsys):

@@ -202,8 +202,8 @@ def test_a_flag_of_one_stage(tmp_path):
         ("--grpo.stepps 7", "no such setting of stage grpo; did you mean steps?"),
         ("--grpo.steps x", "--grpo.steps: x is not INT"),
         ("--sft.group-size 4", "no such setting of stage sft"),
-        ("--change steps=4", "give it with --resume|give it with resume"),
-        ("--resume --change steps", "NAME=VALUE is expected"),
+        ("--change steps=4", "use it with --resume|use it with resume"),
+        ("--resume --change steps", "expected NAME=VALUE"),
         ("--resume --change stepps=4", "did you mean --steps"),
     ],
 )

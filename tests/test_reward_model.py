@@ -639,8 +639,11 @@ def test_a_comparing_judge_rewards_groups(tmp_path):
     [
         ("rlhf", "rlhf needs a reward model"),
         ("rlhf --reward-model tiny:addition", "tiny:addition is no reward model"),
-        ("grpo --reward-model a --comparison-model b", "name one of the two"),
-        ("grpo --other-reward-weight 1", "name one, or leave it out"),
+        (
+            "grpo --reward-model a --comparison-model b",
+            "set reward models or --comparison-model, not both",
+        ),
+        ("grpo --other-reward-weight 1", "or leave --other-reward-weight out"),
         ("ppo --comparison-model tiny:ascii", "set --group-size to 2 or more"),
         ("rlhf --reward-model nowhere/at/all", "no folder nowhere/at/all"),
         ("reward_model --reward exact_match", "a reward could score: leave reward out"),

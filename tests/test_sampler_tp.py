@@ -265,7 +265,7 @@ def test_launches_that_such_a_team_does_not_go_with_are_not_offered(tmp_path):
         ("--sampler-tp 0", "--sampler-tp is at least 1 .*1 is a whole copy on each process"),
         (
             "--sampler-tp 2 --sampler hf",
-            "splits what the fast decoder samples.*leave --sampler-tp at 1, or sampler at auto",
+            "requires the fast decoder.*leave --sampler-tp at 1, or sampler at auto",
         ),
         (
             "--sampler-tp 2 --sampler-cache paged",

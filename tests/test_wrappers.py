@@ -716,7 +716,7 @@ def test_a_required_setting_is_named_by_its_flag():
     for name, setting in (("tinker", "builders"), ("endpoint", "program")):
         if name == "endpoint":
             pytest.importorskip("starlette", reason="needs requirements-serve.txt")
-        with pytest.raises(SettingsError, match=rf"give it as --environment\.{setting} STR"):
+        with pytest.raises(SettingsError, match=rf"set it with --environment\.{setting} STR"):
             environment_from_words(name, [])
 
 

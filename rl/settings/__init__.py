@@ -1,4 +1,4 @@
-"""What was asked for: fields, recipes, the command line, its help."""
+"""Define, read and print settings: fields, recipes, the command line and its help."""
 
 from rl.settings import help_pages
 from rl.settings.checks import check_compared, check_substeps, only_with, without_samples

@@ -1,4 +1,4 @@
-"""Checks that settings classes share."""
+"""Implement the checks that several settings classes share."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rl.errors import UnusedSetting
 
 
 def only_with(settings: Any, names: Sequence[str], used: bool, why: str, instead: str) -> None:
-    """Raises UnusedSetting where one of `names` differs from its default although it is not `used`:
-    what is given has an effect.
+    """Raise UnusedSetting if a setting in `names` is not at its default although it has no effect.
 
-    `why` it has none, and what to do `instead` of leaving it out, as the error says them.
+    `used`: whether the settings have an effect; if so, nothing is checked. `why` (the reason) and
+    `instead` (the remedy besides leaving the setting out) become parts of the error message.
     """
     for item in fields(settings):
         value = getattr(settings, item.name)
@@ -26,8 +26,8 @@ def only_with(settings: Any, names: Sequence[str], used: bool, why: str, instead
 
 
 def without_samples(settings: Any, why: str) -> None:
-    """Raises UnusedSetting for what looks at the rewards of training samples, in the settings of a
-    method without (`why`).
+    """Raise UnusedSetting if settings of a method without training samples use rewards of training
+    samples. `why`: the reason, for the error message.
     """
     only_with(
         settings.sampling,
@@ -39,21 +39,26 @@ def without_samples(settings: Any, why: str) -> None:
     if settings.data.curriculum == "success":
         raise UnusedSetting(
             "curriculum",
-            f"curriculum success goes by how often training answers succeed, and {why}: set curriculum to steps, with curriculum_steps",
+            f"curriculum success depends on the success rate of training answers, and {why}: set "
+            "curriculum to steps, with curriculum_steps",
         )
 
 
 def check_substeps(settings: Any) -> None:
-    """ValueError where a batch cannot be cut into `num_substeps` parts of one size."""
+    """Raise ValueError if batch_size is not a multiple of `num_substeps`."""
     if settings.loop.batch_size % settings.optim.num_substeps:
         raise ValueError(
-            f"batch_size {settings.loop.batch_size} is no multiple of num_substeps {settings.optim.num_substeps}"
+            f"batch_size {settings.loop.batch_size} is not a multiple of num_substeps "
+            f"{settings.optim.num_substeps}"
         )
 
 
 def check_compared(settings: Any, group_size: int) -> None:
-    """ValueError where a model is to compare the answers of a group, and a group has one."""
+    """Raise ValueError if comparison_model is set and `group_size` is 1, so that no answers can be
+    compared.
+    """
     if settings.learned.comparison_model is not None and group_size == 1:
         raise ValueError(
-            "comparison_model compares the answers of a group with each other: set group_size to 2 or more"
+            "comparison_model compares the answers of a group with each other: set group_size to 2 "
+            "or more"
         )

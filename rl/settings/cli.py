@@ -1,9 +1,9 @@
-"""The command line: `train.py [METHOD] [RECIPE.yaml] [--flags]` to a `Run`.
+"""Parse the command line `train.py [METHOD] [RECIPE.yaml] [--flags]` to a `Run`.
 
-Later words win: a setting's default, a recipe's top level, a recipe's stage, the flags on the line.
-A top-level setting and a flag reach every stage that has it, but for those in which it has no
-effect (an error where that is all of them). Every mistake found is shown in one box (exit code 2).
-Nothing heavy is imported here: help must come at once.
+Later sources take precedence: a setting's default, a recipe's top level, a recipe's stage, the
+flags. A top-level setting or a flag applies to every stage that has the setting, except stages in
+which it has no effect (an error if it has no effect in any stage). All mistakes are printed in a
+box (exit code 2). This module imports nothing slow, so that help appears at once.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from rl.settings.run_plan import MethodSpec, Run, StagePlan
 HELP_WORDS = ("-h", "--help")
 
 
-# --------------------------------------------------------------------------------- reading the line
+# ------------------------------------------------------------------------------- words of the line
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the words ask for, before any setting is looked at."""
+    """Hold the stages and shared settings that the words request, before any setting is checked."""
 
     stages: tuple[RecipeStage, ...]
     shared: Mapping[str, Given]
     recipe: Path | None
-    folder: str | None = None  # the name of the run, where its folder is what says all this
+    folder: str | None = None  # the run's name if the plan comes from its folder
 
 
 def _from_here(path: Path) -> Path:
-    """As a person would type it: relative where it lies below the working folder."""
+    """Return `path` relative to the working folder if it lies below it, as a user would type it."""
     return (
         path.relative_to(Path.cwd())
         if path.is_absolute() and path.is_relative_to(Path.cwd())
@@ -59,12 +59,14 @@ def _from_here(path: Path) -> Path:
 
 
 def _recipes(folder: Path) -> list[Path]:
+    """Return the recipe files in `folder`, sorted."""
     return sorted(
         path for path in [*folder.glob("*.yaml"), *folder.glob("*.yml")] if path.is_file()
     )
 
 
 def _unknown_word(word: str, methods: Collection[str], folder: Path) -> str:
+    """Return the problem text for a word that is neither a method nor a recipe."""
     recipes = {str(path): path for path in _recipes(folder)}
     by_stem = {path.stem: name for name, path in recipes.items()}
     if word.endswith((".yaml", ".yml")):
@@ -86,18 +88,22 @@ def _unknown_word(word: str, methods: Collection[str], folder: Path) -> str:
 def _of_folder(
     words: Sequence[str], flags: Sequence[Flag], options: Collection[str]
 ) -> _Plan | None:
-    """The plan of the folder that --output-dir names, where it is to be resumed and no word says
-    what it is a run of.
+    """Return the plan of the run that --output-dir and --resume (or --auto-resume) name, if no word
+    names a method or recipe; else None.
     """
     words_by_flag = {flag.key: flag.given.words for flag in flags}
     if (
         words
         or len(words_by_flag.get("output_dir", ())) != 1
-        or not any(name in words_by_flag and words_by_flag[name] in ((), ("True",)) for name in _AGAIN)
+        or not any(
+            name in words_by_flag and words_by_flag[name] in ((), ("True",)) for name in _AGAIN
+        )
     ):
         return None
     saved_run = read_folder(Path(words_by_flag["output_dir"][0]), options)
-    return None if saved_run is None else _Plan(tuple(saved_run[1]), saved_run[2], None, saved_run[0])
+    return (
+        None if saved_run is None else _Plan(tuple(saved_run[1]), saved_run[2], None, saved_run[0])
+    )
 
 
 _AGAIN = ("resume", "auto_resume")
@@ -109,15 +115,20 @@ def _read_words(
     default_recipe: Path,
     problems: list[str],
 ) -> _Plan:
-    """Method and recipe from the leading words."""
+    """Return the plan that the leading words request: a method, a recipe, or both."""
     remaining = list(words)
     method = remaining.pop(0) if remaining and remaining[0] in methods else None
-    is_file = bool(remaining) and remaining[0].endswith((".yaml", ".yml")) and Path(remaining[0]).is_file()
+    is_file = (
+        bool(remaining)
+        and remaining[0].endswith((".yaml", ".yml"))
+        and Path(remaining[0]).is_file()
+    )
     path = Path(remaining.pop(0)) if is_file else default_recipe if not words else None
     for word in remaining:
         if word in methods or (word.endswith((".yaml", ".yml")) and Path(word).is_file()):
             problems.append(
-                f"{word!r} is one word too many: at most one method, then at most one recipe, then --flags"
+                f"{word!r} is not expected: the line holds at most a method, then at most a "
+                "recipe, then --flags"
             )
         else:
             problems.append(_unknown_word(word, list(methods), default_recipe.parent))
@@ -125,12 +136,13 @@ def _read_words(
         return _Plan((RecipeStage(method, None, 0),) if method else (), {}, None)
     if not path.is_file():
         problems.append(
-            f"no method given, and the default recipe {path} does not exist; name a method: {', '.join(methods)}"
+            f"no method on the line, and the default recipe {path} does not exist; name a method: "
+            f"{', '.join(methods)}"
         )
         return _Plan((), {}, None)
     before = len(problems)
     recipe = read_recipe(path, problems)
-    # An unreadable file has no stages; to complain of that as well would mislead.
+    # An unreadable file has no stages; a second problem about that would mislead.
     stages = (
         _stages_of(recipe, method, problems) if recipe.stages or len(problems) == before else []
     )
@@ -138,23 +150,26 @@ def _read_words(
 
 
 def _stages_of(recipe: Recipe, method: str | None, problems: list[str]) -> list[RecipeStage]:
-    """The recipe's stages, checked against a method on the line."""
+    """Return the recipe's stages, checked against the method on the line."""
     if not recipe.stages:
         if method is None:
             problems.append(
-                f"{recipe.path}: no `method:` and no `stages:`; add one, or put the method before the recipe"
+                f"{recipe.path}: no `method:` and no `stages:`; add one, or put the method before "
+                "the recipe"
             )
             return []
         return [RecipeStage(method, None, 0)]
     if method is not None and len(recipe.stages) > 1:
         names = ", ".join(str(stage.method) for stage in recipe.stages)
         problems.append(
-            f"{recipe.path} runs {len(recipe.stages)} stages ({names}); leave out {method!r} before it"
+            f"{recipe.path} runs {len(recipe.stages)} stages ({names}); leave out {method!r} "
+            "before it"
         )
     elif method is not None and recipe.stages[0].method != method:
         recipe_method = recipe.stages[0].method
         problems.append(
-            f"{recipe.path} is a recipe for {recipe_method}, not {method}; leave out {method!r} before it"
+            f"{recipe.path} is a recipe for {recipe_method}, not {method}; leave out {method!r} "
+            "before it"
         )
     return recipe.stages
 
@@ -165,8 +180,9 @@ def _stages_of(recipe: Recipe, method: str | None, problems: list[str]) -> list[
 def _resolve_flags(
     flags: Sequence[Flag], known: Collection[str], elsewhere: Mapping[str, str], problems: list[str]
 ) -> dict[str, Given]:
-    """Flags by setting; `--no-x` turns x off; the last of equal flags wins. `elsewhere`: setting to
-    the methods having it.
+    """Return flags by setting; `--no-x` turns x off, and the last of several equal flags counts.
+
+    `elsewhere`: setting to the methods that have it, for error messages.
     """
     resolved: dict[str, Given] = {}
     for flag in flags:
@@ -181,15 +197,15 @@ def _resolve_flags(
         near = nearest(key, known)
         hint = f"; did you mean --{near.replace('_', '-')}?" if near else ""
         if key in elsewhere:
-            hint = f" of this run (it is one of {elsewhere[key]})"
+            hint = f" of this run (it is a setting of {elsewhere[key]})"
         hint = other_words.hint(key, known) or hint
         problems.append(f"{raw.place}: no such setting{hint}")
     return resolved
 
 
 def _is_setting(key: str, known: Collection[str]) -> bool:
-    """Whether a key is a setting, or one of an environment (which says itself what it has, when it
-    is found).
+    """Return whether `key` is a setting of the run or of an environment (the environment checks its
+    settings later).
     """
     return key in known or (key.startswith(PREFIX) and key != PREFIX and "environment" in known)
 
@@ -197,6 +213,7 @@ def _is_setting(key: str, known: Collection[str]) -> bool:
 def _check_keys(
     keys: Mapping[str, Given], known: Collection[str], whose: str, problems: list[str]
 ) -> None:
+    """Append a problem for each key that is not a setting."""
     for key, raw in keys.items():
         if not _is_setting(key, known):
             near = nearest(key, known)
@@ -205,6 +222,7 @@ def _check_keys(
 
 
 def _elsewhere(methods: Mapping[str, MethodSpec]) -> dict[str, str]:
+    """Return, for each setting, the names of the methods that have it."""
     owners: dict[str, list[str]] = {}
     for name, method in methods.items():
         for key in fields_of(method.settings):
@@ -213,8 +231,8 @@ def _elsewhere(methods: Mapping[str, MethodSpec]) -> dict[str, str]:
 
 
 def _variant(method: MethodSpec, given: Given | None) -> dict[str, Given]:
-    """The settings that a named variant stands for, as if they were written where it is. An unknown
-    name is found later.
+    """Return the settings that a variant implies, with the place of `variant`. An unknown variant
+    is reported later.
     """
     if given is None or len(given.words) != 1:
         return {}
@@ -225,8 +243,8 @@ def _variant(method: MethodSpec, given: Given | None) -> dict[str, Given]:
 
 
 def _stage_names(stages: Sequence[RecipeStage]) -> list[str]:
-    """The given names, or the methods'; numbered where they would repeat."""
-    # of file.py:Class the class
+    """Return the stages' names, or their methods' names, numbered if they would repeat."""
+    # the class of file.py:Class
     labels = [stage.name or str(stage.method).rpartition(":")[2] for stage in stages]
     return [
         f"{name}-{labels[:i].count(name) + 1}" if labels.count(name) > 1 else name
@@ -235,8 +253,8 @@ def _stage_names(stages: Sequence[RecipeStage]) -> list[str]:
 
 
 def _names_one_of(given: Given | None, names: Sequence[str]) -> bool:
-    """Whether a stage asks by name to begin from an earlier one: a model on the line is the one
-    that the first begins from.
+    """Return whether a stage names an earlier stage as its base model; base_model on the line then
+    applies to the first stage only.
     """
     return given is not None and len(given.words) == 1 and given.words[0] in names
 
@@ -244,6 +262,7 @@ def _names_one_of(given: Given | None, names: Sequence[str]) -> bool:
 def _known_stages(
     plan: _Plan, methods: Mapping[str, MethodSpec], problems: list[str]
 ) -> list[RecipeStage]:
+    """Return the stages with a known method; append a problem for each other stage."""
     known = []
     for stage in plan.stages:
         if stage.method in methods:
@@ -260,7 +279,9 @@ def _known_stages(
 def read(
     argv: Sequence[str], methods: Mapping[str, MethodSpec], default_recipe: Path, options: type
 ) -> Run:
-    """As `parse`, but raises SettingsError (with every problem found) and takes no help words."""
+    """Return the requested run, like `parse`. Raises SettingsError with every problem; help flags
+    are not handled.
+    """
     problems: list[str] = []
     words, flags = split_flags(argv, problems)
     flags = with_dots(flags)
@@ -273,13 +294,13 @@ def read(
     for method, table in tables.items():
         if both := set(table) & set(option_table):
             raise TypeError(
-                f"settings of {method} and of the run share the names {sorted(both)}; flat names are unique"
+                f"settings of {method} and of the run share the names {sorted(both)}; flat names "
+                "must be unique"
             )
     known = {*option_table, *(key for table in tables.values() for key in table)}
     everything = _elsewhere(methods)
     whole = len(stages) == len(plan.stages) > 0
-    # Where a method is unknown, its settings are too: then only what no method has is called a
-    # mistake.
+    # If a method is unknown, so are its settings: then only keys that no method has are problems.
     names = _stage_names(stages)
     stage_flags = {
         flag.key: flag.given
@@ -287,13 +308,13 @@ def read(
         if "." in flag.key and not flag.key.startswith(PREFIX)
     }
     flags = [flag for flag in flags if flag.key not in stage_flags]
-    flag_values = _resolve_flags(flags, known if whole else {*known, *everything}, everything, problems)
+    flag_values = _resolve_flags(
+        flags, known if whole else {*known, *everything}, everything, problems
+    )
     if "change" in flag_values:
         changed = changes(flag_values["change"].words, problems)
         stage_flags |= {
-            key: raw
-            for key, raw in changed.items()
-            if "." in key and not key.startswith(PREFIX)
+            key: raw for key, raw in changed.items() if "." in key and not key.startswith(PREFIX)
         }
         rest = [Flag(key, raw) for key, raw in changed.items() if key not in stage_flags]
         flag_values |= _resolve_flags(rest, known, everything, problems)
@@ -306,7 +327,7 @@ def read(
     named = " or ".join(tables) or "any method"
     _check_keys(plan.shared, known if whole else {*known, *everything}, named, problems)
 
-    # what may stand in a recipe is called by its name there
+    # Settings that may come from a recipe keep their recipe names in messages.
     typed = (flag_values if plan.recipe else known) - methods.keys()
     options_value = _build(
         options,
@@ -317,13 +338,14 @@ def read(
     )
     built: list[StagePlan] = []
     used: set[str] = set()
-    # what is given for all stages is for those in which it has an effect, if there is one
+    # A setting for all stages applies to those in which it has an effect; an error if none has.
     unused: dict[str, str] = {}
     for stage, name in zip(stages, names, strict=True):
         method = str(stage.method)
         for key in [key for key in stage.given if key in option_table]:
             problems.append(
-                f"{stage.given[key].place}: holds for the whole run; move it to the recipe's top level"
+                f"{stage.given[key].place}: applies to the whole run; move it to the recipe's top "
+                "level"
             )
         stage_values = {key: value for key, value in stage.given.items() if key not in option_table}
         _check_keys(stage_values, tables[method], method, problems)
@@ -334,7 +356,11 @@ def read(
         }
         line_values |= by_stage[name]
         stage_values = either(stage_values, line_values) | by_stage[name]
-        raw = {**either(plan.shared, {**stage_values, **line_values}), **stage_values, **line_values}
+        raw = {
+            **either(plan.shared, {**stage_values, **line_values}),
+            **stage_values,
+            **line_values,
+        }
         merged = folded({k: v for k, v in raw.items() if _is_setting(k, tables[method])})
         implied = {
             k: v
@@ -342,14 +368,15 @@ def read(
             if k not in merged
         }
         prefix = f"stage {name}: " if len(stages) > 1 else ""
-        # What a variant stands for gives way without a word to what was asked for.
+        # Implied settings of a variant without effect are dropped silently.
         shared = (
-            folded({**plan.shared, **line_values}).keys() - (stage_values.keys() - line_values.keys())
+            folded({**plan.shared, **line_values}).keys()
+            - (stage_values.keys() - line_values.keys())
             if len(stages) > 1
             else set()
         )
         spare = {*implied, *shared} - by_stage[name].keys()
-        # saved before it was an error
+        # Older runs could save settings without effect.
         spare |= (merged.keys() - line_values.keys()) if plan.folder is not None else set()
         merged, left_out = without_unused(methods[method].settings, {**implied, **merged}, spare)
         unused |= {key: f"{prefix}{text}" for key, text in left_out.items() if key not in implied}
@@ -376,14 +403,14 @@ def read(
 def override(
     sections: Sequence[Any], words: Sequence[str], own: Collection[str] = ()
 ) -> tuple[Any, ...]:
-    """Sections of settings with the flags in `words` over what they hold. SettingsError where one
-    is none of theirs, or is wrong.
+    """Return sections of settings with the flags in `words` applied. Raises SettingsError if a flag
+    is unknown or its value is invalid.
 
-    `own`: flags that a script has beside them, for "did you mean".
+    `own`: further flags of the script, for "did you mean".
     """
     problems: list[str] = []
     extra_words, flags = split_flags(words, problems)
-    problems += [f"{word!r} is one word too many: flags begin with two dashes" for word in extra_words]
+    problems += [f"{word!r} is not expected: flags begin with two dashes" for word in extra_words]
     classes: list[Any] = [type(section) for section in sections]
     tables = [fields_of(cls) for cls in classes]
     values_by_name = _resolve_flags(
@@ -415,7 +442,7 @@ def _build(
     typed: Collection[str],
     prefix: str = "",
 ) -> Any:
-    """`build`; settings in `typed` are called by their flags in what their checks say."""
+    """Return `build` of the settings, with names in `typed` written as flags in its messages."""
     messages: list[str] = []
     built = build(cls, given, messages, prefix)
     problems += [
@@ -433,14 +460,14 @@ def parse(
     options: type,
     environments: Callable[[str | None], None] | None = None,
 ) -> Run:
-    """The run that the words of a command line ask for.
+    """Return the run that a command line requests.
 
-    `environments` prints the help of an environment by its name, or which there are (None).
+    `methods`: methods by name. `default_recipe`: the recipe that runs if no word is given; help
+    lists the recipes of its folder. `options`: the class of run-level settings (a `RunOptions`).
+    `environments`: prints the help of the named environment, or the list of environments (None).
 
-    `methods`: by name. `default_recipe`: run where no word is given; its folder is the one whose
-    recipes help lists. `options`: the run-level settings class (a `RunOptions`). Help is printed
-    with exit code 0, mistakes in a box on stderr with exit code 2. Of several processes (RANK is
-    set), only rank 0 prints.
+    Help is printed with exit code 0, mistakes in a box on stderr with exit code 2. With several
+    processes (RANK is set), only rank 0 prints.
     """
     default_recipe = _from_here(default_recipe)
     try:
@@ -454,7 +481,7 @@ def parse(
             )
         return read(argv, methods, default_recipe, options)
     except SettingsError as error:
-        # not in methods: that would import one's own again
+        # A set of names: `in methods` would import a user's module again.
         named = [word for word in split_flags(argv, [])[0] if word in {*methods}]
         help_pages.fail(error.problems, see=" ".join(["python train.py", *named[:1], "--help"]))
 
@@ -469,9 +496,7 @@ def _help(
     options: type,
     environments: Callable[[str | None], None] | None,
 ) -> NoReturn:
-    """Print the index, or every setting of the method or recipe (and of the environment) that is
-    named; then exit.
-    """
+    """Print the index, or every setting of the named method, recipe or environment; then exit."""
     words, flags = split_flags(argv, [])
     named = [
         flag.given.words[0] for flag in flags if flag.key == "environment" and flag.given.words

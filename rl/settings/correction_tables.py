@@ -1,4 +1,6 @@
-"""The section of methods' settings about tokens that other weights drew. No torch here."""
+"""Define the settings of the importance correction for off-policy tokens. This module imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,20 @@ from rl.settings.ranges import Range, check_ranges
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionSettings:
-    """Tokens drawn by other weights, or by a sampler of another precision: how much they count, and
-    what ratios are taken against.
+    """Hold the settings of the importance correction for tokens that were sampled by older weights
+    or at another precision.
     """
 
     correction: Literal["none", "truncate", "icepop", "mask"] = "none"
-    """By the ratio of learner to sampler before the step. truncate: weigh by it, held within the bounds (TIS, Yao et al. 2025). icepop: weigh by it within the bounds, by 0 outside (arXiv 2510.18855). mask: leave out what lies outside and weigh nothing (Liu, Li et al. 2025, "When speed kills stability"). One more forward."""
+    """Importance correction by the ratio of learner probability (before the step) to sampler probability. truncate: weight by the ratio, clipped to the bounds (TIS, Yao et al. 2025). icepop: weight by the ratio within the bounds, by 0 outside (arXiv 2510.18855). mask: drop what is outside the bounds, without weights (Liu, Li et al. 2025, "When speed kills stability"). Each needs an extra forward pass."""
     correction_level: Literal["token", "sequence", "geometric"] = "token"
-    """The ratio of each token; of its whole answer (their product); or the answer's geometric mean (GSPO's, arXiv 2507.18071), by which answers can be left out, not weighed."""
+    """Level of the ratio. token: the ratio of each token. sequence: the product over the answer. geometric: the geometric mean over the answer (GSPO's ratio, arXiv 2507.18071), which can mask answers but not weight them."""
     correction_low: Annotated[float, Range(0, 1, why="a ratio, such as 0.5")] = 0.0
-    """Ratios below this are outside, such as 0.5 for tokens, 0.99 for geometric means."""
+    """Lower bound of the ratio, such as 0.5 for tokens or 0.99 for geometric means."""
     correction_high: Annotated[float, Range(1, 1e6, why="a ratio, such as 2")] = 2.0
-    """Ratios above this are outside, such as 2 for tokens, 1.01 for geometric means."""
+    """Upper bound of the ratio, such as 2 for tokens or 1.01 for geometric means."""
     proximal: Literal["sampler", "learner", "interpolated"] | None = None
-    """What the loss takes its ratios against, and clips around: the sampler's logprobs, or the learner's before the step (decoupled PPO, arXiv 2110.00641; AReaL, 2505.24298); interpolated: that, approximated between the sampler's and the learner's as it is by the token's age, without a forward (AReaL's log-linear approximation). By default the learner's where tokens are weighed, interpolated under max_steps_off_policy with the loss ppo and no correction (docs/corrections.md), else the sampler's."""
+    """Denominator of the ratios in the loss, around which the loss clips. sampler: the sampler's logprobs. learner: the learner's logprobs before the step (decoupled PPO, arXiv 2110.00641; AReaL, 2505.24298). interpolated: an estimate of the learner's logprobs without a forward pass, between the sampler's and the current ones by the age of the token (AReaL's log-linear approximation). Default: learner if the correction weights tokens, interpolated under max_steps_off_policy with the loss ppo and no correction (docs/corrections.md), else sampler."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -33,27 +35,29 @@ class CorrectionSettings:
         only_with(self, ("correction_level", "correction_low", "correction_high"), on, why, remedy)
         if self.weighs and self.correction_level == "geometric":
             raise ValueError(
-                "correction_level geometric is no importance weight: set correction to mask, or correction_level to token or sequence"
+                "correction_level geometric is not an importance weight: set correction to mask, or correction_level to token or sequence"
             )
         if on and self.proximal == "interpolated":
             raise ValueError(
-                f"correction {self.correction} takes the learner's logprobs before the step anyway: set proximal to learner"
+                f"correction {self.correction} computes the learner's logprobs before the step anyway: set proximal to learner"
             )
         if self.weighs and self.proximal == "sampler":
             raise ValueError(
-                f"correction {self.correction} weighs by learner / sampler, which ratios against the sampler hold already: "
+                f"correction {self.correction} weights by learner / sampler, a factor that ratios against the sampler contain already: "
                 "leave proximal out, or set it to learner"
             )
 
     @property
     def weighs(self) -> bool:
+        """Return whether the correction weights tokens."""
         return self.correction in ("truncate", "icepop")
 
     @property
     def against_learner(self) -> bool:
+        """Return whether the ratios of the loss are taken against the learner's logprobs."""
         return self.proximal == "learner" or (self.proximal is None and self.weighs)
 
     @property
     def active(self) -> bool:
-        """Whether the learner's logprobs before the step are needed."""
+        """Return whether the learner's logprobs before the step are needed."""
         return self.correction != "none" or self.against_learner

@@ -1,5 +1,5 @@
-"""The sections of settings that say what is asked and what scores an answer (see rl.settings.tables
-for the others). No torch here.
+"""Define the settings of problems, prompts and rewards (other sections: `rl.settings.tables`). This
+module imports no torch.
 """
 
 from __future__ import annotations
@@ -27,86 +27,86 @@ DataFormat = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """Problems, how they are put to the model, and what scores an answer."""
+    """Hold the settings of the data, the prompts and the rewards."""
 
     dataset: str = "addition"
-    """addition (generated), a file (.jsonl, .json, .parquet, .csv, .tsv, .arrow; .gz), a folder of them (a downloaded hub repository, what save_to_disk wrote) or a hub name (openai/gsm8k)."""
+    """Training problems: addition (generated), a file (.jsonl, .json, .parquet, .csv, .tsv, .arrow; .gz), a folder of such files (a downloaded hub repository, the output of save_to_disk) or a hub name (openai/gsm8k)."""
     eval_dataset: str | None = None
-    """Held-out problems; by default the test split of dataset, or of a single file the last tenth, which is not trained on."""
+    """Held-out problems; default: the test split of dataset or, for a single file, its last tenth, which is then excluded from training."""
     more_eval_datasets: tuple[str, ...] = ()
-    """Further held-out problems; figures are given for each set as well, under its name."""
+    """Additional held-out data sets; metrics are also reported for each set under its name."""
     more_datasets: tuple[str, ...] = ()
-    """Further data sets, mixed in with all their rows; metrics are given for each as well."""
+    """Additional training data sets, mixed in with all their rows; metrics are also reported for each set."""
     dataset_weights: Annotated[tuple[float, ...], POSITIVE] = ()
-    """Shares of dataset and of each of more_datasets in what is asked, such as 3 1; by default all their rows are mixed as they are."""
+    """Sampling weights of dataset and each of more_datasets, such as 3 1; default: all rows are mixed uniformly."""
     stream: bool = False
-    """Read rows when they are needed, for data larger than memory: bad rows are found as they are met. A .jsonl, .parquet or .arrow file, or a folder of them."""
+    """Read rows on demand, for data larger than memory; invalid rows are reported when they are read. For a .jsonl, .parquet or .arrow file, or a folder of such files."""
     dataset_config: str | None = None
     """Configuration of a hub data set that has several."""
     data_format: DataFormat = "auto"
-    """Shape of the rows; auto: by the columns of the first."""
+    """Format of the rows; auto: detected from the columns of the first row."""
     prompt_column: str = "prompt"
     """Column of the prompt in a .jsonl file or hub data set."""
     answer_column: str = "answer"
-    """Column of the expected answer; reaches the reward as meta["answer"]."""
+    """Column of the expected answer; the reward receives it as meta["answer"]."""
     response_column: str | None = None
     """Column of a worked response, for supervised training."""
     image_column: str | None = None
-    """Column of a row's images: paths, bytes, base64, one or a list; by default images or image, where a row has them."""
+    """Column of the images of a row: paths, bytes or base64, a single value or a list; default: images or image, if a row has such a column."""
     system_prompt: str | None = None
-    """Put before every conversation."""
+    """System message at the start of every conversation."""
     prompt_template: str | None = None
-    """What the last user message becomes: a text with {prompt} where it stood, and other columns as {name}."""
+    """Template of the last user message: a text with {prompt} for the original message and {name} for other columns."""
     prompt_suffix: str | None = None
-    """Put after the last user message, such as an instruction how to answer."""
+    """Text appended to the last user message, such as an instruction about the form of the answer."""
     template: tuple[tuple[str, str], ...] = ()
     """Settings of the model's chat template: --template.enable_thinking false, or --template enable_thinking false; in a recipe a mapping."""
     max_prompt_tokens: Annotated[int | None, SIZE] = None
-    """Longest prompt; on_too_long says what becomes of longer ones."""
+    """Maximum length of a prompt, in tokens; on_too_long decides about longer prompts."""
     max_row_tokens: Annotated[int | None, SIZE] = None
-    """Longest row, prompt and answer together; on_too_long says what becomes of longer ones."""
+    """Maximum length of a row, prompt and answer together, in tokens; on_too_long decides about longer rows."""
     on_too_long: Literal["auto", "error", "skip", "cut"] = "auto"
-    """A row that is too long. skip: left out, counted and named; cut: the prompt loses its beginning, the answer its end; auto: skip beyond a limit given here, on_bad_row beyond the model's context."""
+    """Action for a row that is too long. error: stop. skip: leave the row out, count and name it. cut: remove the start of the prompt or the end of the answer. auto: skip rows beyond max_prompt_tokens or max_row_tokens, and apply on_bad_row to rows beyond the model's context."""
     train_limit: Annotated[int | None, SIZE] = None
-    """Use the first so many training rows."""
+    """Number of training rows to use, from the first; default: all."""
     eval_limit: Size = 256
-    """Use the first so many held-out rows at each evaluation."""
+    """Number of held-out rows to use at each evaluation, from the first."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """A row that cannot be used (malformed, too long, refused by the template): stop and name it, or leave it out."""
+    """Action for a row that cannot be used (malformed, too long, rejected by the template). error: stop and name the row. skip: leave it out."""
     renderer: str | None = None
-    """chat_template, role_colon or plain; by default the one recommended for the model."""
+    """Renderer of messages: chat_template, role_colon or plain; default: the recommended renderer of the model."""
     reward: str | None = "exact_match"
-    """A registered name (exact_match, gsm8k, math_correctness, ...), module:function, or file.py:function. None: answers are not scored, for methods that learn without."""
+    """Reward function: a registered name (exact_match, gsm8k, math_correctness, ...), module:function, or file.py:function. None: answers are not scored, for methods without a reward."""
     rewards: Annotated[tuple[tuple[str, float], ...], Range(-1e6, 1e6)] = ()
-    """Several rewards and their weights, added up and each logged, instead of reward: --rewards gsm8k 1 mine.py:style 0.1; in a recipe a mapping."""
+    """Several reward functions with their weights, instead of reward; they are added up and each is logged: --rewards gsm8k 1 mine.py:style 0.1; in a recipe a mapping."""
     reward_timeout: Seconds = 10.0
-    """Seconds one reward may take; a slower one costs its sample."""
+    """Seconds that a reward call may take; a slower call drops its sample."""
     reward_workers: Annotated[int | None, Range(1, 4096)] = None
-    """Processes that compute rewards; by default half the cores, from 2 to 16."""
+    """Number of processes that compute rewards; default: half the CPU cores, from 2 to 16."""
     reward_env: tuple[str, ...] = ()
-    """Environment variables that rewards get as well (NAME or PREFIX*): by default PATH, HOME, LANG, PYTHON*, OMP_* and the like, no keys or tokens, no GPU."""
+    """Additional environment variables for rewards (NAME or PREFIX*); default: PATH, HOME, LANG, PYTHON*, OMP_* and similar, without keys, tokens and GPU access."""
     sandbox: str = "auto"
-    """Where code_tests and code_output run programs: bubblewrap, sandlock, a service's URL, or a weaker kind by its name; auto: the strongest that this host has, refused where it has none."""
+    """Sandbox in which code_tests and code_output run programs: bubblewrap, sandlock, the URL of a service, or a weaker kind by its name. auto: the strongest kind that this host supports; an error if it supports none."""
     sandbox_packages: tuple[str, ...] = ("numpy",)
-    """Installed packages that programs may import besides Python's standard library, each with what it requires."""
+    """Installed packages that programs may import in addition to Python's standard library, each with its dependencies."""
     code_score: Literal["all", "fraction"] = "all"
-    """code_tests: 1 where every test passes, or the share of tests that do."""
+    """Score of code_tests. all: 1 if every test passes, else 0. fraction: the share of tests that pass."""
     code_block: Literal["fenced", "any"] = "fenced"
-    """code_tests, code_output: take the last ``` block of an answer, and 0.1 off where it has none; any: where it has none take the answer as it is."""
+    """Part of an answer that code_tests and code_output run. fenced: the last ``` block, with a penalty of 0.1 if the answer has none. any: the last block, or the whole answer if it has none."""
     curriculum: Literal["off", "steps", "success"] = "off"
-    """Ask easy problems first. steps: a level is added at each of curriculum_steps; success: where answers succeed often, and taken back where they do not."""
+    """Order of difficulty. steps: start with easy problems and add a level at each of curriculum_steps. success: add a level when answers succeed often, and remove it when they do not. off: all levels from the start."""
     curriculum_column: str = "level"
-    """Column of a problem's level: numbers or texts, in ascending order. (addition has level, its number of carries.)"""
+    """Column of the level of a problem: numbers or texts, in ascending order. (addition has level, the number of carries.)"""
     curriculum_steps: Annotated[tuple[int, ...], SIZE] = ()
-    """Steps at which the second, third, ... level begins."""
+    """Steps at which the second, third, ... level starts."""
     curriculum_up: Positive = 0.8
-    """success: a level up where the mean of the last curriculum_window batches is at least this."""
+    """Mean success of the last curriculum_window batches from which a level is added (curriculum success)."""
     curriculum_down: NotNegative = 0.2
-    """success: a level down where it is below this."""
+    """Mean success below which a level is removed (curriculum success)."""
     curriculum_window: Annotated[int, Range(1, 10**6)] = 5
-    """success: so many batches are looked at, all of the present level."""
+    """Number of batches, all of the current level, over which success is averaged (curriculum success)."""
     curriculum_mix: Literal["up_to", "only"] = "up_to"
-    """Problems asked at a level: its own and all easier ones, or its own only."""
+    """Problems at a level. up_to: those of the level and all easier levels. only: those of the level."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -115,7 +115,7 @@ class DataSettings:
             not steps or list(steps) != sorted(set(steps)) or steps[0] < 1
         ):
             raise ValueError(
-                f"curriculum steps needs curriculum_steps, ascending and from 1 on, such as 10 30; got {steps}"
+                f"curriculum steps requires curriculum_steps, ascending and from 1 on, such as 10 30; got {steps}"
             )
         if not self.curriculum_down < self.curriculum_up:
             raise ValueError(
@@ -137,7 +137,7 @@ class DataSettings:
                 self,
                 ("reward",),
                 False,
-                "rewards stands in its place",
+                "rewards replaces it",
                 "add it to rewards with its weight",
             )
         only_with(
@@ -157,36 +157,36 @@ class DataSettings:
             )
         if self.prompt_template is not None and "{prompt}" not in self.prompt_template:
             raise ValueError(
-                f"prompt_template holds {{prompt}} where the prompt is to stand, got {self.prompt_template!r}"
+                f"prompt_template must contain {{prompt}} at the place of the prompt, got {self.prompt_template!r}"
             )
         limited = self.max_prompt_tokens is not None or self.max_row_tokens is not None
         if self.on_too_long == "cut" and not limited:
             raise ValueError(
-                "on_too_long cut needs to know where: give max_prompt_tokens, max_row_tokens or both"
+                "on_too_long cut requires a limit: set max_prompt_tokens, max_row_tokens or both"
             )
         if self.stream and self.curriculum != "off":
             raise ValueError(
-                "a curriculum needs to know every row's level before the first step: leave out stream or curriculum"
+                "curriculum requires the level of every row before the first step, which stream does not read: leave out stream or curriculum"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerDataSettings(DataSettings):
-    """Answers to learn from; nothing is sampled unless a reward is named."""
+    """Hold the data settings of supervised methods; nothing is sampled unless a reward is set."""
 
     reward: str | None = None
-    """Also sample answers to held-out prompts and score them with this (exact_match, module:function, ...); None: nothing is sampled."""
+    """Reward function for sampled answers to held-out prompts (exact_match, module:function, ...); None: nothing is sampled."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceDataSettings(DataSettings):
-    """Pairs of answers to a prompt, of which one is preferred."""
+    """Hold the data settings of methods that learn from preference pairs."""
 
     data_format: DataFormat = "preferences"
-    """preferences: chosen and rejected beside a prompt (or instruction and input), as whole conversations, as HH-RLHF's dialogues; or LLMBar's output_1, output_2 and label."""
+    """Format of the rows. preferences: chosen and rejected next to a prompt (or instruction and input), as whole conversations, or as the dialogues of HH-RLHF; or output_1, output_2 and label of LLMBar."""
     chosen_column: str = "chosen"
-    """Column of the preferred answer: text, a message of the assistant, or a whole conversation."""
+    """Column of the preferred answer: text, an assistant message, or a whole conversation."""
     rejected_column: str = "rejected"
-    """Column of the other answer."""
+    """Column of the rejected answer."""
     reward: str | None = None
-    """Also sample answers to held-out prompts and score them with this (exact_match, module:function, ...); None: held-out pairs are ranked, nothing is sampled."""
+    """Reward function for sampled answers to held-out prompts (exact_match, module:function, ...); None: held-out pairs are ranked and nothing is sampled."""

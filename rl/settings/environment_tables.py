@@ -1,5 +1,5 @@
-"""The section of settings that says what answers the policy over several turns, and its words on
-the line. No torch here.
+"""Define the settings of environments, and merge their `environment.NAME` keys. This module imports
+no torch.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ PREFIX = "environment."
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentSettings:
-    """Episodes of several turns: tools, conversations, games."""
+    """Hold the settings of multi-turn episodes: tools, conversations, games."""
 
     environment: str | None = None
-    """What answers the model: a registered name (calculator, ...), module:Class or file.py:Class; None: each problem is one question. --environment NAME --help shows its settings."""
+    """Environment: a registered name (calculator, ...), module:Class or file.py:Class; None: each problem is a single question. --environment NAME --help shows its settings."""
     environment_settings: tuple[tuple[str, str], ...] = ()
-    """Its settings, written --environment.NAME VALUE; in a recipe environment is a mapping, {name: calculator, digits: 4}."""
+    """Settings of the environment, written --environment.NAME VALUE; in a recipe environment is a mapping, {name: calculator, digits: 4}."""
     environment_rows: Size = 1000
-    """Different episodes of an environment that is not of a data set: so many seeds; held out are eval_limit others."""
+    """Number of different episodes (seeds) of an environment without a data set; held-out evaluation uses eval_limit other seeds."""
     max_turns: Size = 16
-    """Answers in an episode; one that has not ended by then is truncated."""
+    """Maximum number of answers in an episode; an episode that has not ended by then is truncated."""
     episode_tokens: Annotated[int | None, Range(1, 10**9)] = None
-    """Tokens of an episode, all turns together; where the next answer of max_tokens could exceed them it is truncated. By default the model's context."""
+    """Maximum number of tokens in an episode, over all turns; the episode is truncated if the next answer of max_tokens could exceed it. Default: the model's context length."""
     environment_isolation: Literal["auto", "thread", "process"] = "auto"
-    """Where episodes run. process: each in a process of its own, so that what hangs or dies there costs that episode; thread: in this one. auto: process for module:Class and file.py:Class."""
+    """Isolation of episodes. process: each episode runs in a separate process, so that a hang or crash costs only that episode. thread: episodes run in this process. auto: process for module:Class and file.py:Class."""
     episode_seconds: Seconds = 60.0
-    """Seconds that the environment and its tools may take in an episode, sampling not counted; a longer one is left out and named."""
+    """Seconds that the environment and its tools may take in an episode, without the time of sampling; a slower episode is dropped and named."""
     opponents: Size = 5
-    """Older versions of the policy that are kept to play against, where an environment gives one a seat (pool)."""
+    """Number of older versions of the policy to keep as opponents, for environments with an opponent player (pool)."""
     opponents_every: Size = 20
-    """Steps after which the policy joins its older versions; before the first step it does so too."""
+    """Steps between additions of the current policy to the opponents; the first addition is before the first step."""
     opponents_by: Literal["elo", "age", "any"] = "elo"
-    """Which of them a batch plays against. elo: likelier one about as strong as the policy; age: likelier a newer one; any: all alike."""
+    """Selection of the opponent of a batch. elo: prefer an opponent of about the policy's strength. age: prefer a newer version. any: choose uniformly."""
     players_temperature: Annotated[float, Range(0, 100)] = 0.0
-    """Temperature of other models that have a seat (a judge, an answerer, an opponent); older versions draw at the policy's."""
+    """Temperature of other models that play (a judge, an answerer, an opponent); older versions of the policy sample at the policy's temperature."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -60,13 +60,13 @@ class EnvironmentSettings:
             "players_temperature",
         )
         only_with(
-            self, settings, self.environment is not None, "no environment is named", "give environment"
+            self, settings, self.environment is not None, "no environment is set", "set environment"
         )
 
 
 def folded(given: Mapping[str, Given]) -> dict[str, Given]:
-    """`given` with its "environment.x" as one `environment_settings`, and `environment: {name:
-    ...}` of a recipe as these.
+    """Return `given` with all `environment.NAME` keys merged into a single `environment_settings`
+    value. A recipe's `environment: {name: ...}` arrives as such keys.
     """
     remaining = {key: value for key, value in given.items() if not key.startswith(PREFIX)}
     environment_settings = {
@@ -78,7 +78,9 @@ def folded(given: Mapping[str, Given]) -> dict[str, Given]:
             for key, value in environment_settings.items()
             for word in (key, shlex.join(value.words or ("True",)))
         ]
-        before = remaining["environment_settings"].words if "environment_settings" in remaining else ()
+        before = (
+            remaining["environment_settings"].words if "environment_settings" in remaining else ()
+        )
         remaining["environment_settings"] = Given(
             (*before, *words), ", ".join(value.place for value in environment_settings.values())
         )

@@ -1,13 +1,12 @@
-"""Settings classes seen as one flat table of named fields.
+"""Represent a settings class as a flat table of named fields, and convert text to values.
 
-A settings class is a frozen, keyword-only dataclass whose fields are values, or sections that are
-such dataclasses again (two levels: `settings.optim.learning_rate`). On the command line, in a
-recipe and in config.json a field is known by its last name alone (`learning_rate`), so names are
-unique over the sections of a class.
+A settings class is a frozen, keyword-only dataclass. Each field is a value, or a section: another
+such dataclass (two levels: `settings.optim.learning_rate`). The command line, recipes and
+config.json name a field by its last name only (`learning_rate`), so names are unique over the
+sections of a class.
 
-Conversion from text is tyro's (`tyro.constructors`), the same code that `tyro.cli` runs; what is
-done here is to convert field by field, so that every mistake is found and reported, not the first
-alone.
+The conversion from text is tyro's (`tyro.constructors`), the same code that `tyro.cli` runs. This
+module converts field by field, so that every mistake is reported, not only the first.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _FORMS = {"FLOAT": " (a number, like 0.5 or 3e-4)", "INT": " (a whole number, li
 
 
 class SettingsError(UserError):
-    """Settings that cannot be used. `problems`: one sentence for each mistake found."""
+    """Report settings that cannot be used. `problems` holds a sentence for each mistake."""
 
     def __init__(self, problems: Iterable[str]):
         self.problems = list(dict.fromkeys(problems))
@@ -56,10 +55,10 @@ class SettingsError(UserError):
 
 @dataclass(frozen=True)
 class Field:
-    """One setting: its flat name, the section that holds it (None: the class itself) and tyro's way
-    of reading it.
+    """Describe a setting: its flat name, the section that holds it (None: the class itself) and
+    tyro's converter.
 
-    `range`: of the numbers that it holds. `whole`: whether these are whole.
+    `range`: the range of its numbers. `whole`: whether they are integers.
     """
 
     name: str
@@ -72,13 +71,14 @@ class Field:
 
     @property
     def is_switch(self) -> bool:
+        """Return whether the field is a bool, which a flag sets without a value."""
         return self.spec.metavar == "{True,False}"
 
 
 @dataclass(frozen=True)
 class Given:
-    """A value as it was written: its words, and where ("--learning-rate" or "recipes/a.yaml line 4,
-    learning_rate").
+    """Hold a value as written: its words, and its place ("--learning-rate" or "recipes/a.yaml line
+    4, learning_rate").
     """
 
     words: tuple[str, ...]
@@ -87,6 +87,7 @@ class Given:
 
     @property
     def shown(self) -> str:
+        """Return the words as text for messages, shortened to about 200 characters."""
         if self.is_null:
             return "null"
         text = " ".join(
@@ -100,16 +101,16 @@ class Given:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name closest to `name`, or None where nothing is close."""
+    """Return the name in `known` that is closest to `name`, or None if no name is close."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return matches[0] if matches else None
 
 
 def as_flags(text: str, names: Iterable[str]) -> str:
-    """`text` with each of the settings `names` of two words and more as the flag it is:
-    learning_rate as --learning-rate.
+    """Return `text` with the settings `names` of several words written as flags: learning_rate as
+    --learning-rate.
 
-    What is part of a path, in quotes, or the name of a method or stage stays as it is.
+    Names in paths, in quotes, or after "stage" or "train.py" stay unchanged.
     """
     known = {name for name in names if "_" in name}
     word = r"(?<![\w'\"/.:-])(?<!train\.py )(?<!stage )[a-z]\w*(?![\w/-]|\.\w)"
@@ -120,12 +121,14 @@ def as_flags(text: str, names: Iterable[str]) -> str:
 
 
 def _spec_of(owner: type, name: str, annotation: Any) -> PrimitiveConstructorSpec:
+    """Return tyro's converter for `annotation`. Raises TypeError for an unsupported type."""
     annotation = bare(annotation)
     if typing.get_origin(annotation) is dict or annotation is dict:
-        # tyro's help turns the entries of a default dict into flags of their own, which would not
-        # be true here.
+        # tyro's help shows the entries of a default dict as separate flags, which do not exist
+        # here.
         raise TypeError(
-            f"{owner.__name__}.{name}: write a mapping as tuple[tuple[str, float], ...]; recipes may still map it"
+            f"{owner.__name__}.{name}: write a mapping as tuple[tuple[str, float], ...]; a recipe "
+            "may still use a mapping"
         )
     try:
         spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(annotation, set()))
@@ -139,7 +142,7 @@ def _spec_of(owner: type, name: str, annotation: Any) -> PrimitiveConstructorSpe
 
 
 def _default_of(field: dataclasses.Field) -> tuple[bool, Any]:
-    """(whether there is a default, the default)."""
+    """Return (whether the field has a default, the default)."""
     if field.default_factory is not dataclasses.MISSING:
         return True, field.default_factory()
     return field.default is not dataclasses.MISSING, field.default
@@ -147,8 +150,8 @@ def _default_of(field: dataclasses.Field) -> tuple[bool, Any]:
 
 @functools.cache
 def fields_of(cls: type) -> dict[str, Field]:
-    """The settings of `cls` by their flat names, in the order of the source. TypeError where a name
-    occurs twice.
+    """Return the settings of `cls` by flat name, in source order. Raises TypeError if a name occurs
+    twice.
     """
     table: dict[str, Field] = {}
 
@@ -157,7 +160,8 @@ def fields_of(cls: type) -> dict[str, Field]:
     ) -> None:
         if field.name in table:
             raise TypeError(
-                f"{cls.__name__} has two settings named {field.name!r}; flat names are unique over sections"
+                f"{cls.__name__} has two settings named {field.name!r}; flat names are unique over "
+                "sections"
             )
         has_default, default = (
             (True, getattr(base, field.name)) if base is not None else _default_of(field)
@@ -173,7 +177,7 @@ def fields_of(cls: type) -> dict[str, Field]:
         if not dataclasses.is_dataclass(annotation):
             add(cls, field, annotation, None, None)
             continue
-        # A method may give a section other defaults than the section's own (`optim: Optim =
+        # A method may override the defaults of a section (`optim: Optim =
         # Optim(learning_rate=3e-4)`).
         has_base, base = _default_of(field)
         section_type = typing.cast(type, annotation)
@@ -193,10 +197,15 @@ def fields_of(cls: type) -> dict[str, Field]:
 
 
 def convert(field: Field, given: Given) -> Any:
-    """The value of `field` as written in `given`. ValueError says what was expected."""
+    """Return the value of `field` that `given` specifies. Raises ValueError, with the expected
+    form, if it is invalid.
+    """
     spec = field.spec
     words = list(given.words)
-    wrong = f"{given.place}: {given.shown or 'nothing'} is not {spec.metavar}{_FORMS.get(spec.metavar, '')}"
+    wrong = (
+        f"{given.place}: {given.shown or 'nothing'} is not "
+        f"{spec.metavar}{_FORMS.get(spec.metavar, '')}"
+    )
     if given.is_null and "None" not in spec.metavar:
         raise ValueError(wrong)
     if field.is_switch and not words:
@@ -208,7 +217,8 @@ def convert(field: Field, given: Given) -> Any:
         expected = " or ".join(str(count) for count in allowed)
         got = f"{len(words)}: {given.shown}" if words else "none"
         raise ValueError(
-            f"{given.place}: takes {expected} value{'s' * (expected != '1')} ({spec.metavar}), got {got}"
+            f"{given.place}: takes {expected} value{'s' * (expected != '1')} ({spec.metavar}), got "
+            f"{got}"
         )
     if spec.choices is not None:
         words = [current_value(field.name, word) for word in words]
@@ -217,7 +227,8 @@ def convert(field: Field, given: Given) -> Any:
                 near = nearest(word, spec.choices)
                 hint = f"; did you mean {near}?" if near else ""
                 raise ValueError(
-                    f"{given.place}: {Given((word,), given.place).shown} is not one of {', '.join(spec.choices)}{hint}"
+                    f"{given.place}: {Given((word,), given.place).shown} is not one of "
+                    f"{', '.join(spec.choices)}{hint}"
                 )
     try:
         value = spec.instance_from_str(words)
@@ -232,7 +243,7 @@ def convert(field: Field, given: Given) -> Any:
 
 
 def show(value: Any) -> str:
-    """A value as it would be written on the line."""
+    """Return a value as it would be written on the command line."""
     if isinstance(value, (list, tuple)):
         return " ".join(show(item) for item in value) or "(none)"
     return str(value) if str(value) else "''"
@@ -246,8 +257,10 @@ def _construct(
     problems: list[str],
     spare: Collection[str],
 ) -> Any:
-    """`base` with `values` in place of its own, or a new `cls`; a ValueError of its checks becomes
-    a problem.
+    """Return `base` with `values` replaced, or a new `cls` if `base` is None.
+
+    A ValueError of the class's checks becomes a problem and the result is None. An UnusedSetting
+    for a name in `spare` is raised.
     """
     try:
         return cls(**values) if base is None else dataclasses.replace(base, **values)
@@ -261,8 +274,8 @@ def _construct(
 def without_unused(
     cls: type, given: Mapping[str, Given], spare: Collection[str]
 ) -> tuple[dict[str, Given], dict[str, str]]:
-    """(`given` less those of `spare` that would have no effect in `cls`, what there was to say of
-    each of them).
+    """Return (`given` without the settings in `spare` that would have no effect in `cls`, the
+    message for each removed setting).
     """
     remaining = dict(given)
     unused: dict[str, str] = {}
@@ -272,7 +285,7 @@ def without_unused(
             return remaining, unused
         except UnusedSetting as error:
             unused[error.name] = str(error)
-            # so that it ends, whatever a class's defaults are
+            # Guarantees that the loop ends for any defaults of the class.
             spare = [name for name in spare if name != error.name]
             remaining.pop(error.name, None)
 
@@ -284,11 +297,11 @@ def build(
     prefix: str = "",
     spare: Collection[str] = (),
 ) -> Any:
-    """An instance of `cls` with the given settings over its defaults.
+    """Return an instance of `cls` with the values of `given` over its defaults.
 
-    Every mistake is appended to `problems` (with `prefix` where it has no place of its own); then
-    the result is None. `given` holds names of `fields_of(cls)` only. Raises UnusedSetting for one
-    of `spare` that has no effect.
+    Every mistake is appended to `problems` (with `prefix` if the message has no place), and the
+    result is then None. `given` holds only names of `fields_of(cls)`. Raises UnusedSetting for a
+    setting in `spare` that has no effect.
     """
     before = len(problems)
     values: dict[str | None, dict[str, Any]] = {}
@@ -301,11 +314,11 @@ def build(
                 problems.append(str(error))
                 spoilt.add(field.section)
         elif field.required:
-            # "environment."; any other prefix is a place in a recipe
+            # A prefix is "environment." or a place in a recipe.
             section = prefix if prefix.endswith(".") else ""
             flag = f"--{section}{field.name.replace('_', '-')}"
             problems.append(
-                f"{prefix}{field.name} is required: give it as {flag} {field.spec.metavar}"
+                f"{prefix}{field.name} is required: set it with {flag} {field.spec.metavar}"
             )
             spoilt.add(field.section)
     top = dict(values.get(None, {}))
@@ -325,10 +338,11 @@ def build(
 
 
 def _plain(value: Any) -> Any:
+    """Convert a setting's value to a JSON value. Raises TypeError for an unsupported type."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
-        # JSON has no infinity; tyro reads "inf" back
+        # JSON has no infinity; tyro reads "inf"
         return value if math.isfinite(value) else str(value)
     if isinstance(value, PurePath):
         return str(value)
@@ -342,7 +356,7 @@ def _plain(value: Any) -> Any:
 
 
 def flatten(settings: Any) -> dict[str, Any]:
-    """Flat name to JSON value, of an instance of a settings class."""
+    """Return the settings of an instance as flat name to JSON value."""
     flat = {}
     cls: type = type(settings)
     for name, field in fields_of(cls).items():
@@ -352,7 +366,9 @@ def flatten(settings: Any) -> dict[str, Any]:
 
 
 def defaults(cls: type, names: Collection[str]) -> dict[str, Any]:
-    """Flat name to the default, as JSON, of those of `names` that have one."""
+    """Return the defaults (as JSON values) of the fields in `names` that have a default, by flat
+    name.
+    """
     return {
         name: _plain(field.default)
         for name, field in fields_of(cls).items()
@@ -361,7 +377,7 @@ def defaults(cls: type, names: Collection[str]) -> dict[str, Any]:
 
 
 def words_of(value: Any) -> tuple[str, ...]:
-    """The words by which tyro reads a JSON value back. Floats keep every digit."""
+    """Return the words that tyro reads back as this JSON value. Floats keep every digit."""
     if isinstance(value, Mapping):
         return tuple(word for key, item in value.items() for word in (str(key), *words_of(item)))
     if isinstance(value, (list, tuple)):
@@ -370,8 +386,8 @@ def words_of(value: Any) -> tuple[str, ...]:
 
 
 def unflatten(cls: type, flat: Mapping[str, Any], problems: list[str], place: str) -> Any:
-    """The inverse of `flatten`; settings that are absent take their defaults, mistakes go to
-    `problems`.
+    """Return an instance of `cls` with the saved settings `flat`, the inverse of `flatten`. Absent
+    settings take their defaults; mistakes are appended to `problems`.
     """
     table = fields_of(cls)
     raw_values = {}
@@ -383,5 +399,7 @@ def unflatten(cls: type, flat: Mapping[str, Any], problems: list[str], place: st
             )
         else:
             raw_values[name] = Given(words_of(value), f"{place}, {name}", is_null=value is None)
-    # What has no effect was saved before it was an error: it still has none.
-    return build(cls, without_unused(cls, raw_values, raw_values.keys())[0], problems, prefix=f"{place}: ")
+    # Older runs could save settings without effect; ignore such settings.
+    return build(
+        cls, without_unused(cls, raw_values, raw_values.keys())[0], problems, prefix=f"{place}: "
+    )

@@ -1,4 +1,4 @@
-"""The words of a command line: which are flags, and what belongs to each."""
+"""Split a command line into words and flags."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from rl.settings.resumed import plain
 
 @dataclass(frozen=True)
 class Flag:
+    """Hold a flag of the command line: its key and its raw value."""
+
     key: str
     given: Given
 
 
 def split_flags(argv: Sequence[str], problems: list[str]) -> tuple[list[str], list[Flag]]:
-    """The leading words, and the flags with the words that follow each. "-3" is a value, "-x" is a
-    mistake.
+    """Return (leading words, flags), each flag with the words that follow it. "-3" is a value; "-x"
+    is appended to `problems`.
     """
     words: list[str] = []
     flags: list[tuple[str, list[str]]] = []
@@ -29,7 +31,7 @@ def split_flags(argv: Sequence[str], problems: list[str]) -> tuple[list[str], li
             token.startswith("-") and token[1:2].isalpha() and token.lower() not in ("-inf", "-nan")
         ):
             problems.append(f"{token}: flags begin with two dashes, like --{token.lstrip('-')}")
-            flags.append((token, []))  # takes the values that follow it
+            flags.append((token, []))  # takes the words that follow it
         elif flags:
             flags[-1][1].append(token)
         else:
@@ -39,8 +41,8 @@ def split_flags(argv: Sequence[str], problems: list[str]) -> tuple[list[str], li
 
 
 def with_dots(flags: Sequence[Flag], mappings: Collection[str] = ("template",)) -> list[Flag]:
-    """`--template.enable_thinking false --template.x 1` as the one flag `--template enable_thinking
-    false x 1`.
+    """Merge `--template.enable_thinking false --template.x 1` into the flag `--template
+    enable_thinking false x 1`, for each setting in `mappings`.
     """
     merged: list[Flag] = []
     for flag in flags:
@@ -48,7 +50,7 @@ def with_dots(flags: Sequence[Flag], mappings: Collection[str] = ("template",)) 
         if not dot or holder not in mappings:
             merged.append(flag)
             continue
-        name = flag.given.place.partition(".")[2]  # as it was written: templates tell - from _
+        name = flag.given.place.partition(".")[2]  # unchanged: templates distinguish - and _
         words = (
             *(old.given.words for old in merged if old.key == holder),
             (name, *(flag.given.words or ("true",))),

@@ -1,5 +1,5 @@
-"""The section of methods' settings about who waits for whom: episodes, rewards, learner. No torch
-here.
+"""Define the settings of the rollout engine: scheduling, streaming, staleness. This module imports
+no torch.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from rl.settings.ranges import Range, Size, check_ranges
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeFlowSettings:
-    """How sampling, environments and rewards wait for each other."""
+    """Hold the settings of scheduling between sampling, environments and rewards."""
 
     rollout_mode: Literal["lockstep", "async"] = "lockstep"
-    """lockstep: all episodes of a batch take their turns together. async: each episode continues as soon as its own turn, tool or reward is ready, while others decode; for slow rewards and episodes of uneven length. Both sample the same tokens."""
+    """Scheduling of rollouts. lockstep: all episodes of a batch take each turn together. async: each episode continues as soon as its turn, tool call or reward is ready, while other episodes decode; for slow rewards and episodes of uneven length. Both sample the same tokens."""
     max_waiting: Annotated[int, Range(1, 100_000)] = 256
-    """rollout_mode async: environments and rewards that may be at work at once."""
+    """Maximum number of environment and reward calls at once (rollout_mode async)."""
     slice_steps: Size = 16
-    """rollout_mode async: tokens that each running answer gets before whoever has become ready joins."""
+    """Number of tokens that each running sequence decodes before new sequences join (rollout_mode async)."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -34,34 +34,36 @@ class EpisodeFlowSettings:
 
     @property
     def continuous(self) -> bool:
-        """Whether episodes go on by themselves: asked for, or needed for what was."""
+        """Return whether episodes advance independently of each other, because rollout_mode is
+        async or another setting requires it.
+        """
         return self.rollout_mode == "async" or self.parts > 1 or self.steps_off_policy > 0
 
     @property
     def parts(self) -> int:
-        """In which a batch's gradient is added up."""
+        """Return the number of parts over which the gradient of a batch is accumulated."""
         return 1
 
     @property
     def steps_off_policy(self) -> int:
-        """Updates that a trained token may be old."""
+        """Return the maximum staleness of a trained token, in updates."""
         return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlowSettings(EpisodeFlowSettings):
-    """How sampling, environments, rewards and learning wait for each other."""
+    """Hold the settings of scheduling between sampling, environments, rewards and training."""
 
     stream_minibatches: Annotated[int, Range(1, 10**6)] = 1
-    """Add a batch's gradient up over so many parts, each as soon as its groups have ended, while the rest are still sampled; one update, the same as of the whole batch. 1: after all of it."""
+    """Number of parts in which a batch is trained: the gradient of each part is computed as soon as its groups are complete, while the remaining groups are still sampled. A single optimizer step follows, equal to that of the whole batch. 1: train after all groups are complete."""
     max_steps_off_policy: Annotated[int, Range(0, 10_000)] = 0
-    """Sample on while the learner updates: no trained token is drawn by weights more than so many updates older than those it trains. 0: sampling and learning take turns, as ever."""
+    """Maximum staleness, in updates, of the weights that sample a trained token: sampling continues while the learner updates. 0: sampling and training alternate."""
     on_stale: Literal["wait", "resample"] = "wait"
-    """For a group that would exceed max_steps_off_policy before it ends. wait: the update waits for it (the newest weights sample its rest). resample: the group is dropped and sampled again by the newest weights, and other groups fill the batch. Both are counted."""
+    """Action for a group that would exceed max_steps_off_policy before it is complete. wait: delay the update until the group is complete (the newest weights sample the remaining tokens). resample: drop the group and sample it again with the newest weights; other groups fill the batch. Both are counted."""
     sampler_ranks: Annotated[int, Range(0, 4096)] = 0
-    """So many of the launched processes, the last ones, do nothing but sample, while the others learn; with max_steps_off_policy both go on at once. 0: every process does both, in turn."""
+    """Number of launched processes, the last ranks, that only sample while the other ranks train; with max_steps_off_policy both run at the same time. 0: every process samples and trains in turn."""
     recompute_cache: bool = False
-    """Where new weights reach an answer that is being drawn: read it again by them; off: go on with what the older weights read."""
+    """Recompute the KV cache of running sequences when new weights arrive; off: keep the entries that the older weights computed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,8 +78,10 @@ class FlowSettings(EpisodeFlowSettings):
 
     @property
     def parts(self) -> int:
+        """Return `stream_minibatches`."""
         return self.stream_minibatches
 
     @property
     def steps_off_policy(self) -> int:
+        """Return `max_steps_off_policy`."""
         return self.max_steps_off_policy

@@ -1,4 +1,4 @@
-"""What `train.py --help` and `train.py METHOD --help` print, and the box of mistakes."""
+"""Print the pages of `train.py --help` and `train.py METHOD --help`, and the box of problems."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ def fail(
     outcome: str = "nothing was started",
     code: int = 2,
 ) -> NoReturn:
-    """One box on stderr with all `problems`, then exit code `code`. `see`: the command that tells
-    more. Only rank 0 prints.
+    """Print a box with all `problems` to stderr and exit with `code`. Only rank 0 prints.
 
-    What stands in a problem may be others' text (a file's, a library's): it is shown without
-    control sequences, and bounded.
+    `see`: the command that shows more information. Problems may contain foreign text (of a file or
+    a library), so they are printed without control sequences and with bounded length.
     """
     if os.environ.get("RANK", "0") == "0":
         from rich.console import Console, Group
@@ -53,25 +52,25 @@ def fail(
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """What is printed inside may have a reader that stops reading (`| head`): the rest goes
-    nowhere, and that is no error.
+    """Return a context in which stdout may be closed early by its reader (`| head`); the remaining
+    output is dropped without an error.
     """
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        # what Python flushes when it ends
+        # Python flushes stdout at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except SystemExit:  # how rich leaves in that case
+    except SystemExit:  # rich exits this way
         pass
 
 
 def method(
     name: str, spec: MethodSpec, options: type, settings: Any = None, options_value: Any = None
 ) -> None:
-    """tyro's page for one method, with the run-level settings as one more section.
+    """Print tyro's help page of a method, with the run-level settings as an additional section.
 
-    With `settings` and `options_value` (a recipe's), they are shown as the defaults.
+    `settings` and `options_value` (of a recipe) are shown as the defaults if they are given.
     """
     import tyro
 
@@ -96,11 +95,11 @@ def method(
             **default,
         )
     except SystemExit:
-        return  # tyro leaves after its page; a recipe of several stages has several pages
+        return  # tyro exits after its page; a recipe of several stages prints several pages
 
 
 def index(methods: Mapping[str, MethodSpec], default_recipe: Path, recipes: Sequence[Path]) -> None:
-    """The page of `train.py --help`: the methods, the recipes, and how to go on."""
+    """Print the page of `train.py --help`: the methods, the recipes and the next commands."""
     from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table
@@ -109,6 +108,7 @@ def index(methods: Mapping[str, MethodSpec], default_recipe: Path, recipes: Sequ
     console = Console(highlight=False)
 
     def section(title: str, rows: Sequence[tuple[str, str]]) -> None:
+        """Print a titled table of two columns."""
         table = Table.grid(padding=(0, 2, 0, 0))
         table.add_column(no_wrap=True)
         table.add_column()
@@ -139,7 +139,7 @@ def index(methods: Mapping[str, MethodSpec], default_recipe: Path, recipes: Sequ
             ("python train.py RECIPE.yaml --help", "the same, with the recipe's values"),
             (
                 "python train.py RECIPE.yaml --seed 1",
-                "a recipe with a setting changed; the last word wins",
+                "a recipe with a changed setting; the last value wins",
             ),
         ],
     )

@@ -1,4 +1,4 @@
-"""Settings of which one stands in the place of the other: reward and rewards."""
+"""Resolve settings that replace each other across sources: reward and rewards."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ _INSTEAD = {"reward": "rewards", "rewards": "reward"}
 
 
 def either(below: Mapping[str, Given], above: Mapping[str, Given]) -> dict[str, Given]:
-    """What is given lower down, less what stands in the place of something given above it: reward
-    or rewards, not both.
+    """Return `below` without the settings that a setting in `above` replaces. A source of higher
+    priority sets reward or rewards, not both.
     """
     return {key: given for key, given in below.items() if _INSTEAD.get(key) not in above}
 
 
 def two_rewards(line: Mapping[str, Given]) -> list[str]:
-    """What settings cannot tell themselves: reward's default, typed beside rewards, looks like no
-    reward typed.
+    """Return a problem if the line sets both rewards and reward to its default value. The settings
+    class cannot detect this case, because the default looks like no value.
     """
     if line.keys() >= _INSTEAD.keys() and line["reward"].words == ("exact_match",):
         return [
-            "--reward exact_match has no effect: --rewards stands in its place; add it to rewards with its weight"
+            "--reward exact_match has no effect: --rewards replaces it; add it to rewards with its "
+            "weight"
         ]
     return []

@@ -1,4 +1,6 @@
-"""The section of methods' settings about models whose judgement is the reward. No torch here."""
+"""Define the settings of models that compute the reward: reward models, comparison models, rubric
+models. This module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -11,34 +13,34 @@ from rl.settings.ranges import Positive, Range, Size, check_ranges
 
 @dataclass(frozen=True, kw_only=True)
 class LearnedRewardSettings:
-    """A model in the loop whose judgement is the reward."""
+    """Hold the settings of models that compute the reward."""
 
     reward_model: str | None = None
-    """Learn from a reward model's scores: an earlier stage, the folder of a reward_model run, a checkpoint of one, or a published model (folder or hub name) whose class is ...ForSequenceClassification with one output, which reads conversations with its own tokenizer and chat template. What reward says is then only measured (see other_reward_weight)."""
+    """Reward model to train against: an earlier stage, the folder of a reward_model run, a checkpoint of such a run, or a published model (folder or hub name) with a ...ForSequenceClassification class and a single output, which reads conversations with its tokenizer and chat template. The reward setting is then only measured (see other_reward_weight)."""
     reward_models: Annotated[tuple[tuple[str, float], ...], Range(-1e6, 1e6)] = ()
-    """Several reward models and their weights, added up and each logged (reward/learned/<name>), instead of reward_model: --reward-models org/one 1 runs/rm 0.5; in a recipe a mapping."""
+    """Several reward models with their weights, instead of reward_model; the scores are added up and each is logged (reward/learned/<name>): --reward-models org/one 1 runs/rm 0.5; in a recipe a mapping."""
     comparison_model: str | None = None
-    """Learn from comparisons instead: a language model (an earlier stage, a run's folder, a folder of weights, a hub name) is shown the answers of a group two by two, in both orders, and the probabilities of A, B and tie are read. Reward: the share of its group that an answer is preferred to."""
+    """Language model that compares answers (an earlier stage, a run's folder, a folder of weights, a hub name). It reads each pair of answers of a group in both orders; the probabilities of A, B and tie are used. Reward: the share of the group's other answers to which an answer is preferred."""
     rubric_model: str | None = None
-    """Learn from a rubric instead: a language model (named like comparison_model) is asked each question of rubric about each answer. Reward: the weighted mean of its readings, 0 to 1; each is logged as rubric/<its first words>."""
+    """Language model that answers each question of rubric about each answer (specified like comparison_model). Reward: the weighted mean of the results, 0 to 1; each result is logged as rubric/<its first words>."""
     rubric: Annotated[tuple[tuple[str, float], ...], Range(-1e6, 1e6)] = ()
-    """Questions and their weights, put so that yes is good (or with a negative weight): --rubric "Is it polite?" 1 "Is it right?" 3; in a recipe a mapping."""
+    """Questions with their weights, phrased so that yes is good (or with a negative weight): --rubric "Is it polite?" 1 "Is it right?" 3; in a recipe a mapping."""
     rubric_reading: Literal["yes_no", "score"] = "yes_no"
-    """yes_no: the probability of yes against no, nothing is sampled. score: the judge writes, and the last "Score: N" is read, N from 0 to rubric_scale; an answer for which it writes none is left out and counted."""
+    """Way to read the rubric model. yes_no: the probability of yes against no; nothing is sampled. score: the model writes a text, and the last "Score: N" is read, N from 0 to rubric_scale; an answer without such a line is left out and counted."""
     rubric_scale: Positive = 10.0
-    """score: the best N."""
+    """Highest score N (rubric_reading score)."""
     rubric_max_tokens: Size = 256
-    """score: how much the judge may write to a question."""
+    """Maximum number of tokens that the rubric model writes for a question (rubric_reading score)."""
     rubric_renderer: str | None = None
-    """chat_template, role_colon or plain; by default the one recommended for the judge."""
+    """Renderer of the rubric model: chat_template, role_colon or plain; default: the recommended renderer of the model."""
     other_reward_weight: Annotated[float, Range(-1e6, 1e6)] = 0.0
-    """Of what reward (or rewards) says, beside the model's judgement: 0 measures it and learns nothing from it."""
+    """Weight of reward (or rewards) next to the model's score; 0: measure it without training on it."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
         if self.reward_models and self.reward_model is not None:
             raise ValueError(
-                f"reward_models stands in the place of reward_model: add {self.reward_model} to it with its weight, or leave it out"
+                f"reward_models replaces reward_model: add {self.reward_model} to reward_models with its weight, or leave reward_model out"
             )
         if len({name for name, _ in self.reward_models}) < len(self.reward_models):
             raise ValueError(
@@ -47,20 +49,28 @@ class LearnedRewardSettings:
         if self.scoring and self.comparison_model is not None:
             name = "reward_models score" if self.reward_models else "reward_model scores"
             raise ValueError(
-                f"{name} answers and comparison_model compares them: name one of the two"
+                f"{name} answers and comparison_model compares them: set reward models or comparison_model, not both"
             )
         if self.rubric_model is not None and len(self.named) > 1:
-            raise ValueError(f"rubric_model judges by itself: leave out {self.named[0]}, or it")
+            raise ValueError(
+                f"rubric_model computes the reward by itself: leave out {self.named[0]} or rubric_model"
+            )
         if self.other_reward_weight and not self.named:
             raise ValueError(
-                "other_reward_weight stands beside a reward_model, reward_models, comparison_model or rubric_model: name one, or leave it out"
+                "other_reward_weight requires reward_model, reward_models, comparison_model or rubric_model: set any of these, or leave other_reward_weight out"
             )
         if (self.rubric_model is None) != (not self.rubric):
             raise ValueError(
                 'rubric and rubric_model go together: --rubric-model NAME --rubric "Is the answer polite?" 1'
             )
         options = ("rubric_reading", "rubric_renderer")
-        only_with(self, options, self.rubric_model is not None, "no rubric_model is named", "name one")
+        only_with(
+            self,
+            options,
+            self.rubric_model is not None,
+            "no rubric_model is set",
+            "set rubric_model",
+        )
         written = self.rubric_reading == "score"
         only_with(
             self,
@@ -72,7 +82,7 @@ class LearnedRewardSettings:
 
     @property
     def named(self) -> list[str]:
-        """The models that were named, if any were."""
+        """Return the names of all configured models."""
         return [
             *(name for name, _ in self.scoring),
             *(name for name in (self.comparison_model, self.rubric_model) if name is not None),
@@ -80,7 +90,9 @@ class LearnedRewardSettings:
 
     @property
     def scoring(self) -> tuple[tuple[str, float], ...]:
-        """The reward models and their weights: reward_models, or reward_model with weight 1."""
+        """Return the reward models with their weights: reward_models, or reward_model with weight
+        1.
+        """
         return self.reward_models or (
             () if self.reward_model is None else ((self.reward_model, 1.0),)
         )

@@ -1,5 +1,5 @@
-"""What settings are called elsewhere: TRL's, verl's and Hugging Face's words, each with what it is
-called here and what differs.
+"""Map names of settings in other libraries (TRL, verl, Hugging Face), and former names of settings
+here, to the current names.
 """
 
 from __future__ import annotations
@@ -7,15 +7,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-# word elsewhere: (setting here, what to know). Where there is no such setting, "" and what does its
-# work.
+# Name elsewhere: (setting here, difference). If no such setting exists: ("", the replacement).
 _WORDS: dict[str, tuple[str, str]] = {
     "lr": ("learning_rate", ""),
-    "max_steps": ("steps", "batches, each of one optimizer step or of num_substeps"),
+    "max_steps": (
+        "steps",
+        "number of batches; each takes num_substeps optimizer steps (1 by default)",
+    ),
     "num_steps": ("steps", ""),
     "num_iterations": (
         "",
-        "each batch is trained on once, in num_substeps optimizer steps; ppo has epochs",
+        "each batch is used once, in num_substeps optimizer steps; ppo has epochs",
     ),
     "total_steps": ("steps", ""),
     "num_generations": ("group_size", "batch_size counts problems, not answers"),
@@ -27,7 +29,8 @@ _WORDS: dict[str, tuple[str, str]] = {
     "response_length": ("max_tokens", ""),
     "gradient_accumulation_steps": (
         "token_budget",
-        "positions in one micro-batch: a batch is cut into as many as it takes, and the gradient does not depend on it",
+        "token positions in a micro-batch; a batch is split into as many as needed, and the "
+        "gradient does not depend on it",
     ),
     "per_device_train_batch_size": (
         "batch_size",
@@ -37,9 +40,12 @@ _WORDS: dict[str, tuple[str, str]] = {
         "batch_size",
         "problems a step, over all GPUs; memory is set by token_budget",
     ),
-    "ppo_mini_batch_size": ("num_substeps", "into how many optimizer steps a batch is split"),
-    "ppo_micro_batch_size": ("token_budget", "positions in one micro-batch"),
-    "micro_batch_size": ("token_budget", "positions in one micro-batch"),
+    "ppo_mini_batch_size": (
+        "num_substeps",
+        "number of optimizer steps into which a batch is split",
+    ),
+    "ppo_micro_batch_size": ("token_budget", "token positions in a micro-batch"),
+    "micro_batch_size": ("token_budget", "token positions in a micro-batch"),
     "beta": ("kl_coef", ""),
     "kl_loss_coef": ("kl_coef", "with kl_placement loss"),
     "init_kl_coef": ("kl_coef", "with kl_placement reward"),
@@ -47,14 +53,14 @@ _WORDS: dict[str, tuple[str, str]] = {
     "clip_range": ("clip_low", "a ratio: 1 - epsilon, such as 0.8; clip_high is 1 + epsilon"),
     "cliprange": ("clip_low", "a ratio: 1 - epsilon, such as 0.8; clip_high is 1 + epsilon"),
     "epsilon_high": ("clip_high", "a ratio: 1 + epsilon, such as 1.28"),
-    "loss_type": ("variant", "dr_grpo, dapo, gspo, ...; or loss and normalise one by one"),
+    "loss_type": ("variant", "dr_grpo, dapo, gspo, ...; or set loss and normalise directly"),
     "scale_rewards": (
         "advantage",
         "mean_std divides by the group's standard deviation, mean does not",
     ),
     "mask_truncated_completions": (
         "",
-        "cut_off_penalty and overlong_share are for answers that max_tokens cut off",
+        "cut_off_penalty and overlong_share treat answers that max_tokens cut off",
     ),
     "reward_funcs": ("reward", "several: rewards NAME WEIGHT ..."),
     "reward_weights": ("rewards", "rewards NAME WEIGHT NAME WEIGHT ..."),
@@ -87,16 +93,16 @@ _WORDS: dict[str, tuple[str, str]] = {
     ),
     "run_name": ("name", ""),
     "resume_from_checkpoint": ("resume", "with --output-dir; from the newest checkpoint"),
-    "use_vllm": ("", "the sampler is in the same process"),
+    "use_vllm": ("", "the sampler runs in the same process"),
     "vllm_gpu_memory_utilization": ("kv_cache_tokens", "the KV cache in tokens"),
-    "tensor_parallel_size": ("sampler_tp", "of the sampler; the learner is sharded by its launch"),
+    "tensor_parallel_size": ("sampler_tp", "for the sampler; the launch shards the learner"),
     "vllm_tensor_parallel_size": ("sampler_tp", ""),
-    "enforce_eager": ("sampler_cache", "plain: no graphs"),
-    "num_train_epochs": ("steps", "batches; rows / batch_size of them are an epoch"),
-    "disable_dropout": ("", "nothing drops out here, ever"),
+    "enforce_eager": ("sampler_cache", "plain uses no CUDA graphs"),
+    "num_train_epochs": ("steps", "number of batches; rows / batch_size of them are an epoch"),
+    "disable_dropout": ("", "dropout is never used here"),
 }
 
-# Former names of settings, and former words of their values: both are still read.
+# Former names of settings and former words of their values; both are still accepted.
 _FORMER_NAMES = {"episodes": "rollout_mode", "over_age": "on_stale", "kl_in": "kl_placement"}
 _FORMER_VALUES = {
     "rollout_mode": {"in_step": "lockstep", "continuous": "async"},
@@ -105,7 +111,7 @@ _FORMER_VALUES = {
 
 
 def current_name(key: str) -> str:
-    """Return today's name of a setting, `key` itself if it never had another.
+    """Return the current name of a setting, or `key` itself if it is not a former name.
 
     `key` may begin with a stage ("grpo.kl_in"). Settings of an environment or of a chat template
     ("environment.episodes") are not renamed.
@@ -117,12 +123,12 @@ def current_name(key: str) -> str:
 
 
 def current_value(name: str, word: str) -> str:
-    """Return today's word for a value of the setting `name`."""
+    """Return the current word for a value of the setting `name`."""
     return _FORMER_VALUES.get(name, {}).get(word, word)
 
 
 def current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return saved settings (flat name to JSON value) under today's names and values."""
+    """Return saved settings (flat name to JSON value) under their current names and values."""
     current = {}
     for key, value in settings.items():
         name = current_name(key)
@@ -131,14 +137,14 @@ def current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hint(word: str, known: Collection[str]) -> str | None:
-    """What a setting of another library is called here; None for a word of none, or of what this
-    run's methods have not.
+    """Return a hint for a setting of another library: its name here. Returns None for an unknown
+    word, or if `known` (the settings of this run) lacks the setting.
     """
     if word not in _WORDS:
         return None
     here, more = _WORDS[word]
     if not here:
-        return f"; there is no such setting: {more}"
+        return f"; this project has no such setting: {more}"
     if here not in known:
         return None
     return f"; it is called --{here.replace('_', '-')} here" + (f" ({more})" if more else "")

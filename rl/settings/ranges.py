@@ -1,12 +1,13 @@
-"""Which numbers a setting may be: declared in the field's annotation, checked wherever a value
-enters.
+"""Declare the range of numbers that a setting accepts, in the annotation of its field, and check
+it.
 
     learning_rate: Annotated[float | None, Range(0, 1, above=True)] = None
 
-On the line, in a recipe and in config.json a value is checked as it is read, and the place named;
-an instance made in Python is checked by `check_ranges`, which every settings class calls. Bounds
-are either the quantity's own (a share, a discount) or where nothing sensible is left: beyond them a
-number is a slip, and would be found after work was lost, if at all.
+A value from the command line, a recipe or config.json is checked when it is read, and the error
+names its place. `check_ranges`, which every settings class calls, checks an instance that Python
+code creates. A bound is either inherent to the quantity (a share, a discount) or lies where no
+sensible value remains: a number beyond it is a typing mistake that would otherwise appear late or
+never.
 """
 
 from __future__ import annotations
@@ -22,10 +23,8 @@ _SHOWN = 40  # characters of a number in a message
 
 @dataclass(frozen=True)
 class Range:
-    """From `low` to `high`; `above`, `below`: without that end. `why`: what a value outside would
-    do, or one that would do.
-
-    NaN and infinity lie in no range.
+    """Hold an interval from `low` to `high`. `above` excludes `low`, `below` excludes `high`. `why`
+    explains the limit or gives an example value. NaN and infinity are in no range.
     """
 
     low: float
@@ -35,13 +34,14 @@ class Range:
     why: str = ""
 
     def holds(self, value: float) -> bool:
+        """Return whether `value` is in the range."""
         return (self.low < value if self.above else self.low <= value) and (
             value < self.high if self.below else value <= self.high
         )
 
     def expected(self, value: float) -> str:
-        """What `value`, which lies outside, should be: both ends of a narrow range, of a wide one
-        the end that it missed.
+        """Return the text of the requirement that `value` violates: both bounds of a narrow range,
+        the violated bound of a wide range.
         """
         if self.high <= _NARROW:
             low, high = _number(self.low), _number(self.high)
@@ -71,9 +71,9 @@ COUNT, SIZE = Range(0, MANY), Range(1, MANY)
 SHARE, BELOW_ONE = Range(0, 1), Range(0, 1, below=True)
 INSIDE = Range(0, 1, above=True, below=True)
 POSITIVE, NOT_NEGATIVE, FINITE = Range(0, LARGE, above=True), Range(0, LARGE), Range(-LARGE, LARGE)
-WEIGHT = Range(0, 1e6)  # of a term in a loss
+WEIGHT = Range(0, 1e6)  # coefficient of a loss term
 SECONDS = Range(0, 1e7, above=True)  # up to four months
-# AdamW moves every weight by about as much: at 1 nothing of a model is left
+# AdamW changes every weight by about the learning rate: a rate of 1 destroys the model.
 RATE = Range(0, 1, above=True)
 
 Count = Annotated[int, COUNT]
@@ -88,12 +88,13 @@ Seconds = Annotated[float, SECONDS]
 
 
 def _number(value: float) -> str:
+    """Format a number for a message; long integers are replaced by their number of digits."""
     text = str(value) if isinstance(value, Integral) else f"{value:.10g}"
     return text if len(text) <= _SHOWN else f"a number of {len(text)} digits"
 
 
 def range_of(annotation: Any) -> Range | None:
-    """The range declared in `Annotated[..., Range(...)]`; None where there is none."""
+    """Return the range declared in `Annotated[..., Range(...)]`, or None."""
     if typing.get_origin(annotation) is not Annotated:
         return None
     return next(
@@ -102,14 +103,16 @@ def range_of(annotation: Any) -> Range | None:
 
 
 def bare(annotation: Any) -> Any:
-    """The annotation without what was declared beside it."""
+    """Return the annotation without its `Annotated` metadata."""
     return (
         typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
     )
 
 
 def numbers_in(annotation: Any) -> set[type]:
-    """The kinds of numbers (int, float) that values of this annotation hold; switches are none."""
+    """Return the number types (int, float) that values of this annotation hold; bool does not
+    count.
+    """
     annotation = bare(annotation)
     if annotation in (int, float):
         return {annotation}
@@ -118,11 +121,11 @@ def numbers_in(annotation: Any) -> set[type]:
 
 
 def complaint(value: Any, allowed: Range, whole: bool) -> str | None:
-    """What is wrong with `value` (a number, None, or a tuple that holds some): "is at least 0, got
-    -1"; None where nothing is.
+    """Return the problem of `value` (a number, None, or a tuple), such as "is at least 0, got -1",
+    or None if it is valid.
 
-    Texts and None are no numbers, and are let through; a bool, which Python counts among numbers,
-    is not. `whole`: no fractions.
+    Strings and None are accepted. A bool is rejected, although it is a number in Python. `whole`:
+    only integers are accepted.
     """
     if isinstance(value, (tuple, list)):
         return next(
@@ -138,13 +141,14 @@ def complaint(value: Any, allowed: Range, whole: bool) -> str | None:
     return (
         None
         if allowed.holds(number)
-        else f"{allowed.expected(number)}, got {_number(number) if isinstance(value, Integral) else value}"
+        else f"{allowed.expected(number)}, got "
+        f"{_number(number) if isinstance(value, Integral) else value}"
     )
 
 
 @functools.cache
 def _declared(cls: type) -> tuple[tuple[str, Range, set[type], bool], ...]:
-    """(name, range, kinds of numbers, whether the value itself is a number) of each field with a
+    """Return (name, range, number types, whether the value itself is a number) of each field with a
     range.
     """
     hints = typing.get_type_hints(cls, include_extras=True)
@@ -166,8 +170,8 @@ def _declared(cls: type) -> tuple[tuple[str, Range, set[type], bool], ...]:
 
 
 def check_ranges(settings: Any) -> None:
-    """Raises ValueError for the first field whose value is outside the range that its class
-    declares, or no number.
+    """Raise ValueError for the first field with a value that is not a number or is outside its
+    declared range.
     """
     for name, allowed, kinds, plain in _declared(settings.__class__):
         value = getattr(settings, name)

@@ -1,8 +1,8 @@
-"""Recipes: YAML files of settings, read with the line of each, so that a mistake can be pointed at.
+"""Read recipes: YAML files of settings, with the line number of each setting for error messages.
 
-Scalars stay the text that was written; the setting's own type decides what it means. So `3e-4` is a
-number where a number is wanted (YAML 1.1 would make it a string) and `no` is a word where a word is
-wanted (YAML 1.1 would make it false).
+Scalars keep the text as written, and the type of the setting interprets it. So `3e-4` is a number
+for a numeric setting (YAML 1.1 would make it a string) and `no` is a word for a text setting (YAML
+1.1 would make it false).
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ import yaml
 from rl.settings.fields import Given
 from rl.settings.other_words import current_name
 
-# bytes; values; a stage's list of pairs is five deep
+# bytes; values; depth (a list of pairs of a stage has depth 5)
 _LARGEST, _NODES, _DEEPEST = 1 << 18, 20_000, 16
 _HALF = re.compile("[\ud800-\udfff]")
-_TOO_DEEP = f"nested more than {_DEEPEST} deep, or a value that holds itself; a recipe is a mapping of settings"
-# Checkpoints are called <name>-000020, so a stage's name has to fit theirs (rl.ranks.checkpoint; no
-# torch is imported for it here).
+_TOO_DEEP = (
+    f"nested more than {_DEEPEST} deep, or a value that contains itself; a recipe is a mapping of "
+    "settings"
+)
+# Checkpoints are named <name>-000020, so a stage's name must be valid there (rl.ranks.checkpoint is
+# not imported here, because it imports torch).
 _FILE_NAME = re.compile(r"(?!.*\.partial-)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass
 class RecipeStage:
-    """One stage as written: `method` (None: not said), `name`, and the settings of this stage
-    alone.
+    """Hold a stage as written: `method` (None: missing), `name`, and the settings of this stage
+    only.
     """
 
     method: str | None
@@ -39,8 +42,8 @@ class RecipeStage:
 
 @dataclass
 class Recipe:
-    """A recipe as written. `shared`: settings at the top level. `stages` is empty for a file of
-    settings without `method:`.
+    """Hold a recipe as written. `shared` holds the settings at the top level. `stages` is empty for
+    a file without `method:` and `stages:`.
     """
 
     path: Path
@@ -51,8 +54,8 @@ class Recipe:
 def _pairs(
     node: yaml.MappingNode, path: Path, problems: list[str]
 ) -> dict[str, tuple[yaml.Node, int]]:
-    """Key (with underscores) to (value, line from 1). A key given twice is a problem: YAML would
-    keep the last in silence.
+    """Return key (with underscores) to (value, line from 1). A duplicate key is a problem: YAML
+    would silently keep the last value.
     """
     pairs: dict[str, tuple[yaml.Node, int]] = {}
     for key_node, value_node in node.value:
@@ -65,7 +68,7 @@ def _pairs(
         key = key_node.value.replace("-", "_")
         if key in pairs:
             problems.append(
-                f"{path} line {line}: {key} is given twice (first in line {pairs[key][1]}); keep one"
+                f"{path} line {line}: {key} occurs twice (first in line {pairs[key][1]}); keep one"
             )
             continue
         pairs[key] = (value_node, line)
@@ -73,9 +76,11 @@ def _pairs(
 
 
 def _misshapen(root: yaml.Node) -> str | None:
-    """What no recipe has: nodes within nodes without end (an alias of what holds it), more of them
-    than anybody wrote (aliases of aliases, each of which counts as all that it stands for), or text
-    that is none. Escapes of half characters are put together.
+    """Return the reason why a YAML tree cannot be a recipe, or None.
+
+    Rejects unbounded nesting (an alias of a node that contains it), too many nodes (aliases of
+    aliases, each counted with all its content), and invalid text. Joins escaped surrogate pairs in
+    place.
     """
     waiting, seen = [(root, 0)], 0
     while waiting:
@@ -84,21 +89,25 @@ def _misshapen(root: yaml.Node) -> str | None:
         if depth > _DEEPEST:
             return _TOO_DEEP
         if seen > _NODES:
-            return f"with its aliases it stands for more than {_NODES} values, which no recipe does"
+            return f"its aliases expand to more than {_NODES} values, the maximum of a recipe"
         if isinstance(node, yaml.MappingNode):
             waiting += [(part, depth + 1) for pair in node.value for part in pair]
         elif isinstance(node, yaml.SequenceNode):
             waiting += [(part, depth + 1) for part in node.value]
-        elif _HALF.search(node.value):  # an escape as JSON writes what lies beyond 16 bits
+        elif _HALF.search(node.value):  # a JSON escape of a character beyond 16 bits
             node.value = node.value.encode("utf-16-le", "surrogatepass").decode(
                 "utf-16-le", "replace"
             )
             if "\ufffd" in node.value:
-                return f"line {node.start_mark.line + 1} holds half a character (an escape from \\ud800 to \\udfff alone)"
+                return (
+                    f"line {node.start_mark.line + 1} holds half a character (an unpaired escape "
+                    "from \\ud800 to \\udfff)"
+                )
     return None
 
 
 def _words(node: yaml.Node) -> tuple[str, ...]:
+    """Return the words of a YAML value; mappings and sequences are flattened."""
     if isinstance(node, yaml.ScalarNode):
         return ("None" if _is_null(node) else node.value,)
     if isinstance(node, yaml.MappingNode):
@@ -111,21 +120,24 @@ def _is_null(node: yaml.Node) -> bool:
 
 
 def _given(key: str, node: yaml.Node, line: int, path: Path) -> Given:
+    """Return a YAML value as `Given`."""
     return Given(_words(node), f"{path} line {line}, {key}", is_null=_is_null(node))
 
 
 def _all_given(
     pairs: dict[str, tuple[yaml.Node, int]], path: Path, problems: list[str]
 ) -> dict[str, Given]:
-    """The settings of a mapping; of `environment: {name: ..., key: value}` the name, and the keys
-    as environment.key.
+    """Return the settings of a mapping. `environment: {name: ..., key: value}` becomes the name and
+    keys of the form environment.key.
     """
     values: dict[str, Given] = {}
     for written, (value, line) in pairs.items():
         key = current_name(written)
         if key in values:
             former = next(name for name in pairs if name != key and current_name(name) == key)
-            problems.append(f"{path} line {line}: {former} and {key} are one setting; keep {key}")
+            problems.append(
+                f"{path} line {line}: {former} and {key} are the same setting; keep {key}"
+            )
             continue
         if key != "environment" or not isinstance(value, yaml.MappingNode):
             values[key] = _given(written, value, line, path)
@@ -133,7 +145,8 @@ def _all_given(
         inner_pairs = _pairs(value, path, problems)
         if "name" not in inner_pairs:
             problems.append(
-                f"{path} line {line}: environment has no `name:`; it is a name, or a mapping of its name and settings"
+                f"{path} line {line}: environment has no `name:`; it is a name, or a mapping of "
+                "its name and settings"
             )
         for inner, (node, at) in inner_pairs.items():
             name = key if inner == "name" else f"{key}.{inner}"
@@ -144,7 +157,7 @@ def _all_given(
 def _word(
     key: str, pair: tuple[yaml.Node, int] | None, path: Path, problems: list[str]
 ) -> str | None:
-    """The one word of `method:` or `name:`; None where it is not given."""
+    """Return the word of `method:` or `name:`, or None if the key is missing."""
     if pair is None:
         return None
     node, line = pair
@@ -155,38 +168,41 @@ def _word(
 
 
 def _stage(node: yaml.Node, path: Path, problems: list[str]) -> RecipeStage | None:
+    """Return a stage of the recipe, or None if the node is not a mapping."""
     line = node.start_mark.line + 1
     if not isinstance(node, yaml.MappingNode):
         problems.append(f"{path} line {line}: a stage is a mapping with `method:` and settings")
         return None
     pairs = _pairs(node, path, problems)
     if "method" not in pairs:
-        problems.append(f"{path} line {line}: this stage says no `method:`")
+        problems.append(f"{path} line {line}: this stage has no `method:`")
     method = _word("method", pairs.pop("method", None), path, problems)
     name_line = pairs["name"][1] if "name" in pairs else line
     name = _word("name", pairs.pop("name", None), path, problems)
     if name is not None and not _FILE_NAME.fullmatch(name):
         shown = name if len(name) <= 110 else f"{name[:100]}..."
         problems.append(
-            f"{path} line {name_line}: the stage's name {shown!r} is that of its checkpoints' folders too: at most 100 letters, digits, "
+            f"{path} line {name_line}: the stage's name {shown!r} is also the name of its "
+            "checkpoint folders: at most 100 letters, digits, "
             "'.', '_' and '-', the first a letter or digit"
         )
     return RecipeStage(method, name, line, _all_given(pairs, path, problems))
 
 
 def _syntax_problem(path: Path, error: yaml.YAMLError) -> str:
+    """Return the message for a YAML syntax error."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"{path} line {error.problem_mark.line + 1}: not YAML: {error.problem}"
     return f"{path}: not YAML: {error}"
 
 
 def read_recipe(path: Path, problems: list[str]) -> Recipe:
-    """Read `path`. Mistakes of form go to `problems`; what could be read is returned all the same."""
+    """Read the recipe `path`. Mistakes go to `problems`; the readable part is returned."""
     recipe = Recipe(path)
     try:
         size = path.stat().st_size
         if size > _LARGEST:
-            problems.append(f"{path}: {size} bytes are no recipe (one has at most {_LARGEST})")
+            problems.append(f"{path}: {size} bytes are too large for a recipe (at most {_LARGEST})")
             return recipe
         root = yaml.compose(path.read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
@@ -200,7 +216,8 @@ def read_recipe(path: Path, problems: list[str]) -> Recipe:
         return recipe
     if not isinstance(root, yaml.MappingNode):
         problems.append(
-            f"{path}: a recipe is a mapping of settings, like `learning_rate: 3e-4`; this file is not"
+            f"{path}: a recipe is a mapping of settings, like `learning_rate: 3e-4`; this file is "
+            "not"
         )
         return recipe
     if (bad := _misshapen(root)) is not None:
@@ -216,7 +233,8 @@ def read_recipe(path: Path, problems: list[str]) -> Recipe:
         node, line = stages_pair
         if not isinstance(node, yaml.SequenceNode) or not node.value:
             problems.append(
-                f"{path} line {line}: `stages:` is a list of mappings, each with `method:` and settings"
+                f"{path} line {line}: `stages:` is a list of mappings, each with `method:` and "
+                "settings"
             )
         else:
             recipe.stages = [
@@ -231,7 +249,7 @@ def read_recipe(path: Path, problems: list[str]) -> Recipe:
 
 
 def summary(path: Path) -> str:
-    """The first comment of a recipe, up to the end of its line; "" where there is none."""
+    """Return the text of the first comment line of a recipe, or ""."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith("#"):
             text = line.lstrip("# ").strip()

@@ -1,5 +1,5 @@
-"""What a run's folder asks for: the words of `train.py --resume --output-dir RUN`, and settings
-changed on the way with --change.
+"""Read the stages and options of an existing run for `train.py --resume --output-dir RUN`, and
+parse the values of --change.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from rl.settings.fields import Given, nearest, words_of
 from rl.settings.other_words import current_name, current_settings
 from rl.settings.recipe import RecipeStage
 
-# of one start, not of the run
+# options of a single launch, not of the run
 _HOW = ("resume", "auto_resume", "overwrite", "output_dir", "plan", "change")
 
 
 def read_folder(
     folder: Path, options: Collection[str]
 ) -> tuple[str, list[RecipeStage], dict[str, Given]] | None:
-    """(name, stages, options of the run) as the config.json in `folder` has them; None where it
-    holds no run's.
+    """Return (name, stages, run-level options) from config.json in `folder`, or None if it is not
+    that of a run.
 
-    Settings that there are no more (`options`: those of a run that there are) are left to be found
-    as unknown.
+    `options`: the run-level settings that exist today; other saved options are dropped. Unknown
+    settings of stages are kept, so that the caller reports them.
     """
     path = folder.expanduser() / "config.json"
     try:
@@ -39,11 +39,12 @@ def read_folder(
         }
         name = config["name"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        return None  # what is wrong with it is told where the folder is opened
+        return None  # the code that opens the folder reports the problem
     return (name, stages, shared) if stages and isinstance(name, str) else None
 
 
 def _stage(stage: Mapping[str, Any], path: Path) -> RecipeStage:
+    """Return a saved stage as a `RecipeStage`."""
     values = {
         key: _given(key, value, path) for key, value in current_settings(stage["settings"]).items()
     }
@@ -51,19 +52,21 @@ def _stage(stage: Mapping[str, Any], path: Path) -> RecipeStage:
 
 
 def _given(key: str, value: Any, path: Path) -> Given:
+    """Return a saved JSON value as `Given`."""
     return Given(words_of(value), f"{path}, {key}", is_null=value is None)
 
 
 def changes(words: Sequence[str], problems: list[str]) -> dict[str, Given]:
-    """`NAME=VALUE` and `STAGE.NAME=VALUE` by name; several values of one setting in one word, as a
-    shell quotes them.
+    """Parse `NAME=VALUE` and `STAGE.NAME=VALUE` words to values by name. Several values of a
+    setting are in the same word, quoted as for a shell.
     """
     changed = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not name:
             problems.append(
-                f"--change {word!r}: NAME=VALUE is expected, such as learning_rate=1e-4 or grpo.learning_rate=1e-4"
+                f"--change {word!r}: expected NAME=VALUE, such as learning_rate=1e-4 or "
+                "grpo.learning_rate=1e-4"
             )
             continue
         try:
@@ -76,7 +79,9 @@ def changes(words: Sequence[str], problems: list[str]) -> dict[str, Given]:
 
 
 def plain(name: str) -> str:
-    """A setting's name as Python has it; what stands before a dot is a stage's, and stays."""
+    """Return a setting's name as a Python identifier under its current name. A stage name before a
+    dot stays unchanged.
+    """
     stage, dot, key = name.rpartition(".")
     return current_name(stage + dot + re.sub("-", "_", key))
 
@@ -87,7 +92,9 @@ def of_stages(
     tables: Mapping[str, Collection[str]],
     problems: list[str],
 ) -> dict[str, dict[str, Given]]:
-    """`stage.setting` keys by stage. `tables`: the settings of each stage."""
+    """Return the `stage.setting` keys grouped by stage. `tables` holds the settings of each stage;
+    mistakes are appended to `problems`.
+    """
     by_stage: dict[str, dict[str, Given]] = {name: {} for name in names}
     for key, raw in found.items():
         stage, _, setting = key.rpartition(".")

@@ -1,4 +1,4 @@
-"""What was asked for: a `Run` of stages, and a `Run` to the config.json of its folder and back."""
+"""Define a `Run` of stages, and convert it to config.json and back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl.settings.fields import SettingsError, defaults, flatten, show, unflatten
 
 
 class MethodSpec(Protocol):
-    """A method on the command line: its settings class and one line on what it does."""
+    """Specify a method for the command line: its settings class and a summary line."""
 
     @property
     def settings(self) -> type: ...
@@ -20,16 +20,14 @@ class MethodSpec(Protocol):
 
     @property
     def variants(self) -> Mapping[str, Mapping[str, Any]]:
-        """By the value of the setting `variant`, the flat settings that this stands for where they
-        are not given.
+        """Return, for each value of the setting `variant`, the flat settings that it implies unless
+        they are set.
         """
         ...
 
 
 class RunOptions(Protocol):
-    """What the run-level settings class must hold for this module; the rest of it is passed
-    through.
-    """
+    """Specify what this module requires of the class of run-level settings."""
 
     @property
     def name(self) -> str | None: ...
@@ -37,7 +35,7 @@ class RunOptions(Protocol):
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage of a run. `settings` is an instance of the method's settings class."""
+    """Hold a stage of a run. `settings` is an instance of the method's settings class."""
 
     method: str
     name: str
@@ -46,7 +44,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Run:
-    """What was asked for: stages in order, run-level `options`, and the recipe it came from, if
+    """Hold a requested run: its stages in order, the run-level `options`, and the recipe file, if
     any.
     """
 
@@ -57,8 +55,8 @@ class Run:
 
 
 def resolved(run: Run) -> dict[str, Any]:
-    """Everything the run was asked for, as JSON: `name`, `recipe`, `options` and `stages`, settings
-    by their flat names.
+    """Return the complete configuration of `run` as JSON: `name`, `recipe`, `options` and `stages`,
+    with settings by flat name.
     """
     stages = [
         {"method": s.method, "name": s.name, "settings": flatten(s.settings)} for s in run.stages
@@ -78,15 +76,15 @@ def from_resolved(
     options: type,
     place: str = "config.json",
 ) -> Run:
-    """The inverse of `resolved`. SettingsError names what no longer fits (a method or setting that
-    is gone, a wrong type).
+    """Return the run of a saved configuration, the inverse of `resolved`. Raises SettingsError for
+    methods or settings that no longer exist and for values of a wrong type.
     """
     problems: list[str] = []
     stages: list[StagePlan] = []
     missing = [key for key in ("name", "options", "stages") if key not in config]
     if missing:
         raise SettingsError(
-            [f"{place}: no {key!r} in it; is it the config.json of a run?" for key in missing]
+            [f"{place}: no key {key!r}; is this file the config.json of a run?" for key in missing]
         )
     for stage in config["stages"]:
         if stage["method"] not in methods:
@@ -115,11 +113,11 @@ def difference(
     methods: Mapping[str, MethodSpec] | None = None,
     options: type | None = None,
 ) -> list[str]:
-    """One line for each setting that two `resolved` runs do not share ("stage grpo: learning_rate
-    0.0003 -> 0.001").
+    """Return a line for each setting that differs between two `resolved` runs ("stage grpo:
+    learning_rate 0.0003 -> 0.001").
 
-    `methods`, `options`: whose defaults a setting has that `saved` lacks, because it is of before
-    there was such a setting.
+    `methods`, `options`: the classes that supply the default of a setting that `saved` lacks
+    because it was saved before the setting existed.
     """
     lines: list[str] = []
 
@@ -131,7 +129,9 @@ def difference(
             if key in ignore or (key in old and key in new and old[key] == new[key]):
                 continue
             before, after = (
-                show(settings[key]) if key in settings and settings[key] is not None else "(not set)"
+                show(settings[key])
+                if key in settings and settings[key] is not None
+                else "(not set)"
                 for settings in (old, new)
             )
             lines.append(f"{prefix}{key} {before} -> {after}")

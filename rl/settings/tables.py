@@ -1,8 +1,11 @@
-"""The sections that methods' settings are made of (those of data: rl.settings.data_tables; of
-judges: rl.settings.judge_tables). No torch: the command line reads this first.
+"""Define the settings sections that most methods share (data: `rl.settings.data_tables`; reward
+models: `rl.settings.judge_tables`).
 
-Every leaf name is unique over the sections of a method, because on the line and in recipes settings
-are flat: `--learning-rate 1e-5`, `learning_rate: 1e-5`. The string under a field is its help.
+This module imports no torch, because the command line loads it first.
+
+Every leaf name is unique over the sections of a method, because settings are flat on the command
+line and in recipes: `--learning-rate 1e-5`, `learning_rate: 1e-5`. The string under a field is its
+help text.
 """
 
 from __future__ import annotations
@@ -29,53 +32,53 @@ from rl.settings.ranges import (
     check_ranges,
 )
 
-TEMPERATURE = Range(1e-3, 100, why="greedy samples do not differ")
+TEMPERATURE = Range(1e-3, 100, why="greedy samples are all the same")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What holds for the whole run."""
+    """Hold the settings of the whole run."""
 
     name: str | None = None
-    """Name of the run; by default the recipe's file name, or the method's."""
+    """Name of the run; default: the recipe's file name, or the method's name."""
     output_dir: Path | None = None
-    """Folder of the run; by default runs/<name>. A run writes nowhere else."""
+    """Folder of the run; default: runs/<name>. The run writes to no other place."""
     resume: bool = False
-    """Go on with the run in the folder from its newest whole checkpoint."""
+    """Resume the run in output_dir from its newest complete checkpoint."""
     auto_resume: bool = False
-    """Go on with the run that the folder holds, or start it if there is none: for a job that is restarted with the same line."""
+    """Resume the run in output_dir, or start it if the folder holds no run: for jobs that are restarted with the same command."""
     change: tuple[str, ...] = ()
-    """With --resume: settings that change what is learnt, NAME=VALUE ... (or STAGE.NAME=VALUE), from the checkpoint on; noted with its step in config.json. What changes no result needs no --change, nor do steps that are added."""
+    """With --resume: change settings that affect training, NAME=VALUE ... (or STAGE.NAME=VALUE), from the checkpoint on. Each change is recorded with its step in config.json. Settings that do not affect the result, and a larger number of steps, need no --change."""
     overwrite: bool = False
-    """Replace the run that the folder holds."""
+    """Replace the run in output_dir."""
     seed: Annotated[int, Range(-(2**63), 2**63 - 1)] = 0
-    """Of everything: initial weights of tiny models, order of the data, samples."""
+    """Seed of the whole run: initial weights of tiny models, order of the data, samples."""
     wandb_project: str | None = None
-    """Also log to this Weights & Biases project (WANDB_MODE=offline works)."""
+    """Weights & Biases project to log to as well (WANDB_MODE=offline works)."""
     quiet: bool = False
-    """No progress display."""
+    """Show no progress display."""
     timeout: Seconds = 1800.0
-    """Seconds that one process may wait for another in a collective; longer ends the run with an error that names the other."""
+    """Seconds that a process may wait for another process in a collective operation; a longer wait ends the run with an error that names the other process."""
     stop_grace: Seconds = 90.0
-    """Seconds to finish the step and save in after SIGTERM, SIGUSR1 or Ctrl-C; then, or at a second signal, the run ends at once. A step that would not fit is left out."""
+    """Seconds to finish the step and save a checkpoint after SIGTERM, SIGUSR1 or Ctrl-C. After that time, or at a second signal, the run ends at once. A step that would not fit into the time is not started."""
     self_test: bool = True
-    """Before the first step of a stage that samples: draw a few answers and check that learner and sampler agree, that changed weights reach the sampler, that what is trained is what was drawn, and that gradients reach it. Leaves no trace."""
+    """Check the pipeline before the first step of each stage that samples: sample a few answers, then check that learner and sampler agree, that changed weights reach the sampler, that the trained tokens are the sampled ones, and that gradients reach the weights. The check changes nothing."""
     replay: Path | None = None
-    """Repeat the run in this folder bit for bit: with the same settings, what its decisions.jsonl says is decided again (who was ready when, where new weights came)."""
+    """Repeat the run in this folder bit for bit: with the same settings, every scheduling decision (the order in which groups became ready, the step at which new weights arrived) is read from its decisions.jsonl."""
     plan: bool = False
-    """Print what each GPU would hold and whether it fits, and train nothing. No weights are loaded; of a hub model the config alone is needed."""
+    """Print the memory that each GPU would need and whether it fits, and train nothing. No weights are loaded; a hub model needs only its config."""
     plan_gpus: Annotated[int | None, Range(1, 10**6)] = None
-    """Plan for so many GPUs; by default the processes of this launch."""
+    """Number of GPUs to plan for; default: the number of processes of this launch."""
     plan_gpu_memory: Annotated[float | None, Range(0, 1e6, above=True)] = None
-    """GiB of each GPU planned for; by default those of the GPU that is there, or 80 with --plan-gpus. Without both, and without a GPU, a CPU process is planned."""
+    """Memory of each planned GPU, in GiB; default: that of the GPU in this machine, or 80 with --plan-gpus. Without either, and without a GPU, the plan is for a CPU process."""
     plan_zero: Literal["none", "1", "2", "3"] | None = None
-    """Plan for this ZeRO stage (none: one process or DDP); by default that of this launch."""
+    """ZeRO stage to plan for (none: a single process or DDP); default: that of this launch."""
     plan_prompt_tokens: Size = 512
-    """Length of prompts that the plan assumes."""
+    """Prompt length that the plan assumes, in tokens."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        # a shell does so on the line; nobody in a recipe
+        # A shell expands ~ on the command line; in a recipe nothing does.
         if self.output_dir is not None and str(self.output_dir).startswith("~"):
             try:
                 object.__setattr__(self, "output_dir", self.output_dir.expanduser())
@@ -83,98 +86,98 @@ class RunSettings:
                 raise ValueError(f"output_dir {self.output_dir}: {error}") from error
         if (self.resume or self.auto_resume) and self.overwrite:
             raise ValueError(
-                "resume and auto_resume continue a run and overwrite replaces it: give one of them"
+                "resume and auto_resume continue a run and overwrite replaces it: set only resume, auto_resume or overwrite"
             )
         if self.change and not (self.resume or self.auto_resume):
             raise ValueError(
-                "change alters a run that goes on: give it with resume (a new run takes its settings as flags)"
+                "change alters a run that is resumed: use it with resume (a new run takes its settings as flags)"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """The policy."""
+    """Hold the settings of the policy model."""
 
     base_model: str = "tiny:addition"
-    """A hub name, a model folder, tiny:<preset> (addition, ascii, vision, chat), built on the spot, or what was trained before: a run's folder (its newest checkpoint), a checkpoint, an export. A later stage starts from the stage before, unless it names a model or, by its name, a stage before that."""
+    """Model to train: a hub name, a model folder, tiny:<preset> (addition, ascii, vision, chat; built at the start), or an earlier result: a run's folder (its newest checkpoint), a checkpoint, an export. A later stage starts from the previous stage unless it names a model or, by name, another earlier stage."""
     tokenizer: str | None = None
-    """Folder or hub name of a tokenizer to use instead of the model's own."""
+    """Folder or hub name of a tokenizer to use instead of the model's."""
     lora_rank: Annotated[int, Range(0, 4096)] = 0
-    """Rank of LoRA adapters; 0 trains all weights."""
+    """Rank of the LoRA adapters; 0 trains all weights."""
     lora_alpha: Annotated[float | None, Range(0, 1e6, above=True)] = None
-    """Adapters are scaled by alpha / rank; by default alpha = rank."""
+    """Scale of the LoRA adapters: their output is multiplied by alpha / rank. Default: alpha = rank."""
     lora_start: Literal["auto", "continue", "merge"] = "auto"
-    """Where base_model (a run, an adapter), or the stage before, is a LoRA result. continue: go on with its adapter; merge: merge it into its base, in fp32, and train what lora_rank asks for on that; auto: continue where lora_rank is 0 or all of the adapter's shape, else merge."""
+    """Treatment of an adapter that base_model (a run, an adapter) or the previous stage holds. continue: train that adapter further. merge: merge it into its base model, in fp32, then train what lora_rank requests. auto: continue if lora_rank is 0 or every LoRA setting matches the adapter's, else merge."""
     train_attn: bool = True
-    """LoRA on attention."""
+    """Train LoRA on the attention layers."""
     train_mlp: bool = True
-    """LoRA on the MLP."""
+    """Train LoRA on the MLP layers."""
     train_unembed: bool = True
-    """LoRA on the output head."""
+    """Train LoRA on the output head."""
     train_vision: bool = False
-    """LoRA on the vision tower of a model that sees, and on what joins it to the text. (All weights, --lora-rank 0, are always all.)"""
+    """Train LoRA on the vision tower of a vision-language model and on its projection to the text model. (Full training, --lora-rank 0, always includes both.)"""
     train_experts: bool = False
-    """LoRA on the experts of a model that holds each of their matrices for all experts in one tensor, as transformers does (PEFT's target_parameters; a rank of its own for every expert)."""
+    """Train LoRA on the experts of a model that stores each expert matrix for all experts in a single tensor, as transformers does (PEFT's target_parameters; each expert gets a separate adapter of the given rank)."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """bf16: fp32 weights (frozen ones: base_dtype), bf16 arithmetic, bf16 sampler. auto: bf16 on a GPU, fp32 on a CPU."""
+    """Precision of the arithmetic. bf16: fp32 weights (frozen weights: base_dtype), bf16 arithmetic, bf16 sampler. auto: bf16 on a GPU, fp32 on a CPU."""
     base_dtype: Literal["auto", "fp32", "bf16", "4bit"] = "auto"
-    """What the frozen matrices under a LoRA adapter are held in; adapters, norms, biases and heads of one's own stay fp32. auto: bf16 where the arithmetic is bf16 (no product changes by it), else fp32. 4bit: NF4 of the package bitsandbytes, double quantised (QLoRA, arXiv 2305.14314); the sampler's copy is bf16."""
+    """Data type of the frozen matrices under a LoRA adapter; adapters, norms, biases and separate output heads stay fp32. auto: bf16 if the arithmetic is bf16 (this changes no product), else fp32. 4bit: NF4 of the package bitsandbytes with double quantization (QLoRA, arXiv 2305.14314); the sampler's copy is bf16."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward: less memory, about a third more time."""
+    """Recompute activations in the backward pass: less memory, about a third more time."""
     router_replay: bool = False
-    """Of models with experts: the learner sends each token to the experts that it went to when it was sampled (their routers learn all the same), so that rounding does not route it elsewhere; optim/rerouted is the share of tokens that would have gone elsewhere."""
+    """Replay the sampler's expert choices in the learner (mixture-of-experts models): each token goes to the experts that it used when it was sampled, so rounding does not change its route; the routers still train. optim/rerouted is the share of tokens whose route would have differed."""
     router_aux_loss_coef: Annotated[float, WEIGHT] = 0.0
-    """Of models with experts: this times the load-balancing loss of the Switch Transformer (arXiv 2101.03961), as transformers computes it, over the trained tokens of each micro-batch, is added to the loss (0.001 in Mixtral's and Qwen3's configs); optim/router_aux_loss is that loss: as many as a token goes to where all experts get the same, at most their number."""
+    """Coefficient of the load-balancing loss of mixture-of-experts models (Switch Transformer, arXiv 2101.03961, as transformers computes it; 0.001 in the configs of Mixtral and Qwen3), over the trained tokens of each micro-batch. optim/router_aux_loss is the loss itself: with a uniform load it equals the number of experts per token; its maximum is the number of experts."""
     fused_logprobs: bool = True
-    """Token logprobs without holding the logits (kernels.linear_logprob); off: the plain computation."""
+    """Compute token logprobs without storing the logits (kernels.linear_logprob); off: the plain computation."""
     kept_logits_gib: Annotated[float | None, Range(0, 1e6)] = None
-    """GiB that the output head may keep of a micro-batch (tokens x vocabulary, two bytes each on a GPU) so that its backward need not compute the scores again; 0: never. By default a quarter of what the model, its gradients, its optimizer's state and one more copy of the weights leave of a GPU's memory, down to a power of two; 1/16 GiB on a CPU."""
+    """Memory, in GiB, in which the output head may keep the logits of a micro-batch (tokens x vocabulary, two bytes each on a GPU), so that its backward pass does not recompute them; 0: never. Default: a quarter of the GPU memory that remains after the model, its gradients, its optimizer state and another copy of the weights, rounded down to a power of two; 1/16 GiB on a CPU."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
         if self.precision == "fp32" and self.base_dtype in ("bf16", "4bit"):
             raise ValueError(
-                f"base_dtype {self.base_dtype} goes with bf16 arithmetic, and precision is fp32: set precision to bf16"
+                f"base_dtype {self.base_dtype} requires bf16 arithmetic, and precision is fp32: set precision to bf16"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """How answers are drawn."""
+    """Hold the settings of sampling."""
 
     max_tokens: Size = 256
-    """Longest answer, in tokens."""
+    """Maximum length of an answer, in tokens."""
     temperature: Annotated[float, TEMPERATURE] = 0.8
-    """Of training samples; the learner scores at the same one."""
+    """Temperature of training samples; the learner computes logprobs at the same temperature."""
     top_k: Annotated[int, Range(-1, MANY)] = -1
-    """Only -1 (no truncation): top-k samples have logprobs that the learner cannot score."""
+    """Must be -1 (no truncation): the learner cannot compute the logprobs of top-k samples."""
     top_p: Share = 1.0
-    """Only 1 (no truncation), for the same reason."""
+    """Must be 1 (no truncation), for the same reason as top_k."""
     dynamic_sampling: Annotated[int, Range(0, 10**6)] = 0
-    """Where groups of answers that all earn the same leave a batch short of batch_size groups that differ, sample further problems, at most so many times (DAPO, arXiv 2503.14476, section 3.2); 0: never."""
+    """Maximum number of extra sampling rounds for a batch (DAPO, arXiv 2503.14476, section 3.2): groups in which all answers earn the same reward are replaced by groups of further problems until batch_size groups have different rewards; 0: none."""
     eval_temperature: Annotated[float | None, Range(0, 100)] = None
-    """Of held-out samples (0: greedy); by default the training temperature."""
+    """Temperature of held-out samples (0: greedy); default: the training temperature."""
     stop: tuple[str, ...] = ()
-    """Texts that end an answer, besides the model's own end marks; what a reward reads ends before them."""
+    """Texts that end an answer, besides the model's end-of-turn tokens; the reward sees the text before them."""
     eval_greedy: bool = True
-    """Also decode the held-out problems greedily before the first and after the last step: tells sharpening from new knowledge."""
+    """Also decode the held-out problems greedily before the first and after the last step: a gain in samples without a gain in greedy answers is sharpening, not new knowledge."""
     kv_cache_tokens: Size = 262_144
-    """Budget of the KV cache of each device, in tokens; what does not fit waits."""
+    """Size of the KV cache of each device, in tokens; sequences that do not fit wait."""
     max_rows: Annotated[int, Range(1, 10**6)] = 1024
-    """Most sequences decoded at once on each device."""
+    """Maximum number of sequences decoded at once on each device."""
     sampler: Literal["auto", "fast", "hf"] = "auto"
-    """fast: own decoder (Llama and Qwen families); hf: the model's own forward; auto: fast where it is proved equal."""
+    """Sampler implementation. fast: the built-in decoder (Llama and Qwen families). hf: the model's forward of transformers. auto: fast if a check shows that both agree."""
     sampler_cache: Literal["auto", "plain", "paged"] = "auto"
-    """paged: the cache in pages, and on a GPU graphs of several steps (fast decoder alone); plain: a rectangle a batch; auto: on a GPU paged where a trial gave the same samples, else plain."""
+    """Layout of the KV cache. paged: block tables, and on a GPU CUDA graphs of several steps (fast decoder only). plain: a contiguous tensor for each batch. auto: on a GPU paged if a trial returns the same samples, else plain."""
     sampler_tp: Annotated[int, Range(1, 1024, why="1 is a whole copy on each process")] = 1
-    """So many processes of a machine, one after the other in rank, hold the sampler's copy of the weights and its cache together, each its heads and columns (fast decoder alone), and sample together; kv_cache_tokens and max_rows are then of all of them. 1: each holds a whole copy. For a model whose copy fits no single GPU."""
+    """Tensor-parallel size of the sampler: this many processes of a machine, with consecutive ranks, share a copy of the weights and a KV cache, split by heads and columns, and sample together (fast decoder only). kv_cache_tokens and max_rows then count for the whole group. 1: each process holds a full copy. For models that do not fit into a single GPU."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
         if self.top_k != -1 or self.top_p != 1:
             raise ValueError(
-                f"training samples are not truncated, got top_k {self.top_k} and top_p {self.top_p}: the learner scores the whole "
-                "distribution, so every ratio would be wrong; leave them at -1 and 1 (sample.py and evaluate.py take them)"
+                f"training samples are not truncated, got top_k {self.top_k} and top_p {self.top_p}: the learner computes logprobs of the full "
+                "distribution, so every ratio would be wrong; leave them at -1 and 1 (sample.py and evaluate.py accept other values)"
             )
         if self.eval_temperature is not None and 0 < self.eval_temperature < TEMPERATURE.low:
             raise ValueError(
@@ -182,42 +185,42 @@ class SamplingSettings:
             )
         if self.sampler_cache == "paged" and self.sampler == "hf":
             raise ValueError(
-                "sampler_cache paged is of the fast decoder, and sampler is hf, the model's own forward: leave sampler_cache at auto, or sampler at auto or fast"
+                "sampler_cache paged requires the fast decoder, and sampler is hf, the forward of transformers: leave sampler_cache at auto, or sampler at auto or fast"
             )
         if self.sampler_tp > 1 and self.sampler == "hf":
             raise ValueError(
-                f"sampler_tp {self.sampler_tp} splits what the fast decoder samples, and sampler is hf, the model's own forward: leave sampler_tp at 1, or sampler at auto or fast"
+                f"sampler_tp {self.sampler_tp} requires the fast decoder, and sampler is hf, the forward of transformers: leave sampler_tp at 1, or sampler at auto or fast"
             )
         if self.sampler_tp > 1 and self.sampler_cache == "paged":
             raise ValueError(
-                f"sampler_cache paged goes by itself, and the processes of sampler_tp {self.sampler_tp} wait for each other at every step: leave sampler_cache at auto, or sampler_tp at 1"
+                f"sampler_cache paged runs each process independently, and the processes of sampler_tp {self.sampler_tp} wait for each other at every step: leave sampler_cache at auto, or sampler_tp at 1"
             )
         if self.max_tokens > self.kv_cache_tokens:
             raise ValueError(
-                f"an answer of max_tokens {self.max_tokens} takes more than kv_cache_tokens {self.kv_cache_tokens}: lower the one or raise the other"
+                f"an answer of max_tokens {self.max_tokens} does not fit into kv_cache_tokens {self.kv_cache_tokens}: lower max_tokens or raise kv_cache_tokens"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShapingSettings:
-    """What rewards go through before they become advantages, in this order. Metrics show rewards as
-    they were given.
+    """Hold the transformations of rewards before they become advantages, in order of application.
+    Metrics show the rewards before these transformations.
     """
 
     overlong_share: Annotated[
         float, Range(0, 1, below=True, why="a share of max_tokens, such as 0.2; 0 is off")
     ] = 0.0
-    """An answer in the last such share of max_tokens loses reward, linearly up to overlong_penalty (DAPO, arXiv 2503.14476, equation 13); 0: off."""
+    """Share of max_tokens at the end of which answers are penalized: the penalty grows linearly up to overlong_penalty (DAPO, arXiv 2503.14476, equation 13); 0: off."""
     overlong_penalty: NotNegative = 1.0
-    """What an answer of max_tokens loses."""
+    """Penalty of an answer of max_tokens tokens."""
     cut_off_penalty: NotNegative = 0.0
-    """What an episode loses whose last answer max_tokens cut off. A reward model has read answers that end, and may like one that does not (TRL's missing_eos_penalty)."""
+    """Penalty of an episode if max_tokens cut off its last answer (TRL's missing_eos_penalty). Reward models are trained on complete answers and may score an incomplete answer too high."""
     normalise_rewards: bool = False
-    """Divide by the standard deviation of all rewards so far (running statistics, saved with the run). Their mean is subtracted first where an answer is credited with one total (grpo and reinforce with step_rewards sum); rewards of single steps are not centred (ppo, rlhf, step_rewards to_go), so that a longer episode earns no more."""
+    """Divide rewards by the standard deviation of all rewards so far (running statistics, saved with the run). The mean is subtracted first if each answer gets a single total reward (grpo and reinforce with step_rewards sum). Rewards of single steps are not centered (ppo, rlhf, step_rewards to_go), so that a longer episode earns no extra reward."""
     reward_scale: Positive = 1.0
-    """Multiply by this."""
+    """Factor on all rewards."""
     reward_clip: Annotated[float | None, POSITIVE] = None
-    """Cut off at plus and minus this, such as 10."""
+    """Clip rewards to plus and minus this value, such as 10."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -226,28 +229,28 @@ class ShapingSettings:
             ("overlong_penalty",),
             self.overlong_share > 0,
             "overlong_share is 0, which is off",
-            "give overlong_share, such as 0.2",
+            "set overlong_share, such as 0.2",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class KlSettings:
-    """How the policy is held near a reference."""
+    """Hold the settings of the KL penalty to a reference model."""
 
     kl_coef: Annotated[float | None, WEIGHT] = None
-    """Price of KL(policy || reference); by default the method's. Where it is 0 and kl_target is not set there is no reference."""
+    """Coefficient of KL(policy || reference); default: that of the method. If it is 0 and kl_target is not set, no reference model is loaded."""
     reference_model: str | None = None
-    """The reference: an earlier stage, a run's folder, a folder of weights or a hub name; by default the policy as it was at the stage's beginning."""
+    """Reference model: an earlier stage, a run's folder, a folder of weights or a hub name; default: the policy at the start of the stage."""
     kl_placement: Literal["reward", "loss"] = "reward"
-    """Where the price is paid. reward: the gradient of the KL of whole answers. loss: each token's own."""
+    """Place of the KL penalty. reward: subtracted from the reward, which gives the gradient of the KL of whole answers. loss: added to the loss for each token."""
     kl_kind: Literal["k1", "k2", "k3", "k3_pathwise"] = "k3"
-    """kl_placement loss: the estimator. k1, k2, k3 report different estimates of the same KL and have its gradient, each token weighted by its probability now over that when it was drawn (DeepSeek-V3.2, arXiv 2512.02556; 1 on policy); k3_pathwise is k3 differentiated as it stands and not weighted (GRPO's paper), whose gradient is another KL's."""
+    """KL estimator for kl_placement loss. k1, k2 and k3 report different estimates of the same KL and have its gradient: each token is weighted by its current probability over its probability when it was sampled (DeepSeek-V3.2, arXiv 2512.02556; 1 on policy). k3_pathwise differentiates the k3 expression itself without this weight (as in the GRPO paper), which is the gradient of a different KL."""
     kl_target: Annotated[float | None, Range(0, 1e6, above=True)] = None
-    """Adapt kl_coef so that the KL a token stays about here (arXiv 1909.08593); it may start from 0."""
+    """Target KL per token: kl_coef is adapted to keep the KL near it (arXiv 1909.08593); kl_coef may start at 0."""
     kl_rate: Annotated[
-        float, Range(0, 1, above=True, why="from 5 on the price could fall below 0")
+        float, Range(0, 1, above=True, why="from 5 on kl_coef could fall below 0")
     ] = 0.1
-    """How fast kl_coef adapts: by at most a fifth of this a batch."""
+    """Adaptation rate of kl_coef: it changes by at most a fifth of this rate per batch."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -262,42 +265,47 @@ class KlSettings:
             self,
             ("kl_rate",),
             self.kl_target is not None,
-            "without a kl_target kl_coef stays as it is",
-            "give kl_target",
+            "without kl_target the coefficient kl_coef is constant",
+            "set kl_target",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSettings:
-    """AdamW and what surrounds it."""
+    """Hold the settings of the optimizer, the learning-rate schedule and the micro-batches."""
 
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
-    """How AdamW keeps its moments: in fp32, 8 bytes a trained weight; in 8 bit, 2 bytes (package bitsandbytes; one process or DDP); paged: those in memory that a GPU that is full leaves to the CPU."""
+    """Optimizer: AdamW with its moments in fp32 (8 bytes for each trained weight) or in 8 bit (2 bytes; package bitsandbytes; a single process or DDP). paged: the 8-bit moments move to CPU memory when the GPU is full."""
 
     learning_rate: Annotated[float | None, RATE] = None
-    """Peak learning rate; by default the method's, one for full weights and one for LoRA."""
+    """Peak learning rate; default: that of the method, which differs between full training and LoRA."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How it falls over the steps."""
+    """Decay of the learning rate over the steps."""
     warmup_steps: Count = 0
-    """Steps of linear warm-up."""
+    """Number of steps of linear warm-up."""
     beta1: BelowOne = 0.9
-    """AdamW."""
+    """Decay rate of AdamW's first moment."""
     beta2: BelowOne = 0.95
-    """AdamW."""
+    """Decay rate of AdamW's second moment."""
     adam_eps: Annotated[
-        float, Range(1e-30, 1, why="in fp32 less is 0, and a weight without a gradient becomes NaN")
+        float,
+        Range(
+            1e-30,
+            1,
+            why="smaller values are 0 in fp32, and a weight without a gradient becomes NaN",
+        ),
     ] = 1e-8
-    """AdamW."""
+    """Epsilon of AdamW."""
     weight_decay: Annotated[float, Range(0, 1000)] = 0.0
-    """AdamW, decoupled."""
+    """Decoupled weight decay of AdamW."""
     grad_clip_norm: NotNegative = 1.0
-    """Gradients are scaled down to this norm; 0: never. The norm before clipping is always logged."""
+    """Maximum norm of the gradient: larger gradients are scaled down to it; 0: no clipping. The norm before clipping is always logged."""
     num_substeps: Annotated[int, Range(1, 10**6)] = 1
-    """Optimizer steps a batch is split into."""
+    """Number of optimizer steps into which a batch is split."""
     token_budget: Size = 16_384
-    """Positions in one micro-batch: the knob of activation memory. The gradient does not depend on it."""
+    """Number of token positions in a micro-batch, which sets the activation memory. The gradient does not depend on it."""
     layout: Literal["auto", "padded", "packed", "shared"] = "auto"
-    """Micro-batches as rows of like length, end to end in one row, or with a group's prompt computed once; auto: padded or shared, whichever is less work, of those exact for the model. The gradient does not depend on it."""
+    """Layout of a micro-batch. padded: rows of similar length. packed: sequences end to end in a single row. shared: the prompt of a group is computed once. auto: padded or shared, whichever needs less work and is exact for the model. The gradient does not depend on it."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -306,36 +314,36 @@ class OptimSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSettings:
-    """How long, how much at once, and what is looked at and kept on the way."""
+    """Hold the settings of the training loop: length, batch size, evaluation, checkpoints."""
 
     steps: Count = 100
-    """Batches to train on."""
+    """Number of batches to train on."""
     batch_size: Annotated[int, Range(1, 10**7)] = 32
-    """Problems (or rows) a batch."""
+    """Number of problems (or rows) in a batch."""
     eval_every: Count = 20
-    """Held-out evaluation every so many steps, besides before the first and after the last; 0: never."""
+    """Steps between held-out evaluations, in addition to those before the first and after the last step; 0: none."""
     save_every: Count = 20
-    """Resumable checkpoint every so many steps; 0: at the end alone."""
+    """Steps between resumable checkpoints; 0: only at the end."""
     keep_last: Size = 2
-    """Checkpoints kept; older ones are removed."""
+    """Number of checkpoints to keep; older checkpoints are removed."""
     keep_best: str | None = "test/env/all/correct"
-    """Metric whose best weights are kept (sampler weights, under best-<step>; a reward model's with its value head). Where nothing is sampled, what the method measures on held-out rows instead of the default."""
+    """Metric that selects the best weights to keep (sampler weights, under best-<step>; for a reward model with its value head). A method that samples nothing uses its held-out metric instead of the default."""
     keep_best_mode: Literal["max", "min"] = "max"
-    """Whether the best is the highest or the lowest (of a metric whose name ends in loss always the lowest)."""
+    """Whether the best value of keep_best is the highest or the lowest (for a metric with a name that ends in loss, always the lowest)."""
     rollouts_every: Count = 20
-    """Write the rollouts (jsonl and a page to read) every so many steps; 0: never."""
+    """Steps between rollout files (jsonl and an HTML page); 0: none."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
 
     def best_is(self, metric: str) -> Literal["max", "min"]:
-        """Which value of a metric is the best one."""
+        """Return whether the highest or the lowest value of `metric` is the best."""
         return "min" if metric.endswith("loss") else self.keep_best_mode
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowLoopSettings(LoopSettings):
-    """The same for a method that learns from rows, which come to an end."""
+    """Hold the settings of the training loop of a method that learns from a finite set of rows."""
 
     epochs: Annotated[float | None, Range(1e-6, 1e6)] = None
-    """Train so many times on every row: steps follows from it and from batch_size, and what is given as steps does not count."""
+    """Number of passes over all rows. If it is set, steps is computed from it and batch_size, and the value of steps is ignored."""
