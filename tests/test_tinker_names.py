@@ -310,13 +310,13 @@ def test_what_is_not_done_here_says_so(service, client):
         types.SamplingParams(max_tokens=1),
     )
     for asked in ({"topk_sample_logprobs": 2}, {"prompt_alt_tokens_k": 1}):
-        with pytest.raises(rl.BadRequestError, match=f"{next(iter(asked))} is not computed here"):
+        with pytest.raises(rl.BadRequestError, match=f"{next(iter(asked))} is not supported here"):
             sampler.sample(PROMPT, 1, params, **asked)
     with pytest.raises(rl.BadRequestError, match="kind is 'snapshot'"):
         client.save_weights_and_get_sampling_client(kind="inflight")
-    with pytest.raises(rl.BadRequestError, match="save_weights_for_sampler writes a folder"):
+    with pytest.raises(rl.BadRequestError, match="save_weights_for_sampler, which writes a folder"):
         client.save_weights_external("x")
     with pytest.raises(rl.BadRequestError, match="the tools of your file system"):
         service.copy_weights("x")
-    with pytest.raises(rl.BadRequestError, match="one types.AdamParams .*got nothing"):
+    with pytest.raises(rl.BadRequestError, match="single types.AdamParams .*got nothing"):
         client.optim_step()

@@ -186,7 +186,7 @@ def _kind_of(data: Any) -> str:
 
 def checked_targets(given: Any, prompt_tokens: int, vocabulary: int) -> np.ndarray | None:
     """Return the ids of target_prompt_logprobs, int64 [prompt tokens - 1, K], -1 for none; None if
-    there are none. Raises ValueError for another type, shape or range.
+    `given` is None. Raises ValueError for another type, shape or range.
     """
     if given is None:
         return None

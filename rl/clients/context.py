@@ -1,5 +1,5 @@
-"""Hold the state that the clients of one service share: its driver, the output folder, and the
-counters behind ids and random streams.
+"""Hold the state that the clients of a service share: its driver, the output folder, and the
+counters for ids and random streams.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from rl.errors import BadRequestError, remark
 
 
 class ServiceContext:
-    """Hold the shared state of one service. A ServiceClient makes it and passes it to each client
+    """Hold the shared state of a service. A ServiceClient makes it and passes it to each client
     that it creates.
 
-    `seed`: seed of samples whose request has no seed. `user_metadata`: string pairs saved with
+    `seed`: seed of samples requested without a seed. `user_metadata`: string pairs saved with
     every checkpoint. `drawn`: the temperatures of the last samples.
     """
 

@@ -1,7 +1,7 @@
 """Run all ranks: rank 0 broadcasts verbs, and the other ranks execute them until rank 0 ends.
 
-On rank 0 one thread executes the verbs in the order they were submitted. With one process the
-broadcast is a no-op and nothing else differs. All services of a script share the thread and the
+On rank 0 a single thread executes the verbs in the order they were submitted. With a single process
+the broadcast is a no-op and nothing else differs. All services of a script share the thread and the
 ranks, which run until the script ends, because another service may be created. If some ranks only
 sample (`sampler_ranks`), they form a separate worker group with a separate thread on rank 0, which
 executes no verbs itself. Learning and sampling then run concurrently.
@@ -31,7 +31,7 @@ OPEN, LEAVE = "open_service", "leave_service"  # verbs of the executor, not of a
 
 
 class Desk:
-    """Execute verbs on one rank: hold its workers by service number."""
+    """Execute verbs on a rank: hold its workers by service number."""
 
     def __init__(self, settings: WorkerSettings):
         role = take_role(settings.sampler_ranks, settings.timeout_seconds)
@@ -132,9 +132,9 @@ def _execute(worker: Any, verb: str, arguments: Sequence[Any]) -> Any:
     """Run a verb on this rank and gather the results of all ranks on rank 0. Rank 0 raises if any
     rank failed.
 
-    One gather carries result and error of every rank, so a rank that fails blocks no other rank.
-    After a failed collective the ranks are out of step: RankLost is raised, which names the rank
-    that failed for another reason, if any.
+    A single gather carries result and error of every rank, so a rank that fails blocks no other
+    rank. After a failed collective the ranks are out of step: RankLost is raised, which names the
+    rank that failed for another reason, if any.
     """
     error: BaseException | None = None
     result = None
@@ -283,7 +283,7 @@ class Crew:
         return Desk(settings)
 
     def _part(self) -> None:
-        """Shut down the process group after all ranks were told to close."""
+        """Shut down the process group after all ranks have received CLOSE."""
         distributed.shutdown()
 
     def _loop(self, settings: WorkerSettings, started: Future) -> None:
@@ -354,8 +354,8 @@ def _refuse_after_failure(
     """Raise the error of an earlier verb that this verb depends on. For `optim_step`, drop the
     gradients first: an update on part of the intended batch would be worse than no update.
 
-    A sampling client of weights whose saving under a name failed raises likewise, so that the error
-    is not lost.
+    A sampling client of weights raises likewise if saving them under a name failed, so that the
+    error is not lost.
     """
     errors = [error for error in (earlier.exception() for earlier in after) if error is not None]
     if not errors:

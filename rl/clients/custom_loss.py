@@ -25,7 +25,7 @@ _FIELDS = {"logprobs": "weights", "values": "value_weights"}
 
 @dataclass(frozen=True)
 class LossHandle:
-    """Hold a loss of one datum's logprobs and `inputs` (fields of the datum), made by
+    """Hold a loss of a single datum's logprobs and `inputs` (fields of the datum), made by
     `create_custom_loss`. The batch loss is the sum.
 
     Its metrics are named "name:sum" or "name:mean", over datums.

@@ -37,7 +37,7 @@ class Driver:
         opened: Future = Future()
         self._crew.queue.put((self._number, OPEN, (self._number, settings), (), opened))
         self.device: str = opened.result()
-        # router to the ranks that only sample; None if there are no such ranks
+        # router to the ranks that only sample; None if all ranks learn
         self.far = Far(settings, self._put_here) if settings.sampler_ranks else None
 
     def submit(self, verb: str, *arguments: Any, after: Sequence[Future] = ()) -> Future:

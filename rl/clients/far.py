@@ -38,7 +38,7 @@ class Far:
         self._near, self._lock = near, threading.RLock()
         self._crew, self._number = Samplers.join(settings)
         self._arriving: dict[int, list[Waiting]] = {}  # by version: verbs that wait for it
-        self._sent: set[int] = set()  # models whose weights were sent to the samplers
+        self._sent: set[int] = set()  # models with weights sent to the samplers
         # by version: (model id, version of the learner)
         self._learners: dict[int, tuple[int, int]] = {}
         self._saved_by: dict[str, int] = {}
@@ -211,7 +211,7 @@ class Far:
         self._queue("load_sampler", arguments, future)
 
     def _owned(self, version_id: int, owner: int, found: Future) -> None:
-        """Record the learner whose saved weights a version holds."""
+        """Record the learner that saved the weights of a version."""
         if found.exception() is None:
             self._learners[version_id] = (owner, found.result()["version"])
 

@@ -130,5 +130,5 @@ class IsItsOwnFuture:
         return self.result_async().__await__()
 
     def _itself(self) -> APIFuture[Any]:
-        """Return a future whose result is this client."""
+        """Return a future with this client as its result."""
         return APIFuture(self._created, lambda _: self)

@@ -21,8 +21,8 @@ def in_parts(
     """Run `client.forward_backward` (or `forward` if `backward` is false), bit-identically, and
     yield between micro-batches.
 
-    A verb submitted between two micro-batches (sampling steps, say) runs there: it waits for a
-    micro-batch instead of the whole call. Raises what the call raises. An update after a failed
+    A verb submitted between two micro-batches (sampling steps, say) runs between them: it waits for
+    a micro-batch instead of the whole call. Raises what the call raises. An update after a failed
     micro-batch is refused, as after a failed call.
     """
     config = dict(loss_fn_config or {})

@@ -25,7 +25,7 @@ from rl.learner import ModelSpec
 from rl.models import LoadedModel, add_lora
 from rl.sampler import Decoder, make_decoder
 
-PIECE_BYTES = 4 * 2**20  # a step request of a stream waits for at most one chunk
+PIECE_BYTES = 4 * 2**20  # a step request of a stream waits for at most a single chunk
 STRETCH = 2**20  # elements of a tensor that are converted at a time
 
 

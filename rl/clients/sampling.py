@@ -331,8 +331,8 @@ class SamplingClient(AsyncSampling, IsItsOwnFuture):
     def compute_logprobs(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
     ) -> APIFuture[list[float | None]]:
-        """Return the logprob of each token of `prompt` given the preceding tokens, at temperature
-        1; entry 0 is None.
+        """Return the logprob of each token of `prompt` conditional on the preceding tokens, at
+        temperature 1; entry 0 is None.
 
         `prompt_logprobs_last_n`: logprobs of earlier tokens are None.
         """

@@ -48,7 +48,7 @@ class ServiceClient(AsyncService):
         project_id, display_name  for a hosted service's pages; no effect here
         output_dir                folder that `save_*` write to; default: WHETSTONE_OUTPUT_DIR, or
                                   runs/<script>-<time>. Created at the first write.
-        seed                      seed of samples whose request has no seed
+        seed                      seed of samples requested without a seed
         settings                  device settings: precision, micro-batch and KV cache budgets
     """
 
@@ -95,7 +95,7 @@ class ServiceClient(AsyncService):
 
     @property
     def seed(self) -> int:
-        """Return the seed of samples whose request has no seed."""
+        """Return the seed of samples requested without a seed."""
         return self._context.seed
 
     @seed.setter
@@ -284,7 +284,7 @@ class ServiceClient(AsyncService):
         return TrainingClient(self._context, model_id, created, words, self)
 
     def _placed(self, spec: ModelSpec, state: str | None) -> ModelSpec:
-        """Return `spec` with its base as found on this machine, and with `elsewhere` set if the
+        """Return `spec` with its base resolved on this machine, and with `elsewhere` set if the
         base is a folder outside the output folder.
         """
         base = spec.base_model if spec.lora is None else saving.base_of(spec, state)[0]

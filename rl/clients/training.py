@@ -120,8 +120,8 @@ class TrainingClient(AsyncTraining, IsItsOwnFuture):
         )
 
     def compute_values(self, inputs: Sequence[ModelInput]) -> APIFuture[list[np.ndarray]]:
-        """Return the value head's output at each position of each input, given the input up to and
-        including that position (an extension).
+        """Return the value head's output at each position of each input, having read the input up
+        to and including that position (an extension).
         """
         need_value_head(self.info, "compute_values")
         model_inputs = [settled(model_input, self.info) for model_input in inputs]
@@ -287,8 +287,8 @@ class TrainingClient(AsyncTraining, IsItsOwnFuture):
 
         Without a name (an extension) it is named state-000001, -000002, ..., and is written when
         this call returns; the checkpoint's folder is `.artifact_id`. If another client of this
-        service has saved under the name, it goes to `<output_dir>/model-<id>/checkpoints`. `folder`
-        (an extension): the parent folder to use instead.
+        service has saved under the name, it is written to `<output_dir>/model-<id>/checkpoints`.
+        `folder` (an extension): the parent folder to use instead.
         """
         path = self._path(
             "checkpoints", self._next_name() if name is None else name, ttl_seconds, folder

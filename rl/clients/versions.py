@@ -64,7 +64,7 @@ def engine_of(
     """Return an engine of these weights. `mixed`: an engine for all versions on the same base, each
     added by `let_in`.
 
-    `kept`: KV cache memory to reuse; `done_with` the engine, it returns there. `asked`: all
+    `kept`: KV cache memory to reuse; `done_with` returns it. `asked`: all
     requests that the engine will get. Raises UserError for router_replay with a paged cache.
     """
     settings: dict[str, Any] = {

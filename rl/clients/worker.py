@@ -209,7 +209,7 @@ class Worker(Drawing):
             temperatures = as_drawn(drawn_at or [None] * len(datums), learner.sampled.temperature)
         else:
             temperatures = [1.0 if temperature is None else float(temperature)] * len(datums)
-        run_kwargs = {
+        kwargs = {
             "divisor": divisor,
             "backward": backward,
             "entropy": entropy,
@@ -217,9 +217,7 @@ class Worker(Drawing):
             "part": part,
         }
         with self.kept.aside():
-            outputs, sums = learner.run(
-                datums, loss, settings, temperature=temperatures, **run_kwargs
-            )  # type: ignore[arg-type]
+            outputs, sums = learner.run(datums, loss, settings, temperature=temperatures, **kwargs)  # type: ignore[arg-type]
         return (
             outputs,
             sums,
