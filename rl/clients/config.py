@@ -20,20 +20,20 @@ def names_nearest(config: type[C]) -> type[C]:
     names the closest valid setting and all settings.
     """
     known = [f.name for f in dataclasses.fields(config)]  # type: ignore[arg-type]
-    plain = config.__init__
+    original_init = config.__init__
 
-    @functools.wraps(plain)
-    def checked(self: Any, **given: Any) -> None:
-        for name in given:
+    @functools.wraps(original_init)
+    def checked_init(self: Any, **kwargs: Any) -> None:
+        for name in kwargs:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
+                matches = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {matches[0]!r}? " if matches else ""
                 raise UserError(
                     f"{config.__name__} has no setting {name!r}: {hint}it takes {', '.join(known)}"
                 )
-        plain(self, **given)
+        original_init(self, **kwargs)
 
-    config.__init__ = checked  # type: ignore[assignment]
+    config.__init__ = checked_init  # type: ignore[assignment]
     return config
 
 
