@@ -205,7 +205,7 @@ def test_a_sample_that_would_cross_the_switch_is_refused_by_name_and_none_means_
     engine = Engine(make_decoder(build("phi3 longrope")))
     # 30 + 3 - 1 positions are fed
     engine.add(Request(prompt=[3] * 30, params=SamplingParams(max_tokens=3)))
-    with pytest.raises(ValueError, match=r"longrope.*past 32 tokens.*max_tokens to 3 or less"):
+    with pytest.raises(ValueError, match=r"longrope.*exceeds 32 tokens.*max_tokens to 3 or less"):
         engine.add(Request(prompt=[3] * 30, params=SamplingParams(max_tokens=4)))
     engine.add(Request(prompt=[3] * 30, params=SamplingParams(max_tokens=None)))
     assert [len(response.sequences[0].tokens) for response in engine.run()] == [3, 3]

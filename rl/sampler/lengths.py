@@ -63,14 +63,15 @@ class LengthSwitch:
         )
         if not self.beyond:
             return (
-                f"{message}, at every token; {wanted} tokens are too many: stay within "
+                f"{message}, and change again with every token; {wanted} tokens are too many: "
+                "stay within "
                 f"{self.at} (a shorter prompt, a lower max_tokens)"
             )
         other = f"lower max_tokens to {self.at + 1 - prompt} or less"
         return (
             f"{message}. A prompt of {prompt} tokens that reaches {wanted} crosses it, and "
-            "its logprobs would not be those of the "
-            f"finished sequence: {other}, or give a prompt of more than {self.at} tokens"
+            "its logprobs would differ from those of the finished sequence: "
+            f"{other}, or pass a prompt of more than {self.at} tokens"
         )
 
 
