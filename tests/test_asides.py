@@ -169,9 +169,9 @@ def bomb() -> str:
 
 
 RECIPES: dict[str, tuple[bytes, str]] = {
-    "recursion": (b"method: grpo\nrewards: &a [*a]\n", "holds itself"),
-    "recursion in a mapping": (b"method: grpo\nrewards: &a {x: *a}\n", "holds itself"),
-    "recursion of stages": (b"stages: &a\n  - *a\n", "holds itself"),
+    "recursion": (b"method: grpo\nrewards: &a [*a]\n", "contains itself"),
+    "recursion in a mapping": (b"method: grpo\nrewards: &a {x: *a}\n", "contains itself"),
+    "recursion of stages": (b"stages: &a\n  - *a\n", "contains itself"),
     "a bomb": (bomb().encode(), "more than 20000 values"),
     "deep": (b"method: grpo\nrewards: " + b"[" * 5000 + b"]" * 5000, "deep"),
     "deep blocks": (b"a:\n" + b"".join(b" " * i + b"a:\n" for i in range(1, 600)), "deep"),

@@ -145,7 +145,7 @@ def test_a_model_of_text_says_that_it_cannot_see(tokenizer):
     for name in ("plain", "role_colon"):
         for one in (plain, tokenizer):
             with pytest.raises(
-                UserError, match="has an image, and what is rendered here is text alone"
+                UserError, match="has an image, but this renderer writes only text"
             ):
                 get_renderer(name, one).build_generation_prompt(
                     asked({"type": "image", "image": picture(1)})
@@ -248,7 +248,7 @@ def test_an_image_of_the_assistant_and_a_place_without_one_are_refused(renderer)
         renderer.build_generation_prompt(
             [*asked("a"), {"role": "assistant", "content": shown}, *asked("b")]
         )
-    with pytest.raises(UserError, match="no image in it"):
+    with pytest.raises(UserError, match="has an image part without an image"):
         renderer.build_generation_prompt(asked({"type": "image"}))
 
 

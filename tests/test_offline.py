@@ -609,7 +609,7 @@ def test_answers_that_cannot_be_learnt_are_named(tmp_path):
             ),
             (
                 StoredAnswer(1.0, "ten", place="a line 5"),
-                "tokenizer has no tokens for some of the text .*ten.*: take a model",
+                "tokenizer has no tokens for some of the text .*ten.*: use a model",
             ),
             (
                 StoredAnswer(1.0, "1" * 600, place="a line 4"),

@@ -398,7 +398,7 @@ def test_a_tokenizer_that_has_no_other_spelling_says_so():
     renderer = get_renderer("plain", tokenizer)
     assert renderer.encode("a</s>b") == [ord(c) for c in "a</s>b"]
     tokenizer.stubborn = True
-    with pytest.raises(UserError, match="knows </s> as a special token alone"):
+    with pytest.raises(UserError, match="encodes </s> only as a special token"):
         renderer.encode("a</s>b")
 
 
@@ -423,7 +423,7 @@ def test_contents_in_parts_are_their_text(renderers, name, model):
     for content, says in (
         (
             [{"type": "image_url", "image_url": {"url": "x"}}],
-            "has an image, and what is rendered here is text alone",
+            "has an image, but this renderer writes only text",
         ),
         ([{"type": "video", "video": "x"}], "part of content that is not text .'video'"),
         (["2+2?"], "part of content that is not text"),

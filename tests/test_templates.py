@@ -220,7 +220,7 @@ def check(renderer, name):
         try:
             example, weights = one.build_supervised_example(harmless)
         except UserError as refused:
-            assert "otherwise than the prompt" in str(refused) or "does not end message" in str(
+            assert "differently from the prompt" in str(refused) or "does not end message" in str(
                 refused
             )
             if "</think>" in str(refused) or "<think>" in tokenizer.decode(
@@ -292,7 +292,7 @@ def test_calls_by_parts_are_read_by_their_types():
     for broken, why in (
         (text[:-20], "was not finished"),
         (text.replace("</function>", ""), "no <function=...> that ends"),
-        (text.replace("</function>", "x</function>"), "something beside its"),
+        (text.replace("</function>", "x</function>"), "unexpected text outside"),
     ):
         said, calls, unparsed = split_calls(broken, [typed])
         assert said == broken and not calls and why in unparsed[0]["error"]
@@ -338,7 +338,7 @@ def test_calls_of_glm_are_read_as_its_template_writes_them(shared_data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "why"), [("muse_glimmer", "a form that is not known here")])
+@pytest.mark.parametrize(("name", "why"), [("muse_glimmer", "an unsupported form")])
 def test_a_template_that_cannot_be_read_back_is_refused(name, why, shared_data):
     with pytest.raises(UserError, match=why):
         of_package(name, shared_data / "tokenizers")

@@ -1,4 +1,4 @@
-"""Renderers: messages to tokens and back. `get_renderer(name, tokenizer)`."""
+"""Provide renderers, which convert messages to tokens and back: `get_renderer(name, tokenizer)`."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ __all__ = [
     "with_calls",
 ]
 
-# Families render with the template that comes with the tokenizer; their names are kept for scripts
-# that pass them.
+# Families render with the tokenizer's template; their names exist for scripts that pass them.
 _TEMPLATE_NAMES: dict[str, dict[str, Any]] = {
     "chat_template": {},
     "llama3": {},
@@ -54,15 +53,14 @@ RENDERER_NAMES = (*_TEMPLATE_NAMES, "role_colon", "plain")
 def get_renderer(
     name: str, tokenizer: Any, *, eos_token_ids: Iterable[int] = (), **template_settings: Any
 ) -> Renderer:
-    """The renderer called `name` (one of RENDERER_NAMES). `template_settings` reach the model's
-    chat template.
+    """Return the renderer `name` (an entry of RENDERER_NAMES). `template_settings` are passed to
+    the model's chat template. Raises UserError for an unknown name or unusable settings.
 
-    "llama3" needs no template: Llama 3's base models have its special tokens alone, and it is then
-    written as Meta publishes it.
+    "llama3" needs no chat template in the tokenizer: Llama 3's base models have only its special
+    tokens, and the template published by Meta is then used.
 
-    `eos_token_ids`: tokens that end a sample, for a model of which the tokenizer does not know
-    them. It does where it came with the model (`client.get_tokenizer()`), or has the model's config
-    beside it.
+    `eos_token_ids`: tokens that end a sample, if the tokenizer does not know them. It knows them if
+    it came with the model (`client.get_tokenizer()`) or if the model's config is in its folder.
     """
     if name in _TEMPLATE_NAMES:
         tokenizer = with_family_template(tokenizer, name)
@@ -73,10 +71,11 @@ def get_renderer(
         near = difflib.get_close_matches(name, RENDERER_NAMES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UserError(
-            f"no renderer is named {name!r}: {hint}there are {', '.join(RENDERER_NAMES)}"
+            f"unknown renderer {name!r}: {hint}the renderers are {', '.join(RENDERER_NAMES)}"
         )
     if template_settings:
         raise UserError(
-            f"the renderer {name!r} uses no template, so it takes no settings; got {sorted(template_settings)}"
+            f"the renderer {name!r} uses no template, so it takes no settings; got "
+            f"{sorted(template_settings)}"
         )
     return (PlainRenderer if name == "plain" else RoleColonRenderer)(tokenizer, eos_token_ids)

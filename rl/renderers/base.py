@@ -1,6 +1,6 @@
-"""What every renderer does: messages to tokens, and sampled tokens back to a message.
+"""Define the interface of renderers: messages to tokens, and sampled tokens back to a message.
 
-Shapes: a supervised example is N tokens and N weights, float32, 1 where the token is learnt (not
+Shapes: a supervised example has N tokens and N float32 weights, 1 for each trained token (not
 shifted).
 """
 
@@ -25,11 +25,12 @@ Span = tuple[int, int]
 
 
 class Renderer(ABC):
-    """Messages to tokens and back, for one tokenizer (any of transformers', or one with its encode
-    and decode).
+    """Convert messages to tokens and back with a tokenizer (a transformers tokenizer, or an object
+    with its encode and decode).
 
-    `eos_token_ids`: tokens that end a sample beside those known of the model (`rl.renderers.ends`).
-    Special tokens that stand in a message are text (`rl.renderers.shield`).
+    `eos_token_ids`: tokens that end a sample, in addition to those known for the model
+    (`rl.renderers.ends`). Special tokens in the text of a message are encoded as ordinary text
+    (`rl.renderers.shield`).
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = (), written: str = ""):
@@ -39,36 +40,36 @@ class Renderer(ABC):
 
     @abstractmethod
     def build_generation_prompt(self, messages: Sequence[Message]) -> ModelInput:
-        """The tokens after which the model writes the next assistant message."""
+        """Return the prompt tokens for the next assistant message."""
 
     @abstractmethod
     def build_supervised_example(
         self, messages: Sequence[Message], train_on: TrainOn = "last_assistant"
     ) -> tuple[ModelInput, np.ndarray]:
-        """The whole conversation as tokens, and weights: 1 on what the model is to write, its
-        end-of-turn mark included.
+        """Return the whole conversation as N tokens, and N weights: 1 on the text that the model is
+        trained to write, including its end-of-turn token.
 
         "last_assistant": only the last message, which must be the assistant's; the tokens before
-        the first weight of 1 are those of `build_generation_prompt(messages[:-1])`.
-        "all_assistant": every message of the assistant.
+        the first weight of 1 equal `build_generation_prompt(messages[:-1])`. "all_assistant": every
+        assistant message.
         """
 
     @abstractmethod
     def get_stop_sequences(self) -> list[str] | list[int]:
-        """What ends an assistant message: token ids, or texts. Goes into `SamplingParams.stop`."""
+        """Return the token ids or texts that end an answer, for `SamplingParams.stop`."""
 
     @abstractmethod
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
-        """Sampled tokens as a message, without what ended it; False where nothing did (cut off by
-        the length limit).
+        """Return (the message of the sampled tokens without their end mark, whether an end mark was
+        sampled). False means that the length limit cut the answer off.
         """
 
     @abstractmethod
     def finished(self, tokens: Sequence[int]) -> list[int]:
-        """Sampled tokens as `build_supervised_example` writes such an answer: its end mark last,
-        whichever token ended it.
+        """Return sampled tokens as `build_supervised_example` writes such an answer: with its
+        end-of-turn token last, whichever token ended the sample.
 
-        Nothing follows the mark. An answer that nothing ended is as it is.
+        Nothing follows the end-of-turn token. An answer without an end stays unchanged.
         """
 
     @abstractmethod
@@ -79,81 +80,87 @@ class Renderer(ABC):
         answer: Sequence[int],
         new: Sequence[Message],
     ) -> ModelInput | None:
-        """The prompt of the next turn as an extension, token for token, of what the model has read
-        and written; None where there is none.
+        """Return the prompt of the next turn as a token-for-token extension of the previous prompt
+        and answer, or None if that is impossible.
 
-        messages  the conversation up to the answer. seen: its tokens, the answer's prompt. answer:
-        the tokens that were sampled new       what is said to the model next; the last message of
-        these is not the assistant's The tokens are `seen`, `answer`, the end mark where the answer
-        lacks it (it was cut off), and the rendering of `new`. Nothing that the model wrote is
-        decoded and tokenised again. None where the conversation, with `new` in it, is written
-        otherwise than the model has seen it, such as by a template that leaves out earlier
-        thoughts: then `build_generation_prompt` writes it anew.
+        messages  the conversation before the answer
+        seen      the tokens of `messages`: the prompt of the answer
+        answer    the sampled tokens
+        new       the messages that follow the answer; the last of them is not the assistant's
+
+        The result is `seen`, `answer`, the end mark if the answer lacks it (because it was cut
+        off), and the rendering of `new`. No text of the model is decoded and tokenized again. The
+        result is None if the template renders the conversation with `new` differently from the
+        tokens that the model has seen, such as a template that removes earlier thoughts;
+        `build_generation_prompt` then renders the whole conversation.
         """
 
     def text_of(self, tokens: Sequence[int]) -> str:
-        """What `parse_response` takes apart: the text of sampled tokens, without what ended it."""
+        """Return the text of sampled tokens up to their end mark, which `parse_response` parses."""
         return self._decode(self._until_end(tokens)[0])
 
     def offered(self) -> Sequence[Mapping[str, Any]]:
-        """The tools that may be called."""
+        """Return the tools that the model may call."""
         return ()
 
     def call_form(self) -> CallForm | None:
-        """How the model writes calls, where it is neither JSON within <tool_call> nor a message of
-        its own.
+        """Return the format of tool calls, or None if calls are JSON within <tool_call> or separate
+        messages.
         """
         return None
 
     def thought_marks(self) -> tuple[str, str] | None:
-        """What stands around thoughts in an answer's text, both of them among `marks`; None where
-        thoughts are not taken out of it.
+        """Return the marks around thoughts in the text of an answer, both of which are in `marks`,
+        or None if thoughts are not parsed.
         """
         return None
 
     def marks(self) -> tuple[str, ...]:
-        """Texts with which an answer's text ends, or becomes something else: thoughts, calls of
-        tools, another's turn.
+        """Return the texts that end the answer's text or start another part: thoughts, tool calls,
+        another role's turn.
         """
         return ()
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Renderer:
-        """This renderer, where the model may call `tools`, each {"type": "function", "function":
-        {name, description, parameters}}.
+        """Return this renderer with `tools` that the model may call, each {"type": "function",
+        "function": {name, description, parameters}}.
 
-        Their descriptions stand where the model's own template puts them; `parse_response` takes
-        calls apart.
+        Their descriptions are rendered by the model's chat template; `parse_response` parses the
+        calls. Raises UserError if the renderer has no place for tools.
         """
         raise UserError(f"{type(self).__name__} cannot render tools")
 
     def with_settings(self, settings: Mapping[str, Any]) -> Renderer:
         """Return this renderer with settings of its chat template (enable_thinking=False). Raises
-        UserError for one it has not.
+        UserError for an unknown setting.
         """
         if not settings:
             return self
         raise UserError(
-            f"the renderer of this model uses no chat template, so it takes no settings; got {sorted(settings)}"
+            "the renderer of this model uses no chat template, so it takes no settings; got "
+            f"{sorted(settings)}"
         )
 
     def unfinished(self, tokens: Sequence[int]) -> list[int]:
-        """An answer's tokens without its end mark, as of one that was cut off there."""
+        """Return an answer's tokens without its end mark, as if the answer had been cut off before
+        it.
+        """
         return self._until_end(tokens)[0]
 
     def judged(self, prompt: Sequence[int], answer: Sequence[int]) -> ModelInput:
-        """What a reward model reads of an answer, the same where it learns and where it judges; the
-        last position is its score's.
+        """Return the input of a reward model for an answer, the same in training and in use; the
+        score is read at the last position.
 
-        `answer`: as it was sampled, or the tokens that a supervised example learns.
+        `answer`: the sampled tokens, or the trained tokens of a supervised example.
         """
         return ModelInput.from_ints([*prompt, *self.finished(answer)])
 
     def build_text(self, text: str) -> ModelInput:
-        """A text of no conversation, to be learnt as it stands: BOS where the tokenizer puts one,
-        and EOS where it knows one.
+        """Return the tokens of a text outside any conversation, for training: with BOS if the
+        tokenizer adds it, and EOS if the tokenizer has it.
 
-        Special tokens written in it are special tokens: a text that was put through a template
-        beforehand is read as that.
+        Special tokens in the text are encoded as special tokens, because the text may be the output
+        of a chat template.
         """
         tokenizer = self.tokenizer
         tokens = [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
@@ -162,19 +169,19 @@ class Renderer(ABC):
         return ModelInput.from_ints([*begin, *tokens, *end])
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of the text alone, without the tokenizer's own BOS or EOS; special tokens written
-        in it are spelt out as text.
+        """Return the tokens of the text, without BOS and EOS; special tokens in it are encoded as
+        ordinary text.
 
-        UserError where the vocabulary lacks some of it and has no token for what is unknown.
+        Raises UserError if the vocabulary lacks some of the text and has no token for unknown text.
         """
         return self._encode(self.shield.cover(text))
 
     def _encode(self, text: str, *, continuing: bool = False) -> list[int]:
-        """Tokens of a text that holds the renderer's own special tokens, and other people's
-        covered.
+        """Return the tokens of a rendered text: the renderer's special tokens are encoded as such,
+        those of messages are escaped already.
 
-        `continuing`: something stands before it, so that a tokenizer that marks the beginning of a
-        text must not do so here.
+        `continuing`: other text precedes this text, so a tokenizer that marks the start of a text
+        must not do so here.
         """
         try:
             if continuing and self.shield.wall is not None:
@@ -183,22 +190,26 @@ class Renderer(ABC):
         except (
             UnicodeEncodeError,
             TypeError,
-        ) as error:  # some versions of tokenizers raise the one, some the other
+        ) as error:  # depends on the version of tokenizers
             if not any("\ud800" <= character <= "\udfff" for character in text):
                 raise
             raise UserError(
-                f"the text {text[:60]!r} holds half of a surrogate pair, which is no text: mend the data"
+                f"the text {text[:60]!r} holds half of a surrogate pair, which is not valid text: "
+                "fix the data"
             ) from error
-        except Exception as error:  # tokenizers raises nothing narrower for that
+        except Exception as error:  # tokenizers raises no narrower exception here
             if "[UNK]" not in str(error):
                 raise
             raise UserError(
-                f"the model's tokenizer has no tokens for some of the text {text[:60]!r}: take a model (base_model) or a tokenizer "
-                "whose vocabulary covers the data"
+                f"the model's tokenizer has no tokens for some of the text {text[:60]!r}: use a "
+                "model (base_model) or a tokenizer "
+                "with a vocabulary that covers the data"
             ) from error
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        """The text of the tokens as it is: clean-up would change spaces before punctuation."""
+        """Return the text of the tokens without clean-up, which would change spaces before
+        punctuation.
+        """
         return str(
             self.tokenizer.decode(
                 list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -206,22 +217,24 @@ class Renderer(ABC):
         )
 
     def _until_end(self, tokens: Sequence[int]) -> tuple[list[int], bool]:
-        """The tokens before the first that ends a sample, and whether there was one."""
+        """Return (the tokens before the first token that ends a sample, whether such a token
+        exists).
+        """
         end = next(
             (position for position, token in enumerate(tokens) if token in self.ends), len(tokens)
         )
         return list(tokens[:end]), end < len(tokens)
 
     def encode_in_pieces(self, text: str, cuts: Sequence[int]) -> list[list[int]]:
-        """`text` (other people's special tokens covered) as tokens, in pieces that meet at the
-        character positions `cuts` (ascending).
+        """Return the tokens of `text` (special tokens of messages escaped) in pieces that meet at
+        the character positions `cuts` (ascending).
 
-        The tokens of the text as a whole, wherever these respect the cut. Where a token would
-        straddle it (a prompt that ends in a line break, a response that begins with one), both
-        sides are tokenised apart: a sampler sees the prompt alone.
+        The tokens are those of the whole text if these respect a cut. If a token would cross the
+        cut (a prompt that ends in a line break, a response that begins with a line break), both
+        sides are tokenized separately, because a sampler sees only the prompt.
         """
         pieces: list[list[int]] = []
-        # where the text begins that `run` holds the tokens of, and how many of them are in pieces
+        # `run` holds the tokens of text[base:]; the first `used` of them are in `pieces`
         base, used = 0, 0
         run = self._encode(text)
         for cut in cuts:
@@ -237,7 +250,7 @@ class Renderer(ABC):
 def weighted_example(
     pieces: Sequence[tuple[Sequence[int], float]],
 ) -> tuple[ModelInput, np.ndarray]:
-    """Pieces of (tokens, weight) joined into a supervised example."""
+    """Join pieces of (tokens, weight) into a supervised example."""
     tokens = [token for piece, _ in pieces for token in piece]
     weights = np.concatenate(
         [np.full(len(piece), weight, dtype=np.float32) for piece, weight in pieces]
@@ -246,13 +259,15 @@ def weighted_example(
 
 
 def trained_indices(messages: Sequence[Message], train_on: TrainOn) -> list[int]:
-    """Which messages are learnt. Raises UserError where the conversation does not fit."""
+    """Return the indices of the trained messages. Raises UserError if the conversation does not end
+    with an assistant message.
+    """
     if train_on not in ("last_assistant", "all_assistant"):
         raise UserError(f"train_on is 'last_assistant' or 'all_assistant', got {train_on!r}")
     roles = [message["role"] for message in messages]
     if not roles or roles[-1] != "assistant":
         raise UserError(
-            f"a supervised example ends with a message of the assistant, this one has the roles {roles}"
+            f"a supervised example ends with a message of the assistant, got the roles {roles}"
         )
     return (
         [len(roles) - 1]
@@ -262,20 +277,23 @@ def trained_indices(messages: Sequence[Message], train_on: TrainOn) -> list[int]
 
 
 def content_text(content: Any, where: str) -> str:
-    """The text of a message's content: a text, or a list of parts {"type": "text", "text": ...},
-    put together.
+    """Return the text of a message's content: a string, or the joined parts {"type": "text",
+    "text": ...}. Raises UserError for other content.
     """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise UserError(
-            f"{where} has content of type {type(content).__name__}; a text is expected, or a list of parts of text"
+            f"{where} has content of type {type(content).__name__}; expected a text, or a list of "
+            "text parts"
         )
     for part in content:
         if is_image_part(part):
             raise UserError(
-                f"{where} has an image, and what is rendered here is text alone: take a vision-language model with its own template "
-                "(the renderer chat_template; a model folder has its image processor beside it), or leave the image out"
+                f"{where} has an image, but this renderer writes only text: use a vision-language "
+                "model with its chat template "
+                "(the renderer chat_template; the model folder contains the image processor), or "
+                "leave the image out"
             )
         if (
             not isinstance(part, dict)
@@ -286,46 +304,52 @@ def content_text(content: Any, where: str) -> str:
                 repr(part["type"]) if isinstance(part, dict) and "type" in part else str(part)[:60]
             )
             raise UserError(
-                f'{where} has a part of content that is not text ({kind}): parts are {{"type": "text", "text": ...}}'
+                f"{where} has a part of content that is not text ({kind}): parts are "
+                '{"type": "text", "text": ...}'
             )
     return "".join(part["text"] for part in content)
 
 
 def texts(messages: Sequence[Message], *, sees: bool = False) -> list[Message]:
-    """The messages with their contents as text. UserError for one without a role, or without
-    content (and calls of tools).
+    """Return the messages with their contents as text. Raises UserError for a message without a
+    role, or without content and tool calls.
 
-    `sees`: contents with images stay lists of parts (`rl.renderers.pictures`); else they are
+    `sees`: contents with images stay lists of parts (`rl.renderers.pictures`); otherwise images are
     errors.
     """
-    found = []
+    normalized = []
     for number, message in enumerate(messages):
         where = f"message {number} of the conversation"
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise UserError(f"{where} is no {{'role': ..., 'content': ...}}: {str(message)[:60]!r}")
+            raise UserError(
+                f"{where} is not {{'role': ..., 'content': ...}}: {str(message)[:60]!r}"
+            )
         content = message.get("content")
         if content is None and message.get("tool_calls"):
             content = ""
         if sees and has_images([message]):
-            found.append(
+            normalized.append(
                 {**message, "content": parts_of(message["content"], message["role"], where)}
             )
             continue
-        found.append({**message, "content": content_text(content, where)})
-    return found
+        normalized.append({**message, "content": content_text(content, where)})
+    return normalized
 
 
 def said(message: Message) -> str:
-    """The text of a message (one of `texts`) for renderers that write nothing else."""
+    """Return the text of a message (from `texts`) for renderers that write only text. Raises
+    UserError if it calls tools.
+    """
     if message.get("tool_calls"):
         raise UserError(
-            "this renderer writes text alone, and a message calls tools: use the model's own template (chat_template)"
+            "this renderer writes only text, and a message calls tools: use the model's chat "
+            "template (the renderer chat_template)"
         )
     return str(message["content"])
 
 
 def begin_tokens(tokenizer: Any) -> list[int]:
-    """[BOS] where the tokenizer itself puts one before a text, else []."""
+    """Return [BOS] if the tokenizer adds it before a text, else []."""
     bos = tokenizer.bos_token_id
     if bos is None:
         return []

@@ -1,5 +1,5 @@
-"""An answer as a client sees it, while it is drawn and when it is whole: the one is always a
-beginning of the other.
+"""Parse an answer while it is sampled, for streaming to a client. Each partial message is a prefix
+of the final message.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from rl.types import Message
 
 
 def opens_thoughts(renderer: Renderer, prompt: Sequence[int]) -> bool:
-    """Whether a prompt's end is within thoughts, so that the answer begins there. `prompt`: its
-    ids.
-    """
+    """Return whether a prompt (token ids) ends within thoughts, so that the answer starts there."""
     thought = renderer.thought_marks()
     if thought is None:
         return False
@@ -28,15 +26,16 @@ def opens_thoughts(renderer: Renderer, prompt: Sequence[int]) -> bool:
 
 
 def shown(renderer: Renderer, tokens: Sequence[int], within_thoughts: bool, ended: bool) -> Message:
-    """The message of an answer's first tokens, as far as it is certain; of all of them where it has
-    `ended`.
+    """Return the message of an answer's first tokens, as far as it is certain, or of all tokens if
+    it has `ended`.
 
-    Thoughts (`reasoning_content`) and text go on as they are written. Calls (`tool_calls`) have
-    arguments as text, which go on as well; one counts from the moment that its name is known
-    (`rl.renderers.begun_calls`). A thought that never ended is one here, and no text.
-    `within_thoughts`: as `opens_thoughts` says. Held back are, at the end of a text, spaces, parts
-    of characters, and what may be the beginning of a mark. One answer may yet turn out otherwise: a
-    closing mark of thoughts that nothing opened makes thoughts of what came before it.
+    Thoughts (`reasoning_content`) and text are streamed as they are written. Calls (`tool_calls`)
+    have their arguments as text, which is streamed too; a call is included once its name is known
+    (`rl.renderers.begun_calls`). A thought that never ended counts as thought, not as text.
+    `within_thoughts`: the result of `opens_thoughts`. At the end of a text, these are held back:
+    spaces, parts of characters, and possible starts of a mark. A single exception to the prefix
+    property remains: a closing mark of thoughts without an opening mark turns the preceding text
+    into thoughts.
     """
     marks, text = renderer.marks(), renderer.text_of(tokens)
     calls: list[BegunCall] = []
@@ -53,7 +52,7 @@ def shown(renderer: Renderer, tokens: Sequence[int], within_thoughts: bool, ende
             content, thoughts, around[0], within_thoughts, ended
         )
         if thinking and thoughts is not None:
-            # A call that is written before the thoughts have ended is one where they never end.
+            # A call within thoughts counts as a call only if the thoughts never end.
             opening = _opening(renderer)
             thoughts, called, rest = (
                 thoughts.partition(opening) if opening in marks else (thoughts, "", "")
@@ -74,51 +73,52 @@ def shown(renderer: Renderer, tokens: Sequence[int], within_thoughts: bool, ende
 
 
 def _opening(renderer: Renderer) -> str:
-    """The mark with which a call begins, where the renderer reads calls."""
+    """Return the opening mark of a tool call, if the renderer parses calls."""
     form = renderer.call_form()
     return CALL_BEGIN if form is None else form.begin
 
 
 def _calls(renderer: Renderer, text: str, ended: bool) -> tuple[str, list[BegunCall]]:
-    """(the text without its calls, the calls). Those of a form of its own
-    (`rl.renderers.call_forms`) are shown when all has ended.
+    """Return (the text without its calls, the calls). Calls in a special format
+    (`rl.renderers.call_forms`) are included only when the answer has ended.
     """
     form, tools = renderer.call_form(), renderer.offered()
     if form is None:
         return read_calls(text, tools, ended)
     if ended:
-        content, found, _ = form.take(text, tools)
-        functions = [call["function"] for call in found]
+        content, parsed_calls, _ = form.take(text, tools)
+        functions = [call["function"] for call in parsed_calls]
         return content, [
-            BegunCall(one["name"], json.dumps(one["arguments"], ensure_ascii=False))
-            for one in functions
+            BegunCall(function["name"], json.dumps(function["arguments"], ensure_ascii=False))
+            for function in functions
         ]
     if form.begin == PYTHON_TAG and tools and text.lstrip().startswith("{"):
-        return "", []  # it may be a call, which is the whole answer
+        return "", []  # the whole answer may be a call
     return text.partition(form.begin)[0], []
 
 
 def _open_thought(
     content: str, thoughts: str | None, begin: str, within: bool, ended: bool
 ) -> tuple[str, str | None, bool]:
-    """What is left of the content, the thoughts with one that has not ended, and whether there is
-    one.
+    """Return (the remaining content, the thoughts including an unfinished thought, whether an
+    unfinished thought exists).
     """
     if within and thoughts is None:
         return "", content.removeprefix(begin), True
-    said, opened, thought = content.partition(begin)
+    before, opened, thought = content.partition(begin)
     if opened:
         thought = thought.lstrip()
         joined = thought if not thoughts else f"{thoughts}\n\n{thought}" if thought else thoughts
-        return said if said.strip() else "", joined, True
+        return before if before.strip() else "", joined, True
     if not ended and thoughts is None and begin.startswith(content.lstrip()):
-        return "", None, True  # nothing yet, or half of a mark
+        return "", None, True  # no text yet, or part of a mark
     return content, thoughts, False
 
 
 def _message(
     renderer: Renderer, content: str, thoughts: str | None, calls: Sequence[BegunCall]
 ) -> Message:
+    """Return the assistant message of the parsed parts."""
     message: Message = {
         "role": "assistant",
         "content": renderer.before_stop(content) if isinstance(renderer, StopsAt) else content,
@@ -128,7 +128,7 @@ def _message(
         {"name": call.name, "arguments": call.arguments} for call in calls
     ]
     return message | (
-        {"tool_calls": [{"type": "function", "function": one} for one in functions]}
+        {"tool_calls": [{"type": "function", "function": function} for function in functions]}
         if functions
         else {}
     )

@@ -1,9 +1,8 @@
-"""Calls of tools as they are being written: whose name is known, and what of the arguments is
-certain.
+"""Parse tool calls while they are written: the name, and the certain part of the arguments.
 
-A call counts as one from the moment that its name and the beginning of its arguments stand there;
-its arguments are then what the model writes, as text, whether or not it ends well. So what is shown
-while it is written is a beginning of what is shown in the end.
+A call counts once its name and the start of its arguments are written. Its arguments are then the
+text that the model writes, whether or not it becomes valid JSON. So the partial result is always a
+prefix of the final result.
 """
 
 from __future__ import annotations
@@ -33,23 +32,21 @@ _TO_FUNCTION = re.compile(r"to=functions\.([^\s<]+)")
 
 @dataclass(frozen=True, slots=True)
 class BegunCall:
-    """`arguments`: the text of their JSON, as far as it goes."""
+    """Hold a partial tool call. `arguments` is the JSON text so far."""
 
     name: str
     arguments: str
 
 
 def overlap(text: str, mark: str) -> int:
-    """How much of the end of `text` is a beginning of `mark`, and not all of it."""
+    """Return the length of the longest end of `text` that is a proper prefix of `mark`."""
     return next(
         (n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0
     )
 
 
 def certain_text(text: str, marks: Sequence[str]) -> str:
-    """A text that goes on, less what at its end may be the beginning of a mark, or a part of a
-    character.
-    """
+    """Return a growing text up to a possible start of a mark or part of a character."""
     held = max((overlap(text, mark) for mark in marks), default=0)
     return text[: len(text) - held].rstrip("\ufffd")
 
@@ -57,39 +54,39 @@ def certain_text(text: str, marks: Sequence[str]) -> str:
 def read_calls(
     text: str, tools: Sequence[Mapping[str, Any]], ended: bool
 ) -> tuple[str, list[BegunCall]]:
-    """(the text without its calls, the calls) of an answer without its thoughts, as `split_calls`
-    does where every call is whole.
+    """Return (the text without its calls, the calls) of an answer without its thoughts, like
+    `split_calls` for complete calls.
 
-    `ended`: nothing follows. Else a call whose name is not known yet, and what may follow it, is
+    `ended`: no text follows. Otherwise a call without a known name, and everything after it, is
     left out.
     """
     content, calls = "", list[BegunCall]()
-    said, opened, rest = text.partition(CALL_BEGIN)
+    before, opened, rest = text.partition(CALL_BEGIN)
     while opened:
-        content += said
+        content += before
         by_parts = rest.lstrip().startswith("<function=")
-        found, length = _by_parts(rest, tools, ended) if by_parts else _of_json(rest, ended)
-        if found is None and length < 0:
+        call, length = _by_parts(rest, tools, ended) if by_parts else _of_json(rest, ended)
+        if call is None and length < 0:
             if not ended:
                 return content, calls
             length = len(rest)
-        if found is None:
+        if call is None:
             content += CALL_BEGIN + rest[:length]
-            said, opened, rest = rest[length:].partition(CALL_BEGIN)
+            before, opened, rest = rest[length:].partition(CALL_BEGIN)
             continue
-        calls.append(found)
+        calls.append(call)
         content = content.removesuffix("\n")
         content = content.removesuffix("\n") if by_parts else content
         if length < 0:
             return content, calls
-        said, opened, rest = rest[length:].partition(CALL_BEGIN)
-        said = "" if not said.strip() else said
-    return content + said, calls
+        before, opened, rest = rest[length:].partition(CALL_BEGIN)
+        before = "" if not before.strip() else before
+    return content + before, calls
 
 
 def _of_json(text: str, ended: bool) -> tuple[BegunCall | None, int]:
-    """The call that stands behind its opening mark (None: not known, or none), and how long it is
-    (-1: it has not ended).
+    """Return (the call after its opening mark, its length). The call is None if it is not known yet
+    or invalid; the length is -1 if the call has not ended.
     """
     closed = text.find(CALL_END)
     header = _HEADER.match(text)
@@ -124,17 +121,19 @@ def _of_json(text: str, ended: bool) -> tuple[BegunCall | None, int]:
 def _by_parts(
     text: str, tools: Sequence[Mapping[str, Any]], ended: bool
 ) -> tuple[BegunCall | None, int]:
-    """As `_of_json`, of <function=NAME><parameter=NAME>..</parameter></function>: the arguments as
-    the JSON that they come to.
+    """Do the same as `_of_json` for <function=NAME><parameter=NAME>..</parameter></function>. The
+    arguments become JSON text.
     """
     closed = text.find(CALL_END)
     header = _BY_PARTS.match(text)
     if header is None:
         return None, -1 if closed < 0 else closed + len(CALL_END)
-    name, at, found = header[1], header.end(), "{"
+    name, at, arguments = header[1], header.end(), "{"
     while (parameter := _PARAMETER.match(text, at)) is not None:
         end = text.find("</parameter>", parameter.end())
-        key = ("" if found == "{" else ", ") + json.dumps(parameter[1], ensure_ascii=False) + ": "
+        key = (
+            ("" if arguments == "{" else ", ") + json.dumps(parameter[1], ensure_ascii=False) + ": "
+        )
         if end < 0:
             value = parameter_value(tools, name, parameter[1], None)
             begun = (
@@ -142,25 +141,29 @@ def _by_parts(
                 if ended
                 else certain_text(text[parameter.end() :], _PARAMETER_END)
             )
-            if value is not None or (not begun and not ended):  # a number, say: when it is whole
-                return BegunCall(name, found), -1
-            return BegunCall(name, found + key + json.dumps(begun, ensure_ascii=False)[:-1]), -1
+            if value is not None or (
+                not begun and not ended
+            ):  # a number, for example, is read when it is complete
+                return BegunCall(name, arguments), -1
+            return BegunCall(name, arguments + key + json.dumps(begun, ensure_ascii=False)[:-1]), -1
         value = parameter_value(
             tools, name, parameter[1], text[parameter.end() : end].removesuffix("\n")
         )
-        found += key + json.dumps(value, ensure_ascii=False)
+        arguments += key + json.dumps(value, ensure_ascii=False)
         at = end + len("</parameter>")
     finish = re.compile(r"\s*</function>").match(text, at)
     end = text.find(CALL_END, at)
-    return BegunCall(name, found + ("}" if finish else "")), -1 if end < 0 else end + len(CALL_END)
+    return BegunCall(name, arguments + ("}" if finish else "")), -1 if end < 0 else end + len(
+        CALL_END
+    )
 
 
 def read_channel_calls(text: str, marks: Sequence[str], ended: bool) -> tuple[str, list[BegunCall]]:
-    """gpt-oss: (the text without messages that are calls, the calls). Arguments begin with a brace;
-    else it is none.
+    """Return (the text without messages that are calls, the calls) of a gpt-oss answer. A message
+    is a call if its arguments start with a brace.
     """
     parts, calls, last = [], [], 0
-    bounds = [(found.start(), found.end()) for found in NEXT_MESSAGE.finditer(text)]
+    bounds = [(match.start(), match.end()) for match in NEXT_MESSAGE.finditer(text)]
     for start, end in [*bounds, (len(text), len(text))]:
         header, begun, body = text[last:start].partition(CHANNEL_TEXT)
         called = _TO_FUNCTION.search(header) if begun else None

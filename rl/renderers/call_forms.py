@@ -1,8 +1,10 @@
-"""Calls of tools as other families write them, taken out of an answer: each form is known by what
-its chat template writes.
+"""Parse tool calls in the formats of several model families; the chat template determines the
+format.
 
-    GLM 4.5  <tool_call>NAME <arg_key>KEY</arg_key> <arg_value>VALUE</arg_value> ... </tool_call>; what a value is, its tool's schema says
-    Llama 3  {"name": NAME, "parameters": {...}} as the whole answer, or <|python_tag|> and that, or NAME.call(KEY="VALUE")
+    GLM 4.5  <tool_call>NAME <arg_key>KEY</arg_key> <arg_value>VALUE</arg_value> ... </tool_call>;
+             the tool's schema gives the type of each value
+    Llama 3  {"name": NAME, "parameters": {...}} as the whole answer, or <|python_tag|> followed
+             by it, or NAME.call(KEY="VALUE")
     Gemma 4  <|tool_call>call:NAME{KEY:VALUE,...}<tool_call|>, texts between <|"|>
     LFM2     <|tool_call_start|>[NAME(KEY='VALUE', ...), ...]<|tool_call_end|>
 """
@@ -21,18 +23,18 @@ from rl.renderers.parsing import CALL_BEGIN, CALL_END, parameter_value
 
 Tools = Sequence[Mapping[str, Any]]
 Call = dict[str, Any]
-# the text without calls, the calls, what was to be one and is none
+# (text without calls, calls, failed calls)
 Taken = tuple[str, list[Call], list[dict[str, str]]]
 
 PYTHON_TAG = "<|python_tag|>"
 _QUOTE = '<|"|>'
-_ENDS_TRIED = 16  # an end mark may stand in an argument's text: so many are looked at
+_ENDS_TRIED = 16  # maximum number of end marks to try: an argument's text may contain the mark
 
 
 @dataclass(frozen=True)
 class CallForm:
-    """`begin`: its opening mark; `end`: the token that ends an answer which calls, where that is
-    not the one that ends others.
+    """Describe a format of tool calls. `begin`: its opening mark. `take`: its parser. `end`: the
+    token that ends an answer with calls, if it differs from the usual end token.
     """
 
     name: str
@@ -42,38 +44,39 @@ class CallForm:
 
 
 def form_of(template: str) -> CallForm | None:
-    """The form that a chat template writes; None where it is none of these (JSON within
-    <tool_call>, say, or no calls at all).
+    """Return the format that a chat template writes, or None for JSON within <tool_call> or a
+    template without calls.
     """
     return next((form for sign, form in _FORMS if sign in template), None)
 
 
 def as_call(name: str, arguments: dict[str, Any]) -> Call:
+    """Return a call as a chat template expects it."""
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _between(
     begin: str, end: str, read: Callable[[str, Tools], list[Call]]
 ) -> Callable[[str, Tools], Taken]:
-    """Takes what stands between two marks and `read` reads (it raises ValueError for what is no
-    call).
+    """Return a parser of calls between two marks. `read` parses the text between them and raises
+    ValueError if it is not a call.
     """
 
     def take(text: str, tools: Tools) -> Taken:
         content, calls, unparsed = "", [], []
-        said, opened, rest = text.partition(begin)
+        before, opened, rest = text.partition(begin)
         while opened:
-            content += said
-            length, found = _first_readable(rest, end, lambda body: read(body, tools))
-            if isinstance(found, str):
+            content += before
+            length, parsed = _first_readable(rest, end, lambda body: read(body, tools))
+            if isinstance(parsed, str):
                 raw = begin + rest[:length]
-                unparsed.append({"raw_text": raw, "error": found})
+                unparsed.append({"raw_text": raw, "error": parsed})
                 content += raw
             else:
-                calls += found
+                calls += parsed
                 content = content.rstrip("\n") if not rest[length:].strip() else content
-            said, opened, rest = rest[length:].partition(begin)
-        return content + (said if said.strip() or not calls else ""), calls, unparsed
+            before, opened, rest = rest[length:].partition(begin)
+        return content + (before if before.strip() or not calls else ""), calls, unparsed
 
     return take
 
@@ -81,8 +84,8 @@ def _between(
 def _first_readable(
     text: str, end: str, read: Callable[[str], list[Call]]
 ) -> tuple[int, list[Call] | str]:
-    """(how long it is with its end mark, the calls or why they are none): up to the first end mark
-    before which it is readable.
+    """Return (length including the end mark, the calls or the reason why parsing failed), for the
+    first end mark at which `read` succeeds.
     """
     at, length, why = -1, len(text), "was not finished"
     for _ in range(_ENDS_TRIED):
@@ -103,12 +106,13 @@ _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>
 
 
 def _glm(body: str, tools: Tools) -> list[Call]:
+    """Parse a GLM call."""
     name, opened, rest = body.partition("<arg_key>")
     name, rest = name.strip(), opened + rest
     if not re.fullmatch(r"[^\s<>{}]+", name):
-        raise ValueError("a call begins with its tool's name, on a line of its own")
+        raise ValueError("a call begins with its tool's name, on a separate line")
     if _ARGUMENT.sub("", rest).strip():
-        raise ValueError("something beside its <arg_key>...</arg_key><arg_value>...</arg_value>")
+        raise ValueError("unexpected text outside <arg_key>...</arg_key><arg_value>...</arg_value>")
     return [
         as_call(
             name,
@@ -124,8 +128,8 @@ def _glm(body: str, tools: Tools) -> list[Call]:
 
 
 def _llama(text: str, tools: Tools) -> Taken:
-    """A call is the whole answer. Without the tag it is one where there are tools and it is JSON
-    with a name and parameters.
+    """Parse a Llama 3 answer that is a call as a whole. Without the tag it is a call if tools exist
+    and it is JSON with a name and parameters.
     """
     body = text.strip()
     tagged = body.startswith(PYTHON_TAG)
@@ -135,7 +139,7 @@ def _llama(text: str, tools: Tools) -> Taken:
     try:
         return "", [_llama_json(body) if body.startswith("{") else _called_method(body)], []
     except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
-        # another JSON object is an answer like any other
+        # any other JSON object is an ordinary answer
         meant = tagged or re.match(r'\{\s*"(name|type)"\s*:', body)
         return (
             text,
@@ -145,6 +149,7 @@ def _llama(text: str, tools: Tools) -> Taken:
 
 
 def _llama_json(body: str) -> Call:
+    """Parse a Llama 3 call written as JSON."""
     try:
         value = json.loads(body)
     except ValueError as error:
@@ -161,6 +166,7 @@ def _llama_json(body: str) -> Call:
 
 
 def _called_method(body: str) -> Call:
+    """Parse a Llama 3 call of a built-in tool, NAME.call(KEY=VALUE)."""
     call = _python_call(_parsed(body))
     name, called, rest = call["function"]["name"].rpartition(".call")
     if not called or rest:
@@ -172,19 +178,22 @@ def _called_method(body: str) -> Call:
 
 
 def _lfm(body: str, tools: Tools) -> list[Call]:
-    found = _parsed(body.strip())
-    if not isinstance(found, ast.List) or not found.elts:
+    """Parse a list of LFM2 calls."""
+    parsed = _parsed(body.strip())
+    if not isinstance(parsed, ast.List) or not parsed.elts:
         raise ValueError("calls are a list, [NAME(KEY=VALUE, ...), ...]")
-    return [_python_call(node) for node in found.elts]
+    return [_python_call(node) for node in parsed.elts]
 
 
 def _parsed(text: str) -> ast.expr:
+    """Return the syntax tree of a Python expression."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of backslashes in texts
+        warnings.simplefilter("ignore")  # about backslashes in strings
         return ast.parse(text, mode="eval").body
 
 
 def _python_call(node: ast.expr) -> Call:
+    """Return the call of a Python call expression with keyword arguments."""
     if (
         not isinstance(node, ast.Call)
         or node.args
@@ -204,7 +213,7 @@ def _python_call(node: ast.expr) -> Call:
 
 
 def _python_value(node: ast.expr) -> Any:
-    """A literal of Python or JSON."""
+    """Return the value of a literal of Python or JSON."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
         return node.value
     if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
@@ -227,17 +236,18 @@ def _python_value(node: ast.expr) -> Any:
 
 
 def _gemma(body: str, tools: Tools) -> list[Call]:
-    found = re.match(r"\s*call:([^\s{}<>]+)(?=\{)", body)
-    if found is None:
+    """Parse a Gemma 4 call."""
+    header = re.match(r"\s*call:([^\s{}<>]+)(?=\{)", body)
+    if header is None:
         raise ValueError("a call is call:NAME{KEY:VALUE,...}")
-    arguments, end = _gemma_value(body, found.end())
+    arguments, end = _gemma_value(body, header.end())
     if body[end:].strip():
-        raise ValueError("something after its arguments")
-    return [as_call(found[1], arguments)]
+        raise ValueError("unexpected text after its arguments")
+    return [as_call(header[1], arguments)]
 
 
 def _gemma_value(text: str, at: int) -> tuple[Any, int]:
-    """(the value that begins there, where it ends)."""
+    """Return (the value that begins at position `at`, its end position)."""
     if text.startswith(_QUOTE, at):
         end = text.find(_QUOTE, at + len(_QUOTE))
         if end < 0:
@@ -245,13 +255,14 @@ def _gemma_value(text: str, at: int) -> tuple[Any, int]:
         return text[at + len(_QUOTE) : end], end + len(_QUOTE)
     if text[at : at + 1] in ("{", "["):
         return _gemma_many(text, at)
-    found = re.compile(r"[^,\[\]{}<>]+").match(text, at)
-    if found is None:
+    literal = re.compile(r"[^,\[\]{}<>]+").match(text, at)
+    if literal is None:
         raise ValueError("a value is missing")
-    return json.loads(found[0].strip()), found.end()
+    return json.loads(literal[0].strip()), literal.end()
 
 
 def _gemma_many(text: str, at: int) -> tuple[Any, int]:
+    """Return (the object or list that begins at position `at`, its end position)."""
     closing = {"{": "}", "[": "]"}[text[at]]
     values: dict[str, Any] | list[Any] = {} if closing == "}" else []
     at += 1
@@ -273,7 +284,7 @@ def _gemma_many(text: str, at: int) -> tuple[Any, int]:
             raise ValueError(f"after a value comes a comma or {closing}")
 
 
-# A sign in the template, and the form that it tells of.
+# (text in a chat template, the format that it identifies)
 _FORMS: tuple[tuple[str, CallForm], ...] = (
     (
         "<arg_key>",

@@ -1,4 +1,4 @@
-"""The model's own chat template, token for token: what `tokenizer.apply_chat_template` gives."""
+"""Render with the model's chat template, token for token like `tokenizer.apply_chat_template`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from rl.renderers.parsing import (
 from rl.renderers.pictures import expanded, for_template, located, written_texts
 from rl.types import Message, ModelInput
 
-_CALL_MARK = "<|call|>"  # what ends a call where messages have channels
-_PROBE = "zqPROBEqz"  # a content that no template writes by itself
+_CALL_MARK = "<|call|>"  # ends a call in formats with channels
+_PROBE = "zqPROBEqz"  # a content that no template contains
 _NEXT = "zqNEXTqz"
-# roles whose contents templates may take apart or quote
+# roles with contents that templates may split or quote
 _WRITES_ITS_OWN = ("assistant", "tool", "ipython", "function")
-# names that a template reads and that are no settings of a request
+# variables of templates that are not settings of a request
 _NO_SETTINGS = {
     "messages",
     "tools",
@@ -44,31 +44,35 @@ _NO_SETTINGS = {
 
 
 class ChatTemplateRenderer(Renderer):
-    """Renders with the tokenizer's jinja template; `template_settings` reach it
+    """Render with the tokenizer's jinja template; `template_settings` are passed to it
     (`enable_thinking=False`, `tools=...`).
 
-    The template writes any BOS itself, so its text is tokenised without adding special tokens.
-    Special tokens in messages (and in the descriptions of tools) are text; the assistant's may hold
-    what the template itself writes and the tokenizer does not call special, such as <think>.
-    A model that thinks aloud: `parse_response` splits "<think>...</think>" off the content into
-    `reasoning_content`, the field that such templates read back, and calls in
-    "<tool_call>...</tool_call>" into `tool_calls`. A thought or call that never ended, and a call
-    that is none, stays in the content; calls are then named in `unparsed_tool_calls`. Other forms
-    of calls: see `rl.renderers.call_forms`.
-    GLM ends no answer by itself: it writes the mark of who speaks next, <|user|>, or
-    <|observation|> after a call. That mark ends an answer here, is learnt with it, and is the
-    beginning of the next message at once.
+    The template writes any BOS itself, so its text is tokenized without added special tokens.
+    Special tokens in messages (and in the descriptions of tools) are text; assistant messages may
+    contain words such as <think> that the template writes and the tokenizer does not treat as
+    special.
+
+    For a model that thinks, `parse_response` moves "<think>...</think>" from the content into
+    `reasoning_content`, the field that such templates read, and calls in
+    "<tool_call>...</tool_call>" into `tool_calls`. An unfinished thought or call and an invalid
+    call stay in the content; such calls are listed in `unparsed_tool_calls`. Other formats of
+    calls: see `rl.renderers.call_forms`.
+
+    GLM has no end-of-turn token: it writes the mark of the next role, <|user|>, or <|observation|>
+    after a call. That mark ends an answer here, is trained with it, and is also the start of the
+    next message.
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = (), **template_settings: Any):
         super().__init__(tokenizer, eos_token_ids, written=str(tokenizer.chat_template))
         if tokenizer.chat_template is None:
             raise UserError(
-                f"the tokenizer {tokenizer.name_or_path!r} has no chat template: use the renderer 'role_colon' or 'plain' for "
+                f"the tokenizer {tokenizer.name_or_path!r} has no chat template: use the renderer "
+                "'role_colon' or 'plain' for "
                 "a base model, or set tokenizer.chat_template"
             )
         self.template_settings = template_settings
-        outside = ("tools", "documents")  # settings that hold other people's text
+        outside = ("tools", "documents")  # settings with text from outside
         self._settings = {
             name: self.shield.cover(value) if name in outside else value
             for name, value in template_settings.items()
@@ -79,7 +83,7 @@ class ChatTemplateRenderer(Renderer):
         self._channels = f"{CHANNEL}final{CHANNEL_TEXT}" in str(tokenizer.chat_template)
         self._reader = reader_of(tokenizer)
         self._in_parts = self._reader is not None and not self._writes_strings()
-        self._end_begins_next = False  # whether an answer ends in the mark of the next message
+        self._end_begins_next = False  # whether an answer ends with the mark of the next message
         self._end_of_turn = self._find_end_of_turn()
         self._end_id: int = tokenizer.convert_tokens_to_ids(self._end_of_turn)
         self._call_mark = (
@@ -93,17 +97,18 @@ class ChatTemplateRenderer(Renderer):
         self._check_read_back()
 
     def build_generation_prompt(self, messages: Sequence[Message]) -> ModelInput:
+        """Return the prompt of the next assistant message, with images at their positions."""
         messages = self._covered(messages)
         return located(self._encode(self._text(messages, generation=True)), messages, self._reader)
 
     def build_supervised_example(
         self, messages: Sequence[Message], train_on: TrainOn = "last_assistant"
     ) -> tuple[ModelInput, np.ndarray]:
-        """See `Renderer`. What the template writes after an end-of-turn mark (a line break) has
-        weight 0.
+        """Return N tokens and N weights; see `Renderer`. Text that the template writes after an
+        end-of-turn token (a line break) has weight 0.
 
-        Raises UserError where the template gives a message another text than the model would have
-        seen when it wrote it.
+        Raises UserError if the template renders a message differently from the text that the model
+        would have seen when it wrote the message.
         """
         messages = self._covered(messages)
         text = self._text(messages, generation=False)
@@ -146,7 +151,7 @@ class ChatTemplateRenderer(Renderer):
         return self._read(self._decode(before)), ended
 
     def _read(self, content: str) -> Message:
-        """What an assistant wrote, its end mark left out, as a message."""
+        """Return the text of an answer without its end mark as a message."""
         message: Message = {"role": "assistant", "content": content}
         if self._channels:
             content, thoughts, calls, unparsed = split_channels(content)
@@ -180,13 +185,13 @@ class ChatTemplateRenderer(Renderer):
         answer: Sequence[int],
         new: Sequence[Message],
     ) -> ModelInput | None:
-        """See `Renderer`. What the template writes between the answer and its next one is found
-        with another answer in its place.
+        """Extend the prompt; see `Renderer`. The text between the answer and the next prompt is
+        determined with a probe in place of the answer.
         """
         if self._channels:
-            return None  # gpt-oss leaves thoughts out of history, and ends what is in it otherwise
-        said = self.parse_response(answer)[0]
-        probe: Message = {**said, "content": _PROBE}
+            return None  # gpt-oss removes thoughts from history and ends its messages differently
+        message = self.parse_response(answer)[0]
+        probe: Message = {**message, "content": _PROBE}
         before = self._covered(messages)
         prompt = self._text(before, generation=True)
         text = self._text([*before, *self._covered([probe, *new])], generation=True)
@@ -194,7 +199,7 @@ class ChatTemplateRenderer(Renderer):
         if not text.startswith(prompt) or at < 0:
             return None
         thoughts = self.shield.cover(
-            str(said.get("reasoning_content") or ""), may_write_markup=True
+            str(message.get("reasoning_content") or ""), may_write_markup=True
         )
         between = text[len(prompt) : at]
         if (
@@ -202,20 +207,20 @@ class ChatTemplateRenderer(Renderer):
             and self._thinks[1] in self._decode(answer)
             and self._thinks[1] not in between
         ):
-            return None  # a thought that was empty is left out as well
+            return None  # the template also removes an empty thought
         if (
             (thoughts not in between)
             if thoughts
-            else bool(between.strip()) and "reasoning_content" not in said
+            else bool(between.strip()) and "reasoning_content" not in message
         ):
             return None
-        if self._form is not None and said.get("tool_calls") and self._form.begin in between:
-            # Gemma 4 writes calls and what they gave before the words that were said beside them
+        if self._form is not None and message.get("tool_calls") and self._form.begin in between:
+            # Gemma 4 renders calls and their results before the text of the same message
             return None
         mark = (
             self._end_of_turn
             if not self._end_begins_next
-            else self._next_mark({**said, "role": "assistant"})
+            else self._next_mark({**message, "role": "assistant"})
         )
         end = text.find(mark, at)
         ended = bool(answer) and answer[-1] in self.ends
@@ -234,16 +239,17 @@ class ChatTemplateRenderer(Renderer):
             return self
         if "tools" not in str(self.tokenizer.chat_template):
             raise UserError(
-                f"the chat template of {self.tokenizer.name_or_path!r} has no place for tools: take a model whose template has one, or "
-                "the renderer 'role_colon', which describes them in words"
+                f"the chat template of {self.tokenizer.name_or_path!r} has no place for tools: use "
+                "a model with a template that has a place for tools, or "
+                "the renderer 'role_colon', which describes the tools in text"
             )
-        made = ChatTemplateRenderer(
+        renderer = ChatTemplateRenderer(
             self.tokenizer, self.ends, **{**self.template_settings, "tools": list(tools)}
         )
-        # an equal one, whose second tokenizer takes a second to make, for each group of episodes
-        # with tools
-        made.shield = self.shield
-        return made
+        # Reuse the renamed tokenizer: it takes a second to build, and each group of episodes with
+        # tools calls this method.
+        renderer.shield = self.shield
+        return renderer
 
     def with_settings(self, settings: Mapping[str, Any]) -> ChatTemplateRenderer:
         if not settings:
@@ -254,16 +260,17 @@ class ChatTemplateRenderer(Renderer):
             ):
                 model = self.tokenizer.name_or_path
                 raise UserError(
-                    f"the chat template of {model!r} has no setting {name!r}, so it would change nothing: leave it out"
+                    f"the chat template of {model!r} has no setting {name!r}, so it would have no "
+                    "effect: leave it out"
                 )
-        made = ChatTemplateRenderer(
+        renderer = ChatTemplateRenderer(
             self.tokenizer, self.ends, **{**self.template_settings, **settings}
         )
-        made.shield = self.shield
-        return made
+        renderer.shield = self.shield
+        return renderer
 
     def _covered(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages as text (and images), with special tokens covered."""
+        """Return the messages as text (and images) with escaped special tokens."""
         read = texts(messages, sees=self._reader is not None)
         return [
             self.shield.cover(message, may_write_markup=message["role"] == "assistant")
@@ -271,8 +278,11 @@ class ChatTemplateRenderer(Renderer):
         ]
 
     def _text(self, messages: Sequence[Message], generation: bool) -> str:
+        """Return the rendered text of escaped messages. Raises UserError if the template fails or
+        leaves out a message.
+        """
         if not messages:
-            raise UserError("there is no message to render; at least one of the user is needed")
+            raise UserError("got no messages to render; at least a user message is required")
         from jinja2 import TemplateError
 
         try:
@@ -292,37 +302,41 @@ class ChatTemplateRenderer(Renderer):
         ) as error:
             roles = [message["role"] for message in messages]
             raise UserError(
-                f"the model's chat template cannot render this conversation (roles {roles}): {type(error).__name__}: {error}"
+                f"the model's chat template cannot render this conversation (roles {roles}): "
+                f"{type(error).__name__}: {error}"
             ) from error
         assert isinstance(text, str)
         for number, message in enumerate(messages):
-            missing = [said for said in written_texts(message) if said not in text]
+            missing = [
+                content_text for content_text in written_texts(message) if content_text not in text
+            ]
             if message["role"] not in _WRITES_ITS_OWN and missing:
                 role, content = message["role"], missing[0][:60]
                 raise UserError(
-                    f"the model's chat template leaves out message {number}, of role {role!r}: {content!r}; give it a role that the "
-                    "template knows (system, user, assistant), or take the renderer 'role_colon'"
+                    f"the model's chat template leaves out message {number}, of role {role!r}: "
+                    f"{content!r}; use a role that the "
+                    "template supports (system, user, assistant), or the renderer 'role_colon'"
                 )
         return text if self._reader is None else expanded(text, messages, self._reader)
 
     def _writes_strings(self) -> bool:
-        """Whether the template writes contents that are a text; some that see take lists of parts
-        alone.
+        """Return whether the template accepts contents that are strings; some templates of
+        vision-language models accept only lists of parts.
         """
         from jinja2 import TemplateError
 
         try:
-            said = [{"role": "user", "content": _PROBE}]
+            conversation = [{"role": "user", "content": _PROBE}]
             return _PROBE in str(
                 self.tokenizer.apply_chat_template(
-                    said, tokenize=False, add_generation_prompt=True, **self._settings
+                    conversation, tokenize=False, add_generation_prompt=True, **self._settings
                 )
             )
         except (TemplateError, TypeError):
             return False
 
     def _next_mark(self, message: Message) -> str:
-        """The mark that an answer ends in which begins the next message at once."""
+        """Return the mark that ends the answer `message` and also starts the next message."""
         return (
             self._call_mark
             if message.get("tool_calls") and self._call_mark is not None
@@ -330,16 +344,17 @@ class ChatTemplateRenderer(Renderer):
         )
 
     def _goes_on(self, between: str, answer: Sequence[int], mark: str) -> bool:
-        """Whether the next message, `between` the answer's content and its `mark`, begins there,
-        and as the answer said it would.
+        """Return whether the next message starts right after the answer with `mark`. `between` is
+        the rendered text between the answer's content and `mark`; the answer must not end with
+        another mark.
         """
-        wanted = self.tokenizer.convert_tokens_to_ids(mark)
-        said = bool(answer) and answer[-1] in self.ends and answer[-1] != wanted
-        return not said and not any(word in between for word in self.shield.control)
+        expected = self.tokenizer.convert_tokens_to_ids(mark)
+        announced_other = bool(answer) and answer[-1] in self.ends and answer[-1] != expected
+        return not announced_other and not any(word in between for word in self.shield.control)
 
     def _find_end_of_turn(self) -> str:
-        """The special token that the template writes after an assistant's content; of GLM, before
-        the user's next message.
+        """Return the special token that the template writes after an assistant's content; for GLM,
+        the mark before the next user message. Raises UserError if none exists.
         """
         conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
         after = self._text(conversation, generation=False).partition(_PROBE)[2]
@@ -354,54 +369,60 @@ class ChatTemplateRenderer(Renderer):
                 self._end_begins_next = True
                 return mark
         raise UserError(
-            f"the chat template of {self.tokenizer.name_or_path!r} ends an assistant's message with {after!r}, which holds no "
-            "special token, so nothing tells the sampler to stop; use the renderer 'role_colon'"
+            f"the chat template of {self.tokenizer.name_or_path!r} ends an assistant's message "
+            f"with {after!r}, which holds no "
+            "special token, so the sampler could not stop; use the renderer 'role_colon'"
         )
 
     def _first_special(self, text: str) -> str | None:
+        """Return the first special token of a text, or None."""
         special = set(self.tokenizer.all_special_ids) | {
             int(i) for i in self.tokenizer.added_tokens_decoder
         }
-        found = next((token for token in self._encode(text) if token in special), None)
-        return None if found is None else str(self.tokenizer.convert_ids_to_tokens(found))
+        special_id = next((token for token in self._encode(text) if token in special), None)
+        return None if special_id is None else str(self.tokenizer.convert_ids_to_tokens(special_id))
 
     def _check_read_back(self) -> None:
-        """UserError where the template writes an answer with more around it than is read here:
-        rewards would see its marks.
+        """Raise UserError if the template wraps an answer in marks that this class does not parse,
+        because rewards would see the marks.
         """
-        asked: list[Message] = [{"role": "user", "content": "a"}]
+        question: list[Message] = [{"role": "user", "content": "a"}]
         prompt, text = (
-            self._text(asked, True),
-            self._text([*asked, {"role": "assistant", "content": _PROBE}], False),
+            self._text(question, True),
+            self._text([*question, {"role": "assistant", "content": _PROBE}], False),
         )
         written = text[len(prompt) :].partition(self._end_of_turn)[0]
         if text.startswith(prompt) and str(self._read(written)["content"]).strip() != _PROBE:
             raise UserError(
-                f"the chat template of {self.tokenizer.name_or_path!r} writes an answer as {written!r}, a form that is not known here, so "
-                "that rewards would read its marks: use the renderer 'role_colon'"
+                f"the chat template of {self.tokenizer.name_or_path!r} writes an answer as "
+                f"{written!r}, an unsupported form: "
+                "rewards would read its marks; use the renderer 'role_colon'"
             )
 
     @cached_property
     def _ends_history_otherwise(self) -> bool:
-        """Whether an answer that is not the last ends in another mark (gpt-oss), which a model is
-        not to learn.
+        """Return whether an answer that is not the last ends with a different mark (gpt-oss), which
+        a model must not learn.
         """
-        said: list[Message] = [
-            {"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}, {"role": "user", "content": _NEXT},
-        ]  # fmt: skip
+        conversation: list[Message] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": _PROBE},
+            {"role": "user", "content": _NEXT},
+        ]
         return (
             self._end_of_turn
-            not in self._text(said, False).partition(_PROBE)[2].partition(_NEXT)[0]
+            not in self._text(conversation, False).partition(_PROBE)[2].partition(_NEXT)[0]
         )
 
     def _span(self, text: str, messages: Sequence[Message], index: int) -> Span:
-        """Where in `text` the model's own writing of message `index` begins and ends (after its
-        end-of-turn mark).
+        """Return the start and end in `text` of the part of message `index` that the model writes,
+        including its end-of-turn mark. Raises UserError if the part cannot be located.
         """
         if index < len(messages) - 1 and self._ends_history_otherwise:
             raise UserError(
-                f"the chat template ends an answer that others follow otherwise than with {self._end_of_turn!r}, and a model would learn "
-                "that mark: train on 'last_assistant' alone"
+                "the chat template ends an answer that other messages follow with another mark "
+                f"than {self._end_of_turn!r}, and a model would learn "
+                "that mark: train only on 'last_assistant'"
             )
         prompt = self._text(messages[:index], generation=True)
         begin = (
@@ -417,27 +438,30 @@ class ChatTemplateRenderer(Renderer):
         ends = sorted((at, mark) for mark in marks if (at := text.find(mark, after)) >= 0)
         end, mark = ends[0] if ends else (-1, self._end_of_turn)
         if end < 0:
-            there = text[begin:][:80]
+            excerpt = text[begin:][:80]
             raise UserError(
-                f"the chat template does not end message {index} with {mark!r}: {there!r}"
+                f"the chat template does not end message {index} with {mark!r}: {excerpt!r}"
             )
         return begin, end + len(mark)
 
     def _begin_of_content(self, text: str, messages: Sequence[Message], index: int) -> int:
-        """Where message `index` begins, in a template that writes history otherwise than it prompts
-        (without thoughts).
+        """Return the start of message `index` for a template that renders history differently from
+        prompts (without thoughts). Raises UserError if the start is ambiguous.
         """
         if index == len(messages) - 1:
             prompt = self._text(messages[:-1], generation=True)
             raise UserError(
-                "the chat template renders this conversation otherwise than the prompt of its last message, so the model would "
+                "the chat template renders this conversation differently from the prompt of its "
+                "last message, so the model would "
                 f"learn from a prompt that it never sees: the prompt ends in {prompt[-80:]!r}, "
-                f"the conversation in {text[-160:]!r}. Leave out thoughts, or pass the template setting that keeps them"
+                f"the conversation in {text[-160:]!r}. Leave out thoughts, or pass the template "
+                "setting that keeps them"
             )
         probed = [*messages[:index], {**messages[index], "content": _PROBE}, *messages[index + 1 :]]
         before, _, after = self._text(probed, generation=False).partition(_PROBE)
         if not (text.startswith(before) and text.endswith(after)):
             raise UserError(
-                f"the chat template mixes message {index} with others: train on 'last_assistant' alone"
+                f"the chat template mixes message {index} with others: train only on "
+                "'last_assistant'"
             )
         return len(before)

@@ -1,6 +1,4 @@
-"""A whole conversation as a published reward model reads it: its own chat template, from the first
-message to the last.
-"""
+"""Render a whole conversation for a published reward model with its chat template."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ from rl.types import Message
 
 
 class ConversationRenderer:
-    """Renders conversations with `tokenizer`'s chat template, token for token as
-    `apply_chat_template` does.
+    """Render conversations with `tokenizer`'s chat template, token for token like
+    `apply_chat_template`.
 
-    Special tokens that stand in a message are text, so that no answer can write a turn of its own
-    (`rl.renderers.shield`). `name`: the model, for errors.
+    Special tokens in messages are encoded as text, so that an answer cannot imitate another turn
+    (`rl.renderers.shield`). `name`: the model's name, for errors.
     """
 
     def __init__(self, tokenizer: Any, name: str):
@@ -50,7 +48,9 @@ class ConversationRenderer:
         ) as error:
             roles = [message["role"] for message in read]
             raise UserError(
-                f"the chat template of the reward model {self.name} cannot render this conversation (roles {roles}): "
-                f"{type(error).__name__}: {error}. Leave out what it does not know (a system prompt, tools), or take another reward model"
+                f"the chat template of the reward model {self.name} cannot render this "
+                f"conversation (roles {roles}): "
+                f"{type(error).__name__}: {error}. Leave out what the template does not support (a "
+                "system prompt, tools), or use another reward model"
             ) from error
         return self.shield.encode(text)

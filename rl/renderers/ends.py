@@ -1,5 +1,5 @@
-"""Which tokens end a text: those of the model's generation config as well as the tokenizer's own
-EOS.
+"""Determine the tokens that end a sample: those of the model's generation config and the
+tokenizer's EOS.
 """
 
 from __future__ import annotations
@@ -9,49 +9,50 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-_NOTED = "model_ends"  # on a tokenizer that came with a model
+_NOTED = "model_ends"  # attribute of a tokenizer that came with a model
 
 
 def note_ends(tokenizer: Any | None, eos_token_ids: Iterable[int]) -> Any | None:
-    """`tokenizer`, which from now on knows every token at which its model's samples end."""
+    """Store on `tokenizer` the tokens that end the model's samples, and return the tokenizer."""
     if tokenizer is not None:
         setattr(tokenizer, _NOTED, tuple(eos_token_ids))
     return tokenizer
 
 
 def ends_of(tokenizer: Any) -> set[int]:
-    """Every token that ends a sample: the tokenizer's EOS, and the model's, as noted or as the
-    files beside the tokenizer say.
+    """Return every token that ends a sample: the tokenizer's EOS, and the model's end tokens as
+    stored by `note_ends` or in the files next to the tokenizer.
     """
-    own = getattr(tokenizer, "eos_token_id", None)
+    tokenizer_eos = getattr(tokenizer, "eos_token_id", None)
     noted = vars(tokenizer).get(_NOTED)
-    return ({own} if own is not None else set()) | set(
+    return ({tokenizer_eos} if tokenizer_eos is not None else set()) | set(
         _beside(tokenizer) if noted is None else noted
     )
 
 
 def _beside(tokenizer: Any) -> set[int]:
-    """The EOS ids in the model's config and generation config in the tokenizer's folder, or in the
-    hub's cache.
+    """Return the EOS ids in the model's config and generation config, from the tokenizer's folder
+    or the hub's cache.
     """
     name = str(getattr(tokenizer, "name_or_path", "") or "")
-    found: set[int] = set()
+    eos_ids: set[int] = set()
     for file in ("config.json", "generation_config.json") if name else ():
         path = Path(name) / file if Path(name).is_dir() else _cached(name, file)
         if path is None or not path.is_file():
             continue
         config = json.loads(path.read_text(encoding="utf-8"))
         ids = (config.get("text_config") or config).get("eos_token_id")
-        found |= set(ids) if isinstance(ids, list) else {ids} if isinstance(ids, int) else set()
-    return found
+        eos_ids |= set(ids) if isinstance(ids, list) else {ids} if isinstance(ids, int) else set()
+    return eos_ids
 
 
 def _cached(name: str, file: str) -> Path | None:
+    """Return the path of a file of a hub repository in the local cache, or None."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
         path = try_to_load_from_cache(name, file)
-    except HFValidationError:  # a name that no hub repository can have
+    except HFValidationError:  # not a valid name of a hub repository
         return None
     return Path(path) if isinstance(path, str) else None

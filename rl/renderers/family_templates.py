@@ -1,4 +1,4 @@
-"""Chat templates of families whose base models come with the special tokens and no template."""
+"""Provide chat templates for base models that have a family's special tokens but no template."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-# As Meta publishes the prompt format of Llama 3 (text conversations), contents as they stand. No
-# date and no default system message.
+# The prompt format of Llama 3 as published by Meta (text conversations): contents unchanged, no
+# date, no default system message.
 _LLAMA3 = (
     "{{ '<|begin_of_text|>' }}"
     "{% for message in messages %}"
-    "{% if message.get('tool_calls') %}{{ raise_exception('the template of llama3 for tokenizers without one writes no tool calls') }}"
+    "{% if message.get('tool_calls') %}{{ raise_exception('the template of llama3 for tokenizers "
+    "without one writes no tool calls') }}"
     "{% endif %}"
-    "{{ '<|start_header_id|>' + ('ipython' if message.role == 'tool' else message.role) + '<|end_header_id|>\n\n' }}"
+    "{{ '<|start_header_id|>' + ('ipython' if message.role == 'tool' else message.role) + "
+    "'<|end_header_id|>\n\n' }}"
     "{{ message.content + '<|eot_id|>' }}"
     "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% "
+    "endif %}"
 )
 
 
 @dataclass(frozen=True)
 class FamilyTemplate:
-    """A family's chat template, and the special tokens that it writes."""
+    """Hold a family's chat template and the special tokens that it writes."""
 
     source: str
     tokens: tuple[str, ...]
@@ -36,8 +39,8 @@ _FAMILIES = {
 
 
 def with_family_template(tokenizer: Any, name: str) -> Any:
-    """Return a copy of the tokenizer with the template of the family `name`, if it has the family's
-    tokens and no template of its own.
+    """Return a copy of the tokenizer with the template of the family `name`, if the tokenizer has
+    the family's tokens and no template.
 
     Otherwise return the tokenizer itself.
     """

@@ -1,5 +1,5 @@
-"""Images in a conversation: taken out of its messages, and put where the model's template has their
-places.
+"""Extract the images of a conversation from its messages, and insert them at their positions in the
+rendered template.
 """
 
 from __future__ import annotations
@@ -13,22 +13,21 @@ from rl.types import ImageChunk, Message, ModelInput
 
 
 def parts_of(content: Sequence[Any], role: str, where: str) -> list[dict[str, Any]]:
-    """Content that holds images as parts of two kinds: {"type": "text", "text"}, {"type": "image",
-    "image": ImageChunk}.
+    """Return content with images as parts of two kinds: {"type": "text", "text"} and {"type":
+    "image", "image": ImageChunk}. Raises UserError for other parts and for images of the
+    assistant.
     """
     if role == "assistant":
-        raise UserError(
-            f"{where} is the assistant's and has an image: models here write text alone"
-        )
-    found: list[dict[str, Any]] = []
+        raise UserError(f"{where} is the assistant's and has an image: models write only text here")
+    parts: list[dict[str, Any]] = []
     for part in content:
         if is_image_part(part):
-            given = image_of(part)
-            if given is None:
-                what = '{"type": "image", "image": a path, bytes, base64 or a PIL image}'
-                raise UserError(f"{where} has a place for an image and no image in it: {what}")
+            image = image_of(part)
+            if image is None:
+                expected = '{"type": "image", "image": a path, bytes, base64 or a PIL image}'
+                raise UserError(f"{where} has an image part without an image; expected {expected}")
             try:
-                found.append({"type": "image", "image": as_chunk(given)})
+                parts.append({"type": "image", "image": as_chunk(image)})
             except UserError as error:
                 raise UserError(f"{where}: {error}") from error
         elif (
@@ -36,24 +35,25 @@ def parts_of(content: Sequence[Any], role: str, where: str) -> list[dict[str, An
             and part.get("type") == "text"
             and isinstance(part.get("text"), str)
         ):
-            found.append({"type": "text", "text": part["text"]})
+            parts.append({"type": "text", "text": part["text"]})
         else:
             raise UserError(
-                f'{where} has a part of content that is neither {{"type": "text", "text": ...}} nor an image: {str(part)[:60]}'
+                f"{where} has a part of content that is neither "
+                f'{{"type": "text", "text": ...}} nor an image: {str(part)[:60]}'
             )
-    return found
+    return parts
 
 
 def chunks_of(messages: Sequence[Message]) -> list[ImageChunk]:
-    """The images of messages (as `parts_of` left them) in their order."""
+    """Return the images of messages (from `parts_of`) in order."""
     return [
         part["image"] for message in messages for part in _parts(message) if part["type"] == "image"
     ]
 
 
 def for_template(messages: Sequence[Message], *, all_in_parts: bool) -> list[Message]:
-    """The messages as a template takes them: images are places. `all_in_parts`: texts, too, are
-    lists of parts.
+    """Return the messages for a chat template, with a placeholder part for each image.
+    `all_in_parts`: texts also become lists of parts.
     """
 
     def content(message: Message) -> Any:
@@ -70,15 +70,16 @@ def for_template(messages: Sequence[Message], *, all_in_parts: bool) -> list[Mes
 
 
 def expanded(text: str, messages: Sequence[Message], reader: ImageReader) -> str:
-    """A rendered text in which each image's place has become what stands for it in the model's
-    tokens.
+    """Return a rendered text with each image placeholder replaced by the text of the image's
+    tokens. Raises UserError if the numbers of placeholders and images differ.
     """
     chunks = chunks_of(messages)
     pieces = text.split(reader.family.placeholder)
     if len(pieces) - 1 != len(chunks):
         raise UserError(
-            f"the model's chat template has {len(pieces) - 1} places for the {len(chunks)} images of this conversation: it leaves some "
-            "out, or is not the template of a model that sees"
+            f"the model's chat template has {len(pieces) - 1} places for the {len(chunks)} images "
+            "of this conversation: it leaves some "
+            "out, or is not the template of a vision-language model"
         )
     expansions = [reader.read(chunk).text for chunk in chunks]
     return pieces[0] + "".join(
@@ -89,7 +90,7 @@ def expanded(text: str, messages: Sequence[Message], reader: ImageReader) -> str
 def located(
     tokens: Sequence[int], messages: Sequence[Message], reader: ImageReader | None
 ) -> ModelInput:
-    """The tokens of a rendered text with its images in their places."""
+    """Return the tokens of a rendered text with the images at their positions."""
     chunks = chunks_of(messages)
     return (
         ModelInput.from_ints(tokens)
@@ -99,7 +100,7 @@ def located(
 
 
 def written_texts(message: Message) -> Iterator[str]:
-    """The texts of a message that a template must write."""
+    """Yield the texts of a message that a template must write."""
     if isinstance(message["content"], str):
         yield message["content"].strip()
     else:
@@ -107,4 +108,5 @@ def written_texts(message: Message) -> Iterator[str]:
 
 
 def _parts(message: Message) -> list[dict[str, Any]]:
+    """Return the content parts of a message, or [] for a text."""
     return message["content"] if isinstance(message["content"], list) else []

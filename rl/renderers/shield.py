@@ -1,10 +1,9 @@
-"""Special tokens that stand in somebody's text are text: control tokens are those that a renderer
-writes, and no others.
+"""Escape special tokens in messages, so that only the renderer writes control tokens.
 
-A tokenizer takes "<|im_start|>" for the control token wherever it stands, so that a user's text, a
-tool's answer or a row of data could open a turn in another's name. Here texts are covered before a
-template sees them (each such word becomes one private character), and when the rendered text is
-tokenised, what is covered is spelt out in ordinary tokens.
+A tokenizer encodes "<|im_start|>" as the control token at any position, so a user's text, a tool's
+result or a row of data could imitate another turn. This module escapes texts before a template sees
+them (each special token becomes a private character) and encodes the escaped words of the rendered
+text with ordinary tokens.
 """
 
 from __future__ import annotations
@@ -17,19 +16,20 @@ from typing import Any
 
 from rl.errors import UserError
 
-_FIRST = 0xF0000  # private characters, one for each special token
+_FIRST = 0xF0000  # first private character; each special token has a separate character
 _ESCAPE, _WRAP = "\U0010fffd", "\U0010fffc"
 
 
 class Shield:
-    """For one tokenizer (any of transformers'; one without added tokens needs no shield and gets
-    none).
+    """Escape special tokens for a tokenizer of transformers; a tokenizer without added tokens needs
+    no escaping.
 
-    control  tokens that are special to the tokenizer, or look it (<|...|>): text, whoever writes
-    them markup   the other added tokens that look like markup and that `written` (a template's
-    source) writes, such as <think> and
-             <tool_call>: text in everybody's messages but the assistant's, who may write them
-    Added tokens that are neither (runs of spaces, HTML tags) are vocabulary like any other.
+    control  tokens that are special to the tokenizer or have the form <|...|>: text in all messages
+    markup   other added tokens that look like markup and occur in `written` (the source of a
+             template), such as <think> and <tool_call>: text in all messages except the
+             assistant's, which may contain them as tokens
+
+    Added tokens of neither kind (runs of spaces, HTML tags) are ordinary vocabulary.
     """
 
     def __init__(self, tokenizer: Any, written: str = ""):
@@ -47,7 +47,7 @@ class Shield:
             for word in added.keys() - self.control
             if re.fullmatch(r"[<\[]\S+[>\]]", word) and word in written
         }
-        # a token after which a text goes on as it is; None where there is none
+        # a special token that does not change the encoding of the text after it, or None
         self.wall = next(
             (str(t.content) for t in tokens if t.special and not (t.rstrip or t.single_word)), None
         )
@@ -63,13 +63,13 @@ class Shield:
         )
 
     def cover(self, value: Any, *, may_write_markup: bool = False) -> Any:
-        """A text (or lists and dicts of texts, keys included) with its special tokens covered;
-        anything else as it is.
+        """Return a text, or lists and dicts of texts including keys, with special tokens escaped.
+        Other values are returned unchanged.
         """
         if isinstance(value, str):
-            escaped = self._private.sub(lambda found: _ESCAPE + found.group(), value)
+            escaped = self._private.sub(lambda match: _ESCAPE + match.group(), value)
             return (self._own if may_write_markup else self._any).sub(
-                lambda found: self._character[found.group()], escaped
+                lambda match: self._character[match.group()], escaped
             )
         cover = partial(self.cover, may_write_markup=may_write_markup)
         if isinstance(value, dict):
@@ -79,33 +79,34 @@ class Shield:
         return value
 
     def uncover(self, text: str) -> str:
-        """The text that was covered."""
+        """Return the original text of an escaped text."""
         return self._covered.sub(self._word, text)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text in which other people's special tokens are covered, without the
-        tokenizer's own BOS and EOS.
+        """Return the tokens of a text with escaped special tokens, without BOS and EOS.
 
-        Where nothing is covered it is what the tokenizer makes of the text. Raises UserError for a
-        tokenizer that has no other spelling for a covered word than the control token.
+        Without escaped words the result is the tokenizer's. Raises UserError if the tokenizer can
+        encode an escaped word only as the control token.
         """
         if not self._covered.search(text):
             return list(self.tokenizer.encode(text, add_special_tokens=False))
-        parts, at = [], 0  # template text and covered words by turns
-        for found in self._covered.finditer(text):
-            parts += [text[at : found.start()], self._word(found)]
-            at = found.end()
+        parts, at = [], 0  # alternates between template text and escaped words
+        for match in self._covered.finditer(text):
+            parts += [text[at : match.start()], self._word(match)]
+            at = match.end()
         parts.append(text[at:])
-        own = sum(len(self._any.findall(part)) for part in parts[::2])
+        control_count = sum(len(self._any.findall(part)) for part in parts[::2])
         tokens = self._spelt_out(parts)
-        if sum(token in self._ids for token in tokens) != own:
+        if sum(token in self._ids for token in tokens) != control_count:
             words = ", ".join(sorted({part for part in parts[1::2]})[:3])
             raise UserError(
-                f"the tokenizer knows {words} as a special token alone and cannot spell it as text: take it out of the data"
+                f"the tokenizer encodes {words} only as a special token and cannot spell it as "
+                "text: remove it from the data"
             )
         return tokens
 
     def _word(self, found: re.Match[str]) -> str:
+        """Return the word of an escape sequence."""
         return (
             found.group()[1:]
             if found.group()[0] == _ESCAPE
@@ -114,10 +115,11 @@ class Shield:
 
     @cached_property
     def _ids(self) -> dict[int, str]:
+        """Return the escaped words by token id."""
         return {int(self.tokenizer.convert_tokens_to_ids(word)): word for word in self._words}
 
     def _spelt_out(self, parts: list[str]) -> list[int]:
-        """Tokens of template text and covered words by turns."""
+        """Return the tokens of `parts`, which alternate between template text and escaped words."""
         if self._renamed is None:
             return self._in_segments(parts)
         ids, known = (
@@ -127,19 +129,19 @@ class Shield:
         return [known.get(token, token) for token in ids]
 
     def _marked(self, parts: list[str]) -> str:
-        """The text, with the template's own tokens under their other names."""
+        """Return the joined text, with the special tokens of the template renamed."""
         return "".join(
-            part if i % 2 else self._any.sub(lambda found: _wrapped(found.group()), part)
+            part if i % 2 else self._any.sub(lambda match: _wrapped(match.group()), part)
             for i, part in enumerate(parts)
         )
 
     @cached_property
     def _renamed(self) -> Any | None:
-        """The tokenizer with other names for its special tokens, which no text has: it takes their
-        usual ones for text.
+        """Return a copy of the tokenizer with renamed special tokens, which encodes the usual names
+        as text.
 
-        It is made at the first text that needs it: seconds, for a large vocabulary. None where
-        there is no such tokenizer to copy.
+        The copy is made for the first text that needs it, which takes seconds for a large
+        vocabulary. The result is None for a tokenizer without a fast backend.
         """
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -156,7 +158,7 @@ class Shield:
                 _wrapped(word) if word in self._character else word: i
                 for word, i in vocabulary.items()
             }
-        elif isinstance(vocabulary, list):  # of a unigram model: [piece, score]
+        elif isinstance(vocabulary, list):  # unigram model: [piece, score]
             spec["model"]["vocab"] = [
                 [_wrapped(word) if word in self._character else word, *rest]
                 for word, *rest in vocabulary
@@ -167,12 +169,13 @@ class Shield:
 
     @cached_property
     def _id_of_renamed(self) -> dict[int, int]:
+        """Return the original token id for each id of a renamed special token."""
         assert self._renamed is not None
         return {self._renamed.token_to_id(_wrapped(word)): i for i, word in self._ids.items()}
 
     def _in_segments(self, parts: list[str]) -> list[int]:
-        """For tokenizers without a fast backend: the text between the template's own tokens, each
-        stretch alone.
+        """Return the tokens for a tokenizer without a fast backend: each text between special
+        tokens of the template is encoded separately.
         """
         tokens: list[int] = []
         for i, segment in enumerate(self._marked(parts).split(_WRAP)):
@@ -186,10 +189,11 @@ class Shield:
 
 
 def _wrapped(word: str) -> str:
+    """Return the new name of a special token."""
     return f"{_WRAP}{word}{_WRAP}"
 
 
 def _finder(words: Collection[str]) -> re.Pattern[str]:
-    """Finds each of `words`, the longest first."""
+    """Return a pattern that matches any of `words`, longest first."""
     longest_first = sorted(words, key=lambda word: (-len(word), word))
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")

@@ -1,4 +1,4 @@
-"""Texts that end an answer besides the model's own end marks."""
+"""Add texts that end an answer, besides the model's end-of-turn tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rl.types import Message, ModelInput
 
 
 class StopsAt(Renderer):
-    """Another renderer whose answers also end before any of `stops`, which are no part of what they
-    say.
+    """Wrap a renderer so that answers also end before any of the texts `stops`, which are not part
+    of the answer.
     """
 
     def __init__(self, inner: Renderer, stops: Sequence[str]):
@@ -30,7 +30,7 @@ class StopsAt(Renderer):
         return self.inner.build_supervised_example(messages, train_on)
 
     def get_stop_sequences(self) -> list[str] | list[int]:
-        return [*self.inner.get_stop_sequences(), *self.stops]  # type: ignore[return-value, list-item]  # the sampler takes both
+        return [*self.inner.get_stop_sequences(), *self.stops]  # type: ignore[return-value, list-item]  # the sampler accepts both
 
     def text_of(self, tokens: Sequence[int]) -> str:
         return self.inner.text_of(tokens)
@@ -54,6 +54,7 @@ class StopsAt(Renderer):
         return (message, ended) if cut == content else ({**message, "content": cut}, True)
 
     def before_stop(self, text: str) -> str:
+        """Return the text before the first stop text."""
         return text[
             : min(
                 (place for stop in self.stops if (place := text.find(stop)) >= 0), default=len(text)

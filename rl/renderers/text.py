@@ -1,4 +1,4 @@
-"""Renderers without special tokens: "plain" (the prompt as it is) and "role_colon" ("User: ...",
+"""Render without special tokens: "plain" (the prompt unchanged) and "role_colon" ("User: ...",
 "Assistant: ...").
 """
 
@@ -28,8 +28,8 @@ _STOP = "\n\nUser:"
 
 
 class _TextRenderer(Renderer):
-    """What both share: tools, whose descriptions role_colon writes first, and whose calls are
-    written as Qwen's templates write them.
+    """Implement what both text renderers share: tools. role_colon writes their descriptions first;
+    calls are written in the format of Qwen's templates.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class _TextRenderer(Renderer):
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Renderer:
         if not tools:
             return self
-        made = type(self)(self.tokenizer, self.ends, tools)
-        made.shield = self.shield  # an equal one, which may have made its second tokenizer already
-        return made
+        renderer = type(self)(self.tokenizer, self.ends, tools)
+        renderer.shield = self.shield  # equal, and reuses its renamed tokenizer
+        return renderer
 
     def offered(self) -> Sequence[Mapping[str, Any]]:
         return self.tools
@@ -55,11 +55,13 @@ class _TextRenderer(Renderer):
         return (CALL_BEGIN,) if self.tools else ()
 
     def _said(self, message: Message) -> str:
+        """Return the text of a message, including its calls if tools are set."""
         return (
             with_calls(message) if self.tools and message["role"] == "assistant" else said(message)
         )
 
     def _parsed(self, content: str) -> Message:
+        """Return the assistant message of an answer's text."""
         if not self.tools:
             return {"role": "assistant", "content": content}
         text, calls, unparsed = split_calls(content, self.tools)
@@ -69,10 +71,10 @@ class _TextRenderer(Renderer):
 
 
 class PlainRenderer(_TextRenderer):
-    """The text of the messages, one after the other, without roles; the assistant's end with EOS.
+    """Render the text of the messages without roles, in sequence; assistant messages end with EOS.
 
     For base and character models: "12+34=" is the prompt, "46" and EOS the response. Tools are not
-    described: it has to be taught.
+    described to the model, which must learn them in training.
     """
 
     def __init__(
@@ -84,7 +86,8 @@ class PlainRenderer(_TextRenderer):
         super().__init__(tokenizer, eos_token_ids, tools)
         if tokenizer.eos_token_id is None:
             raise UserError(
-                "the renderer 'plain' ends a response with EOS, which the tokenizer lacks: set its eos_token"
+                "the renderer 'plain' ends a response with EOS, which the tokenizer lacks: set its "
+                "eos_token"
             )
         self._eos: int = tokenizer.eos_token_id
         self._begin = begin_tokens(tokenizer)
@@ -118,7 +121,9 @@ class PlainRenderer(_TextRenderer):
         answer: Sequence[int],
         new: Sequence[Message],
     ) -> ModelInput:
-        """See `Renderer`. Always: there are no roles and nothing is written otherwise."""
+        """Extend the prompt; see `Renderer`. This always succeeds, because the format has no roles
+        and does not change earlier text.
+        """
         mark = [] if answer and answer[-1] in self.ends else [self._eos]
         return ModelInput.from_ints(
             [
@@ -134,6 +139,7 @@ class PlainRenderer(_TextRenderer):
         return [*before, self._eos] if stopped else before
 
     def _pieces(self, messages: Sequence[Message], continuing: bool = False) -> Iterator[list[int]]:
+        """Yield the tokens of each message."""
         for index, message in enumerate(messages):
             tokens = self._encode(
                 self.shield.cover(self._said(message)), continuing=continuing or index > 0
@@ -142,11 +148,11 @@ class PlainRenderer(_TextRenderer):
 
 
 class RoleColonRenderer(_TextRenderer):
-    """ "User: Hi\\n\\nAssistant: Hello\\n\\nUser:", for base models without a template. The next
-    "User:" ends a response.
+    """Render as "User: Hi\\n\\nAssistant: Hello\\n\\nUser:", for base models without a template.
+    The next "User:" ends a response.
 
-    That mark is learnt with each response, so that the model stops; EOS, where the model knows one,
-    stops it as well.
+    That mark is trained with each response, so that the model stops; EOS also ends a response if
+    the tokenizer has it.
     """
 
     def __init__(
@@ -173,8 +179,8 @@ class RoleColonRenderer(_TextRenderer):
         answer: Sequence[int],
         new: Sequence[Message],
     ) -> ModelInput | None:
-        """See `Renderer`. None where the model wrote "User:" itself and somebody else speaks next,
-        or went on after it.
+        """Extend the prompt; see `Renderer`. Returns None if the model wrote "User:" itself and
+        another role speaks next, or if it wrote more text after it.
         """
         before, stopped = self._until_end(answer)
         tail = self._text(texts(new)) + "Assistant:"
@@ -194,14 +200,17 @@ class RoleColonRenderer(_TextRenderer):
         )
 
     def _preface(self) -> str:
-        """How tools are called, and which there are."""
+        """Return the description of tools and of the format of calls."""
         if not self.tools:
             return ""
         described = "\n".join(
             self.shield.cover(json.dumps(tool["function"], ensure_ascii=False))
             for tool in self.tools
         )
-        form = f'{CALL_BEGIN}\n{{"name": "the tool", "arguments": {{"its argument": "a value"}}}}\n{CALL_END}'
+        form = (
+            f'{CALL_BEGIN}\n{{"name": "the tool", "arguments": {{"its argument": "a value"}}}}\n'
+            f"{CALL_END}"
+        )
         return f"System: You may call tools. To call one, write\n{form}\nTools:\n{described}{_TURN}"
 
     def build_supervised_example(
@@ -215,7 +224,7 @@ class RoleColonRenderer(_TextRenderer):
             end = (
                 begin + len(" ") + len(self.shield.cover(self._said(messages[index]))) + len(_TURN)
             )
-            # where another role than the user's follows, the empty line alone is learnt
+            # if another role than the user follows, only the empty line is trained
             cuts += [begin, end + len("User:") if text.startswith("User:", end) else end]
         pieces = self.encode_in_pieces(text, cuts)
         return weighted_example(
@@ -238,23 +247,23 @@ class RoleColonRenderer(_TextRenderer):
         return self._parsed(content.strip()), stopped or bool(mark) or called
 
     def finished(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens of its text and the mark, whichever way they were drawn (".", then the mark;
-        or ".\\n\\n" in one) or ended.
+        """Return the tokens of the answer's text and the end mark, for every way in which they were
+        sampled (".", then the mark, or ".\\n\\n" as a single token) or ended.
         """
         before, stopped = self._until_end(tokens)
-        drawn = self._after_the_role(before)
-        text, mark, after = drawn.partition(_STOP)
+        sampled_text = self._after_the_role(before)
+        text, mark, after = sampled_text.partition(_STOP)
         if not mark and not stopped:
             return before
         if mark and not after:
-            anew = self._encode(self.shield.cover(drawn), continuing=True)
-            # half a character is lost in the text
-            return anew if self._after_the_role(anew) == drawn else before
+            reencoded = self._encode(self.shield.cover(sampled_text), continuing=True)
+            # the text loses incomplete characters
+            return reencoded if self._after_the_role(reencoded) == sampled_text else before
         return self._encode(self.shield.cover(f" {text.strip()}{_STOP}"), continuing=True)
 
     def _after_the_role(self, tokens: Sequence[int]) -> str:
-        """The text of an answer's tokens where they stand: some tokenizers drop a space that is
-        first of all.
+        """Return the text of an answer's tokens after the role, because some tokenizers drop a
+        space at the start of a text.
         """
         role = self._encode("Assistant:", continuing=True)
         return self._decode([*role, *tokens]).removeprefix(self._decode(role))
@@ -267,6 +276,7 @@ class RoleColonRenderer(_TextRenderer):
         )
 
     def _text(self, messages: Sequence[Message]) -> str:
+        """Return the escaped text of messages with their roles."""
         return "".join(
             self.shield.cover(f"{message['role'].capitalize()}: {self._said(message)}") + _TURN
             for message in messages
