@@ -582,8 +582,8 @@ MUTANTS = [
     ),
     M(
         "rl/sampler/forward_fast.py",
-        "whose, None if all_read else last_B)",
-        "whose, last_B)",
+        "None if all_read else last_B,",
+        "last_B,",
         "prompt logprobs from last positions alone",
         "sampler_decoders",
     ),
@@ -895,9 +895,11 @@ MUTANTS = [
     ),
     M(
         "rl/sampler/cache_plain.py",
-        """        logits = torch.empty(len(tokens), self.decoder.vocab_size, dtype=torch.float32, device=self.decoder.device)
+        """len(tokens), self.decoder.vocab_size, dtype=torch.float32, device=self.decoder.device
+        )
         for g,""",
-        """        logits = torch.empty(len(tokens), self.decoder.vocab_size, dtype=self.decoder.dtype, device=self.decoder.device)
+        """len(tokens), self.decoder.vocab_size, dtype=self.decoder.dtype, device=self.decoder.device
+        )
         for g,""",
         "outside: logits of the equal plan rounded to the weights' dtype",
         "sampler_population",
@@ -1039,8 +1041,8 @@ MUTANTS = [
     ),
     M(
         "rl/sampler/requests.py",
-        "asked, tuple(self.images), self.weights",
-        "asked, (), self.weights",
+        "tuple(self.images),",
+        "(),",
         "two prompts that differ in their images alone share one",
         "images",
     ),
