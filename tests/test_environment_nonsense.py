@@ -61,7 +61,8 @@ NONSENSE = {
     "Turn(done=True, reward=Mute())": "",
     "Turn(done=True, reward=10**400)": "",
     "Turn(done=True, rewards=3)": "gave the rewards",
-    "Turn(done=True, rewards={7: 1.0})": "gives something to the seat 7; there are 2",
+    "Turn(done=True, rewards={7: 1.0})": "gives results for the seat 7; "
+    "seats are numbered from 0 and their count is 2",
     "Turn(done=True, rewards={1: float('nan')})": "gave the reward of seat 1",
     "Turn(done=True, metrics_of={1: 5})": "gave the metric of seat 1",
     "Turn(done=True, metrics_of={1: {'a': float('inf')}})": "gave the metric of seat 1, 'a'",
@@ -87,10 +88,10 @@ NONSENSE = {
 }
 AT_START = {
     "Turn('a', seat=9)": "names the seat 9",
-    "Turn('a', rewards={3: 1.0})": "gives something to the seat 3",
+    "Turn('a', rewards={3: 1.0})": "gives results for the seat 3",
     "Mute()": "",
     "self.seats = 5": "",
-    "self.seats = ()": "names the seat 0; there are 0",
+    "self.seats = ()": "names the seat 0; seats are numbered from 0 and their count is 0",
     "self.seats = (5, None)": "has the seats (5, None)",
     "self.seats = ('nobody', None)": "gave seat 0 to 'nobody', who does not play here (there: none)",
     "self.tools = 5": "",

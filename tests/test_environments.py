@@ -311,7 +311,7 @@ CALLS = {
     "a hang": (call("nap", seconds=60), ["Error: nap took longer than 0.3 s"]),
     "no such tool": (
         call("nott", key="a"),
-        ["Error: there is no tool 'nott', did you mean 'note'?"],
+        ["Error: no tool is named 'nott', did you mean 'note'?"],
     ),
     "a missing argument": (
         call("note", key="a"),
@@ -320,7 +320,7 @@ CALLS = {
     "one too many": (call("boom", x=1), ["Error: boom: got an unexpected keyword argument 'x'"]),
     "no JSON": (
         "<tool_call>\nnote(1)\n</tool_call>",
-        ["Error: the call <tool_call>\nnote(1)\n</tool_call> is no call: no JSON"],
+        ["Error: the call <tool_call>\nnote(1)\n</tool_call> is not a valid call: no JSON"],
     ),
     "cut off": ('<tool_call>\n{"name": "no...', ["was not finished"]),
     "much": (call("shout", times=100_000_000), ["characters left out"]),
@@ -458,7 +458,7 @@ def test_environments_are_found_by_name_and_address(tmp_path):
         and "size is required" in said
         and "--environment.on: maybe is not" in said
     )
-    with pytest.raises(UserError, match="'Mime' is no environment there; did you mean 'Mine'"):
+    with pytest.raises(UserError, match="'Mime' is not an environment in it; did you mean 'Mine'"):
         resolve_environment(f"{file}:Mime")
     with pytest.raises(UserError, match="does not exist"):
         resolve_environment(f"{tmp_path}/none.py:Mine")
@@ -520,8 +520,8 @@ BAD = textwrap.dedent('''
 
 NAMED = {
     "raise": "raised KeyError: 'mine'", "exit": "raised SystemExit", "hang": "not done within its 2 s", "spin": "not done within its 2 s",
-    "die": "died", "kill": "died", "nothing": "", "number": "gave 3", "bytes": "", "empty": "says nothing", "norole": "gave [{",
-    "nan": "gave the reward nan", "text": "gave the reward 'much'", "metric": "gave the metric 'a' inf", "silent": "says nothing",
+    "die": "died", "kill": "died", "nothing": "", "number": "gave 3", "bytes": "", "empty": "returned no messages", "norole": "gave [{",
+    "nan": "gave the reward nan", "text": "gave the reward 'much'", "metric": "gave the metric 'a' inf", "silent": "returned no messages",
     "seat": "names the seat 3", "logs": "JSON", "much": "characters", "tuple": "",
 }  # fmt: skip
 STEP = (

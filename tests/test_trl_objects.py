@@ -275,7 +275,7 @@ def test_a_dictionary_of_factories_is_chosen_from_by_the_row(file, process):
         and "'sing'; the dictionary has 'count', 'speak'" in found.errors[0]
         and "None" in found.errors[1]
     )
-    with pytest.raises(UserError, match="is no environment there"):
+    with pytest.raises(UserError, match="is not an environment in it"):
         resolve_environment(f"{file}:no_factories")
 
 

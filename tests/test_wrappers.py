@@ -180,7 +180,7 @@ def test_an_answer_in_tags_is_taken_out_of_them(gym):
     ("settings", "message"),
     [
         ({"task": "sum"}, "did you mean sums"),
-        ({"task": "sums", "level": 1, "levels": 2}, "give one of them"),
+        ({"task": "sums", "level": 1, "levels": 2}, "set only level or levels"),
         ({"task": "sums", "config": "[1]"}, "JSON object"),
         ({"task": "sums", "config": "{"}, "JSON object"),
     ],
@@ -570,7 +570,7 @@ def test_the_tools_of_a_server_are_a_models_tools(package):
     assert tools["double"].schema["function"]["parameters"]["required"] == ["a"]
     asked = [{"function": {"name": name, "arguments": {"a": 21}}} for name in ("double", "fail")]
     calls = run_calls({"tool_calls": asked}, tools)
-    assert calls[0].answer == "42\n[image that is no text]" and "no luck" in calls[1].error
+    assert calls[0].answer == "42\n[image that is not text]" and "no luck" in calls[1].error
     assert made.step({"role": "assistant", "content": "6"}).reward == 1.0
     made.close()
     some = resolve_environment("mcp", server="http://x/mcp", only="double dubble").make()

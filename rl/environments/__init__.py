@@ -1,4 +1,6 @@
-"""What answers a policy: problems of one turn, and environments of several, with tools and seats."""
+"""Define what a policy interacts with: single-turn problems, and multi-turn environments with tools
+and seats.
+"""
 
 from rl.environments.environment import POOL, Environment, Turn
 from rl.environments.isolation import isolated, resolve_environment, with_isolation

@@ -1,5 +1,5 @@
-"""What environments with one question and tools share: the question of a row, and how its answer is
-scored.
+"""Define environments with a question and tools: the question of a row, and the score of its
+answer.
 """
 
 from __future__ import annotations
@@ -14,37 +14,48 @@ from rl.types import Message
 
 
 class Question(Environment):
-    """A question and, after any number of calls of tools, an answer. Of a row of --dataset where
-    `grader` is set, else of `ask`.
+    """Ask a question and score the answer that follows any number of tool calls. The question comes
+    from a row of --dataset if `grader` is set, else from `ask`.
     """
 
     grader: str | None = None
 
     @property
     def needs_rows(self) -> bool:  # type: ignore[override]
+        """Return True if questions come from a data set."""
         return self.grader is not None
 
     def ask(self) -> tuple[str, str]:
-        """(question, right answer) of this episode's seed."""
+        """Return (question, correct answer) for this episode's seed. Raises NotImplementedError if
+        the class makes no questions.
+        """
         raise NotImplementedError(
-            f"{type(self).__name__} makes no questions of its own: set grader, and name a --dataset"
+            f"{type(self).__name__} generates no questions: set grader, and name a --dataset"
         )
 
     def introduction(self) -> str:
-        """What the model is told before the question; "" for nothing."""
+        """Return the system prompt that precedes the question; "" for none."""
         return ""
 
     def start(self) -> Sequence[Message]:
-        said = self.introduction()
-        system = [{"role": "system", "content": said}] if said else []
+        """Return the question, preceded by the introduction as a system message if the prompt has
+        none.
+        """
+        introduction = self.introduction()
+        system = [{"role": "system", "content": introduction}] if introduction else []
         if self.grader is not None:
-            asked = [dict(message) for message in self.row["messages"]]
-            self.question, self.right = prompt_text(asked), str(self.row.get("answer", ""))
-            return asked if asked[0]["role"] == "system" or not said else [*system, *asked]
+            messages = [dict(message) for message in self.row["messages"]]
+            self.question, self.right = prompt_text(messages), str(self.row.get("answer", ""))
+            return (
+                messages
+                if messages[0]["role"] == "system" or not introduction
+                else [*system, *messages]
+            )
         self.question, self.right = self.ask()
         return [*system, {"role": "user", "content": self.question}]
 
     def step(self, answer: Message) -> Turn:
+        """Return the score of the final answer as a finished Turn."""
         reward, metrics = self.score(str(answer["content"]))
         used = float(any(call.error is None for call in self.calls))
         return Turn(
@@ -55,8 +66,9 @@ class Question(Environment):
         )
 
     def score(self, said: str) -> tuple[float, Mapping[str, float]]:
-        """The reward of an answer, and metrics: whether its last number (or word) is the right one,
-        or what the grader says.
+        """Return the reward of an answer, and metrics.
+
+        Without a grader the reward is 1 if the answer's last number (or word) is correct, else 0.
         """
         if self.grader is None:
             correct = float(self.found(said) == self.right)
@@ -64,5 +76,5 @@ class Question(Environment):
         return graded(self.grader, self.question, said, self.row)
 
     def found(self, said: str) -> Any:
-        """What an answer comes to, to compare with the right one."""
+        """Extract the value of an answer that is compared with the correct answer."""
         return said.strip()

@@ -1,4 +1,4 @@
-"""A debate of two before a judge, which is a rule or a model."""
+"""Play a debate between two seats before a judge, which is a rule or a model."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from rl.errors import UserError
 
 JUDGE = 2
 _VERDICTS = {1.0: "for", -1.0: "against", 0.0: "neither"}
-LONGEST = 2000  # characters of a speech that others get to read
+LONGEST = 2000  # characters of a speech that other seats receive
 
 
 class Debate(Match):
-    """A debate: two seats speak in turn, `rounds` times each; then the judge decides. Rewards: 1
-    and -1, or 0 where neither was better.
+    """Debate a motion: two seats speak in turn, `rounds` times each; then the judge decides.
+    Rewards: 1 and -1, or 0 for both if neither side was better.
 
     opponent: policy (both sides are trained), pool (an older version of the policy), points or
-    any_words (rules), or a model; held_out_opponent: the same, of held-out episodes. plays: for,
-    against, or either (the same within a group): the policy's side, where the opponent is another.
-    judge: rule (it counts the points of a small table that a side makes), or a model, to which the
-    whole debate is shown; whoever its reply names first has won.
-    A speech is shown as one line, so that none can put words into another's mouth.
+    any_words (rules), or a model. held_out_opponent: the opponent in held-out episodes. plays: for,
+    against, or either (the same within a group): the policy's side, if the opponent is not the
+    policy. judge: rule (it counts the points of a small table that a side makes), or a model, which
+    receives the complete debate; the side that its reply names first wins. A speech is shown as a
+    single line, so that a speech cannot imitate lines of the other side.
     """
 
     names = ("for", "against", "judge")
@@ -46,7 +46,7 @@ class Debate(Match):
         self.held_out_opponent = held_out_opponent
         self.sit(1, held_out_opponent, self.PLAYERS)
         if rounds < 1:
-            raise UserError(f"--environment.rounds is at least 1, got {rounds}")
+            raise UserError(f"--environment.rounds must be at least 1, got {rounds}")
         self.opponent, self.plays, self.rounds = (
             opponent,
             chosen("plays", plays, ("for", "against", "either")),
@@ -61,11 +61,13 @@ class Debate(Match):
         self.speeches: list[tuple[str, str]] = []
 
     def rows(self, split: str, count: int) -> list[dict[str, Any]]:
+        """Return empty rows for training, and rows with the held-out opponent for tests."""
         return [
             {"opponent": self.held_out_opponent} if split == "test" else {} for _ in range(count)
         ]
 
     def open(self) -> None:
+        """Assign the seats, choose the motion and send the first texts."""
         self.opponent = self.row.get("opponent", self.opponent)
         self.sit(1, self.opponent, self.PLAYERS)
         if self.plays == "against" or (self.plays == "either" and self.rng.random() < 0.5):
@@ -77,11 +79,12 @@ class Debate(Match):
         self.tell(0, "You: ")
 
     def move(self, text: str) -> None:
+        """Process a speech or the judge's reply."""
         if self.turn == JUDGE:
-            named = re.search(r"\b(for|against|neither)\b", text.lower())
+            verdict = re.search(r"\b(for|against|neither)\b", text.lower())
             self._decide(
-                {"for": 1.0, "against": -1.0}.get(named[1], 0.0) if named else 0.0,
-                unclear=named is None,
+                {"for": 1.0, "against": -1.0}.get(verdict[1], 0.0) if verdict else 0.0,
+                unclear=verdict is None,
             )
             return
         seat, speech = self.turn, " ".join(text.split())[:LONGEST]
@@ -90,21 +93,21 @@ class Debate(Match):
             self.turn = 1 - seat
             self.tell(self.turn, f"{self.names[seat]}: {speech}\nYou: ")
             return
-        said = "\n".join(f"{side}: {words}" for side, words in self.speeches)
+        transcript = "\n".join(f"{side}: {words}" for side, words in self.speeches)
         self.tell(
-            JUDGE, f"Debate: {self.motion.text}.\n{said}\nWho argued better, for or against? "
+            JUDGE, f"Debate: {self.motion.text}.\n{transcript}\nWho argued better, for or against? "
         )
         self.turn = JUDGE
 
     def _decide(self, verdict: float, *, unclear: bool) -> None:
-        """`verdict`: 1 for the first side, -1 for the second, 0 for neither."""
+        """End the match. `verdict`: 1 for the first side, -1 for the second, 0 for neither."""
         points = rules.counts(self.motion, self.speeches)
         for seat, sign in ((0, 1.0), (1, -1.0)):
-            won, own = float(sign * verdict > 0), float(points[self.names[seat]])
+            won, side_points = float(sign * verdict > 0), float(points[self.names[seat]])
             self.figures[seat] = {
                 "won": won,
                 "drawn": float(verdict == 0),
-                "points": own,
+                "points": side_points,
                 "judge_unclear": float(unclear),
             }
         self.end({0: verdict, 1: -verdict})

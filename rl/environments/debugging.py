@@ -1,5 +1,5 @@
-"""Interactive debugging: a small function with a planted bug, a test that fails, and another try
-where the fix is none.
+"""Play interactive debugging: a small function with a planted bug, a failing test, and further
+tries after a wrong fix.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ LIMITS = Limits(wall_s=2.0, cpu_s=2.0, memory_mb=256, processes=8, file_mb=8, to
 
 
 class Debugging(Match):
-    """Fix a function that a test shows to be wrong. Reward 1 for one that passes all its tests
-    within `tries`, else 0.
+    """Fix a function that fails a test. Reward 1 for a fix that passes all tests within `tries`,
+    else 0.
 
-    levels: kinds of bugs, any of operator, bounds, start, compare. tries: replies; after each that
-    fails, a test that it fails is shown. tests: of each function, of which only those that fail are
-    ever shown. A reply is the whole function, or lines with their numbers ("2: return a - b").
-    sandbox: what it runs in, see rl.sandbox (rlimits is a weak one, for machines that have no
-    other).
+    levels: kinds of bugs, any of operator, bounds, start, compare. tries: number of replies; after
+    each failing reply, a test that it fails is shown. tests: number of tests of each function; only
+    failing tests are ever shown. A reply is the complete function, or lines with their numbers ("2:
+    return a - b"). sandbox: isolation of the programs, see rl.sandbox (rlimits is weak isolation,
+    for machines that support no other).
     """
 
     names = ("programmer",)
@@ -46,39 +46,44 @@ class Debugging(Match):
         self.levels = tuple(chosen("levels", level, bugs.LEVELS) for level in levels) or bugs.LEVELS
         if tries < 1 or tests < 1:
             raise UserError(
-                f"--environment.tries and --environment.tests are at least 1, got {tries} and {tests}"
+                f"--environment.tries and --environment.tests must be at least 1, got {tries} and"
+                f" {tests}"
             )
         self.tries, self.tests, self.tried, self.malformed = tries, tests, 0, 0
 
     @property
     def replies(self) -> list[str]:
-        """So far."""
+        """Return the replies until now."""
         return [text for _, text in self.record]
 
     def open(self) -> None:
+        """Plant the bug and send the first text."""
         self.bug = bugs.planted(self.seed, self.levels, self.tests)
         self.tell(
             0,
-            f"Fix the bug.\n{self.bug.numbered()}\n{_failed(self.bug.cases[0], f'is {self.bug.got!r}')}",
+            f"Fix the bug.\n{self.bug.numbered()}\n"
+            f"{_failed(self.bug.cases[0], f'is {self.bug.got!r}')}",
         )
 
     def move(self, text: str) -> None:
+        """Run a reply."""
         self.tried += 1
         source = bugs.patched(self.bug, text)
         self.malformed += source is None
-        failed = "That is no fix: reply with the function, or with a line and its number.\n> "
+        reply = "That is no fix: reply with the function, or with a line and its number.\n> "
         if source is not None:
-            found = first_failure(self.bug, source, self.sandbox)
-            if found is None:
+            failure = first_failure(self.bug, source, self.sandbox)
+            if failure is None:
                 self._settle(solved=True)
                 return
-            failed = _failed(*found)
+            reply = _failed(*failure)
         if self.tried >= self.tries:
             self._settle(solved=False)
         else:
-            self.tell(0, failed)
+            self.tell(0, reply)
 
     def _settle(self, *, solved: bool) -> None:
+        """End the match with its reward and metrics."""
         first = float(solved and self.tried == 1)
         self.figures[0] = {
             "correct": float(solved),
@@ -89,12 +94,13 @@ class Debugging(Match):
 
 
 def _failed(case: bugs.Case, happened: str) -> str:
+    """Return the text that shows a failing test to the player."""
     return f"{case.call} should be {case.expected!r}, {happened}\n> "
 
 
 def first_failure(bug: bugs.Bug, source: str, mode: str = "auto") -> tuple[bugs.Case, str] | None:
-    """The first test of the bug that the program `source` fails, run in the sandbox, and what
-    happened; None where it passes all.
+    """Return the first test that the program `source` fails in the sandbox, and the outcome; None
+    if it passes all tests.
     """
     tests = Calls(bugs.NAME, [(case.arguments, case.expected) for case in bug.cases])
     grade = sandbox(mode).grade(source, tests, limits=LIMITS, early_stop=True)

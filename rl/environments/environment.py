@@ -1,4 +1,4 @@
-"""An episode in messages: what one writes to make an environment."""
+"""Define the interface of an environment: an episode, as a conversation in messages."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from typing import Any, ClassVar
 
 from rl.types import Message
 
-POOL = "pool"  # the player that is an older version of the policy
+POOL = "pool"  # name of the player that is an older version of the policy
 
 
 @dataclass(slots=True)
 class Turn:
-    """What an environment answers to an answer.
+    """Hold the result of an environment step.
 
-    messages   said to whoever acts next: messages, or a text, which is the user's. None are needed
-    where the episode is done reward     of the answer that was just given
-    done       the episode has ended by itself; with `truncated` it was cut short instead (more
-    reward could have come) metrics    figures by name, averaged over the turns that have them
-    ("correct" is what accuracy is made of) logs       anything as JSON, shown with the turn in the
-    rollouts
-    seat       who acts next, in an environment of several seats
-    rewards    what other seats earn by this answer, by seat; metrics_of, logs_of: of other seats,
-    for their own last turn
+    messages    for the seat that acts next: messages, or a text, which becomes a user message. Not
+                needed if the episode is done
+    reward      of the answer that was just processed
+    done        True if the episode has ended by itself. With `truncated` it was cut short: more
+                reward could have followed
+    metrics     figures by name, averaged over the turns that have them. Accuracy is the mean of
+                "correct"
+    logs        any JSON, shown with the turn in the rollouts
+    seat        seat that acts next, in an environment with several seats
+    rewards     rewards of other seats for this answer, by seat
+    metrics_of  metrics of other seats for their last turn, by seat
+    logs_of     logs of other seats for their last turn, by seat
     """
 
     messages: Sequence[Message] | str = ()
@@ -40,30 +43,33 @@ class Turn:
 
 
 class Environment:
-    """One episode, for one row of a data set or one seed; used once.
+    """Define one episode, of a row of a data set or of a seed. An instance is used once.
 
-    A subclass says in `start` what the model is asked, and in `step` what its answer comes to. Both
-    may be `async`; each episode has a thread (and an event loop) of its own, so they may wait.
-    Settings are the fields of a dataclass, or the arguments of `__init__`; on the line they are
-    --environment.NAME. When `start` is called there are
+    A subclass returns the first messages in `start` and the result of each answer in `step`. Both
+    may be `async`. Each episode has a separate thread and event loop, so both may block. Settings
+    are the fields of a dataclass, or the arguments of `__init__`; on the command line they are
+    --environment.NAME. These attributes are set when `start` is called:
 
-    row     the episode's row: columns of the data set ("messages" and "prompt" are the prompt's),
-    or what `rows` made seed    the same for every member of a group, which so meets the same task;
-    rng: random numbers drawn from it member  the number of the episode within its group
-    shared  what `share` made for the group, once
-    calls   calls of tools so far, oldest first
+      row     the episode's row: columns of the data set ("messages" and "prompt" hold the
+              prompt), or a row made by `rows`
+      seed    equal for all members of a group, so that all of them get the same task
+      rng     random numbers generated from `seed`
+      member  index of the episode within its group
+      shared  the object that `share` made for the group
+      calls   calls of tools until now, oldest first
 
-    `tools`: functions (see `rl.environments.tool`) that the model may call. They are called, and
-    the model is told, before `step` is asked: `step` gets answers that call none. They may be set
-    in `__init__` or `start`.
+    `tools`: functions (see `rl.environments.tool`) that the model may call. Their calls are run,
+    and the results are added to the conversation, before `step` is called: `step` receives answers
+    without calls. `tools` may be set in `__init__` or `start`.
 
-    Several seats (a game): `seats` names who plays each, None for the policy, else a name of
-    `Play.players`. `start` may return a Turn, whose `seat` acts first; each Turn names the `seat`
-    that acts next and its messages are said to that seat alone, whose conversation is its own: it
-    begins with the first messages that it is given. See `Env` in rl.episodes for what is trained.
+    Several seats (a game): `seats` holds the player of each seat, None for the policy, else a name
+    of `Play.players`. `start` may return a Turn, and its `seat` acts first. Each Turn names the
+    `seat` that acts next. Only that seat receives the messages of the Turn. Each seat has a
+    separate conversation, which begins with the first messages it receives. See `Env` in
+    rl.episodes for the part that is trained.
     """
 
-    # whether an episode is of a row of --dataset; else of a seed, or of what `rows` makes
+    # True: an episode uses a row of --dataset. False: it uses a seed, or a row made by `rows`.
     needs_rows: ClassVar[bool] = False
     row: Mapping[str, Any] = {}
     seed: int = 0
@@ -76,40 +82,41 @@ class Environment:
 
     @property
     def models(self) -> Sequence[str]:
-        """Who plays seats and is not the policy: names of models, or POOL for an older version of
-        the policy.
+        """Return the players that are not the policy: names of models, or POOL for an older version
+        of the policy.
         """
-        return [who for who in self.seats if who is not None]
+        return [player for player in self.seats if player is not None]
 
     def rows(self, split: str, count: int) -> Sequence[Mapping[str, Any]]:
-        """The rows of an environment that brings its own ("train" or "test", which do not overlap);
-        by default `count` empty ones.
+        """Return the rows of an environment that makes rows itself; by default `count` empty rows.
 
-        Called on an instance that plays no episode. A "level" in a row is one for --curriculum, an
-        "answer" is shown in evaluations.
+        `split` is "train" or "test"; the two do not overlap. Called on an instance that plays no
+        episode. A "level" in a row is used by --curriculum, an "answer" is shown in evaluations.
         """
         return [{} for _ in range(count)]
 
     def share(self) -> Any | Awaitable[Any]:
-        """Makes what a group's episodes share, once: on an instance with `row`, `seed` and `rng`
-        that plays no episode.
+        """Make the object that a group's episodes share. Called once for each group, on an instance
+        with `row`, `seed` and `rng` that plays no episode.
         """
         return None
 
     def start(self) -> Sequence[Message] | str | Turn | Awaitable[Sequence[Message] | str | Turn]:
-        """The conversation so far, such as a system message and a user's; a text is a user's
-        message.
+        """Return the conversation at the start, such as a system and a user message. A text becomes
+        a user message.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no start(): it returns the first messages"
         )
 
     def step(self, answer: Message) -> Turn | Awaitable[Turn]:
-        """What comes of an answer: {"role": "assistant", "content": ...}, with "cut_off": True
-        where a limit of tokens cut it off.
+        """Return the result of an answer.
+
+        The answer is {"role": "assistant", "content": ...}, with "cut_off": True if a token limit
+        cut it off.
         """
         raise NotImplementedError(f"{type(self).__name__} has no step(answer): it returns a Turn")
 
     def close(self) -> None | Awaitable[None]:
-        """Called once, when the episode has ended, whichever way."""
+        """Release resources. Called once, when the episode has ended for any reason."""
         return None

@@ -19,10 +19,11 @@ _lock = threading.Lock()
 def graded(
     name: str, question: str, answer: str, row: Mapping[str, Any]
 ) -> tuple[float, dict[str, float]]:
-    """Return the score of an answer by the reward `name`, and metrics: `correct`, and the reward's.
+    """Return the score of an answer by the reward `name`, and metrics: `correct`, and the reward's
+    metrics.
 
-    A built-in reward that hangs or dies is ended by its `Scorer`. The answer then scores 0 with
-    the metric `gave_up`. Raises EpisodeFailed if any other reward hangs, dies or raises.
+    A built-in reward that hangs or dies is ended by its `Scorer`. The answer then scores 0 with the
+    metric `gave_up`. Raises EpisodeFailed if any other reward hangs, dies or raises.
     """
     meta = {key: value for key, value in row.items() if key != "messages"}
     score = _scorer(name).submit(question, answer, meta).result()
@@ -32,6 +33,7 @@ def graded(
 
 
 def _scorer(name: str) -> Scorer:
+    """Return the scorer of a reward in this process, created on first use."""
     with _lock:
         key = (os.getpid(), name)
         if key not in _scorers:

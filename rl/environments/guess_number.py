@@ -1,4 +1,6 @@
-"""Guess the number: the secret is higher or lower, until it is found or the guesses are used up."""
+"""Play "guess the number": the answer to each guess is higher or lower, until the number is guessed
+or no guesses remain.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,16 @@ from rl.errors import UserError
 
 
 def _player(name: str) -> Rule:
+    """Return the rule of a name as a player of the game."""
     guess = rules.PLAYERS[name]
     return lambda match: str(guess(match.game, match.rng))
 
 
 class GuessNumber(Match):
-    """Guess a number from `low` to `high`. Reward 1 for finding it within `guesses`, else 0.
+    """Guess a number from `low` to `high`. Reward 1 for guessing it within `guesses`, else 0.
 
-    guesses: by default as many as halving needs, floor(log2 n) + 1. A reply that does not hold
-    exactly one number uses one up.
+    guesses: by default as many as halving needs, floor(log2 n) + 1. A reply that does not contain
+    exactly one number counts as a guess.
     """
 
     names = ("guesser",)
@@ -25,18 +28,20 @@ class GuessNumber(Match):
     def __init__(self, low: int = 1, high: int = 16, guesses: int | None = None):
         super().__init__()
         if high < low:
-            raise UserError(f"--environment.low {low} lies above --environment.high {high}")
+            raise UserError(f"--environment.low {low} is above --environment.high {high}")
         if guesses is not None and guesses < 1:
-            raise UserError(f"--environment.guesses is at least 1, got {guesses}")
+            raise UserError(f"--environment.guesses must be at least 1, got {guesses}")
         self.low, self.high = low, high
         self.guesses = guesses or rules.guesses_needed(high - low + 1)
         self.malformed = 0
 
     def open(self) -> None:
+        """Choose the number and send the first text."""
         self.game = rules.NumberGame(self.rng.randint(self.low, self.high), self.low, self.high)
         self.tell(0, f"Guess my number, {self.low} to {self.high}.\n> ")
 
     def move(self, text: str) -> None:
+        """Process a guess."""
         number = rules.read_number(text)
         if number is None:
             self.game.guesses += 1

@@ -1,5 +1,5 @@
-"""Where an episode's own code runs: in this process, or in one of its own. What the rollout hears
-of it is the same.
+"""Run an episode's environment code, in this process or in a separate process. The rollout uses
+both in the same way.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from rl.environments.registry import EnvironmentSpec
 from rl.environments.tools import Call, Tool, as_tool, run_calls
 from rl.types import Message
 
-MOST_CHARACTERS = 1_000_000  # of what an environment says at once
-BY_SEAT = ("rewards", "metrics_of", "logs_of")  # of a Turn: what other seats get of it
+MOST_CHARACTERS = 1_000_000  # in the messages of a Turn
+BY_SEAT = ("rewards", "metrics_of", "logs_of")  # fields of a Turn that are for other seats
 
 
 @dataclass(frozen=True)
 class Task:
-    """What an episode is made of: the environment's row, seed, and its number in the group."""
+    """Hold the inputs of an episode: the environment's row, seed, and index in the group."""
 
     row: Mapping[str, Any]
     seed: int
@@ -30,8 +30,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Begun:
-    """An episode that has begun: what was said (unchecked), the tools' schemas by name, who plays
-    each seat.
+    """Describe a started episode: the first messages or Turn (unchecked), the tools' schemas by
+    name, and the player of each seat.
     """
 
     said: Any
@@ -40,16 +40,16 @@ class Begun:
 
 
 class Host(Protocol):
-    """An episode's environment, somewhere. Its methods are called one after the other; they may
-    raise anything, and hang.
+    """Define the interface through which the rollout runs an episode's environment. Methods are
+    called sequentially; each may raise anything, or hang.
     """
 
     def start(self) -> Any:
-        """A Begun, or an awaitable of one."""
+        """Return a Begun, or an awaitable of a Begun."""
         ...
 
     def answer(self, message: Message) -> Any:
-        """The calls of tools that were answered; else what the environment's `step` returned (or an
+        """Return the tool calls that were run, else the result of the environment's `step` (or an
         awaitable of it).
         """
         ...
@@ -57,38 +57,45 @@ class Host(Protocol):
     def close(self) -> Any: ...
 
     def abandon(self) -> None:
-        """Called where it hangs: whatever can be ended is."""
+        """End a hanging environment as far as possible."""
         ...
 
 
 def prepared(spec: EnvironmentSpec, task: Task) -> Environment:
-    """An environment of this task, with its random numbers, that has not begun."""
-    made = spec.make()
-    made.row, made.seed, made.member, made.calls = dict(task.row), task.seed, task.member, []
-    made.rng = random.Random(task.seed)
-    return made
+    """Return an environment for this task, with its random generator, that has not started."""
+    environment = spec.make()
+    environment.row, environment.seed, environment.member, environment.calls = (
+        dict(task.row),
+        task.seed,
+        task.member,
+        [],
+    )
+    environment.rng = random.Random(task.seed)
+    return environment
 
 
 class LocalHost:
-    """In this process. `shared`: gives what the group shares."""
+    """Run the environment in this process. `shared`: returns the object that the group shares."""
 
     def __init__(self, spec: EnvironmentSpec, task: Task, shared: Any, *, forks: bool = False):
         self.environment, self._shared, self._forks = prepared(spec, task), shared, forks
         self.tools: dict[str, Tool] = {}
 
     async def start(self) -> Begun:
+        """Start the environment and return its first messages, tools and seats."""
         self.environment.shared = self._shared()
-        said = self.environment.start()
-        if inspect.isawaitable(said):
-            said = await said
-        self.tools = {made.name: made for made in map(as_tool, self.environment.tools)}
+        first = self.environment.start()
+        if inspect.isawaitable(first):
+            first = await first
+        self.tools = {tool.name: tool for tool in map(as_tool, self.environment.tools)}
         return Begun(
-            said,
-            {name: made.schema for name, made in self.tools.items()},
+            first,
+            {name: tool.schema for name, tool in self.tools.items()},
             tuple(self.environment.seats),
         )
 
     def answer(self, message: Message) -> Any:
+        """Run and return the tool calls of an answer. Pass an answer without calls to `step`."""
         if self.tools and (message.get("tool_calls") or message.get("unparsed_tool_calls")):
             calls: list[Call] = run_calls(message, self.tools, forks=self._forks)
             self.environment.calls += calls
@@ -96,38 +103,42 @@ class LocalHost:
         return self.environment.step(message)
 
     def close(self) -> Any:
+        """Close the environment."""
         return self.environment.close()
 
     def abandon(self) -> None:
-        """A thread cannot be ended from outside."""
+        """Do nothing: a thread cannot be ended from outside."""
 
 
 def characters(messages: Any) -> int:
-    """How many there are in what was said; 0 where it is no messages."""
+    """Return the number of characters in messages; 0 if the value is not messages."""
     if isinstance(messages, str):
         return len(messages)
-    said = (
+    contents = (
         [m.get("content") for m in messages if isinstance(m, Mapping)]
         if isinstance(messages, Sequence)
         else []
     )
     parts = [
         part.get("text")
-        for one in said
-        if isinstance(one, list)
-        for part in one
+        for content in contents
+        if isinstance(content, list)
+        for part in content
         if isinstance(part, Mapping)
     ]
-    return sum(len(text) for text in (*said, *parts) if isinstance(text, str))
+    return sum(len(text) for text in (*contents, *parts) if isinstance(text, str))
 
 
 def as_json(found: Any) -> dict[str, Any]:
-    """What a host's method returned, as JSON can say it. Raises ValueError for more than
-    MOST_CHARACTERS of messages.
+    """Convert a result of a Host method to JSON-serializable data.
+
+    Raises ValueError if the messages have more than MOST_CHARACTERS characters.
     """
-    said = characters(found.messages if isinstance(found, Turn) else found)
-    if said > MOST_CHARACTERS:
-        raise ValueError(f"said {said} characters at once; at most {MOST_CHARACTERS} are read")
+    size = characters(found.messages if isinstance(found, Turn) else found)
+    if size > MOST_CHARACTERS:
+        raise ValueError(
+            f"the messages of a turn have {size} characters; at most {MOST_CHARACTERS} are allowed"
+        )
     if isinstance(found, list) and all(isinstance(call, Call) for call in found):
         return {
             "calls": [
@@ -153,7 +164,7 @@ def as_json(found: Any) -> dict[str, Any]:
 
 
 def from_json(found: Mapping[str, Any]) -> Any:
-    """The inverse of `as_json`."""
+    """Convert the result of `as_json` back."""
     if "calls" in found:
         return [Call(*fields) for fields in found["calls"]]
     if "begun" in found:
@@ -168,8 +179,8 @@ def from_json(found: Mapping[str, Any]) -> Any:
 
 
 def _by_seat(given: Any) -> Any:
-    """Pairs of a seat and what is its: JSON has no numbers for keys. What is no mapping stays what
-    it is: it is looked at elsewhere.
+    """Convert a mapping by seat to pairs, because JSON has no integer keys. Any other value becomes
+    a text, which is rejected later, in validation.
     """
     return (
         [[seat, of_seat] for seat, of_seat in given.items()]

@@ -1,5 +1,5 @@
-"""Where the episodes of an environment run: in threads of this process, or each in a process of its
-own.
+"""Select where the episodes of an environment run: in threads of this process, or each in a
+separate process.
 """
 
 from __future__ import annotations
@@ -19,50 +19,58 @@ ISOLATIONS = ("auto", "thread", "process")  # see with_isolation
 def resolve_environment(
     spec: str | type | EnvironmentSpec, *, environment_isolation: str = "auto", **settings: Any
 ) -> EnvironmentSpec:
-    """Return the environment that `spec` names, with its settings; values are taken as they are.
+    """Return the environment that `spec` names, with its settings. Setting values are used as they
+    are.
 
-    spec                   a registered name, "module:Class", "path/to/file.py:Class", or a class
-    environment_isolation  where its episodes run, as `train.py --environment-isolation`: see
-    `with_isolation` Raises UserError for a name that is not there, and for a setting that it does
-    not take, with the nearest that it does.
+      spec                   a registered name, "module:Class", "path/to/file.py:Class", or a class
+      environment_isolation  where its episodes run, as `train.py --environment-isolation`: see
+                             `with_isolation`
+
+    Raises UserError for an unknown name, and for an unknown setting, with the nearest known
+    setting.
     """
     resolved = environment_from_values(spec, settings)
     if isinstance(spec, EnvironmentSpec) and environment_isolation == "auto":
-        return resolved  # it was resolved before, and its isolation with it
+        return resolved  # it was already resolved, including its isolation
     return with_isolation(replace(resolved, root=None), environment_isolation)
 
 
 def with_isolation(spec: EnvironmentSpec, how: str) -> EnvironmentSpec:
-    """Return the environment with its episodes where `how` says (one of ISOLATIONS).
+    """Return the environment with its episodes run as `how` requires (one of ISOLATIONS).
 
-    process  each in a process of its own: what dies or hangs there costs that episode, and no
-    module's state outlives one thread   in threads of this process
-    auto     process for an environment that is named by its module or file, thread for built-in
-    ones and classes of the script
+      process  each episode in a separate process: a crash or hang fails only that episode, and no
+               module state outlives an episode
+      thread   in threads of this process
+      auto     process for an environment that is named by its module or file, thread for built-in
+               environments and classes of the script
+
+    Raises UserError for any other value.
     """
     if how not in ISOLATIONS:
         raise UserError(f"environment_isolation is one of {', '.join(ISOLATIONS)}; got {how!r}")
-    by_place = (
+    by_location = (
         ":" in spec.name and spec.address is not None and not spec.address.startswith("__main__:")
     )
-    return isolated(spec) if how == "process" or (how == "auto" and by_place) else spec
+    return isolated(spec) if how == "process" or (how == "auto" and by_location) else spec
 
 
 def isolated(spec: EnvironmentSpec) -> EnvironmentSpec:
-    """Return a copy of the spec that runs each episode in its own process.
+    """Return a copy of the spec that runs each episode in a separate process.
 
-    Raises UserError if the class or a setting cannot be sent there.
+    Raises UserError if the class or a setting cannot be sent to that process.
     """
     if spec.address is None:
         raise UserError(
-            f"the environment {spec.name} is a class of this script, which no other process can import: name it by its file"
+            f"the environment {spec.name} is a class of this script, which no other process can"
+            " import: name it as 'path/to/file.py:Class'"
         )
     for name, value in spec.settings.items():
         try:
             pickle.dumps(value)
-        except Exception as error:  # boundary: any object's own pickling
+        except Exception as error:  # boundary: pickling of any object
             raise UserError(
-                f"the environment {spec.name}: its setting {name!r} cannot be sent to another process, where its episodes run "
-                f"({says(error, 200)}). Give a value that can be pickled, or environment_isolation='thread'"
+                f"the environment {spec.name}: its setting {name!r} cannot be sent to another"
+                f" process, where its episodes run ({says(error, 200)}). Give a value that can be"
+                " pickled, or environment_isolation='thread'"
             ) from error
     return replace(spec, root=Root(spec))

@@ -1,5 +1,5 @@
-"""A game between seats, told and played in words: whose turn it is, what each seat has heard, what
-each has earned.
+"""Define a game between seats, played in words: which seat moves, which text each seat has
+received, and the rewards of each.
 """
 
 from __future__ import annotations
@@ -14,50 +14,51 @@ from rl.types import Message
 
 Rule = Callable[[Any], str]  # the match, at its seat's turn, to what the seat says
 
-POLICY = "policy"  # who may sit in a seat, beside rules, the pool and models by their names
+POLICY = "policy"  # a possible player of a seat, like names of rules, the pool and models
 
 
 class Match(Environment):
-    """One game. A subclass begins it in `open` and answers a move in `move`, which say what they
-    have to with `tell`, `earn` and `end`.
+    """Play a game. A subclass begins it in `open` and processes a move in `move`. Both report
+    with `tell`, `earn` and `end`.
 
-    `names`: of the seats, of which `turn` is to move. `seats` and `rules`: who plays them (see
-    `sit`); seats that a rule plays move by themselves. Each seat hears only what it is told.
-    `record`: who said what, in order.
+    `names`: names of the seats; `turn` is the seat to move. `seats` and `rules`: the players of the
+    seats (see `sit`). Seats of a rule move automatically. Each seat receives only the texts passed
+    to it with `tell`. `record`: (seat, text) of each move, in order.
     """
 
     names: Sequence[str] = ("player",)
-    PLAYERS: Mapping[str, Rule] = {}  # rules that can play a seat of the policy's
+    PLAYERS: Mapping[str, Rule] = {}  # rules that can play a seat of the policy
 
     def __init__(self) -> None:
         self.seats: Sequence[str | None] = (None,) * len(self.names)
         self.rules: dict[int, Rule] = {}
-        self.named: list[str] = []  # who was ever given a seat and is neither the policy nor a rule
+        # players that were ever assigned a seat and are neither the policy nor a rule
+        self.named: list[str] = []
         self.turn = 0
         self.over = self.cut_short = False
         self.record: list[tuple[int, str]] = []
-        # metrics of each seat, once the match is over
+        # metrics of each seat, set when the match is over
         self.figures: list[dict[str, float]] = [{} for _ in self.names]
         self._heard: list[list[str]] = [[] for _ in self.names]
         self._earned: dict[int, float] = {}
 
-    # ----------------------------------------------------------------------- what a subclass writes
+    # ------------------------------------------------------------------- implemented by a subclass
 
     @abc.abstractmethod
     def open(self) -> None:
-        """Tells every seat what it has to know before its first move."""
+        """Send each seat the text that it needs before its first move."""
 
     @abc.abstractmethod
     def move(self, text: str) -> None:
-        """The seat whose turn it is says this: tells the others, moves `turn` on, or ends the
-        match.
+        """Process the text of the seat to move: inform the other seats, then advance `turn` or end
+        the match.
         """
 
-    # ------------------------------------------------------------------------ what a subclass calls
+    # ------------------------------------------------------------------------ called by a subclass
 
     def sit(self, seat: int, who: str, known: Mapping[str, Rule] | None = None) -> None:
-        """Who plays a seat: "policy", the name of a rule in `known`, "pool" (an older version of
-        the policy), or a model by its name.
+        """Assign a player to a seat: "policy", the name of a rule in `known`, "pool" (an older
+        version of the policy), or a model's name.
         """
         players: list[str | None] = list(self.seats)
         players[seat] = None if who == POLICY else who
@@ -69,58 +70,70 @@ class Match(Environment):
             self.named.append(who)
 
     def tell(self, seat: int, text: str) -> None:
+        """Add a text to the next observation of a seat."""
         self._heard[seat].append(text)
 
     def earn(self, seat: int, reward: float) -> None:
-        """By the move that is being made, in whosever seat."""
+        """Add a reward to any seat for the current move."""
         self._earned[seat] = self._earned.get(seat, 0.0) + reward
 
     def end(self, rewards: Mapping[int, float], *, truncated: bool = False) -> None:
-        """The match is over. `truncated`: by a limit."""
+        """End the match and add the final rewards. `truncated`: a limit ended it."""
         for seat, reward in rewards.items():
             self.earn(seat, reward)
         self.over, self.cut_short = True, truncated
 
-    # --------------------------------------------------------------------- what an environment does
+    # ------------------------------------------------------------------ implements Environment
 
     @property
     def models(self) -> list[str]:
-        """Those who may play a seat and are neither the policy nor a rule."""
+        """Return the players of seats that are neither the policy nor a rule."""
         return list(self.named)
 
     def start(self) -> Turn:
+        """Begin the match and return the first Turn of a seat that is not played by a rule."""
         self.open()
         self._let_rules_play()
         return self._turn(self.turn)
 
     def step(self, answer: Message) -> Turn:
+        """Process a move, then the moves of rules, and return the result."""
         seat, self._earned = self.turn, {}
         self._move(str(answer["content"]))
         self._let_rules_play()
         return self._turn(seat)
 
     def _move(self, text: str) -> None:
+        """Record and process a move. Raises RuntimeError if the match is over."""
         if self.over:
-            raise RuntimeError(f"the match is over, and {self.names[self.turn]} says {text[:40]!r}")
+            raise RuntimeError(
+                f"the match is over, but {self.names[self.turn]} moves {text[:40]!r}"
+            )
         self.record.append((self.turn, text))
         self.move(text)
 
     def _let_rules_play(self) -> None:
+        """Make moves while a rule plays the seat to move."""
         while not self.over and self.turn in self.rules:
             self._move(self.rules[self.turn](self))
 
     def _turn(self, seat: int) -> Turn:
-        """What comes of the moves made: to whoever is next, and of `seat`, which acted."""
+        """Return the result of the moves: messages for the next seat, and the reward of `seat`,
+        which acted.
+        """
         rewards = dict(self._earned)
-        own = rewards.pop(seat, 0.0)
+        reward = rewards.pop(seat, 0.0)
         if not self.over:
-            heard, self._heard[self.turn] = "\n".join(self._heard[self.turn]), []
-            return Turn(heard, reward=own, seat=self.turn, rewards=rewards)
-        said = [{"seat": self.names[who], "text": text} for who, text in self.record]
-        logs = {"match": said, "players": ["policy" if who is None else who for who in self.seats]}
+            pending, self._heard[self.turn] = "\n".join(self._heard[self.turn]), []
+            return Turn(pending, reward=reward, seat=self.turn, rewards=rewards)
+        moves = [{"seat": self.names[player], "text": text} for player, text in self.record]
+        logs = {
+            "match": moves,
+            "players": ["policy" if player is None else player for player in self.seats],
+        }
         others = [other for other in range(len(self.names)) if other != seat]
         return Turn(
-            reward=own,
+            reward=reward,
             done=True,
             truncated=self.cut_short,
             metrics=self.figures[seat],
@@ -133,7 +146,9 @@ class Match(Environment):
 
 
 def chosen(setting: str, value: str, among: Sequence[str]) -> str:
-    """`value`, if it is one of those; else UserError that names the setting."""
+    """Return `value` if it is in `among`. Raises UserError, which names the setting, if it is
+    not.
+    """
     if value not in among:
         raise UserError(f"--environment.{setting} is one of {', '.join(among)}; got {value!r}")
     return value

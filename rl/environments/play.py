@@ -1,5 +1,5 @@
-"""Environments played by the rollout: messages to tokens and back, calls of tools, limits, and what
-breaks.
+"""Connect environments to the rollout: convert messages to tokens and back, run tool calls, apply
+limits, and report failures.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ Stop = Sequence[str] | Sequence[int]
 
 @dataclass(frozen=True)
 class Limits:
-    """Of an episode. turns: answers of the policy. tokens: that it may have in all (None: the
-    model's context).
+    """Limit an episode.
 
-    seconds: that the environment and its tools may take together; sampling is not counted.
+    turns    maximum number of answers of the policy
+    tokens   maximum number of tokens in the episode (None: the model's context)
+    seconds  maximum time of the environment and its tools together, excluding sampling
     """
 
     turns: int = 16
@@ -49,16 +50,18 @@ class Limits:
 
 @dataclass
 class _Seat:
-    """One player's conversation: messages, and the tokens of its last prompt and answer."""
+    """Hold a player's conversation: its messages, and the tokens of its last prompt and answer."""
 
     renderer: Renderer
     messages: list[Message] = field(default_factory=list)
     seen: ModelInput = field(default_factory=ModelInput.empty)
     answer: Sequence[int] = ()
-    new: list[Message] = field(default_factory=list)  # said to it since its last answer
+    new: list[Message] = field(default_factory=list)  # received since its last answer
 
     def prompt(self) -> ModelInput:
-        """What it reads next: what it has seen and written, continued, where the renderer can."""
+        """Return the next prompt: the previous prompt and answer plus the new messages, if the
+        renderer can extend them; else a new rendering of all messages.
+        """
         bridged = None
         if self.answer:
             bridged = self.renderer.bridge(
@@ -75,10 +78,10 @@ class _Seat:
 
 
 class EnvironmentGroup(EnvGroupBuilder):
-    """A group's environments, made for one row and seed. `system_prompt`: put before every seat's
-    conversation.
+    """Make a group's environments for a row and seed.
 
-    `renderers`: of players that are other models, by their names.
+    `system_prompt`: precedes the conversation of each seat. `renderers`: renderers of players that
+    are other models, by name.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class EnvironmentGroup(EnvGroupBuilder):
         )
         self.tag = problem.tag if problem.tag != "problem" else spec.name
         self.problem_index = problem.index
-        # every environment ends by itself: the limit of turns is counted in play
+        # MessageEnv counts turns itself, so the rollout needs no limit.
         self.max_turns = 1_000_000
         self.max_tokens = self.limits.tokens
         self.row: dict[str, Any] = dict(problem.meta)
@@ -118,6 +121,7 @@ class EnvironmentGroup(EnvGroupBuilder):
         self._renderers: dict[str, Renderer] = {}
 
     def make_envs(self) -> list[MessageEnv]:
+        """Return an environment for each episode of the group."""
         if self.spec.root is not None:
             self.spec.root.begin()
         task = Task(self.row, self.seed)
@@ -130,13 +134,15 @@ class EnvironmentGroup(EnvGroupBuilder):
         return [MessageEnv(self, member, shared) for member in range(self.group_size)]
 
     def the_same(self, observation: ModelInput) -> ModelInput:
-        """Equal first observations are one object: they are read once for the group."""
+        """Return the first observation equal to this one, so that the group prefills it once."""
         return self._first.setdefault(
             (tuple(observation.flat()), observation.placed()), observation
         )
 
     def renderer_with(self, tools: Mapping[str, Mapping[str, Any]]) -> Renderer:
-        """The renderer that describes these tools, by their schemas; made once for the group."""
+        """Return the renderer that describes these tools (schemas by name), created once for the
+        group.
+        """
         schemas = [dict(schema) for schema in tools.values()]
         key = repr(schemas)
         if key not in self._renderers:
@@ -145,8 +151,8 @@ class EnvironmentGroup(EnvGroupBuilder):
 
 
 class Shared:
-    """What `Environment.share` makes, once for a group, before its episodes begin; and the process
-    that they are forked from, if any.
+    """Hold the result of `Environment.share`, computed once for a group before its episodes begin,
+    and the process that the episodes are forked from, if any.
     """
 
     def __init__(self, spec: EnvironmentSpec, task: Task, seconds: float, name: str):
@@ -157,6 +163,7 @@ class Shared:
         self._work = self._thread.do(self._make) if self.asked else None
 
     def host(self, member: int, who: str) -> Host:
+        """Return the runner of an episode."""
         self._users += 1
         task = Task(self.task.row, self.task.seed, member)
         return (
@@ -166,33 +173,40 @@ class Shared:
         )
 
     def let_go(self) -> None:
-        """An episode has ended."""
+        """Release the shared object for an ended episode; the last release ends the shared
+        process.
+        """
         self._users -= 1
         if self._users <= 0:
             self._thread.end(self.end)
 
     def end(self) -> None:
+        """Kill the shared process, if any."""
         if self._channel is not None:
             self._channel.end()
 
     def _make(self) -> Any:
+        """Compute the shared object, in the shared process if episodes are forked."""
         if self.spec.root is None:
             return prepared(self.spec, self.task).share()
         self._channel = self.spec.root.fork()
         return self._channel.ask(f"the environment {self.name}", "share", task=self.task)
 
     def _get(self) -> Any:
+        """Wait for the shared object."""
         return None if self._work is None else self._work.wait()
 
     def _fork(self) -> Any:
-        """A process for an episode: of the group's, where that holds something."""
+        """Fork a process for an episode, from the group's process if it exists, else from the root
+        process.
+        """
         self._get()
         return self.spec.root.fork() if self._channel is None else self._channel.fork()
 
 
 class MessageEnv(Checked, Env):
-    """An `Environment` as the rollout plays it. Tokens are made here, in the caller's thread; the
-    rest happens in the episode's own.
+    """Adapt an `Environment` to the rollout. Tokens are made in the caller's thread; the
+    environment's code runs in the episode's thread.
     """
 
     blocks = False
@@ -207,12 +221,16 @@ class MessageEnv(Checked, Env):
         self.turns = 0
         self.conversations: dict[int, _Seat] = {}
 
-    # ---------------------------------------------------------------------------- what rollouts ask
+    # ------------------------------------------------------------------------ called by the rollout
 
     def initial_observation(self) -> _FirstObservation:
+        """Start the environment; the returned object waits for the first prompt."""
         return _FirstObservation(self, self.thread.do(self.host.start))
 
     def step(self, action: SampledSequence) -> _Step:
+        """Parse an answer and pass it to the environment; the returned object waits for the
+        result.
+        """
         conversation = self.conversations[self.seat]
         answer, ended = conversation.renderer.parse_response(action.tokens)
         if not ended:
@@ -224,30 +242,37 @@ class MessageEnv(Checked, Env):
                 if key not in ("cut_off", "unparsed_tool_calls")
             }
         )
-        told, conversation.answer, conversation.new = conversation.new, action.tokens, []
+        new_messages, conversation.answer, conversation.new = conversation.new, action.tokens, []
         self.turns += self.players[self.seat] is None
         return _Step(
-            self, _Answered(answer, ended, told), self.thread.do(partial(self.host.answer, answer))
+            self,
+            _Answered(answer, ended, new_messages),
+            self.thread.do(partial(self.host.answer, answer)),
         )
 
     def close(self) -> None:
+        """Close the environment without waiting, and release the shared object."""
         self.thread.end(self.host.close)
         self.shared.let_go()
 
-    # ------------------------------------------------------------------------------ what came of it
+    # ------------------------------------------------------------------------------ process results
 
     def begun(self, given: Begun) -> tuple[ModelInput, Stop | None]:
+        """Return the first prompt and its stop sequences. Raises EpisodeFailed for invalid seats or
+        messages.
+        """
         self.tools, self.players = given.tools, tuple(given.seats)
-        if not all(who is None or isinstance(who, str) for who in self.players):
+        if not all(player is None or isinstance(player, str) for player in self.players):
             raise self.failed(
-                f"has the seats {plain_text(says_of(self.players), 100)}; None (the policy) or a player's name are expected"
+                f"has the seats {plain_text(says_of(self.players), 100)}; each seat is None (the"
+                " policy) or a player's name"
             )
         self._say(self._checked(given.said) if isinstance(given.said, Turn) else Turn(given.said))
         observation, stop = self._prompt()
         return self.group.the_same(observation), stop
 
     def result(self, answered: _Answered, given: Any) -> StepResult:
-        """A step's outcome, as the environment (or its tools) gave it."""
+        """Convert the result of the environment, or of its tool calls, to a StepResult."""
         messages = self.conversations[self.seat].messages
         logs: dict[str, Any] = {
             "prompt": prompt_text(messages[:-1]),
@@ -267,19 +292,19 @@ class MessageEnv(Checked, Env):
         logs = {**turn.logs, **logs}
         if done:
             metrics |= self._totals(truncated)
-            # who played is known of every game of several, so that older versions are rated whoever
-            # wrote it
-            who = (
+            # Log the players of each game with several seats, so that older versions are rated in
+            # games of any author.
+            players = (
                 {"players": [name or "policy" for name in self.players]}
                 if len(self.players) > 1
                 else {}
             )
-            told = [
+            other_seats = [
                 seat
                 for seat in range(len(self.players))
                 if seat != self.seat or seat in turn.logs_of
             ]
-            logs_of = {seat: {**who, **turn.logs_of.get(seat, {})} for seat in told}
+            logs_of = {seat: {**players, **turn.logs_of.get(seat, {})} for seat in other_seats}
             seats: dict[str, Any] = {
                 "rewards": turn.rewards,
                 "metrics_of": turn.metrics_of,
@@ -289,7 +314,7 @@ class MessageEnv(Checked, Env):
                 turn.reward,
                 True,
                 metrics=metrics,
-                logs={**who, **logs},
+                logs={**players, **logs},
                 truncated=truncated,
                 **seats,
             )
@@ -300,65 +325,77 @@ class MessageEnv(Checked, Env):
         )
 
     def _totals(self, truncated: bool) -> dict[str, float]:
-        found = {"truncated": float(truncated)}
+        """Return the metrics of the complete episode."""
+        metrics = {"truncated": float(truncated)}
         if self.tools:
             failed = sum(call.error is not None and not call.malformed for call in self.calls)
             malformed = sum(call.malformed for call in self.calls)
-            found |= {
+            metrics |= {
                 "tool/calls": len(self.calls),
                 "tool/failed": failed,
                 "tool/malformed": malformed,
             }
-        return found
+        return metrics
 
     def _say(self, turn: Turn) -> None:
-        """Hands the turn's messages to the seat that acts next."""
+        """Add the Turn's messages to the conversation of the seat that acts next."""
         if not isinstance(turn.seat, int) or not 0 <= turn.seat < len(self.players):
             raise self.failed(
-                f"names the seat {plain_text(says_of(turn.seat), 100)}; there are {len(self.players)}, from 0"
+                f"names the seat {plain_text(says_of(turn.seat), 100)}; seats are numbered from 0"
+                f" and their count is {len(self.players)}"
             )
         self.seat = turn.seat
         messages = self._messages(turn.messages)
         if self.seat not in self.conversations:
-            first = self.group.system_prompt
-            system = [{"role": "system", "content": first}] if first else []
+            system_prompt = self.group.system_prompt
+            system = [{"role": "system", "content": system_prompt}] if system_prompt else []
             other = self.group.renderers.get(self.players[self.seat] or "")
             self.conversations[self.seat] = _Seat(other or self.group.renderer_with(self.tools))
             messages = [*system, *messages]
         conversation = self.conversations[self.seat]
         conversation.new = messages
         if not messages:
-            raise self.failed("says nothing to the model, and the episode is not done")
+            raise self.failed("returned no messages, but the episode is not done")
 
     def _messages(self, given: Any) -> list[Message]:
+        """Return messages as a list. Raises EpisodeFailed if they are invalid or too long."""
         if isinstance(given, str):
             given = [{"role": "user", "content": given}]
         if not isinstance(given, Sequence) or not all(
             isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in given
         ):
             raise self.failed(
-                f"gave {plain_text(says_of(given), 200)}, which is neither a text nor a list of messages"
+                f"gave {plain_text(says_of(given), 200)}, which is neither a text nor a list of"
+                " messages"
             )
         size = characters(given)
         if size > MOST_CHARACTERS:
-            raise self.failed(f"said {size} characters at once; at most {MOST_CHARACTERS} are read")
+            raise self.failed(
+                f"gave {size} characters in a turn; at most {MOST_CHARACTERS} are allowed"
+            )
         return [dict(message) for message in given]
 
     def _prompt(self) -> tuple[ModelInput, Stop]:
+        """Return the next prompt and its stop sequences. Raises EpisodeFailed if the messages
+        cannot be rendered.
+        """
         conversation = self.conversations[self.seat]
         try:
             conversation.seen = conversation.prompt()
         except ValueError as error:
-            raise self.failed(f"said what cannot be rendered: {error}") from error
+            raise self.failed(f"gave messages that cannot be rendered: {error}") from error
         return conversation.seen, conversation.renderer.get_stop_sequences()
 
     def failed(self, what: str) -> EpisodeFailed:
+        """Return the error of this episode with `what` as its message."""
         return EpisodeFailed(f"the environment {self.thread.name} {what}")
 
 
 @dataclass(frozen=True)
 class _Answered:
-    """An answer, whether it ended by itself, and what was said to the player since its last one."""
+    """Hold an answer, whether it ended by itself, and the messages that its player received before
+    it.
+    """
 
     message: Message
     ended: bool
@@ -366,6 +403,8 @@ class _Answered:
 
 
 class _FirstObservation:
+    """Wait for an environment's first messages."""
+
     def __init__(self, env: MessageEnv, work: Work):
         self.env, self.work = env, work
 
@@ -377,6 +416,8 @@ class _FirstObservation:
 
 
 class _Step:
+    """Wait for an environment's result of an answer."""
+
     def __init__(self, env: MessageEnv, answered: _Answered, work: Work):
         self.env, self.answered, self.work = env, answered, work
 

@@ -1,10 +1,11 @@
-"""Games that rules play, as conversations to learn the form of an answer from.
+"""Generate games played by rules as conversations, for supervised training on the form of an
+answer.
 
-    python -m rl.environments.played guess_number any_number --episodes 2000 --environment.high 8 > guesses.jsonl
+    python -m rl.environments.played guess_number any_number --episodes 2000 > guesses.jsonl
 
-writes a row for each of the policy's seats in each game, {"messages": [...]}: the whole of what it
-heard and said, as `train.py sft --dataset guesses.jsonl` reads it (every move is trained on, and
-once).
+The command writes a row for each seat of the policy in each game, {"messages": [...]}: the complete
+conversation of the seat, as `train.py sft --dataset guesses.jsonl` reads it. Each move is trained
+on exactly once.
 """
 
 from __future__ import annotations
@@ -25,19 +26,24 @@ from rl.types import Message
 def played(
     spec: EnvironmentSpec, player: str, episodes: int, seed: int = 0
 ) -> Iterator[dict[str, list[Message]]]:
-    """The conversations of the policy's seats in `episodes` games; the rule `player` makes their
-    moves. Each ends with a move.
+    """Yield the conversations of the policy's seats in `episodes` games, with moves by the rule
+    `player`.
+
+    Each conversation ends with a move. Raises UserError if the environment has no such rule, or if
+    a model has a seat.
     """
     for episode in range(episodes):
         match = spec.make()
         if not isinstance(match, Match) or player not in match.PLAYERS:
             known = ", ".join(match.PLAYERS) if isinstance(match, Match) else "none"
             raise UserError(
-                f"the environment {spec.name} has no rule {player!r} to play the policy's part: it has {known}"
+                f"the environment {spec.name} has no rule {player!r} to play the policy's seat: it"
+                f" has {known}"
             )
         if match.models:
             raise UserError(
-                f"rules play without a model, and {', '.join(match.models)} has a seat: give the environment other settings"
+                f"only rules may play here, but {', '.join(match.models)} has a seat: change the"
+                " environment's settings"
             )
         match.seed, match.member, match.row = derive_seed("played", seed, episode), 0, {}
         match.rng = random.Random(match.seed)
@@ -45,19 +51,20 @@ def played(
 
 
 def _seats(match: Match, player: str) -> Iterator[dict[str, list[Message]]]:
-    heard: dict[int, list[Message]] = {}
+    """Yield the conversation of each seat of a match."""
+    conversations: dict[int, list[Message]] = {}
     turn = match.start()
     while not turn.done:
-        said: Message = {"role": "assistant", "content": match.PLAYERS[player](match)}
-        heard.setdefault(turn.seat, []).extend(
-            ({"role": "user", "content": str(turn.messages)}, said)
+        answer: Message = {"role": "assistant", "content": match.PLAYERS[player](match)}
+        conversations.setdefault(turn.seat, []).extend(
+            ({"role": "user", "content": str(turn.messages)}, answer)
         )
-        turn = match.step(said)
-    yield from ({"messages": heard[seat]} for seat in sorted(heard))
+        turn = match.step(answer)
+    yield from ({"messages": conversations[seat]} for seat in sorted(conversations))
 
 
 def main(words: Sequence[str]) -> None:
-    """Writes rows to the standard output."""
+    """Write rows to the standard output."""
     import argparse
 
     parser = argparse.ArgumentParser(
@@ -66,7 +73,7 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument(
         "environment", help="guess_number, twenty_questions, debugging, tic_tac_toe, debate"
     )
-    parser.add_argument("player", help="a rule that plays the policy's part, such as any_number")
+    parser.add_argument("player", help="rule that plays the policy's seat, such as any_number")
     parser.add_argument("--episodes", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     args, rest = parser.parse_known_args(words)

@@ -1,8 +1,8 @@
-"""Older versions of a policy to play against: which are kept, which is chosen, and how strong each
-is.
+"""Keep older versions of a policy as opponents: which are kept, which is sampled, and their
+ratings.
 
-Ratings are Elo's (A. Elo, The Rating of Chessplayers, 1978): expected = 1 / (1 + 10^((other - own)
-/ 400)), own += k (score - expected).
+Ratings follow Elo (A. Elo, The Rating of Chessplayers, 1978): expected = 1 / (1 + 10^((other -
+rating) / 400)), rating += k (score - expected).
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ BY = ("elo", "age", "any")
 
 @dataclass
 class Opponent:
-    """An older version: the step it was taken at, how strong it is, how many games it has played."""
+    """Describe an older version: the step it was saved at, its rating, and the number of games it
+    has played.
+    """
 
     step: int
     rating: float = START
@@ -26,21 +28,23 @@ class Opponent:
 
     @property
     def name(self) -> str:
+        """Return the name under which the checkpoint plays."""
         return f"step-{self.step:06d}"
 
 
 def expected_score(own: float, other: float) -> float:
+    """Return the expected score (0 to 1) of a player rated `own` against a player rated `other`."""
     return 1 / (1 + 10 ** ((other - own) / 400))
 
 
 class OpponentPool:
-    """At most `size` older versions. `by`: how one is chosen, and which goes when there are too
-    many.
+    """Keep at most `size` older versions. `by` selects the sampling weights and the version to
+    remove.
 
-    "elo": near the policy's own strength likelier (weight e (1 - e), e the policy's expected
-    score); the weakest goes. "age": newer ones likelier (half as likely with each that is newer);
-    the oldest goes. "any": all alike; the oldest goes. The newest never goes. `state` is readable
-    JSON.
+    "elo": versions near the policy's rating are likelier (weight e (1 - e), e the policy's expected
+    score); the weakest is removed. "age": newer versions are likelier (half as likely for each
+    newer version); the oldest is removed. "any": all are equally likely; the oldest is removed. The
+    newest is never removed. `state` returns readable JSON.
     """
 
     def __init__(self, size: int = 5, by: str = "elo", k: float = 16.0):
@@ -49,48 +53,56 @@ class OpponentPool:
         if size < 1:
             raise ValueError(f"a pool holds at least 1 older version, got {size}")
         self.size, self.by, self.k = size, by, k
-        self.rating = START  # the policy's own
+        self.rating = START  # of the policy
         self.opponents: list[Opponent] = []  # oldest first
 
     def add(self, step: int) -> list[Opponent]:
-        """Takes in the policy as it is at `step`, as strong as it is now. Returns those that have
-        to go.
+        """Add the policy at `step` with its current rating. Return the versions that have to be
+        removed.
+
+        Raises ValueError if `step` is not after the newest version's step.
         """
         if self.opponents and self.opponents[-1].step >= step:
             raise ValueError(
                 f"the pool's newest is of step {self.opponents[-1].step}; {step} is not after it"
             )
         self.opponents.append(Opponent(step, self.rating))
-        gone = []
+        removed = []
         while len(self.opponents) > self.size:
             older = self.opponents[:-1] or self.opponents
-            out = (
-                min(older, key=lambda one: (one.rating, one.step)) if self.by == "elo" else older[0]
+            weakest = (
+                min(older, key=lambda opponent: (opponent.rating, opponent.step))
+                if self.by == "elo"
+                else older[0]
             )
-            self.opponents.remove(out)
-            gone.append(out)
-        return gone
+            self.opponents.remove(weakest)
+            removed.append(weakest)
+        return removed
 
     def weights(self) -> list[float]:
-        """How likely each is to be chosen, up to a factor."""
+        """Return the unnormalized sampling weight of each version."""
         if self.by == "age":
             return [0.5 ** (len(self.opponents) - 1 - i) for i in range(len(self.opponents))]
         if self.by == "any":
             return [1.0] * len(self.opponents)
-        expected = [expected_score(self.rating, one.rating) for one in self.opponents]
+        expected = [expected_score(self.rating, opponent.rating) for opponent in self.opponents]
         return [e * (1 - e) for e in expected]
 
     def choose(self, seed: int) -> Opponent:
-        """One of them: a function of the seed and of what the pool is."""
+        """Sample a version. The result depends only on the seed and the state of the pool. Raises
+        ValueError if the pool is empty.
+        """
         if not self.opponents:
             raise ValueError("the pool is empty: nothing was added yet")
         return random.Random(seed).choices(self.opponents, self.weights())[0]
 
     def note(self, results: Sequence[tuple[str, float]]) -> None:
-        """Games of the policy, in order: against whom (by name) and its score, 1 won, 0.5 drawn, 0
-        lost. Of unknown names nothing.
+        """Update the ratings with games of the policy, in order.
+
+        Each result is the opponent's name and the policy's score: 1 won, 0.5 drawn, 0 lost. Unknown
+        names are ignored.
         """
-        by_name = {one.name: one for one in self.opponents}
+        by_name = {opponent.name: opponent for opponent in self.opponents}
         for name, score in results:
             other = by_name.get(name)
             if other is None:
@@ -101,7 +113,8 @@ class OpponentPool:
             other.games += 1
 
     def metrics(self) -> dict[str, float]:
-        ratings = [one.rating for one in self.opponents]
+        """Return the pool's size and ratings as metrics."""
+        ratings = [opponent.rating for opponent in self.opponents]
         return {
             "opponents/count": float(len(ratings)),
             "opponents/own_rating": self.rating,
@@ -109,8 +122,13 @@ class OpponentPool:
         }
 
     def state(self) -> dict[str, Any]:
-        return {"rating": self.rating, "opponents": [asdict(one) for one in self.opponents]}
+        """Return the state as JSON-serializable data."""
+        return {
+            "rating": self.rating,
+            "opponents": [asdict(opponent) for opponent in self.opponents],
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state`."""
         self.rating = float(state["rating"])
-        self.opponents = [Opponent(**one) for one in state["opponents"]]
+        self.opponents = [Opponent(**opponent) for opponent in state["opponents"]]

@@ -1,5 +1,5 @@
-"""A problem as an environment of one turn: the prompt is the observation, the answer ends the
-episode, a reward scores it.
+"""Define a problem as an environment with a turn: the prompt is the observation, the answer ends
+the episode, and a reward scores the answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rl.types import Message, ModelInput, Problem, SampledSequence
 
 
 class ProblemEnv(Env):
-    """One answer to one problem."""
+    """Play an answer to a problem."""
 
     blocks = several_turns = False
 
@@ -23,9 +23,11 @@ class ProblemEnv(Env):
         self.builder = builder
 
     def initial_observation(self) -> tuple[ModelInput, Sequence[str] | Sequence[int] | None]:
+        """Return the prompt and its stop sequences."""
         return self.builder.prompt, self.builder.stop
 
     def step(self, action: SampledSequence) -> StepResult:
+        """Return the finished step; its reward is submitted to the scorer."""
         builder = self.builder
         message, ended = builder.renderer.parse_response(action.tokens)
         response = with_calls(message)
@@ -48,7 +50,7 @@ class ProblemEnv(Env):
         )
 
     def _episode(self, action: SampledSequence, response: str) -> Episode | None:
-        """For a reward that sees one."""
+        """Return the episode for a reward that takes whole episodes, else None."""
         builder = self.builder
         if builder.scorer is None or not builder.scorer.reward.episode:
             return None
@@ -59,8 +61,8 @@ class ProblemEnv(Env):
 
 
 class ProblemGroupBuilder(EnvGroupBuilder):
-    """The group of one problem: the prompt is rendered once, every member answers it. Without a
-    scorer the reward is 0.
+    """Build the group of a problem: the prompt is rendered once, and each member answers it.
+    Without a scorer the reward is 0.
     """
 
     def __init__(
@@ -80,18 +82,19 @@ class ProblemGroupBuilder(EnvGroupBuilder):
         self.reward_meta = reward_meta(problem, scorer)
 
     def make_envs(self) -> list[ProblemEnv]:
+        """Return an environment for each member."""
         return [ProblemEnv(self) for _ in range(self.group_size)]
 
 
 def episode_of(problem: Problem, turn: Turn) -> Episode:
-    """What a reward of whole episodes sees of one answer to a problem."""
+    """Return the episode that a reward of whole episodes receives for an answer to a problem."""
     answer: Message = {"role": "assistant", "content": turn.response}
     return Episode([*_as_text(problem.messages), answer], [turn], problem.tag)
 
 
 def reward_meta(problem: Problem, scorer: Scorer | None) -> Mapping[str, Any]:
-    """What a reward gets as `meta`: the row's columns; one of lists also the prompt of a row that
-    is a conversation.
+    """Return the `meta` argument of a reward: the row's columns. A reward of lists also receives
+    the prompt of a row that is a conversation.
     """
     if scorer is None or not scorer.reward.together or not problem.chat:
         return problem.meta
@@ -99,7 +102,7 @@ def reward_meta(problem: Problem, scorer: Scorer | None) -> Mapping[str, Any]:
 
 
 def _as_text(messages: Sequence[Message]) -> list[Message]:
-    """The messages for a reward, which sees no images."""
+    """Return the messages without images, as a reward receives them."""
     return [
         {**message, "content": said(message["content"])} if has_images([message]) else message
         for message in messages
@@ -107,7 +110,7 @@ def _as_text(messages: Sequence[Message]) -> list[Message]:
 
 
 def prompt_text(messages: Sequence[Message]) -> str:
-    """What a reward gets as `prompt`: the last user message."""
+    """Return the `prompt` argument of a reward: the last user message."""
     for message in reversed(messages):
         if message["role"] == "user":
             return said(message["content"])

@@ -1,11 +1,11 @@
-"""Episodes in processes of their own, forked from one that has imported the environment: what dies
-or hangs there costs that episode.
+"""Run episodes in separate processes, forked from a process that has imported the environment. A
+crash or hang fails only that episode.
 
-    trainer --socket--> root --fork--> group (where something is shared) --fork--> episode
+    trainer --socket--> root --fork--> group (if something is shared) --fork--> episode
 
-The root is a fresh interpreter that imports the environment's module and nothing of a model. Each
-process serves one socket: frames of pickles come from the trainer, frames of JSON go back. What an
-episode prints goes nowhere. This is no sandbox: an environment is code that runs as the same user.
+The root is a new interpreter that imports the environment's module and no model code. Each process
+serves a single socket: the trainer sends frames of pickles, and receives frames of JSON. The output
+of an episode is discarded. This is not a sandbox: the environment's code runs as the same user.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from rl.errors import UserError
 from rl.plain import plain_text, says
 
 _LARGEST = 1 << 24  # bytes of a reply
-_START_SECONDS = 120.0  # to import the environment's module, which may be heavy
+_START_SECONDS = 120.0  # for the import of the environment's module, which may be slow
 _SET_PARENT_DEATH_SIGNAL = 1
 
 
-# --------------------------------------------------------------------------------------- both sides
+# ----------------------------------------------------------------------------------- both processes
 
 
 def _send(channel: socket.socket, payload: bytes, fds: list[int] | None = None) -> None:
+    """Send a frame, with file descriptors if any."""
     head = struct.pack("<I", len(payload))
     if fds:
         socket.send_fds(channel, [head], fds)
@@ -53,7 +54,10 @@ def _send(channel: socket.socket, payload: bytes, fds: list[int] | None = None) 
 
 
 def _receive(channel: socket.socket) -> tuple[bytes, list[int]]:
-    """A frame and the descriptors that came with it. Raises EOFError."""
+    """Return a frame and the file descriptors sent with it.
+
+    Raises EOFError if the socket is closed, ValueError if the frame is larger than _LARGEST.
+    """
     head, fds, _, _ = socket.recv_fds(channel, 4, 1)
     while 0 < len(head) < 4:
         head += channel.recv(4 - len(head))
@@ -61,22 +65,24 @@ def _receive(channel: socket.socket) -> tuple[bytes, list[int]]:
         raise EOFError
     (size,) = struct.unpack("<I", head)
     if size > _LARGEST:
-        raise ValueError(f"a reply of {size} bytes, at most {_LARGEST} are read")
-    parts, left = [], size
-    while left:
-        part = channel.recv(min(left, 1 << 20))
+        raise ValueError(f"the reply has {size} bytes, at most {_LARGEST} are allowed")
+    parts, remaining = [], size
+    while remaining:
+        part = channel.recv(min(remaining, 1 << 20))
         if not part:
             raise EOFError
         parts.append(part)
-        left -= len(part)
+        remaining -= len(part)
     return b"".join(parts), list(fds)
 
 
-# ----------------------------------------------------------------------------- in the other process
+# ------------------------------------------------------------------------- in the episode's process
 
 
 class _Process:
-    """Serves one socket: `fork` makes a child that serves another; the rest is an episode's."""
+    """Serve a single socket: `fork` makes a child that serves another socket; other requests run an
+    episode.
+    """
 
     def __init__(self, spec: EnvironmentSpec):
         self.spec = spec
@@ -85,13 +91,14 @@ class _Process:
         self.loop: asyncio.AbstractEventLoop | None = None
 
     def serve(self, channel: socket.socket) -> None:
+        """Process requests until the socket is closed."""
         while True:
             try:
                 payload, fds = _receive(channel)
             except (EOFError, OSError):
                 return
-            asked: dict[str, Any] = pickle.loads(payload)
-            if asked["do"] == "fork":
+            request: dict[str, Any] = pickle.loads(payload)
+            if request["do"] == "fork":
                 if os.fork() == 0:
                     channel.close()
                     _quieten()
@@ -100,22 +107,24 @@ class _Process:
                 os.close(fds[0])
                 continue
             try:
-                reply: dict[str, Any] = {"found": as_json(self._do(asked))}
+                reply: dict[str, Any] = {"found": as_json(self._do(request))}
             except BaseException as error:  # boundary: the environment's code, SystemExit included
                 reply = {"raised": says(error, 1000)}
             try:
                 text = json.dumps(reply, default=_plain)
             except (TypeError, ValueError, RecursionError) as error:
-                text = json.dumps({"raised": f"what is no JSON: {says(error, 300)}"})
+                text = json.dumps({"raised": f"a value that is not JSON: {says(error, 300)}"})
             if len(text) > _LARGEST:
                 text = json.dumps(
                     {
-                        "raised": f"an answer of {len(text)} characters, of which {_LARGEST} at most are read"
+                        "raised": f"a result of {len(text)} characters, at most {_LARGEST} are"
+                        " allowed"
                     }
                 )
             _send(channel, text.encode("utf-8", "backslashreplace"))
 
     def _do(self, asked: Mapping[str, Any]) -> Any:
+        """Run a request and return its result."""
         if asked["do"] == "pid":
             return os.getpid()
         if asked["do"] in ("share", "start"):
@@ -132,6 +141,7 @@ class _Process:
         )
 
     def _waited(self, found: Any) -> Any:
+        """Return a value, awaited in this process's event loop if it is awaitable."""
         if not inspect.isawaitable(found):
             return found
         self.loop = self.loop or asyncio.new_event_loop()
@@ -139,19 +149,24 @@ class _Process:
 
 
 def _seed_globals(seed: int) -> None:
-    """The generators that modules share, for environments that draw from these: else forked
-    processes draw all alike, or all otherwise.
+    """Seed the global generators of `random` and numpy for environments that use them.
+
+    Without this, forked processes would all generate the same numbers, or numbers that differ in
+    each run.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 async def _awaited(found: Any) -> Any:
+    """Await any awaitable, as the coroutine that an event loop requires."""
     return await found
 
 
 def _quieten() -> None:
-    """A child: ends with its parent, is the first to go where memory runs out, prints nowhere."""
+    """Prepare a forked child: it ends with its parent, is the first process killed if memory runs
+    out, and its output is discarded.
+    """
     os.setsid()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
@@ -164,7 +179,9 @@ def _quieten() -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers and arrays of numpy's and the like; TypeError for anything else."""
+    """Convert numpy numbers and arrays, sets and mappings for JSON. Raises TypeError for any other
+    type.
+    """
     if hasattr(value, "tolist"):
         return value.tolist()
     if hasattr(value, "__float__"):
@@ -173,22 +190,22 @@ def _plain(value: Any) -> Any:
         return sorted(value)
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{type(value).__name__} is no JSON")
+    raise TypeError(f"{type(value).__name__} cannot be converted to JSON")
 
 
 def _main(fd: int) -> None:
-    """The root: imports the environment, says that it has, and forks."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for
+    """Run the root: import the environment, confirm it, and fork on request."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap children automatically
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        # those ask the run to stop; it ends this by letting go
+        # These signals stop the run. The run then ends the root by closing its socket.
         signal.signal(number, signal.SIG_IGN)
     channel = socket.socket(fileno=fd)
-    sent = _receive(channel)[0]
+    frame = _receive(channel)[0]
     try:
-        path, rest = pickle.loads(sent)
+        path, pickled_spec = pickle.loads(frame)
         sys.path[:] = path
-        # settings may be of modules that are found by this path alone
-        address, settings = pickle.loads(rest)
+        # Settings may be objects of modules that only this path can import.
+        address, settings = pickle.loads(pickled_spec)
         spec = environment_from_address(address, settings)
     except Exception as error:  # boundary: the environment's module
         _send(channel, json.dumps({"raised": says(error, 2000)}).encode())
@@ -197,12 +214,12 @@ def _main(fd: int) -> None:
     _Process(spec).serve(channel)
 
 
-# ----------------------------------------------------------------------------------- in the trainer
+# ------------------------------------------------------------------------- in the trainer's process
 
 
 class Root:
-    """The process that others are forked from, for one environment. `begin` it; `close` ends it and
-    all that it forked.
+    """Start and hold the process that episodes of an environment are forked from. `close` kills it
+    and all processes forked from it.
     """
 
     def __init__(self, spec: EnvironmentSpec):
@@ -212,8 +229,8 @@ class Root:
         self._process: subprocess.Popen | None = None
 
     def begin(self) -> None:
-        """Starts it, if it does not run (any more): an import's seconds. Raises UserError where it
-        cannot.
+        """Start the process unless it is running. This takes the seconds of an import. Raises
+        UserError if it fails.
         """
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
@@ -226,17 +243,19 @@ class Root:
                     raise UserError(str(error)) from error
 
     def fork(self) -> Channel:
-        """A new process. Raises EpisodeFailed where the root is gone."""
+        """Fork a new process. Raises EpisodeFailed if the root has ended."""
         with self._lock:
             if self._channel is None:
-                raise EpisodeFailed("the process that episodes are forked from is gone")
+                raise EpisodeFailed("the process that episodes are forked from has ended")
             return _forked(self._channel)
 
     def close(self) -> None:
+        """Kill the process."""
         with self._lock:
             self._end()
 
     def _end(self) -> None:
+        """Close the socket and kill the process."""
         if self._channel is not None:
             self._channel.close()
         if self._process is not None:
@@ -245,54 +264,61 @@ class Root:
         self._channel = self._process = None
 
     def _begin(self) -> None:
-        ours, theirs = socket.socketpair()
-        one = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+        """Start the interpreter, send it the environment's address, and wait for the import."""
+        parent_end, child_end = socket.socketpair()
+        single_thread = {
+            name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+        }
         environment = {
             **os.environ,
-            **one,
+            **single_thread,
             "CUDA_VISIBLE_DEVICES": "",
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         }
         command = [
             sys.executable,
             "-c",
-            f"from rl.environments.process import _main; _main({theirs.fileno()})",
+            f"from rl.environments.process import _main; _main({child_end.fileno()})",
         ]
-        none = subprocess.DEVNULL
+        devnull = subprocess.DEVNULL
         self._process = subprocess.Popen(
             command,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[child_end.fileno()],
             env=environment,
-            stdin=none,
-            stdout=none,
-            stderr=none,
+            stdin=devnull,
+            stdout=devnull,
+            stderr=devnull,
         )
-        theirs.close()
+        child_end.close()
         _send(
-            ours,
+            parent_end,
             pickle.dumps(
                 (list(sys.path), pickle.dumps((self.spec.address, dict(self.spec.settings))))
             ),
         )
-        ours.settimeout(_START_SECONDS)
-        found = _reply(ours, f"the process of environment {self.spec.name}")
-        assert found is None
-        ours.settimeout(None)
-        self._channel = ours
+        parent_end.settimeout(_START_SECONDS)
+        result = _reply(parent_end, f"the process of environment {self.spec.name}")
+        assert result is None
+        parent_end.settimeout(None)
+        self._channel = parent_end
 
 
 def _forked(channel: socket.socket) -> Channel:
-    ours, theirs = socket.socketpair()
+    """Request a fork over a socket and return the channel to the new process."""
+    parent_end, child_end = socket.socketpair()
     try:
-        _send(channel, pickle.dumps({"do": "fork"}), [theirs.fileno()])
+        _send(channel, pickle.dumps({"do": "fork"}), [child_end.fileno()])
     except OSError as error:
-        raise EpisodeFailed("the process that episodes are forked from is gone") from error
+        raise EpisodeFailed("the process that episodes are forked from has ended") from error
     finally:
-        theirs.close()
-    return Channel(ours)
+        child_end.close()
+    return Channel(parent_end)
 
 
 def _reply(channel: socket.socket, who: str) -> Any:
+    """Return the reply to a request. Raises EpisodeFailed if the process raised, died or sent no
+    valid reply.
+    """
     try:
         payload, _ = _receive(channel)
         reply = json.loads(payload)
@@ -300,36 +326,40 @@ def _reply(channel: socket.socket, who: str) -> Any:
             raise EpisodeFailed(f"{who} raised {plain_text(str(reply['raised']), 2000)}")
         return from_json(reply["found"])
     except (EOFError, OSError) as error:
-        raise EpisodeFailed(f"{who} died: its process ended, or was ended") from error
+        raise EpisodeFailed(f"{who} died: its process ended, or was killed") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise EpisodeFailed(f"{who} answered with what is no reply: {says(error, 200)}") from error
+        raise EpisodeFailed(f"{who} sent an invalid reply: {says(error, 200)}") from error
 
 
 class Channel:
-    """One process of ours: asked one thing at a time."""
+    """Connect to a forked process, with a single request at a time."""
 
     def __init__(self, channel: socket.socket):
         self._channel = channel
         self._pid: int | None = None
-        self._lock = threading.Lock()  # of a group's: its episodes are forked from several threads
+        # Several threads fork episodes from a group's process.
+        self._lock = threading.Lock()
 
     def ask(self, who: str, do: str, **more: Any) -> Any:
-        """What it replies. Raises EpisodeFailed where it raised, or died."""
+        """Send a request and return its result. Raises EpisodeFailed if the process raised or
+        died.
+        """
         try:
             if self._pid is None:
                 _send(self._channel, pickle.dumps({"do": "pid"}))
                 self._pid = int(_reply(self._channel, who))
             _send(self._channel, pickle.dumps({"do": do, **more}))
         except OSError as error:
-            raise EpisodeFailed(f"{who} died: its process ended, or was ended") from error
+            raise EpisodeFailed(f"{who} died: its process ended, or was killed") from error
         return _reply(self._channel, who)
 
     def fork(self) -> Channel:
+        """Fork a child of this process and return the channel to it."""
         with self._lock:
             return _forked(self._channel)
 
     def end(self) -> None:
-        """Kills it, and what it started in its session."""
+        """Kill the process and all processes of its session."""
         if self._pid is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._pid, signal.SIGKILL)
@@ -338,21 +368,26 @@ class Channel:
 
 
 class RemoteHost:
-    """An episode in a process of its own. See `Host`. `parent`: makes the process."""
+    """Run an episode in a separate process. See `Host`. `parent`: function that forks the
+    process.
+    """
 
     def __init__(self, who: str, task: Task, parent: Any):
         self.who, self.task, self._parent = who, task, parent
         self._channel: Channel | None = None
 
     def start(self) -> Any:
+        """Fork the process and start the episode in it."""
         self._channel = self._parent()
         return self._channel.ask(self.who, "start", task=self.task)
 
     def answer(self, message: Mapping[str, Any]) -> Any:
+        """Send an answer and return the result."""
         assert self._channel is not None
         return self._channel.ask(self.who, "answer", message=dict(message))
 
     def close(self) -> None:
+        """Close the environment, then kill the process."""
         if self._channel is not None:
             try:
                 self._channel.ask(self.who, "close")
@@ -360,5 +395,6 @@ class RemoteHost:
                 self._channel.end()
 
     def abandon(self) -> None:
+        """Kill the process."""
         if self._channel is not None:
             self._channel.end()

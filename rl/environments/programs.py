@@ -1,4 +1,4 @@
-"""The sandbox that environments of this process run programs in."""
+"""Provide the sandbox in which environments of this process run programs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rl.sandbox import Sandbox
 
 @cache
 def sandbox(mode: str) -> Sandbox:
-    """One of each mode for all episodes, made when the first of them needs it. Raises UserError
-    where this host has none.
+    """Return the sandbox of a mode, shared by all episodes and made on first use. Raises UserError
+    if this host does not support the mode.
     """
     made = Sandbox(mode)
     atexit.register(made.close)

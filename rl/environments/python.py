@@ -1,4 +1,4 @@
-"""Questions that a few lines of Python answer, with a Python at hand that keeps its state over the
+"""Ask questions that a few lines of Python answer, with a Python tool that keeps its state over the
 turns of an episode.
 """
 
@@ -17,39 +17,42 @@ from rl.types import Message
 
 @dataclass
 class Python(Question):
-    """A sum over numbers is asked for, which a line of Python works out; the tool `python` runs
-    code in a sandbox.
+    """Ask for a sum over numbers that a line of Python computes. The tool `python` runs code in a
+    sandbox.
     """
 
     largest: int = 100
-    """Numbers go up to this."""
+    """Largest number in the questions."""
     seconds: float = 6.0
-    """That one call may take."""
+    """Time limit of a call in seconds."""
     sandbox: str = "auto"
-    """How code is walled in: see rl.sandbox. rlimits is a weak wall, for machines that have no other."""
+    """Isolation of the code: see rl.sandbox. rlimits is weak, for machines that support no other.
+    """
     grader: str | None = None
-    """Ask the rows of --dataset instead, and score answers with this reward (gsm8k, math_correctness, ...)."""
+    """Use the rows of --dataset, and score answers with this reward (gsm8k, ...)."""
 
     def __post_init__(self) -> None:
         if self.largest < 2 or not 0 < self.seconds <= 3600:
             raise ValueError(
-                f"largest is at least 2 and seconds lie above 0, got {self.largest} and {self.seconds}"
+                f"largest must be at least 2 and seconds in (0, 3600], got {self.largest} and"
+                f" {self.seconds}"
             )
         self._session: Session | None = None
         self.tools = (Tool(self.python, seconds=self.seconds + 15),)
 
     def start(self) -> Sequence[Message]:
-        # where there is none, that is said before anything is trained, and not to the model at each
-        # call
+        # A missing sandbox raises here, before any training, instead of in each call of the model.
+        """Check that the sandbox exists, then return the question."""
         sandbox(self.sandbox)
         return super().start()
 
     def ask(self) -> tuple[str, str]:
+        """Return a random question about a sum, and its answer."""
         a, b = sorted(self.rng.randrange(1, self.largest + 1) for _ in range(2))
         divisor, power = self.rng.randrange(2, 10), self.rng.randrange(1, 4)
-        what = {1: "numbers", 2: "squares of the numbers", 3: "cubes of the numbers"}[power]
+        kind = {1: "numbers", 2: "squares of the numbers", 3: "cubes of the numbers"}[power]
         right = sum(n**power for n in range(a, b + 1) if n % divisor == 0)
-        return f"What is the sum of the {what} from {a} to {b} that {divisor} divides?", str(right)
+        return f"What is the sum of the {kind} from {a} to {b} that {divisor} divides?", str(right)
 
     def python(self, code: str) -> str:
         """Runs Python code and returns what it prints, and the value of its last line. Variables
@@ -70,10 +73,11 @@ class Python(Question):
         return (turn.text + ended).strip() or "(nothing was printed)"
 
     def found(self, said: str) -> str | None:
-        """The last whole number in it."""
+        """Return the last integer in an answer."""
         numbers = re.findall(r"-?\d+", said.replace(",", ""))
         return numbers[-1] if numbers else None
 
     def close(self) -> None:
+        """Close the interpreter."""
         if self._session is not None:
             self._session.close()

@@ -1,4 +1,4 @@
-"""Environments by name, `module:Class` or `file.py:Class`, and their settings."""
+"""Find environments by name, `module:Class` or `file.py:Class`, and read their settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BUILT_IN: dict[str, str] = {
     "calculator": "rl.environments.calculator:Calculator",
     "debate": "rl.environments.debate:Debate",
     "debugging": "rl.environments.debugging:Debugging",
-    # of a room above: it is asked for by name alone
+    # in a package above this layer: imported by name only
     "endpoint": "rl.serve.episodes_program:Endpoint",
     "guess_number": "rl.environments.guess_number:GuessNumber",
     "tic_tac_toe": "rl.environments.tic_tac_toe:TicTacToe",
@@ -44,18 +44,21 @@ BUILT_IN: dict[str, str] = {
     "textarena": "rl.environments.wrappers.textarena:TextArena",
     "tinker": "rl.environments.wrappers.tinker:Tinker",
 }
-# Built-in environments whose module imports packages that requirements.txt does not install.
+# Built-in environments that import packages which requirements.txt does not install.
 _REQUIREMENTS = {"endpoint": "requirements-serve.txt"}
 _REGISTERED: dict[str, type] = {}
 
 
 def register_environment(name: str, *, replace: bool = False) -> Callable[[T], T]:
-    """Decorator: makes a class available as `name`. A taken name is an error unless `replace` is
-    set or it is the same class again.
+    """Return a decorator that makes a class available as `name`.
+
+    Raises UserError if the name is taken, unless `replace` is set or the same class is registered
+    again.
     """
     if not name or ":" in name:
         raise UserError(
-            f"an environment's name is not empty and holds no ':' (that is for 'module:Class'), got {name!r}"
+            "an environment's name must not be empty or contain ':' (reserved for 'module:Class'),"
+            f" got {name!r}"
         )
 
     def decorate(cls: T) -> T:
@@ -66,7 +69,8 @@ def register_environment(name: str, *, replace: bool = False) -> Callable[[T], T
         )
         if not (same or replace) and (old is not None or name in BUILT_IN):
             raise UserError(
-                f"an environment is called {name!r} already: choose another, or say register_environment(..., replace=True)"
+                f"an environment is called {name!r} already: choose another name, or use"
+                " register_environment(..., replace=True)"
             )
         _REGISTERED[name] = cls
         return cls
@@ -75,18 +79,19 @@ def register_environment(name: str, *, replace: bool = False) -> Callable[[T], T
 
 
 def registered_environments() -> list[str]:
-    """The names that `resolve_environment` knows, sorted."""
+    """Return the names that `resolve_environment` knows, sorted."""
     return sorted({*BUILT_IN, *_REGISTERED})
 
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """A class of environments with its settings. `make()` gives one, for one episode.
+    """Describe a class of environments with its settings. `make()` returns an instance for an
+    episode.
 
-    address  where the class is imported from, where it was named; in another process it is found
-    there own_rows no data set is named, and the environment is one that can do without (see
-    `can_make_rows`) root     what forks processes for its episodes (see `rl.environments.process`);
-    None: they run in this one
+      address   import location of the class, as named by the user; used by other processes too
+      own_rows  no data set is named, and the environment works without it (see `can_make_rows`)
+      root      process that forks processes for episodes (see `rl.environments.process`); None:
+                episodes run in this process
     """
 
     name: str
@@ -98,37 +103,39 @@ class EnvironmentSpec:
 
     @property
     def stream(self) -> str:
-        """What its episodes' seeds are derived from: the name, wherever the file lies that it
-        names.
+        """Return the name that the seeds of episodes are derived from; it does not depend on the
+        folder of a file.
         """
         return self.name.rpartition("/")[2]
 
     def make(self) -> Environment:
-        made = self.cls(**self.settings)
-        if isinstance(made, Environment):
-            return made
-        return TrlEnvironment(made)
+        """Return an environment for an episode."""
+        instance = self.cls(**self.settings)
+        if isinstance(instance, Environment):
+            return instance
+        return TrlEnvironment(instance)
 
     @property
     def shares(self) -> bool:
-        """Whether its groups share something."""
+        """Return True if the environment defines `share`."""
         return issubclass(self.cls, Environment) and self.cls.share is not Environment.share
 
     @property
     def needs_rows(self) -> bool:
+        """Return True if each episode needs a row of a data set."""
         return not self.own_rows and bool(self.make().needs_rows)  # settings may decide
 
     @property
     def can_make_rows(self) -> bool:
-        """Whether rows of a data set may be left out: objects of other makes say nothing of it, and
-        may do without.
+        """Return True if a data set is optional: objects of other libraries do not declare it, and
+        may work without rows.
         """
         return not issubclass(self.cls, Environment) and self.token_level is None
 
     @property
     def token_level(self) -> Callable[..., Any] | None:
-        """What makes a group of environments that speak tokens, for a class that stands for such;
-        else None.
+        """Return the function that makes a group of token-level environments; None if the class has
+        none.
         """
         return (
             getattr(self.cls(**self.settings), "group", None)
@@ -140,18 +147,19 @@ class EnvironmentSpec:
 def environment_from_values(
     spec: str | type | EnvironmentSpec, settings: Mapping[str, Any]
 ) -> EnvironmentSpec:
-    """The environment with settings as values, which are taken as they are. See
+    """Return the environment with settings as values, which are used unchanged. See
     `resolve_environment`.
     """
     if isinstance(spec, EnvironmentSpec):
         if settings:
             raise UserError(
-                f"the environment {spec.name!r} is resolved and takes no settings, got {sorted(settings)}: pass its name"
+                f"the environment {spec.name!r} is already resolved and takes no settings, got"
+                f" {sorted(settings)}: pass its name"
             )
         return spec
     if isinstance(spec, str):
-        spec, behind = _taken_apart(spec)
-        settings = {**{key: shlex.split(text)[0] for key, text in behind}, **settings}
+        spec, program = _taken_apart(spec)
+        settings = {**{key: shlex.split(text)[0] for key, text in program}, **settings}
     cls = spec if isinstance(spec, type) else _find(spec)
     name = spec if isinstance(spec, str) else cls.__name__
     address = None if isinstance(spec, type) else _address(spec)
@@ -162,7 +170,7 @@ def environment_from_values(
     problems = [_unknown(name, key, fields) for key in settings if key not in fields]
     missing = [key for key, item in fields.items() if key not in settings and _required(item)]
     problems += [
-        f"environment {name!r} needs the setting {key!r}: give --environment.{key}"
+        f"environment {name!r} needs the setting {key!r}: set --environment.{key}"
         for key in missing
     ]
     if problems:
@@ -171,29 +179,32 @@ def environment_from_values(
 
 
 def _tried(spec: EnvironmentSpec) -> EnvironmentSpec:
-    """The same, once one has been made of it. UserError where that fails: settings that do not fit
-    each other, say.
+    """Return the spec after making an environment from it. Raises UserError if that fails, such as
+    for settings that contradict each other.
     """
     try:
         spec.make()
     except UserError:
         raise
-    except Exception as error:  # boundary: the environment's own checks
-        said = str(error) if isinstance(error, ValueError) else says(error, 500)
+    except Exception as error:  # boundary: checks of the environment
+        message = str(error) if isinstance(error, ValueError) else says(error, 500)
         raise UserError(
-            f"the environment {spec.name} cannot be made with these settings: {said}"
+            f"the environment {spec.name} cannot be made with these settings: {message}"
         ) from error
     return spec
 
 
 def environment_from_address(address: str, settings: Mapping[str, Any]) -> EnvironmentSpec:
-    """The environment at an address (of `EnvironmentSpec`), with settings that were checked before."""
+    """Return the environment at an address (see `EnvironmentSpec`), with settings that were already
+    checked.
+    """
     return EnvironmentSpec(address, _find(address), dict(settings), address)
 
 
 def _taken_apart(name: str) -> tuple[str, list[tuple[str, str]]]:
-    """ "endpoint:python agent.py" as "endpoint" and its setting `program`: a class says by
-    `behind_colon` which one may stand there.
+    """Split "endpoint:python agent.py" into "endpoint" and its setting `program`.
+
+    The class attribute `behind_colon` names the setting that may follow the colon.
     """
     head, colon, rest = name.partition(":") if isinstance(name, str) else (name, "", "")
     if (
@@ -206,72 +217,76 @@ def _taken_apart(name: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 def _address(name: str) -> str | None:
-    """module:Class, or a file's absolute path and the class; None for what was registered here, by
-    this process's own code.
+    """Return module:Class, or a file's absolute path and the class.
+
+    Return None for a name registered by code of this process.
     """
     if name in _REGISTERED:
         return None
-    place, _, attribute = BUILT_IN.get(name, name).rpartition(":")
-    return f"{Path(place).expanduser().resolve() if place.endswith('.py') else place}:{attribute}"
+    source, _, attribute = BUILT_IN.get(name, name).rpartition(":")
+    return (
+        f"{Path(source).expanduser().resolve() if source.endswith('.py') else source}:{attribute}"
+    )
 
 
 def environment_from_words(name: str, written: Sequence[tuple[str, str]]) -> EnvironmentSpec:
-    """The environment with settings as they were written on the line or in a recipe. SettingsError
-    names every mistake.
+    """Return the environment with settings as written on the command line or in a recipe. Raises
+    SettingsError, which names every mistake.
     """
-    name, behind = _taken_apart(name)
-    written = [*behind, *written]
+    name, program = _taken_apart(name)
+    written = [*program, *written]
     cls = _find(name)
     table = settings_table(cls, name)
     if table is None:
         return _tried(EnvironmentSpec(name, cls, dict(written), _address(name)))
     fields = {item.name: item for item in dataclasses.fields(table)}
     problems: list[str] = []
-    given: dict[str, Given] = {}
+    values: dict[str, Given] = {}
     for key, text in written:
         if key in fields:
-            given[key] = Given(tuple(shlex.split(text)), f"--environment.{key}")
+            values[key] = Given(tuple(shlex.split(text)), f"--environment.{key}")
         elif key.startswith("no_") and key[3:] in fields and text == "True":
-            given[key[3:]] = Given(("False",), f"--environment.{key}")
+            values[key[3:]] = Given(("False",), f"--environment.{key}")
         else:
             problems.append(_unknown(name, key, fields))
-    built = build(table, given, problems, prefix="environment.")
+    built = build(table, values, problems, prefix="environment.")
     if problems:
         raise SettingsError(problems)
     return _tried(
-        EnvironmentSpec(name, cls, {key: getattr(built, key) for key in given}, _address(name))
+        EnvironmentSpec(name, cls, {key: getattr(built, key) for key in values}, _address(name))
     )
 
 
 def settings_table(cls: type, name: str) -> type | None:
-    """A dataclass with the settings of an environment as fields; None where `__init__` takes any
-    names (**settings).
+    """Return a dataclass with an environment's settings as fields; None if `__init__` takes any
+    names (**settings). Raises UserError if a setting's type cannot be written as text.
     """
     if dataclasses.is_dataclass(cls):
-        found = _of_dataclass(cls)
+        fields = _of_dataclass(cls)
     else:
         parameters = inspect.signature(cls).parameters.values()
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
             return None
-        found = _of_arguments(cls, [p for p in parameters if p.kind is not p.VAR_POSITIONAL])
+        fields = _of_arguments(cls, [p for p in parameters if p.kind is not p.VAR_POSITIONAL])
     try:
-        table = dataclasses.make_dataclass(cls.__name__, found, frozen=True, kw_only=True)
+        table = dataclasses.make_dataclass(cls.__name__, fields, frozen=True, kw_only=True)
         build(table, {}, [])
     except TypeError as error:
         raise UserError(
-            f"the settings of environment {name!r} cannot be written on a line: {error}"
+            f"the settings of environment {name!r} cannot be written on the command line: {error}"
         ) from error
     table.__doc__ = inspect.cleandoc(cls.__doc__ or name).split("\n\n")[0]
     return table
 
 
 def show_help(name: str | None) -> None:
-    """Prints the settings of an environment, as --environment.NAME; or which environments there
-    are.
+    """Print the settings of an environment as --environment.NAME; without a name, print all
+    environments.
     """
     if name is None:
         print(
-            f"\nEnvironments (--environment NAME; NAME --help shows its settings)\n  {', '.join(registered_environments())}"
+            "\nEnvironments (--environment NAME; NAME --help shows its settings)\n"
+            f"  {', '.join(registered_environments())}"
         )
         return
     import tyro
@@ -283,9 +298,9 @@ def show_help(name: str | None) -> None:
         print(f"\nThe environment {name} takes any settings: --environment.NAME VALUE")
         return
     for item in dataclasses.fields(table):
-        if (said := _said_of(cls, item.name)) is not None:
+        if (help_text := _said_of(cls, item.name)) is not None:
             table.__annotations__[item.name] = Annotated[
-                table.__annotations__[item.name], tyro.conf.arg(help=said)
+                table.__annotations__[item.name], tyro.conf.arg(help=help_text)
             ]
     page = dataclasses.make_dataclass("Page", [("environment", table)])
     try:
@@ -296,40 +311,41 @@ def show_help(name: str | None) -> None:
             args=["--help"],
         )
     except SystemExit:
-        return  # tyro leaves after its page
+        return  # tyro exits after it has printed the help
 
 
 def _said_of(cls: type, name: str) -> str | None:
-    """The string under a setting's field, in the class's source."""
+    """Return the string below a setting's field in the source of the class, or None."""
     try:
         body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     except (OSError, SyntaxError, TypeError):
         return None
-    lines = body.body if isinstance(body, ast.ClassDef) else []
-    for field_, under in itertools.pairwise(lines):
-        named = (
+    statements = body.body if isinstance(body, ast.ClassDef) else []
+    for field_, following in itertools.pairwise(statements):
+        matches = (
             isinstance(field_, ast.AnnAssign)
             and isinstance(field_.target, ast.Name)
             and field_.target.id == name
         )
         if (
-            named
-            and isinstance(under, ast.Expr)
-            and isinstance(under.value, ast.Constant)
-            and isinstance(under.value.value, str)
+            matches
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+            and isinstance(following.value.value, str)
         ):
-            return under.value.value
+            return following.value.value
     return None
 
 
 def _of_dataclass(cls: type) -> list[tuple[str, Any, Any]]:
+    """Return (name, type, field) for each setting of a dataclass."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    made: Any = dataclasses.field  # its overloads do not take a default that may be missing
+    make_field: Any = dataclasses.field  # its overloads do not take a default that may be missing
     return [
         (
             item.name,
             hints[item.name],
-            made(default=item.default, default_factory=item.default_factory),
+            make_field(default=item.default, default_factory=item.default_factory),
         )
         for item in dataclasses.fields(cls)
         if item.init
@@ -337,13 +353,16 @@ def _of_dataclass(cls: type) -> list[tuple[str, Any, Any]]:
 
 
 def _of_arguments(cls: type, parameters: Sequence[inspect.Parameter]) -> list[tuple[str, Any, Any]]:
-    """Types that are not written are those of the defaults, else text."""
+    """Return (name, type, field) for each argument of `__init__`.
+
+    The type of an argument without a hint is the type of its default, else str.
+    """
     hints = (
         typing.get_type_hints(vars(cls)["__init__"], include_extras=True)
         if "__init__" in vars(cls)
         else {}
     )
-    found = []
+    fields = []
     for p in parameters:
         annotation = hints.get(p.name, str if p.default in (p.empty, None) else type(p.default))
         default = (
@@ -351,25 +370,31 @@ def _of_arguments(cls: type, parameters: Sequence[inspect.Parameter]) -> list[tu
             if p.default is p.empty
             else dataclasses.field(default_factory=partial(_given_back, p.default))
         )
-        found.append((p.name, annotation, default))
-    return found
+        fields.append((p.name, annotation, default))
+    return fields
 
 
 def _given_back(value: Any) -> Any:
+    """Return the value unchanged."""
     return value
 
 
 def _required(item: dataclasses.Field) -> bool:
+    """Return True if a field has no default."""
     return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
 
 
 def _unknown(name: str, key: str, known: Mapping[str, Any]) -> str:
+    """Return the error message for an unknown setting, with the nearest known setting."""
     near = nearest(key, known)
     hint = f"did you mean --environment.{near}?" if near else f"it has {', '.join(known) or 'none'}"
     return f"--environment.{key}: no such setting of the environment {name}; {hint}"
 
 
 def _find(spec: str) -> type:
+    """Return the class that a name or address refers to. Raises UserError if it does not exist or
+    is not an environment.
+    """
     if not isinstance(spec, str) or not spec:
         raise UserError(f"an environment is a name, 'module:Class' or a class, got {spec!r}")
     if spec in _REGISTERED:
@@ -377,72 +402,83 @@ def _find(spec: str) -> type:
     address = BUILT_IN.get(spec, spec)
     if ":" not in address:
         names = registered_environments()
-        near = nearest(spec, names)
-        hint = f"did you mean {near!r}? " if near else ""
+        closest = nearest(spec, names)
+        hint = f"did you mean {closest!r}? " if closest else ""
         raise UserError(
-            f"no environment is named {spec!r}: {hint}there are {', '.join(names)}; your own is given as 'file.py:Class'"
+            f"no environment is named {spec!r}: {hint}the known names are {', '.join(names)};"
+            " name a class of a file as 'file.py:Class'"
         )
-    place, _, attribute = address.rpartition(":")
-    file = place.endswith(".py")
+    source, _, attribute = address.rpartition(":")
+    file = source.endswith(".py")
     module = (
-        load_file(str(Path(place).expanduser().resolve()), "environment")
+        load_file(str(Path(source).expanduser().resolve()), "environment")
         if file
-        else _load_module(spec, place)
+        else _load_module(spec, source)
     )
-    found: Any = module
+    target: Any = module
     for part in attribute.split("."):
-        found = getattr(found, part, None)
-    if not isinstance(found, type) and (made := class_of(found, attribute)) is not None:
-        return made
-    if not isinstance(found, type) or not (
-        issubclass(found, Environment) or hasattr(found, "reset")
+        target = getattr(target, part, None)
+    if not isinstance(target, type) and (adapter := class_of(target, attribute)) is not None:
+        return adapter
+    if not isinstance(target, type) or not (
+        issubclass(target, Environment) or hasattr(target, "reset")
     ):
         classes = {
             key: value
             for key, value in vars(module).items()
             if isinstance(value, type) and value is not Environment
         }
-        found_here = sorted(key for key, value in classes.items() if issubclass(value, Environment))
-        here = [
-            key for key in found_here if classes[key].__module__ == module.__name__
-        ] or found_here
-        near = nearest(attribute, here)
-        hint = f"did you mean {near!r}? " if near else ""
-        raise UserError(
-            f"environment {spec!r}: {attribute!r} is no environment there; {hint}it has {', '.join(here) or 'none'}"
+        environments = sorted(
+            key for key, value in classes.items() if issubclass(value, Environment)
         )
-    return found
+        choices = [
+            key for key in environments if classes[key].__module__ == module.__name__
+        ] or environments
+        closest = nearest(attribute, choices)
+        hint = f"did you mean {closest!r}? " if closest else ""
+        raise UserError(
+            f"environment {spec!r}: {attribute!r} is not an environment in it; {hint}it has"
+            f" {', '.join(choices) or 'none'}"
+        )
+    return target
 
 
 def load_object(spec: str, what: str) -> Any:
-    """The object at "module:name" or "path/to/file.py:name". UserError where there is none."""
+    """Return the object at "module:name" or "path/to/file.py:name". Raises UserError if it does not
+    exist.
+    """
     place, _, attribute = spec.rpartition(":")
     if not place or not attribute:
-        raise UserError(f"{what} is given as 'module:name' or 'file.py:name', got {spec!r}")
+        raise UserError(f"{what} is named as 'module:name' or 'file.py:name', got {spec!r}")
     file = place.endswith(".py")
-    found: Any = (
+    module: Any = (
         load_file(str(Path(place).expanduser().resolve()), "environment")
         if file
         else _load_module(spec, place)
     )
-    if not hasattr(found, attribute):
-        near = nearest(attribute, [name for name in vars(found) if not name.startswith("_")])
+    if not hasattr(module, attribute):
+        closest = nearest(attribute, [name for name in vars(module) if not name.startswith("_")])
         raise UserError(
-            f"{spec!r}: there is no {attribute} in {place}"
-            + (f"; did you mean {near}?" if near else "")
+            f"{spec!r}: {place} has no {attribute}"
+            + (f"; did you mean {closest}?" if closest else "")
         )
-    return getattr(found, attribute)
+    return getattr(module, attribute)
 
 
 def _load_module(spec: str, place: str) -> ModuleType:
+    """Import a module. Raises UserError, with the command that installs a missing package if it is
+    known.
+    """
     try:
         return importlib.import_module(place)
     except ImportError as error:
         if spec in _REQUIREMENTS and isinstance(error, ModuleNotFoundError):
             raise UserError(
-                f"environment {spec!r} needs the package {error.name}: pip install -r {_REQUIREMENTS[spec]}"
+                f"environment {spec!r} needs the package {error.name}: pip install -r"
+                f" {_REQUIREMENTS[spec]}"
             ) from error
         raise UserError(
-            f"environment {spec!r}: importing {place!r} failed ({type(error).__name__}: {error}); it must be importable from where you "
-            "run (PYTHONPATH), or be given as 'path/to/file.py:Class'"
+            f"environment {spec!r}: importing {place!r} failed ({type(error).__name__}: {error});"
+            " it must be importable from the working directory (PYTHONPATH), or be named as"
+            " 'path/to/file.py:Class'"
         ) from error

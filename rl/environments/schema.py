@@ -1,8 +1,8 @@
-"""What a model is told of a function: its JSON schema, from type hints and docstring, in the form
-that chat templates take.
+"""Convert a function to a JSON schema, from its type hints and docstring, in the form of chat
+templates.
 
-As `transformers.utils.get_json_schema` gives it, without the imports that it brings: a process of
-an episode does this as well.
+The result equals that of `transformers.utils.get_json_schema`, without the import of transformers,
+which would be slow in the process of an episode.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any, Literal, Union
 from rl.errors import UserError
 
 _SIMPLE: dict[Any, dict[str, Any]] = {
-    str: {"type": "string"}, int: {"type": "integer"}, float: {"type": "number"}, bool: {"type": "boolean"},
+    str: {"type": "string"}, int: {"type": "integer"}, float: {"type": "number"},
+    bool: {"type": "boolean"},
     type(None): {"type": "null"}, list: {"type": "array"}, dict: {"type": "object"}, Any: {},
 }  # fmt: skip
 _SECTION = re.compile(
@@ -26,35 +27,38 @@ _SECTION = re.compile(
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """{"type": "function", "function": {name, description, parameters}}.
+    """Return {"type": "function", "function": {name, description, parameters}}.
 
-    UserError where an argument has no type, no line under "Args:", or there is no summary.
+    Raises UserError if an argument has no type or no line under "Args:", or if the docstring has no
+    summary.
     """
     name = getattr(function, "__name__", type(function).__name__)
-    summary, said = _docstring(inspect.getdoc(function) or "")
+    summary, descriptions = _docstring(inspect.getdoc(function) or "")
     if not summary:
         raise UserError(
-            f"the tool {name} has no docstring: a model is told by it what the tool does"
+            f"the tool {name} has no docstring: add it, it describes the tool to the model"
         )
     hints = typing.get_type_hints(function)
     properties, required = {}, []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise UserError(
-                f"the tool {name} takes *{parameter.name}: a model has to be told each argument by its name"
+                f"the tool {name} takes *{parameter.name}: each argument needs a name, which the"
+                " model sees"
             )
-        if parameter.name not in hints or parameter.name not in said:
-            what = (
+        if parameter.name not in hints or parameter.name not in descriptions:
+            missing = (
                 "type hint"
                 if parameter.name not in hints
                 else "line under 'Args:' in the docstring"
             )
             raise UserError(
-                f"the argument {parameter.name} of the tool {name} has no {what}, which says to a model what to give"
+                f"the argument {parameter.name} of the tool {name} has no {missing}, which"
+                " describes the argument to the model"
             )
         properties[parameter.name] = {
             **_of_type(hints[parameter.name], name),
-            "description": said[parameter.name],
+            "description": descriptions[parameter.name],
         }
         if parameter.default is parameter.empty:
             required.append(parameter.name)
@@ -67,41 +71,48 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _docstring(text: str) -> tuple[str, Mapping[str, str]]:
-    """(what stands before the first section, each argument's line under Args)."""
+    """Return the text before the first section, and the description of each argument under Args."""
     parts = _SECTION.split(text)
-    said: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for title, body in zip(parts[1::2], parts[2::2], strict=True):
         if title in ("Args", "Arguments", "Parameters"):
             for entry in re.split(r"\n(?=\s{1,8}\*{0,2}\w+\s*(?:\([^)\n]*\))?:)", "\n" + body):
-                found = re.match(r"\s*(\w+)\s*(?:\([^)\n]*\))?:\s*(.*)", entry, re.DOTALL)
-                if found:
-                    said[found[1]] = " ".join(found[2].split())
-    return parts[0].strip(), said
+                match = re.match(r"\s*(\w+)\s*(?:\([^)\n]*\))?:\s*(.*)", entry, re.DOTALL)
+                if match:
+                    descriptions[match[1]] = " ".join(match[2].split())
+    return parts[0].strip(), descriptions
 
 
 def _of_type(hint: Any, name: str) -> dict[str, Any]:
+    """Return the schema of a type hint. Raises UserError for types that JSON cannot express."""
     if hint in _SIMPLE:
         return dict(_SIMPLE[hint])
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
-        of = {type(value) for value in inner}
-        return {**(_SIMPLE[of.pop()] if len(of) == 1 else {}), "enum": list(inner)}
+        value_types = {type(value) for value in arguments}
+        return {
+            **(_SIMPLE[value_types.pop()] if len(value_types) == 1 else {}),
+            "enum": list(arguments),
+        }
     if origin in (Union, types.UnionType):
-        real = [one for one in inner if one is not type(None)]
-        kinds = [_of_type(one, name) for one in real]
+        non_null = [member_type for member_type in arguments if member_type is not type(None)]
+        kinds = [_of_type(member_type, name) for member_type in non_null]
         if len(kinds) == 1:
-            found = kinds[0]
+            schema = kinds[0]
         elif all(set(kind) == {"type"} and isinstance(kind["type"], str) for kind in kinds):
-            found = {"type": sorted(kind["type"] for kind in kinds)}
+            schema = {"type": sorted(kind["type"] for kind in kinds)}
         else:
-            found = {"anyOf": kinds}
-        return {**found, "nullable": True} if len(real) < len(inner) else found
+            schema = {"anyOf": kinds}
+        return {**schema, "nullable": True} if len(non_null) < len(arguments) else schema
     if origin in (list, Sequence, tuple, set):
-        items = _of_type(inner[0], name) if inner and inner[0] is not Any else {}
+        items = _of_type(arguments[0], name) if arguments and arguments[0] is not Any else {}
         return {"type": "array", **({"items": items} if items else {})}
     if origin in (dict, Mapping):
-        values = _of_type(inner[1], name) if len(inner) == 2 and inner[1] is not Any else {}
+        values = (
+            _of_type(arguments[1], name) if len(arguments) == 2 and arguments[1] is not Any else {}
+        )
         return {"type": "object", **({"additionalProperties": values} if values else {})}
     raise UserError(
-        f"the tool {name} has an argument of type {hint!r}, which JSON has not: str, int, float, bool, list, dict or Literal"
+        f"the tool {name} has an argument of type {hint!r}, which JSON does not have: use str, int,"
+        " float, bool, list, dict or Literal"
     )

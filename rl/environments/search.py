@@ -1,4 +1,4 @@
-"""Questions whose answers stand in a corpus, with a search over it: BM25 (Robertson and Zaragoza
+"""Ask questions that a corpus answers, with a search tool over it: BM25 (Robertson and Zaragoza
 2009), by the library bm25s.
 """
 
@@ -48,7 +48,7 @@ _ASKED = {
 
 
 class Index:
-    """Documents that can be searched."""
+    """Index documents for search."""
 
     def __init__(self, documents: list[str]):
         try:
@@ -65,24 +65,26 @@ class Index:
         )
 
     def search(self, query: str, count: int) -> list[str]:
-        """At most `count` documents that hold words of the query, the best first."""
+        """Return at most `count` documents that contain words of the query, the best first."""
         words = self._library.tokenize([query], stopwords=[], show_progress=False, return_ids=False)
         if not words[0]:
             return []
-        found, scores = self._index.retrieve(
+        indices, scores = self._index.retrieve(
             words, k=min(count, len(self.documents)), show_progress=False
         )
         return [
             self.documents[int(i)]
-            for i, score in zip(found[0], scores[0], strict=True)
+            for i, score in zip(indices[0], scores[0], strict=True)
             if score > 0
         ]
 
 
 @cache
 def _index_of(corpus: str) -> Index:
-    """Of a file: a document a line, as text or as JSON with "text" (and "title"); or, named "", of
-    invented facts.
+    """Return the index of a corpus file, or of invented facts if `corpus` is "".
+
+    A file has a document a line, as text or as JSON with "text" (and optionally "title"). Raises
+    UserError if the file is missing, empty or malformed.
     """
     if not corpus:
         return Index(
@@ -95,7 +97,8 @@ def _index_of(corpus: str) -> Index:
     path = Path(corpus).expanduser()
     if not path.is_file():
         raise UserError(
-            f"the corpus {corpus} is no file: a document a line is expected, as text or as JSON with a text"
+            f"the corpus {corpus} is not a file: expected a file with a document on each line, as"
+            " text or as JSON with a text"
         )
     documents = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -111,10 +114,11 @@ def _index_of(corpus: str) -> Index:
 
 
 def _document(line: str, place: str) -> str:
+    """Return the text of a JSON line, preceded by its title if it has a title."""
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise UserError(f"{place} is no JSON: {error}") from error
+        raise UserError(f"{place} is not JSON: {error}") from error
     text = row.get("text", row.get("contents")) if isinstance(row, dict) else row
     if not isinstance(text, str):
         raise UserError(f'{place} has no text: {{"text": ...}} is expected, got {line[:80]!r}')
@@ -127,46 +131,48 @@ def _document(line: str, place: str) -> str:
 
 @cache
 def _world(places: int = 100) -> dict[str, dict[str, str]]:
-    """Invented places and what is to be known of them; the same on every machine."""
+    """Return invented places and facts about each; equal on every machine."""
     rng = random.Random(0)
     names = sorted(
         {"".join(rng.choice(_SYLLABLES) for _ in range(3)).capitalize() for _ in range(places * 8)}
     )
     rng.shuffle(names)
-    given = iter(names)
+    unused = iter(names)
     return {
-        next(given): {"capital": next(given), "river": next(given), "food": next(given).lower()}
+        next(unused): {"capital": next(unused), "river": next(unused), "food": next(unused).lower()}
         for _ in range(places)
     }
 
 
 @dataclass
 class Search(Question):
-    """A question whose answer stands in one document of a corpus, which the tool `search` looks
-    through.
-    """
+    """Ask a question that a document of a corpus answers. The tool `search` searches the corpus."""
 
     corpus: str = ""
-    """A file with a document a line (text, or JSON with "text" and perhaps "title"); by default facts of invented places."""
+    """File with a document a line (text, or JSON with "text" and "title"); default: invented facts.
+    """
     results: int = 3
-    """Documents that a search returns."""
+    """Number of documents that a search returns."""
     grader: str | None = None
-    """Ask the rows of --dataset, and score answers with this reward (exact_match, ...). A corpus of one's own needs it."""
+    """Use the rows of --dataset, and score answers with this reward. Required with a corpus file.
+    """
 
     def __post_init__(self) -> None:
         if self.corpus and self.grader is None:
             raise ValueError(
-                "a corpus of one's own needs questions: name them with --dataset, and how answers are scored with grader"
+                "a corpus file needs questions and a score: name a --dataset, and set grader to a"
+                " reward"
             )
         if self.results < 1:
             raise ValueError(f"results is at least 1, got {self.results}")
         self.tools = (Tool(self.search),)
 
     def share(self) -> None:
-        """The index is made before episodes begin, once for the process."""
+        """Build the index before episodes begin, once for the process."""
         _index_of(self.corpus)
 
     def ask(self) -> tuple[str, str]:
+        """Return a random question about an invented place, and its answer."""
         place, kind = self.rng.choice(sorted(_world())), self.rng.choice(sorted(_ASKED))
         return _ASKED[kind].format(place), _world()[place][kind]
 
@@ -176,13 +182,13 @@ class Search(Question):
         Args:
             query: words that the document should hold
         """
-        found = _index_of(self.corpus).search(query, self.results)
+        documents = _index_of(self.corpus).search(query, self.results)
         return (
-            "\n".join(f"[{number}] {text}" for number, text in enumerate(found, 1))
+            "\n".join(f"[{number}] {text}" for number, text in enumerate(documents, 1))
             or "no document holds any of these words"
         )
 
     def found(self, said: str) -> str:
-        """The answer as words: the last one is compared, whatever stands before it."""
+        """Return the last word of an answer; only this word is compared."""
         words = said.strip().rstrip(".!").split()
         return words[-1] if words else ""

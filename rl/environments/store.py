@@ -1,16 +1,14 @@
-"""A key-value store as tools: what an episode notes for itself."""
+"""Provide a key-value store as tools, for notes within an episode."""
 
 from __future__ import annotations
 
 from rl.environments.tools import Tool
 
-_LARGEST = 100_000  # characters of all values together
+_LARGEST = 100_000  # characters in all values together
 
 
 class KeyValueStore:
-    """Notes of one episode. `tools` are what an environment hands to the model: put, get, remove,
-    keys.
-    """
+    """Store the notes of an episode. `tools` are the model's tools: put, get, remove, keys."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
@@ -37,7 +35,8 @@ class KeyValueStore:
         """
         if key not in self.values:
             raise ValueError(
-                f"nothing is kept under {key!r}: there are {', '.join(sorted(self.values)) or 'no keys'}"
+                f"nothing is kept under {key!r}: the keys are"
+                f" {', '.join(sorted(self.values)) or 'no keys'}"
             )
         return self.values[key]
 

@@ -1,5 +1,5 @@
-"""Tic-tac-toe between two seats, each of them the policy, an older version of it, another model, or
-a rule.
+"""Play tic-tac-toe between two seats, each played by the policy, an older version of it, another
+model, or a rule.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from rl.environments.rules import tic_tac_toe as rules
 
 
 def _player(name: str) -> Rule:
+    """Return the rule of a name as a player of the game."""
     move = rules.PLAYERS[name]
     return lambda match: str(move(match.board, match.rng))
 
 
 class TicTacToe(Match):
-    """Tic-tac-toe. X begins; a move is the number of a free cell, another reply loses the game.
+    """Play tic-tac-toe. X begins. A move is the number of a free cell; any other reply loses the
+    game.
 
     opponent: random, careless, perfect, policy (self-play, both seats are trained), pool (an older
-    version of the policy), or a model; held_out_opponent: the same, of held-out episodes, so that
-    these tell how strong the policy is whoever it learns against. plays: X, O, or either (X or O,
-    the same within a group): the policy's seat, where the opponent is another. instructions:
-    whether the players are told the rules first.
-    Rewards: 1 for a win, -1 for a loss, 0 for a draw. Who wins because the other's reply was no
-    move gets 0: it did nothing.
+    version of the policy), or a model. held_out_opponent: the opponent in held-out episodes, so
+    that these measure the strength of the policy independently of its training opponent. plays: X,
+    O, or either (X or O, the same within a group): the policy's seat, if the opponent is not the
+    policy. instructions: send the rules to the players first. Rewards: 1 for a win, -1 for a loss,
+    0 for a draw. A player that wins because the other's reply was not a valid move gets 0.
     """
 
     names = rules.MARKS
@@ -49,11 +50,13 @@ class TicTacToe(Match):
         self.sit(1, opponent, self.PLAYERS)
 
     def rows(self, split: str, count: int) -> list[dict[str, Any]]:
+        """Return empty rows for training, and rows with the held-out opponent for tests."""
         return [
             {"opponent": self.held_out_opponent} if split == "test" else {} for _ in range(count)
         ]
 
     def open(self) -> None:
+        """Assign the seats and send the first texts."""
         self.opponent = self.row.get("opponent", self.opponent)
         self.sit(1, self.opponent, self.PLAYERS)
         if self.plays == "O" or (self.plays == "either" and self.rng.random() < 0.5):
@@ -63,14 +66,17 @@ class TicTacToe(Match):
             for seat, mark in enumerate(self.names):
                 self.tell(
                     seat,
-                    f"Tic-tac-toe. You are {mark}. Reply with the number of a free cell, nothing else.",
+                    f"Tic-tac-toe. You are {mark}. Reply with the number of a free cell, nothing"
+                    " else.",
                 )
         self._ask()
 
     def _ask(self) -> None:
+        """Send the board to the seat that moves next."""
         self.tell(self.turn, f"{rules.shown(self.board)}\n{self.names[self.turn]}: ")
 
     def move(self, text: str) -> None:
+        """Process a move."""
         seat, mark = self.turn, self.names[self.turn]
         cell = rules.read_cell(text)
         if cell is None or cell not in rules.free_cells(self.board):
@@ -84,6 +90,7 @@ class TicTacToe(Match):
         self._ask()
 
     def _settle(self, loser: int | None, *, illegal: bool = False) -> None:
+        """End the match with its rewards and metrics. `loser`: losing seat, None for a draw."""
         for seat in (0, 1):
             self.figures[seat] = {
                 "won": float(loser == 1 - seat),

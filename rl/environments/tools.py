@@ -1,5 +1,5 @@
-"""Tools: plain functions that a model may call. Their calls are run side by side, each within its
-limits, and answered.
+"""Define tools: plain functions that a model may call. The calls of an answer run concurrently,
+each within its limits.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from rl.errors import UserError
 from rl.plain import plain_text, says
 from rl.types import Message
 
-SECONDS = 10.0  # that a call may take, unless the tool says otherwise
-CHARACTERS = 4000  # of an answer that the model is shown: of longer ones the beginning and the end
+SECONDS = 10.0  # default time limit of a call
+# Default length of a result in the prompt. Of a longer result the beginning and the end are shown.
+CHARACTERS = 4000
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function with what the model is told of it. `seconds`: that a call may take. `characters`:
-    of an answer that are shown.
+    """Hold a function and the schema that describes it to the model. `seconds`: time limit of a
+    call. `characters`: length of a result that is shown to the model.
     """
 
     function: Callable[..., Any]
@@ -49,10 +50,10 @@ def tool(
     seconds: float = SECONDS,
     characters: int = CHARACTERS,
 ) -> Any:
-    """A function as a `Tool`, or a decorator that makes it one: @tool, @tool(seconds=2).
+    """Return a function as a `Tool`, or a decorator that makes a Tool: @tool, @tool(seconds=2).
 
-    Its type hints and docstring (a summary, and "Args:" with a line for each argument) are what the
-    model is told.
+    The function's type hints and docstring (a summary, and "Args:" with a line for each argument)
+    describe it to the model.
     """
     if function is None:
         return lambda f: Tool(f, seconds, characters)
@@ -60,7 +61,7 @@ def tool(
 
 
 def as_tool(given: Any) -> Tool:
-    """A Tool as it is; a function made one."""
+    """Return a Tool unchanged, and a function as a Tool. Raises UserError for any other value."""
     if isinstance(given, Tool):
         return given
     if not callable(given):
@@ -70,8 +71,8 @@ def as_tool(given: Any) -> Tool:
 
 @dataclass(slots=True)
 class Call:
-    """A call that a model made, and what came of it. `error`: why it was not answered. `malformed`:
-    it was none that could be run.
+    """Hold a call made by a model, and its result. `error`: reason why it has no result.
+    `malformed`: the call could not be run at all.
     """
 
     name: str
@@ -83,7 +84,7 @@ class Call:
 
     @property
     def message(self) -> Message:
-        """What the model is told."""
+        """Return the result as the message that the model receives."""
         return {
             "role": "tool",
             "name": self.name,
@@ -91,34 +92,35 @@ class Call:
         }
 
     def as_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        """Return the call as JSON-serializable data for logs."""
+        fields: dict[str, Any] = {
             "name": self.name,
             "arguments": dict(self.arguments),
             "seconds": round(self.seconds, 4),
         }
         return (
-            {**found, "answer": self.answer}
+            {**fields, "answer": self.answer}
             if self.error is None
-            else {**found, "error": self.error, "malformed": self.malformed}
+            else {**fields, "error": self.error, "malformed": self.malformed}
         )
 
 
 def run_calls(
     answer: Message, tools: Mapping[str, Tool], most: int = 16, *, forks: bool = False
 ) -> list[Call]:
-    """The calls of an answer, run side by side, in the order that they were made in; those that are
-    none say why.
+    """Run the calls of an answer concurrently, and return them in their order. Malformed calls
+    carry the reason as their error.
 
-    Each has a thread: one that hangs is abandoned when its time is over. `forks`: plain functions
-    (not methods, which may change what they belong to) have a process, which is killed then, and
-    may die. More than `most` calls in an answer are not run.
+    Each call has a thread, which is abandoned if it exceeds its time limit. `forks`: a plain
+    function (not a method, which may change its object) runs in a separate process, which is killed
+    at the time limit and may crash. Calls beyond `most` in an answer are not run.
     """
     calls = [
         Call(call["function"]["name"], call["function"]["arguments"])
         for call in answer.get("tool_calls") or ()
     ]
     for call in calls[most:]:
-        call.error, call.malformed = f"at most {most} calls are answered at once", True
+        call.error, call.malformed = f"at most {most} calls are run for each answer", True
     running = [(call, _begin(call, tools, forks)) for call in calls[:most]]
     for call, thread in running:
         if thread is not None:
@@ -136,32 +138,33 @@ def run_calls(
 
 
 def _readable(error: str) -> str:
-    return error if error.startswith("was ") else f"is no call: {error}"
+    """Return a parser's error as the end of a sentence about the call."""
+    return error if error.startswith("was ") else f"is not a valid call: {error}"
 
 
 def _begin(call: Call, tools: Mapping[str, Tool], forks: bool) -> _Running | None:
-    """Starts a call in a thread; None where there is nothing to run, and the call then says why."""
-    found = tools.get(call.name)
-    if found is None:
+    """Start a call in a thread. Return None, and set the call's error, if it cannot be run."""
+    requested = tools.get(call.name)
+    if requested is None:
         from rl.settings import nearest
 
         near = nearest(call.name, tools)
-        call.error = f"there is no tool {call.name!r}" + (
-            f", did you mean {near!r}?" if near else f": there are {', '.join(tools)}"
+        call.error = f"no tool is named {call.name!r}" + (
+            f", did you mean {near!r}?" if near else f": the tools are {', '.join(tools)}"
         )
         call.malformed = True
         return None
     try:
-        inspect.signature(found.function).bind(**call.arguments)
+        inspect.signature(requested.function).bind(**call.arguments)
     except TypeError as error:
         call.error, call.malformed = f"{call.name}: {error}", True
         return None
-    return _Running(found, call.arguments, forks and inspect.isfunction(found.function))
+    return _Running(requested, call.arguments, forks and inspect.isfunction(requested.function))
 
 
 class _Running:
-    """A call under way in a thread of its own, which is abandoned where it does not end; or in a
-    process, which is killed.
+    """Run a call in a separate thread, which is abandoned if it does not end, or in a process,
+    which is killed.
     """
 
     def __init__(self, made: Tool, arguments: Mapping[str, Any], forks: bool):
@@ -173,21 +176,23 @@ class _Running:
         threading.Thread(target=self._run, name=f"tool {made.name}", daemon=True).start()
 
     def _run(self) -> None:
+        """Run the call and store its result."""
         self.answer, self.error = self._in_process() if self.forks else self._here()
         self.ended = time.monotonic()
         self._done.set()
 
     def _here(self) -> tuple[str, str]:
-        """(answer, error)."""
+        """Run the function in this thread and return (answer, error)."""
         try:
-            found = self.tool.function(**self.arguments)
-            if inspect.isawaitable(found):
-                found = asyncio.run(_awaited(found))
-            return _as_text(found, self.tool.characters), ""
+            result = self.tool.function(**self.arguments)
+            if inspect.isawaitable(result):
+                result = asyncio.run(_awaited(result))
+            return _as_text(result, self.tool.characters), ""
         except BaseException as error:  # boundary: the user's function, SystemExit included
             return "", says(error, 500) or "it failed"
 
     def _in_process(self) -> tuple[str, str]:
+        """Run the function in a forked process and return (answer, error)."""
         reads, writes = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
@@ -209,7 +214,7 @@ class _Running:
         return str(answer), str(error)
 
     def settle(self, call: Call) -> None:
-        """Waits for the end of the call, or of its time."""
+        """Wait for the call until its time limit, and store the result or an error in `call`."""
         if self._done.wait(max(0.0, self.begun + self.tool.seconds - time.monotonic())):
             call.answer, call.error, call.seconds = (
                 self.answer,
@@ -227,11 +232,12 @@ class _Running:
 
 
 async def _awaited(found: Any) -> Any:
+    """Await any awaitable, as the coroutine that an event loop requires."""
     return await found
 
 
 def _as_text(found: Any, characters: int) -> str:
-    """What a tool returned, as the text that a model reads: texts as they are, everything else as
+    """Return a tool's result as the text that the model reads: a text unchanged, any other value as
     JSON.
     """
     if not isinstance(found, str):

@@ -1,5 +1,5 @@
-"""Twenty questions: one thinks of a thing, the other asks about it. The answerer is a rule or a
-model.
+"""Play "twenty questions": the answerer has an object in mind, the questioner asks about it. The
+answerer is a rule or a model.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ QUESTIONER, ANSWERER = 0, 1
 
 
 class TwentyQuestions(Match):
-    """Twenty questions about a thing. Reward 1 for naming it within `questions`, else 0; naming a
-    wrong one is a question as well.
+    """Play twenty questions about an object. Reward 1 for naming it within `questions`, else 0. A
+    wrong name counts as a question.
 
-    things: how many there are to think of (1 to 16). answerer: rule, or a model that answers yes or
-    no. Whether the thing was named is settled by the words alone, whoever answers: an answerer can
-    be talked into much.
+    things: number of possible objects (1 to 16). answerer: rule, or a model that answers yes or no.
+    Only the words of the questioner decide whether the object was named, with any answerer, because
+    a model that answers can be persuaded.
     """
 
     names = ("questioner", "answerer")
@@ -29,9 +29,11 @@ class TwentyQuestions(Match):
     def __init__(self, things: int = 16, questions: int = 20, answerer: str = "rule"):
         super().__init__()
         if not 1 <= things <= len(rules.THINGS):
-            raise UserError(f"--environment.things is from 1 to {len(rules.THINGS)}, got {things}")
+            raise UserError(
+                f"--environment.things must be from 1 to {len(rules.THINGS)}, got {things}"
+            )
         if questions < 1:
-            raise UserError(f"--environment.questions is at least 1, got {questions}")
+            raise UserError(f"--environment.questions must be at least 1, got {questions}")
         self.things, self.questions = list(rules.THINGS)[:things], questions
         self.sit(
             ANSWERER,
@@ -43,24 +45,27 @@ class TwentyQuestions(Match):
         self.answers: list[tuple[str, str]] = []
 
     def open(self) -> None:
+        """Choose the object and send the first texts."""
         self.thing = self.rng.choice(self.things)
-        about = ", ".join(
+        hints = ", ".join(
             attribute
             for attribute in rules.WORDS
             if 0 < len(rules.holding(attribute, self.things)) < len(self.things)
         )
         self.tell(
             QUESTIONER,
-            f"I think of one of: {', '.join(self.things)}. Ask me about it ({about}), or name it.\n> ",
+            f"I think of one of: {', '.join(self.things)}. Ask me about it ({hints}), or name"
+            " it.\n> ",
         )
         self.tell(
             ANSWERER, f"You think of a {self.thing}. Answer each question about it with yes or no."
         )
 
     def move(self, text: str) -> None:
+        """Process a question or an answer."""
         if self.turn == ANSWERER:
-            said = {rules.YES, rules.NO} & set(rules.words_of(text))
-            self._answer(said.pop() if len(said) == 1 else rules.UNKNOWN)
+            verdicts = {rules.YES, rules.NO} & set(rules.words_of(text))
+            self._answer(verdicts.pop() if len(verdicts) == 1 else rules.UNKNOWN)
             return
         self.asked += 1
         self.question = " ".join(text.split())
@@ -72,25 +77,30 @@ class TwentyQuestions(Match):
 
     @property
     def left(self) -> frozenset[str]:
-        """The things that the answers so far leave, were they all as the rule gives them; all,
-        where they leave none.
+        """Return the objects that agree with all answers, assuming that each follows the rule; all
+        objects if none agrees.
         """
-        left = frozenset(self.things)
+        candidates = frozenset(self.things)
         for question, answer in self.answers:
-            left = rules.left_after(left, question, answer) if answer != rules.UNKNOWN else left
-        return left or frozenset(self.things)
+            candidates = (
+                rules.left_after(candidates, question, answer)
+                if answer != rules.UNKNOWN
+                else candidates
+            )
+        return candidates or frozenset(self.things)
 
     def _answer(self, answer: str) -> None:
+        """Record an answer, and end the match if the object was named or no questions remain."""
         self.turn = QUESTIONER
         self.answers.append((self.question, answer))
         self.unclear += answer == rules.UNKNOWN
-        found = answer == rules.RIGHT
-        if not found and self.asked < self.questions:
+        named = answer == rules.RIGHT
+        if not named and self.asked < self.questions:
             self.tell(QUESTIONER, f"{answer}\n> ")
             return
         self.figures[QUESTIONER] = {
-            "correct": float(found),
+            "correct": float(named),
             "questions": float(self.asked),
             "unclear": self.unclear / self.asked,
         }
-        self.end({QUESTIONER: float(found)})
+        self.end({QUESTIONER: float(named)})

@@ -1,5 +1,5 @@
-"""Somebody's code, run in a thread of its own within a limit of time: what it raises or how it
-hangs is said, and costs no more.
+"""Run an environment's code in a separate thread within a time limit. Exceptions and hangs become
+errors of the episode.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from rl.plain import says
 
 
 class EpisodeThread:
-    """Does one thing after the other, `seconds` in all, for what is called `name`. Its thread
-    begins with the first of them.
+    """Run calls in sequence in a single thread, within `seconds` in total. `name` identifies it in
+    errors.
 
-    What is awaitable is awaited, always in the same event loop. A thread that hangs is abandoned:
-    nothing waits for it any more, and `abandon` is called.
+    The thread starts with the first call. Awaitable results are awaited, always in the same event
+    loop. A thread that hangs is abandoned: no caller waits for it any longer, and `abandon` is
+    called.
     """
 
     def __init__(self, seconds: float, name: str, abandon: Callable[[], None] = lambda: None):
@@ -32,7 +33,7 @@ class EpisodeThread:
         self.broken = False
 
     def do(self, what: Callable[[], Any]) -> Work:
-        """Begins it; `wait` on what is returned gives its result."""
+        """Queue a call. `wait` on the returned object gives its result."""
         work = Work(self, what)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
@@ -41,8 +42,8 @@ class EpisodeThread:
         return work
 
     def end(self, last: Callable[[], Any]) -> None:
-        """The last thing to do, if the thread ever did anything; nobody waits for it, and what it
-        raises is nobody's concern.
+        """Queue the last call, if the thread was ever started. Its result and its errors are
+        ignored.
         """
         if self._thread is not None and not self.broken:
             self._waiting.put(Work(self, last))
@@ -50,14 +51,15 @@ class EpisodeThread:
         self.broken = True
 
     def _run(self) -> None:
+        """Process queued calls until None arrives."""
         loop: asyncio.AbstractEventLoop | None = None
         while (work := self._waiting.get()) is not None:
             try:
-                found = work.what()
-                if inspect.isawaitable(found):
+                result = work.what()
+                if inspect.isawaitable(result):
                     loop = loop or asyncio.new_event_loop()
-                    found = loop.run_until_complete(_awaited(found))
-                work.finish(found)
+                    result = loop.run_until_complete(_awaited(result))
+                work.finish(result)
             except BaseException as error:  # boundary: the user's code, SystemExit included
                 work.fail(error)
         if loop is not None:
@@ -65,11 +67,12 @@ class EpisodeThread:
 
 
 async def _awaited(found: Any) -> Any:
+    """Await any awaitable, as the coroutine that an event loop requires."""
     return await found
 
 
 class Work:
-    """One thing that is being done."""
+    """Hold a queued call and its result."""
 
     def __init__(self, thread: EpisodeThread, what: Callable[[], Any]):
         self.thread, self.what = thread, what
@@ -80,20 +83,22 @@ class Work:
         self._ended = self.begun
 
     def finish(self, found: Any) -> None:
+        """Set the result."""
         self._found, self._ended = found, time.monotonic()
         self._done.set()
 
     def fail(self, error: BaseException) -> None:
+        """Set the error."""
         self._error, self._ended = error, time.monotonic()
         self._done.set()
 
     def until_done(self) -> None:
-        """Waits as long as `wait` would, and says nothing."""
+        """Block as long as `wait` would, without raising."""
         self._done.wait(max(0.0, self.begun + self.thread.left - time.monotonic()))
 
     def wait(self) -> Any:
-        """Its result. Raises EpisodeFailed where it raised, or was not done within the time that
-        was left.
+        """Return the result. Raises EpisodeFailed if the call raised, or exceeded the remaining
+        time.
         """
         thread = self.thread
         if not self._done.wait(max(0.0, self.begun + thread.left - time.monotonic())):

@@ -1,3 +1,1 @@
-"""The rules of the built-in games, and players that follow a rule: plain Python, no tokens and no
-models.
-"""
+"""Implement the rules of the built-in games, and rule-based players, without tokens or models."""

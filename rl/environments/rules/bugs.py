@@ -1,7 +1,7 @@
-"""Small functions with a planted bug: generated, with the calls that show it. What runs them is
-elsewhere.
+"""Generate small functions with a planted bug, and the calls that expose it. Nothing here runs
+code.
 
-A program is a few numbered lines of Python; a fix is the whole function, or one line with its
+A program is a few numbered lines of Python. A fix is the complete function, or a line with its
 number ("2: return a + b").
 """
 
@@ -19,20 +19,21 @@ NAME = "f"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A call of the function and what it should return."""
+    """Hold a call of the function and its expected result."""
 
     arguments: tuple[Any, ...]
     expected: Any
 
     @property
     def call(self) -> str:
+        """Return the call as source code."""
         return f"{NAME}({', '.join(map(repr, self.arguments))})"
 
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """A function with one wrong line. `line` (from 1) is where, `fixed` what it was. `cases`: the
-    first one fails, and returns `got`.
+    """Hold a function with a single wrong line: line number `line` (from 1), which should be
+    `fixed`. The first of `cases` fails; it returns `got`.
     """
 
     lines: tuple[str, ...]
@@ -44,20 +45,23 @@ class Bug:
 
     @property
     def source(self) -> str:
+        """Return the program with the bug."""
         return "\n".join(self.lines) + "\n"
 
     @property
     def solution(self) -> str:
+        """Return the correct program."""
         return (
             "\n".join([*self.lines[: self.line - 1], self.fixed, *self.lines[self.line :]]) + "\n"
         )
 
     def numbered(self) -> str:
+        """Return the lines of the program with their numbers."""
         return "\n".join(f"{number}: {text}" for number, text in enumerate(self.lines, 1))
 
 
-# Each level: lines, the number of that with {}, and what stands there when it is right, and when it
-# is wrong.
+# Each function of a level returns: lines, the number of the line with {}, and its correct and its
+# wrong replacement.
 _OPERATORS = ("+", "-", "*")
 _TOTAL = (
     "def f(xs):",
@@ -77,23 +81,27 @@ _ABOVE = ("def f(xs, k):", "    return len([x for x in xs if x {} k])")
 
 
 def _operator(draw: random.Random) -> tuple[tuple[str, ...], int, str, str]:
+    """Sample a bug of the level "operator"."""
     right, wrong = draw.sample(_OPERATORS, 2)
     return ("def f(a, b):", "    return a {} b"), 2, right, wrong
 
 
 def _bounds(draw: random.Random) -> tuple[tuple[str, ...], int, str, str]:
+    """Sample a bug of the level "bounds"."""
     right, wrong = draw.sample(("n", "n + 1", "1, n", "2, n"), 2)
-    if {right, wrong} == {"n", "1, n"}:  # the same sums: 0 adds nothing
+    if {right, wrong} == {"n", "1, n"}:  # both sums are equal, since 0 adds nothing
         wrong = "n + 1"
     return _COUNT, 3, right, wrong
 
 
 def _start(draw: random.Random) -> tuple[tuple[str, ...], int, str, str]:
+    """Sample a bug of the level "start"."""
     right, wrong = draw.sample(("0", "1", "-1", "len(xs)"), 2)
     return _TOTAL, 2, right, wrong
 
 
 def _compare(draw: random.Random) -> tuple[tuple[str, ...], int, str, str]:
+    """Sample a bug of the level "compare"."""
     right, wrong = draw.sample(("<", ">", "<=", ">=", "=="), 2)
     return _ABOVE, 2, right, wrong
 
@@ -102,6 +110,7 @@ _TEMPLATES = {"operator": _operator, "bounds": _bounds, "start": _start, "compar
 
 
 def _arguments(level: str, draw: random.Random) -> tuple[Any, ...]:
+    """Sample arguments for the function of a level."""
     if level == "operator":
         return draw.randint(2, 9), draw.randint(2, 9)
     if level == "bounds":
@@ -111,7 +120,7 @@ def _arguments(level: str, draw: random.Random) -> tuple[Any, ...]:
 
 
 def _expected(level: str, right: str, arguments: Sequence[Any]) -> Any:
-    """What the right function returns, computed here without running its text."""
+    """Return the result of the correct function, computed here without running its source."""
     if level == "operator":
         a, b = arguments
         return {"+": a + b, "-": a - b, "*": a * b}[right]
@@ -130,21 +139,21 @@ def _expected(level: str, right: str, arguments: Sequence[Any]) -> Any:
 
 
 def planted(seed: int | str, levels: Sequence[str] = ("operator",), cases: int = 4) -> Bug:
-    """A function with a planted bug and `cases` calls, of which the first tells right and wrong
-    apart. A function of `seed`.
+    """Return a function with a planted bug and `cases` calls; the first call distinguishes the bug
+    from the correct function. The result depends only on the arguments.
     """
     draw = random.Random(f"bug {seed}")
     level = draw.choice(list(levels))
     template, line, right, wrong = _TEMPLATES[level](draw)
-    found: list[Case] = []
-    while len(found) < cases:
+    generated: list[Case] = []
+    while len(generated) < cases:
         arguments = _arguments(level, draw)
         expected = _expected(level, right, arguments)
-        if not found and expected == _expected(level, wrong, arguments):
+        if not generated and expected == _expected(level, wrong, arguments):
             continue
         case = Case(arguments, expected)
-        if case not in found:
-            found.append(case)
+        if case not in generated:
+            generated.append(case)
     lines = tuple(
         text.format(wrong) if number == line else text for number, text in enumerate(template, 1)
     )
@@ -152,17 +161,17 @@ def planted(seed: int | str, levels: Sequence[str] = ("operator",), cases: int =
         lines,
         line,
         template[line - 1].format(right),
-        tuple(found),
-        _expected(level, wrong, found[0].arguments),
+        tuple(generated),
+        _expected(level, wrong, generated[0].arguments),
         level,
     )
 
 
 def patched(bug: Bug, reply: str) -> str | None:
-    """The program that a reply makes of the bug's: the function that it holds, or the program with
-    the lines that it replaces.
+    """Return the program that results from a reply: the function that it contains, or the bug's
+    program with the lines that it replaces.
 
-    A replaced line keeps the old one's indentation. None where the reply is neither.
+    A replaced line keeps the indentation of the old line. Return None if the reply is neither.
     """
     fence = re.search(r"```[a-z]*\n(.*?)```", reply, re.DOTALL)
     text = (fence[1] if fence else reply).strip("\n")
@@ -170,29 +179,33 @@ def patched(bug: Bug, reply: str) -> str | None:
         return text.strip() + "\n"
     lines = list(bug.lines)
     written = [line for line in text.splitlines() if line.strip()]
-    for one in written:
-        match = re.match(r"\s*(\d{1,3})\s*:\s*(\S.*)$", one)
-        if match is None or not 1 <= int(match[1]) <= len(lines):
+    for reply_line in written:
+        numbered = re.match(r"\s*(\d{1,3})\s*:\s*(\S.*)$", reply_line)
+        if numbered is None or not 1 <= int(numbered[1]) <= len(lines):
             return None
-        old = lines[int(match[1]) - 1]
-        lines[int(match[1]) - 1] = old[: len(old) - len(old.lstrip())] + match[2].rstrip()
+        old = lines[int(numbered[1]) - 1]
+        lines[int(numbered[1]) - 1] = old[: len(old) - len(old.lstrip())] + numbered[2].rstrip()
     return "\n".join(lines) + "\n" if written else None
 
 
 def fix_of(bug: Bug) -> str:
-    """The shortest right reply: the line with its number."""
+    """Return the shortest correct reply: the fixed line with its number."""
     return f"{bug.line}: {bug.fixed.strip()}"
 
 
 def other_fix(bug: Bug, draw: random.Random) -> str:
-    """A reply of the right form that changes the wrong line to anything of its kind, right or not."""
+    """Return a well-formed reply that replaces the wrong line with a random text of its kind,
+    correct or not.
+    """
     template = _TEMPLATES[bug.level](draw)
     return f"{bug.line}: {template[0][bug.line - 1].format(template[2]).strip()}"
 
 
 def untried_fix(bug: Bug, tried: Sequence[str], draw: random.Random) -> str:
-    """As `other_fix`, but not the line as it stands, nor one of the replies `tried`: it asks for no
-    more than remembering what failed.
+    """Return a random reply as `other_fix` does, but neither the unchanged line nor any reply in
+    `tried`.
+
+    A player with this rule only needs to remember the fixes that failed.
     """
     failed = {bug.source, *(patched(bug, reply) for reply in tried)}
     while True:
@@ -202,5 +215,5 @@ def untried_fix(bug: Bug, tried: Sequence[str], draw: random.Random) -> str:
 
 
 def careful_fix(bug: Bug, tried: Sequence[str], draw: random.Random) -> str:
-    """`untried_fix` four times of five, else any fix of its kind."""
+    """Return `untried_fix` with probability 0.8, else `other_fix`."""
     return untried_fix(bug, tried, draw) if draw.random() < 0.8 else other_fix(bug, draw)

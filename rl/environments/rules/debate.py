@@ -1,4 +1,4 @@
-"""A debate of two: motions with points for either side, and a judge that counts the points made."""
+"""Define debate motions with points for both sides, and a judge that counts the points made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SIDES = ("for", "against")
 
 @dataclass(frozen=True, slots=True)
 class Motion:
-    """What is debated, and the words that make a point for either side."""
+    """Hold a motion, and the words that count as points for each side."""
 
     text: str
     points: dict[str, tuple[str, ...]]
@@ -40,18 +40,19 @@ MOTIONS = (
 
 
 def words_of(text: str) -> list[str]:
+    """Split a text into lower-case words."""
     return re.findall(r"[a-z]+", text.lower())
 
 
 def points_made(
     motion: Motion, side: str, speech: str, said_before: frozenset[str] = frozenset()
 ) -> frozenset[str]:
-    """The side's points that a speech is the first to make."""
+    """Return the side's points that appear in a speech and not in `said_before`."""
     return frozenset(motion.points[side]) & frozenset(words_of(speech)) - said_before
 
 
 def counts(motion: Motion, speeches: list[tuple[str, str]]) -> dict[str, int]:
-    """Points of either side after these (side, speech), each point counted once."""
+    """Return the points of each side after these (side, speech) pairs; each point counts once."""
     made: dict[str, frozenset[str]] = {side: frozenset() for side in SIDES}
     for side, speech in speeches:
         made[side] |= points_made(motion, side, speech)
@@ -59,6 +60,6 @@ def counts(motion: Motion, speeches: list[tuple[str, str]]) -> dict[str, int]:
 
 
 def rule_verdict(motion: Motion, speeches: list[tuple[str, str]]) -> float:
-    """1 where "for" made more points, -1 where "against" did, 0 where both made as many."""
+    """Return 1 if "for" made more points, -1 if "against" did, 0 if both made equally many."""
     score = counts(motion, speeches)
     return float((score["for"] > score["against"]) - (score["for"] < score["against"]))

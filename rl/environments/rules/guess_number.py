@@ -1,4 +1,4 @@
-"""Guess the number: a secret whole number, and after each guess whether it is higher or lower."""
+"""Define "guess the number": a secret integer; the answer to each guess is higher or lower."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ HIGHER, LOWER, RIGHT = "higher", "lower", "right"
 
 
 def guesses_needed(count: int) -> int:
-    """Guesses that find any of `count` numbers for sure: floor(log2 count) + 1 (each splits what is
-    left around itself).
+    """Return the number of guesses that always suffice for `count` numbers: floor(log2 count) + 1.
+    Each guess splits the remaining numbers around itself.
     """
     return count.bit_length()
 
 
 def read_number(text: str) -> int | None:
-    """The number that a reply guesses: the only one in it. None where it holds none, or several
-    different ones.
-    """
-    found = set(re.findall(r"-?\d+", text))
+    """Return the only number in a reply; None if it contains none, or several different numbers."""
+    numbers = set(re.findall(r"-?\d+", text))
     return (
-        int(found.pop())
-        if len(found) == 1 and max(map(len, re.findall(r"\d+", text))) <= 9
+        int(numbers.pop())
+        if len(numbers) == 1 and max(map(len, re.findall(r"\d+", text))) <= 9
         else None
     )
 
 
 @dataclass
 class NumberGame:
-    """A secret from `low` to `high`; [least, most] is where it lies by the answers so far."""
+    """Hold a secret from `low` to `high`. The answers until now imply that it is in [least,
+    most].
+    """
 
     secret: int
     low: int
@@ -42,11 +42,11 @@ class NumberGame:
 
     def __post_init__(self) -> None:
         if not self.low <= self.secret <= self.high:
-            raise ValueError(f"the secret {self.secret} lies outside of {self.low} to {self.high}")
+            raise ValueError(f"the secret {self.secret} is outside of {self.low} to {self.high}")
         self.least, self.most = self.low, self.high
 
     def guess(self, number: int) -> str:
-        """HIGHER, LOWER or RIGHT: where the secret is from here."""
+        """Return HIGHER, LOWER or RIGHT: the position of the secret relative to `number`."""
         self.guesses += 1
         if number == self.secret:
             self.found, self.least, self.most = True, number, number
@@ -59,22 +59,22 @@ class NumberGame:
 
 
 def halving(game: NumberGame, draw: random.Random) -> int:
-    """The middle of what is left: needs at most `guesses_needed`."""
+    """Return the middle of the possible numbers; needs at most `guesses_needed` guesses."""
     return (game.least + game.most) // 2
 
 
 def any_left(game: NumberGame, draw: random.Random) -> int:
-    """Any number that the answers so far leave."""
+    """Return a random number that agrees with all answers."""
     return draw.randint(game.least, game.most)
 
 
 def any_number(game: NumberGame, draw: random.Random) -> int:
-    """Any number at all, whatever was answered."""
+    """Return a random number, ignoring the answers."""
     return draw.randint(game.low, game.high)
 
 
 def careless(game: NumberGame, draw: random.Random) -> int:
-    """Halving half of the time, else any number at all."""
+    """Return `halving` with probability 0.5, else `any_number`."""
     return (halving if draw.random() < 0.5 else any_number)(game, draw)
 
 

@@ -1,8 +1,8 @@
-"""Twenty questions: things with attributes, an answerer that follows a rule, and the questioner
-that needs the fewest.
+"""Define "twenty questions": objects with attributes, a rule-based answerer, and the questioner
+that needs the fewest questions.
 
-The words of a question decide its answer: a thing's name (or another word for it) is a guess, an
-attribute's word asks for that attribute.
+The words of a question decide its answer: the name of an object is a guess, a word of an attribute
+asks for that attribute.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 
-# Each thing and what holds of it. Every attribute splits its half again, so that four questions
-# tell sixteen things apart.
+# Attributes of each object. Each attribute splits the remaining objects in half, so that four
+# questions identify each of sixteen objects.
 THINGS: dict[str, frozenset[str]] = {
     "dog": frozenset({"alive", "big"}),
     "horse": frozenset({"alive", "big", "plants"}),
@@ -31,7 +31,7 @@ THINGS: dict[str, frozenset[str]] = {
     "drone": frozenset({"flies", "metal"}),
     "kite": frozenset({"flies"}),
 }
-# Words that ask for an attribute; the attribute's own name is one of them.
+# Words that ask for an attribute, including the name of the attribute.
 WORDS: dict[str, tuple[str, ...]] = {
     "alive": ("alive", "living", "live", "lives", "animal", "creature"),
     "flies": ("flies", "fly", "flying", "wings", "air"),
@@ -43,75 +43,82 @@ YES, NO, RIGHT, UNKNOWN = "yes", "no", "right", "unclear"
 
 
 def words_of(text: str) -> list[str]:
+    """Split a text into lower-case words."""
     return re.findall(r"[a-z]+", text.lower())
 
 
 def read_question(text: str, things: Iterable[str]) -> tuple[str, str] | None:
-    """("guess", thing) or ("ask", attribute); None where the words name nothing known, or several
-    different things.
+    """Return ("guess", object) or ("ask", attribute); None if the words name nothing known, or
+    several different objects.
     """
     words = words_of(text)
-    named = {thing for thing in things if thing in words}
+    named = {item for item in things if item in words}
     if named:
         return ("guess", named.pop()) if len(named) == 1 else None
-    asked = {
+    attributes = {
         attribute for attribute, known in WORDS.items() if any(word in known for word in words)
     }
-    return ("ask", asked.pop()) if len(asked) == 1 else None
+    return ("ask", attributes.pop()) if len(attributes) == 1 else None
 
 
 def rule_answer(thing: str, text: str, things: Iterable[str]) -> str:
-    """YES or NO to a question about `thing`, RIGHT or NO to a guess, UNKNOWN to anything else."""
-    asked = read_question(text, things)
-    if asked is None:
+    """Return YES or NO to a question about `thing`, RIGHT or NO to a guess, UNKNOWN to any other
+    text.
+    """
+    parsed = read_question(text, things)
+    if parsed is None:
         return UNKNOWN
-    kind, what = asked
+    kind, target = parsed
     if kind == "guess":
-        return RIGHT if what == thing else NO
-    return YES if what in THINGS[thing] else NO
+        return RIGHT if target == thing else NO
+    return YES if target in THINGS[thing] else NO
 
 
 def holding(attribute: str, things: Iterable[str]) -> frozenset[str]:
-    return frozenset(thing for thing in things if attribute in THINGS[thing])
+    """Return the objects that have an attribute."""
+    return frozenset(item for item in things if attribute in THINGS[item])
 
 
 def left_after(things: Iterable[str], text: str, answer: str) -> frozenset[str]:
-    """The things of which the question would have been answered so."""
+    """Return the objects for which the question has this answer."""
     things = frozenset(things)
-    return frozenset(thing for thing in things if rule_answer(thing, text, THINGS) == answer)
+    return frozenset(item for item in things if rule_answer(item, text, THINGS) == answer)
 
 
 @cache
 def best_attribute(things: frozenset[str]) -> str | None:
-    """The attribute that splits the things most evenly (the first by name of equals); None where
-    none splits them.
+    """Return the attribute that splits the objects most evenly (the first by name among equals);
+    None if no attribute splits them.
     """
     halves = {attribute: len(holding(attribute, things)) for attribute in sorted(WORDS)}
-    splitting = [attribute for attribute, held in halves.items() if 0 < held < len(things)]
+    splitting = [attribute for attribute, count in halves.items() if 0 < count < len(things)]
     return min(
         splitting, key=lambda attribute: abs(2 * halves[attribute] - len(things)), default=None
     )
 
 
 def splitting(left: Sequence[str] | frozenset[str]) -> str:
-    """The text that the splitting questioner says next: an attribute, or once nothing splits what
-    is left, a thing.
+    """Return the next question of the optimal questioner: an attribute, or the name of an object if
+    no attribute splits the candidates.
     """
     attribute = best_attribute(frozenset(left)) if len(left) > 1 else None
     return attribute if attribute is not None else sorted(left)[0]
 
 
 def questions_needed(things: Iterable[str]) -> int:
-    """What the splitting questioner asks at most, its last guess included."""
-    return max(questions_for(thing, things) for thing in things)
+    """Return the largest number of questions that the optimal questioner needs, including its last
+    guess.
+    """
+    return max(questions_for(item, things) for item in things)
 
 
 def questions_for(thing: str, things: Iterable[str]) -> int:
-    left, count = frozenset(things), 0
+    """Return the number of questions that the optimal questioner needs for `thing`."""
+    candidates, count = frozenset(things), 0
     while True:
-        text = splitting(left)
+        text = splitting(candidates)
         count += 1
         answer = rule_answer(thing, text, THINGS)
         if answer == RIGHT:
             return count
-        left = left_after(left, text, answer)
+        candidates = left_after(candidates, text, answer)

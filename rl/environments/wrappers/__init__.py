@@ -1,3 +1,3 @@
-"""Environments that other people wrote, as environments here. Each needs its package, which nothing
-else does.
+"""Adapt environments of other libraries. Each adapter needs the package of its library, which no
+other part of the project needs.
 """

@@ -1,4 +1,4 @@
-"""Servers of the Model Context Protocol: their tools become a model's tools."""
+"""Connect to servers of the Model Context Protocol, and offer their tools to a model."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ from rl.types import Message
 
 
 class McpServer:
-    """A connection to a server: `server` is a URL (streamable HTTP) or a command that speaks over
-    its standard input and output.
+    """Hold a connection to a server. `server` is a URL (streamable HTTP) or a command that
+    communicates over its standard input and output.
 
-    `tools()` are Tools for an environment's own `tools`; `names`: only these. Close it when the
-    episode has ended.
+    `tools()` returns the Tools for an environment. `names`: only these tools. Close the connection
+    when the episode has ended.
     """
 
     def __init__(self, server: str, *, seconds: float = 30.0, names: tuple[str, ...] = ()):
         if not server.strip():
-            raise UserError('an MCP server is a URL, or a command such as "python server.py"')
+            raise UserError(
+                "server is empty: set the URL of an MCP server, or a command such as"
+                ' "python server.py"'
+            )
         mcp = package("mcp", "mcp")
         self.server, self.names, self.seconds = server, names, seconds
         target: Any = server
@@ -38,23 +41,29 @@ class McpServer:
         self.session = Session(lambda: mcp.Client(target, read_timeout_seconds=seconds), seconds)
 
     def tools(self) -> tuple[Tool, ...]:
-        """All pages of the server's list. UserError where a name that was asked for is not in it."""
-        found: list[Any] = []
+        """Return the tools from all pages of the server's list. Raises UserError if a requested
+        name is missing.
+        """
+        listed: list[Any] = []
         cursor = None
         for _ in range(1000):
             page = self.session.call(partial(_page, cursor=cursor))
-            found += page.tools
+            listed += page.tools
             cursor = getattr(page, "next_cursor", None) or getattr(page, "nextCursor", None)
             if not cursor:
                 break
-        missing = sorted(set(self.names) - {one.name for one in found})
+        missing = sorted(set(self.names) - {item.name for item in listed})
         if missing:
             raise UserError(
-                f"the server {self.server} has no tool {', '.join(missing)}; it has {', '.join(one.name for one in found)}"
+                f"the server {self.server} has no tool {', '.join(missing)}; it has"
+                f" {', '.join(item.name for item in listed)}"
             )
-        return tuple(self._tool(one) for one in found if not self.names or one.name in self.names)
+        return tuple(
+            self._tool(item) for item in listed if not self.names or item.name in self.names
+        )
 
     def _tool(self, listed: Any) -> Tool:
+        """Return a tool of the server's list as a Tool."""
         parameters = (
             getattr(listed, "input_schema", None)
             or getattr(listed, "inputSchema", None)
@@ -73,53 +82,63 @@ class McpServer:
         )
 
     def _caller(self, name: str) -> Callable[..., str]:
+        """Return a function that calls a tool of the server. The function raises RuntimeError if
+        the tool fails.
+        """
+
         def call(**arguments: Any) -> str:
             answer = self.session.call(lambda client: client.call_tool(name, arguments))
             text = "\n".join(_text(part) for part in answer.content)
             if getattr(answer, "is_error", None) or getattr(answer, "isError", None):
-                raise RuntimeError(text or "the tool failed and did not say why")
+                raise RuntimeError(text or "the tool failed without a reason")
             return text
 
         call.__name__ = name
         return call
 
     def close(self) -> None:
+        """Close the connection."""
         self.session.close()
 
 
 def _page(client: Any, cursor: str | None) -> Awaitable[Any]:
+    """Request a page of the list of tools."""
     return client.list_tools(cursor=cursor)
 
 
 def _text(part: Any) -> str:
+    """Return a content part as a text, or a placeholder for other types."""
     text = getattr(part, "text", None)
     if isinstance(text, str):
         return text
-    return f"[{getattr(part, 'type', 'content')} that is no text]"
+    return f"[{getattr(part, 'type', 'content')} that is not text]"
 
 
 @dataclass
 class McpTools(Environment):
-    """The rows of a data set with the tools of an MCP server at hand; the answer that calls none is
-    scored by a reward.
+    """Offer the tools of an MCP server on the rows of a data set. A reward scores the first answer
+    without tool calls.
     """
 
     needs_rows: ClassVar[bool] = True
     server: str = ""
     """A URL, or a command that is run for each episode: "python server.py"."""
     only: str = ""
-    """Names of the tools to offer, with spaces between; by default all."""
+    """Names of the tools to offer, separated by spaces; by default all."""
     score: str = "exact_match"
-    """The reward of the last answer: a registered name, module:function or file.py:function, called in this process."""
+    """Reward of the last answer: a registered name, module:function or file.py:function, run
+    in-process.
+    """
     score_config: str = "{}"
-    """The reward's own settings as JSON."""
+    """Settings of the reward as JSON."""
     call_seconds: float = 30.0
-    """Seconds that one call, or the beginning, may take."""
+    """Time limit in seconds of a call, and of the connection."""
 
     def __post_init__(self) -> None:
         self.reward = resolve_reward(self.score, **json.loads(self.score_config))
 
     def start(self) -> list[Message]:
+        """Connect to the server and return the row's messages."""
         self.connection = McpServer(
             self.server, seconds=self.call_seconds, names=tuple(self.only.split())
         )
@@ -127,15 +146,19 @@ class McpTools(Environment):
         return [dict(message) for message in self.row.get("messages", ())]
 
     def step(self, answer: Message) -> Turn:
-        asked = [str(m["content"]) for m in self.row.get("messages", ()) if m["role"] == "user"]
-        found = self.reward.evaluate(asked[-1] if asked else "", str(answer["content"]), self.row)
+        """Return the score of the final answer."""
+        prompts = [str(m["content"]) for m in self.row.get("messages", ()) if m["role"] == "user"]
+        score = self.reward.evaluate(
+            prompts[-1] if prompts else "", str(answer["content"]), self.row
+        )
         return Turn(
-            reward=found.reward,
+            reward=score.reward,
             done=True,
-            metrics={**found.metrics, "used_tool": float(bool(self.calls))},
+            metrics={**score.metrics, "used_tool": float(bool(self.calls))},
         )
 
     def close(self) -> None:
+        """Close the connection, if it was opened."""
         connection = getattr(self, "connection", None)
         if connection is not None:
             connection.close()

@@ -1,4 +1,4 @@
-"""OpenEnv: environments behind a server, over its generic client, which speaks dictionaries."""
+"""Run environments of OpenEnv, which are servers, through its generic client of dictionaries."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from rl.types import Message
 
 @dataclass
 class OpenEnv(Environment):
-    """An episode on a server of OpenEnv: `reset` begins it with this episode's seed, each answer is
-    a `step`.
+    """Run an episode on an OpenEnv server: `reset` begins it with the episode's seed, and each
+    answer is a `step`.
     """
 
     url: str = ""
-    """Of the server: http://localhost:8000."""
+    """URL of the server, such as http://localhost:8000."""
     action: str = "message"
-    """The field of the action that holds the answer; with json the answer itself is the action, as a JSON object."""
+    """Field of the action that holds the answer; json: the answer is the action, as a JSON object.
+    """
     show: str = ""
-    """Fields of the observation that the model is shown, with spaces between; by default all that hold text, else the whole as JSON."""
+    """Fields of the observation to show, separated by spaces; default: all text fields, else all as
+    JSON.
+    """
     begin: str = "Begin."
-    """What the model is told where the first observation says nothing."""
+    """First message to the model if the first observation is empty."""
     config: str = "{}"
-    """More arguments of reset as JSON."""
+    """Further arguments of reset as JSON."""
     wait_seconds: float = 30.0
-    """Seconds that the server may take for one step."""
+    """Time limit in seconds of a step on the server."""
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://", "ws://", "wss://")):
@@ -43,14 +46,16 @@ class OpenEnv(Environment):
         options(self.config, "config")
 
     def start(self) -> str:
+        """Reset the environment on the server and return its first observation."""
         self.session = Session(
             lambda: self.core.GenericEnvClient(base_url=self.url), self.wait_seconds
         )
-        given = {"seed": self.seed % 2**31, **options(self.config, "config")}
-        came = self.session.call(lambda client: _maybe(client.reset(**given)))
-        return self._text(came.observation) or self.begin
+        arguments = {"seed": self.seed % 2**31, **options(self.config, "config")}
+        result = self.session.call(lambda client: _maybe(client.reset(**arguments)))
+        return self._text(result.observation) or self.begin
 
     def step(self, answer: Message) -> Turn:
+        """Send an action and return the observation."""
         text = str(answer["content"])
         action: Any = {self.action: text}
         if self.action == "json":
@@ -63,16 +68,17 @@ class OpenEnv(Environment):
                 )
             if not isinstance(action, dict):
                 return Turn("Error: an action is a JSON object", metrics={"malformed_action": 1.0})
-        came = self.session.call(lambda client: _maybe(client.step(action)))
-        shown, done = self._text(came.observation), bool(came.done)
+        result = self.session.call(lambda client: _maybe(client.step(action)))
+        text_shown, done = self._text(result.observation), bool(result.done)
         return Turn(
-            shown or "(nothing)",
-            float(came.reward or 0.0),
+            text_shown or "(nothing)",
+            float(result.reward or 0.0),
             done,
-            logs={"observation": came.observation} if done else {},
+            logs={"observation": result.observation} if done else {},
         )
 
     def _text(self, observation: Any) -> str:
+        """Return an observation as a text. Raises KeyError if a field of `show` is missing."""
         if not isinstance(observation, Mapping):
             return str(observation)
         names = self.show.split()
@@ -80,7 +86,8 @@ class OpenEnv(Environment):
             missing = [name for name in names if name not in observation]
             if missing:
                 raise KeyError(
-                    f"the observation has no {', '.join(missing)}; it has {', '.join(map(str, observation))}"
+                    f"the observation has no {', '.join(missing)}; it has"
+                    f" {', '.join(map(str, observation))}"
                 )
             return "\n".join(_shown(observation[name]) for name in names)
         texts = [
@@ -93,15 +100,19 @@ class OpenEnv(Environment):
         )
 
     def close(self) -> None:
+        """Close the connection, if it was opened."""
         session = getattr(self, "session", None)
         if session is not None:
             session.close()
 
 
 def _shown(value: Any) -> str:
+    """Return a text unchanged, and any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 async def _maybe(found: Any) -> Any:
-    """Awaited where it is to be: the client's methods are coroutines in some versions only."""
+    """Await a value if it is awaitable: the client's methods are coroutines only in some
+    versions.
+    """
     return await found if inspect.isawaitable(found) else found

@@ -1,4 +1,4 @@
-"""Packages that only a wrapper needs, imported when an environment of theirs is made."""
+"""Import packages that only an adapter needs, when an environment of the package is made."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from rl.errors import UserError
 
 
 def package(module: str, name: str) -> Any:
-    """The module. UserError with the line that installs `name` (as the package index knows it)
-    where it is not there.
+    """Return an imported module. Raises UserError, with the command that installs the package
+    `name`, if it is missing.
     """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and module.split(".")[0] != error.name.split(".")[0]:
             raise UserError(
-                f"the package {name} is installed, but not {error.name}, which it needs: pip install {error.name}"
+                f"the package {name} is installed, but not {error.name}, which it needs:"
+                f" pip install {error.name}"
             ) from error
         file = f"requirements-{name}.txt"
         raise UserError(
@@ -27,20 +28,22 @@ def package(module: str, name: str) -> Any:
 
 
 def options(given: str, what: str) -> dict[str, Any]:
-    """Settings written as a JSON object. UserError where they are none."""
+    """Parse settings written as a JSON object. Raises UserError if the text is not a JSON
+    object.
+    """
     try:
-        found = json.loads(given or "{}")
+        parsed = json.loads(given or "{}")
     except ValueError as error:
         raise UserError(
-            f'{what} is a JSON object such as {{"max_number": 8}}, got {given!r} ({error})'
+            f'{what} must be a JSON object such as {{"max_number": 8}}, got {given!r} ({error})'
         ) from error
-    if not isinstance(found, dict):
-        raise UserError(f'{what} is a JSON object such as {{"max_number": 8}}, got {given!r}')
-    return found
+    if not isinstance(parsed, dict):
+        raise UserError(f'{what} must be a JSON object such as {{"max_number": 8}}, got {given!r}')
+    return parsed
 
 
 def plain_number(value: Any) -> float | None:
-    """A number of any library as a float; None where it is none."""
+    """Return a number of any library as a float; None for any other value."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         return None
     return float(value)

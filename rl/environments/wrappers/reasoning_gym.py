@@ -1,4 +1,6 @@
-"""reasoning-gym: generated tasks with exact answers, by name, and their curricula."""
+"""Run tasks of reasoning-gym: generated questions with exact answers, by name, and their
+curricula.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +22,25 @@ _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 @dataclass
 class ReasoningGym(Environment):
-    """A task of reasoning-gym: its question, and its own score of the answer (0 to 1) as the
-    reward.
+    """Ask a question of a reasoning-gym task. The reward is the task's score of the answer (0 to
+    1).
 
-    The answer is what stands in <answer> tags, or everything where there are none.
+    The answer is the text in <answer> tags, or the complete reply if it has no tags.
     """
 
     task: str = "chain_sum"
-    """Its name (chain_sum, countdown, sudoku, ...), or several with commas between them, asked by turns."""
+    """Name of a task (chain_sum, sudoku, ...), or several separated by commas, used alternately."""
     level: int = -1
-    """Difficulty on the task's own curriculum, from 0; -1: as the task is by itself."""
+    """Difficulty on the task's curriculum, from 0; -1: the task's default difficulty."""
     levels: int = 0
-    """Ask the levels from 0 to one below this, as many questions of each: for --curriculum steps or success."""
+    """Number of levels, equally many questions of each: for --curriculum steps or success."""
     only_level: bool = False
-    """At a level, only what is new in it; else a level's ranges begin where those of level 0 do."""
+    """Ask only questions that are new at a level; by default its ranges begin at those of level 0.
+    """
     config: str = "{}"
-    """The task's own settings as JSON: {"max_terms": 3}. A level's take their place."""
+    """Settings of the task as JSON: {"max_terms": 3}. Settings of a level replace them."""
     suffix: str = ""
-    """Put after every question, such as "Answer with the number alone." """
+    """Text appended to each question, such as "Answer with only the number." """
 
     def __post_init__(self) -> None:
         self.tasks = [name.strip() for name in self.task.split(",") if name.strip()]
@@ -46,21 +49,22 @@ class ReasoningGym(Environment):
         for name in self.tasks or [self.task]:
             if name not in known:
                 near = nearest(name, known)
-                hint = f"did you mean {near}?" if near else f"there are {', '.join(sorted(known))}"
+                hint = f"did you mean {near}?" if near else f"it has {', '.join(sorted(known))}"
                 raise UserError(f"reasoning-gym has no task {name!r}: {hint}")
             if (self.level >= 0 or self.levels) and name not in curricula:
                 raise UserError(
-                    f"reasoning-gym has no curriculum of {name}: leave out level and levels; config says how hard it is"
+                    f"reasoning-gym has no curriculum of {name}: remove level and levels, and set"
+                    " the difficulty in config"
                 )
         if self.level >= 0 and self.levels:
-            raise UserError("level asks one level and levels several: give one of them")
+            raise UserError(
+                "level selects a single level and levels several: set only level or levels"
+            )
         options(self.config, "config")
 
     def rows(self, split: str, count: int) -> Sequence[Mapping[str, Any]]:
-        """A level's rows are spread over all of them, so that each batch has all the levels there
-        are.
-        """
-        made = []
+        """Return rows with the levels in turn, so that each batch contains all levels."""
+        rows = []
         for i in range(count):
             level = i % self.levels if self.levels else self.level
             row: dict[str, Any] = {
@@ -68,10 +72,11 @@ class ReasoningGym(Environment):
                 "split": split,
                 "index": i,
             }
-            made.append({**row, "level": level} if self.levels else row)
-        return made
+            rows.append({**row, "level": level} if self.levels else row)
+        return rows
 
     def start(self) -> str:
+        """Return the question of the row."""
         row = self.row
         name, level = row.get("task", self.tasks[0]), row.get("level", self.level)
         seed = derive_seed("reasoning_gym", row.get("split", "train")) % 2**30
@@ -84,24 +89,25 @@ class ReasoningGym(Environment):
         )
 
     def step(self, answer: Message) -> Turn:
+        """Return the task's score of the answer."""
         text = str(answer["content"])
         tagged = _TAG.findall(text)
-        given = (tagged[-1] if tagged else text).strip()
+        response = (tagged[-1] if tagged else text).strip()
         try:
-            score = float(self.data.score_answer(answer=given, entry=self.entry))
+            score = float(self.data.score_answer(answer=response, entry=self.entry))
         except (ValueError, TypeError, KeyError, IndexError, ArithmeticError, AttributeError):
-            score = 0.0  # some tasks' own scoring breaks on what is no answer: a wrong one
+            score = 0.0  # the scorers of some tasks raise for malformed answers, which are wrong
         metrics = {"correct": float(score >= 1.0), "score": score}
         return Turn(reward=score, done=True, metrics=metrics, logs={"answer": self.entry["answer"]})
 
 
 @functools.lru_cache(maxsize=256)
 def _dataset(name: str, level: int, only: bool, config: str, seed: int, size: int) -> Any:
-    """A task's generator, which makes an item from its number when it is asked for."""
+    """Return a task's generator, which makes an item from its index on demand."""
     gym = package("reasoning_gym", "reasoning-gym")
-    own = {**options(config, "config"), "seed": seed, "size": size}
+    settings = {**options(config, "config"), "seed": seed, "size": size}
     if level < 0:
-        return gym.create_dataset(name, **own)
+        return gym.create_dataset(name, **settings)
     from reasoning_gym.coaching.base_curriculum import DefaultCurriculumContext, RangeAttributeMode
 
     curriculum = gym.factory.create_curriculum(name)
@@ -111,5 +117,5 @@ def _dataset(name: str, level: int, only: bool, config: str, seed: int, size: in
     curriculum.set_global_level(level)
     mode = RangeAttributeMode.UPPER_BOUND if only else RangeAttributeMode.INCLUSIVE
     return gym.factory.DATASETS[name][0](
-        curriculum.generate_configuration(own, DefaultCurriculumContext(mode=mode))
+        curriculum.generate_configuration(settings, DefaultCurriculumContext(mode=mode))
     )

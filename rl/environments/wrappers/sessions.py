@@ -1,4 +1,4 @@
-"""A connection that one task of an event loop holds from its beginning to its end, for callers in
+"""Hold a connection in a single task of an event loop, from its start to its end, for callers in
 other threads.
 """
 
@@ -15,11 +15,11 @@ _END_SECONDS = 5.0
 
 
 class Session:
-    """Opens `client` (an asynchronous context manager) in a task of its own and calls it there:
-    what libraries on anyio ask for.
+    """Open `client` (an asynchronous context manager) in a separate task and call it in that task,
+    as libraries on anyio require.
 
-    `call` waits; calls of several threads run side by side. A server that cannot be reached is an
-    error of the constructor.
+    `call` blocks; calls of several threads run concurrently. The constructor raises if the server
+    cannot be reached.
     """
 
     def __init__(self, client: Callable[[], Any], seconds: float):
@@ -37,7 +37,9 @@ class Session:
             raise error
 
     def call(self, what: Callable[[Any], Awaitable[Any]], seconds: float | None = None) -> Any:
-        """What `what(client)` comes to. Raises TimeoutError, and what it raises."""
+        """Return the result of `what(client)`. Raises TimeoutError at the time limit, and any error
+        of the call.
+        """
         future: Future[Any] = asyncio.run_coroutine_threadsafe(
             _call(what, self._client), self._loop
         )
@@ -49,19 +51,22 @@ class Session:
             raise TimeoutError(f"the server did not answer within {limit:g} s") from None
 
     def close(self) -> None:
+        """Close the connection."""
         if self._thread.is_alive() and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._over.set)
             self._thread.join(_END_SECONDS)
 
     def _run(self, client: Callable[[], Any]) -> None:
+        """Run the event loop of the connection; report an error to the constructor."""
         try:
             asyncio.run(self._hold(client))
         except (
             BaseException
-        ) as error:  # boundary: the library's; whoever waits for the session is told
+        ) as error:  # boundary: an error of the library, raised again in the constructor
             self._ready.put((None, error))
 
     async def _hold(self, client: Callable[[], Any]) -> None:
+        """Keep the connection open until `close`."""
         self._over = asyncio.Event()
         async with client() as self._client:
             self._ready.put((asyncio.get_running_loop(), None))
@@ -69,5 +74,7 @@ class Session:
 
 
 async def _call(what: Callable[[Any], Awaitable[Any]], client: Any) -> Any:
-    """Call inside the event loop: some clients run at once where there is none (OpenEnv from 0.10)."""
+    """Call inside the event loop: some clients run synchronously outside a loop (OpenEnv from
+    0.10).
+    """
     return await what(client)

@@ -1,4 +1,4 @@
-"""SkyRL-Gym: its text environments, by the names that it registers them under, or by their classes."""
+"""Run the text environments of SkyRL-Gym, by their registered names or by their classes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from rl.types import Message
 
 @dataclass
 class SkyRLGym(Environment):
-    """One of its environments, on the rows of a data set: what init and step return as observations
-    is said to the model.
+    """Run a SkyRL-Gym environment on the rows of a data set. The observations of its init and step
+    become messages for the model.
     """
 
     needs_rows: ClassVar[bool] = True
     env: str = "gsm8k"
-    """gsm8k, gsm8k_multi_turn, aime, lcb, search, text2sql, ..., or what your module registered."""
+    """gsm8k, gsm8k_multi_turn, aime, lcb, search, text2sql, ..., or a name registered by your
+    module.
+    """
     imports: str = ""
-    """A module that registers environments with skyrl_gym, imported first."""
+    """A module that registers environments with skyrl_gym; it is imported first."""
     config: str = "{}"
-    """Its env_config as JSON."""
+    """The environment's env_config as JSON."""
 
     def __post_init__(self) -> None:
         self.gym = package("skyrl_gym", "skyrl-gym")
@@ -36,12 +38,13 @@ class SkyRLGym(Environment):
             hint = (
                 f"did you mean {near}?"
                 if near
-                else f"there are {', '.join(sorted(self.gym.registry))}"
+                else f"it has {', '.join(sorted(self.gym.registry))}"
             )
             raise UserError(f"skyrl_gym has no environment {self.env!r}: {hint}")
         options(self.config, "config")
 
     def start(self) -> list[Message]:
+        """Make the environment and return its first messages."""
         extras = {
             key: value for key, value in self.row.items() if key not in ("messages", "prompt")
         }
@@ -52,12 +55,13 @@ class SkyRLGym(Environment):
         self.made = self.gym.make(
             self.env, env_config=options(self.config, "config"), extras=extras
         )
-        found, self.info = self.made.init(prompt)
-        return _messages(found)
+        observation, self.info = self.made.init(prompt)
+        return _messages(observation)
 
     def step(self, answer: Message) -> Turn:
-        came = self.made.step(str(answer["content"]))
-        done, logs = bool(came["done"]), came.get("metadata") or came.get("info") or {}
+        """Pass an answer to the environment and return its result."""
+        output = self.made.step(str(answer["content"]))
+        done, logs = bool(output["done"]), output.get("metadata") or output.get("info") or {}
         metrics: dict[str, float] = {}
         if done and hasattr(self.made, "get_metrics"):
             figures = {
@@ -65,35 +69,40 @@ class SkyRLGym(Environment):
                 for key, value in (self.made.get_metrics() or {}).items()
             }
             metrics = {key: value for key, value in figures.items() if value is not None}
-        noted = {"info": _plain(logs)} if logs else {}
+        turn_logs = {"info": _plain(logs)} if logs else {}
         return Turn(
-            _messages(came["observations"]),
-            float(came["reward"]),
+            _messages(output["observations"]),
+            float(output["reward"]),
             done,
             metrics=metrics,
-            logs=noted,
+            logs=turn_logs,
         )
 
     def close(self) -> None:
-        made = getattr(self, "made", None)
-        if made is not None:
-            made.close()
+        """Close the environment, if it was made."""
+        instance = getattr(self, "made", None)
+        if instance is not None:
+            instance.close()
 
 
 def _messages(found: Any) -> list[Message]:
+    """Convert observations to messages. Raises TypeError for any other value."""
     if isinstance(found, str):
         return [{"role": "user", "content": found}]
     if not isinstance(found, Sequence) or not all(
-        isinstance(one, Mapping) and "content" in one for one in found
+        isinstance(message, Mapping) and "content" in message for message in found
     ):
         raise TypeError(f"skyrl_gym gave the observations {found!r:.100}; messages are expected")
-    return [{"role": str(one.get("role", "user")), "content": one["content"]} for one in found]
+    return [
+        {"role": str(message.get("role", "user")), "content": message["content"]}
+        for message in found
+    ]
 
 
 def _plain(value: Any) -> Any:
-    """As JSON can hold it."""
+    """Convert a value to JSON-serializable data."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -1,4 +1,4 @@
-"""textarena: games in text for one player or several, by the names that textarena gives them."""
+"""Run the games of textarena, for a single player or several, by their names in textarena."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from rl.errors import UserError
 from rl.settings import nearest
 from rl.types import Message
 
-_MOST_IN_A_ROW = 1000  # moves of others before the policy is asked again
+_MOST_IN_A_ROW = 1000  # consecutive moves of random players
 
 
 class _OwnRandom:
-    """Stands for the module `random` in textarena's modules, whose games all draw from the one
-    global generator.
+    """Replace the module `random` in textarena's modules: all its games use the global generator.
 
-    Each thread (an episode has its own) has a generator of its own, so that a game is a function of
-    its seed, whatever else is played.
+    Each thread (an episode has a thread) gets a separate generator, so that a game depends only on
+    its seed, not on concurrent games.
     """
 
     def __init__(self) -> None:
@@ -41,28 +40,35 @@ _own_random = _OwnRandom()
 
 @dataclass
 class TextArena(Environment):
-    """A game of textarena; each player's reward is textarena's at the end (-1 to 1 of several
-    players, 0 to 1 of one).
+    """Play a game of textarena. The reward of each player is textarena's final reward (-1 to 1 with
+    several players, 0 to 1 with a single player).
     """
 
     game: str = "GuessTheNumber-v0"
-    """Its name there; the plain form (-raw) is taken where there is one, since this conversation keeps its own history."""
+    """Name in textarena; its plain form (-raw) is used if it exists, since the conversation has a
+    history.
+    """
     players: int = 0
-    """How many play; 0: as few as the game takes."""
+    """Number of players; 0: as few as the game allows."""
     seat: int = -1
-    """Which of several players the policy is; -1: by turns, another in each member of a group."""
+    """Seat of the policy with several players; -1: a different seat for each member of a group."""
     others: str = "policy"
-    """Who plays the other seats: policy (self-play), random (among moves), or the name of a player."""
+    """Players of the other seats: policy (self-play), random (among moves), or the name of a
+    player.
+    """
     moves: str = ""
-    """What a random player chooses from, with spaces between: "[0] [1] [2]"."""
+    """Moves of a random player, separated by spaces: "[0] [1] [2]"."""
     rules: bool = True
-    """Begin with the game's own explanation; without it a model that knows the game is told what happens alone."""
+    """Begin with the game's explanation; without it the model only receives the events of the game.
+    """
     brackets: bool = False
-    """Put brackets around an answer that has none, as many games want their moves."""
+    """Put brackets around an answer that has none, as many games require for moves."""
     wins_only: bool = False
-    """1 for a game won and 0 for any other, instead of the game's own reward, which may pay a lost one nearly as well for coming near."""
+    """Reward 1 for a win and 0 otherwise, instead of the game's reward, which may also pay a near
+    miss.
+    """
     config: str = "{}"
-    """The game's own settings as JSON: {"max_number": 8}."""
+    """Settings of the game as JSON: {"max_number": 8}."""
 
     def __post_init__(self) -> None:
         self.arena = package("textarena", "textarena")
@@ -75,16 +81,19 @@ class TextArena(Environment):
             self.game = f"{self.game}-raw"
         if self.others == "random" and not self.moves.split():
             raise UserError(
-                'a random player chooses from moves: give them, such as --environment.moves "[0] [1] [2]"'
+                'a random player needs moves: give them, such as --environment.moves "[0] [1] [2]"'
             )
         options(self.config, "config")
 
     acts = 0
 
     def start(self) -> Turn:
+        """Reset the game and return the first observation of the policy."""
         self.made = self.arena.make(self.game, **options(self.config, "config"))
         for module in [
-            found for name, found in list(sys.modules.items()) if name.split(".")[0] == "textarena"
+            loaded
+            for name, loaded in list(sys.modules.items())
+            if name.split(".")[0] == "textarena"
         ]:
             if vars(module).get("random") is random:
                 vars(module)["random"] = _own_random
@@ -100,29 +109,35 @@ class TextArena(Environment):
         return self._next({})
 
     def _begin(self) -> int:
-        """Resets the game; with 0 players with as few as it takes. Returns how many there are."""
-        tried = [self.players] if self.players else range(1, 16)
-        for count in tried:
+        """Reset the game and return the number of players: the setting, or with 0 the fewest that
+        the game allows. Raises UserError if the game refuses.
+        """
+        counts = [self.players] if self.players else range(1, 16)
+        for count in counts:
             try:
                 self.made.reset(num_players=count, seed=self.seed % 2**31)
                 return count
             except (AssertionError, ValueError) as error:
-                refused = error
+                refusal = error
         raise UserError(
-            f"textarena's {self.game} does not take {self.players or 'up to 15'} players: {refused}"
+            f"textarena's {self.game} does not take {self.players or 'up to 15'} players: {refusal}"
         )
 
     def step(self, answer: Message) -> Turn:
+        """Process a move."""
         return self._next(self._move(str(answer["content"])))
 
     def _move(self, text: str) -> dict[str, Any]:
+        """Make a move and return its outcome."""
         if self.brackets and "[" not in text:
             text = f"[{text.strip()}]"
         done, info = self.made.step(action=text)
         return {"done": done, "info": info}
 
     def _next(self, came: dict[str, Any]) -> Turn:
-        """On to the next answer of a model: random players move by themselves."""
+        """Make the moves of random players, and return the next observation of a model. Raises
+        RuntimeError after _MOST_IN_A_ROW moves.
+        """
         for _ in range(_MOST_IN_A_ROW):
             if came.get("done"):
                 return self._end()
@@ -133,10 +148,12 @@ class TextArena(Environment):
                     messages=self._text(player, seen), seat=player if self.mine is None else 0
                 )
             came = self._move(self.rng.choice(self.moves.split()))
-        raise RuntimeError(f"{self.game}: {_MOST_IN_A_ROW} moves of others in a row")
+        raise RuntimeError(f"{self.game}: {_MOST_IN_A_ROW} consecutive moves of random players")
 
     def _text(self, player: int, seen: Any) -> str:
-        """What a player has not seen yet, without its own moves, which stand in its conversation."""
+        """Return the new part of a player's observation, without the player's moves, which are
+        already in its conversation.
+        """
         if isinstance(seen, str):
             return seen
         lines = []
@@ -152,9 +169,10 @@ class TextArena(Environment):
         return "\n".join(lines) or "Your move."
 
     def _end(self) -> Turn:
+        """Return the final Turn with the rewards of all players."""
         rewards, info = self.made.close()
         earned = {int(player): float(reward) for player, reward in (rewards or {}).items()}
-        # whose answer was the last: the game itself may have gone on to another player
+        # The player of the last answer; the game may have advanced to another player.
         acted = self.acts
         won = {player: float(reward >= 1.0) for player, reward in earned.items()}
         paid = won if self.wins_only else earned
@@ -175,4 +193,4 @@ class TextArena(Environment):
         )
 
     def close(self) -> None:
-        """Nothing is held: textarena's own close gives the rewards."""
+        """Do nothing: textarena's close was already called, since it returns the rewards."""

@@ -1,8 +1,7 @@
-"""tinker-cookbook: its `Env` and `EnvGroupBuilder`, which speak tokens, as environments of a
-rollout.
+"""Adapt `Env` and `EnvGroupBuilder` of tinker-cookbook, which use tokens, to the rollout.
 
-They are asynchronous. All of a group's run in one event loop of the group's own, so that they may
-share what belongs to a loop.
+These classes are asynchronous. All environments of a group run in a single event loop of the group,
+so that they may share objects that belong to a loop.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from rl.types import ModelInput, Problem, SampledSequence
 
 
 class TinkerGroup(EnvGroupBuilder):
-    """A cookbook's group for `rollout`. `seconds`: that each call of one of its environments may
-    take.
+    """Adapt a group builder of the cookbook for `rollout`. `seconds`: time limit of each call of an
+    environment.
 
-    An environment that waits for another one's step (two players behind one coordinator) is not
-    served: all episodes of a batch take their turns together, so it runs into its limit and is
-    named. `Environment.seats` has games of several.
+    An environment that waits for the step of another environment (two players with a coordinator)
+    is not supported: all episodes of a batch take their turns together, so the call exceeds its
+    limit and fails with an error. `Environment.seats` supports games with several players.
     """
 
     def __init__(
@@ -51,6 +50,9 @@ class TinkerGroup(EnvGroupBuilder):
         self._envs: list[TinkerEnv] = []
 
     def make_envs(self) -> Sequence[Env]:
+        """Make the group's environments. If that fails, return a single environment that fails with
+        the error.
+        """
         loop = _Loop(f"the cookbook's group {self.problem_index}", self.seconds)
         self._loop = loop
         try:
@@ -66,43 +68,50 @@ class TinkerGroup(EnvGroupBuilder):
             why = (
                 str(error)
                 if isinstance(error, EpisodeFailed)
-                else f"{loop.name} made what is no environment: {says(error, 300)}"
+                else f"{loop.name} returned an invalid environment: {says(error, 300)}"
             )
             return [NoEnv(why)]
         return self._envs
 
     def _closed(self) -> None:
-        """With the last of its episodes a group that has none left is cleaned up; else
-        `compute_group_rewards` is yet to come.
+        """Clean up if all episodes are closed and none is trained; else `compute_group_rewards`
+        will follow.
         """
         if all(env.closed and not env.counts for env in self._envs):
             self._clean()
 
     def given_back(self) -> None:
+        """Clean up a group that is not played to its end."""
         self._clean()
 
     def _clean(self) -> None:
+        """Call the builder's `cleanup` and stop the event loop. Repeated calls are a no-op."""
         loop, self._loop = self._loop, None
-        if loop is None:  # it is clean
+        if loop is None:  # already clean
             return
         if hasattr(self.builder, "cleanup"):
-            with contextlib.suppress(EpisodeFailed):  # its episodes have ended, and count
+            # A failing cleanup does not invalidate the episodes, which have ended.
+            with contextlib.suppress(EpisodeFailed):
                 loop.begin(self.builder.cleanup).result()
         loop.close()
 
     def compute_group_rewards(
         self, trajectories_G: Sequence[Trajectory]
     ) -> list[tuple[float, dict[str, float]]]:
-        """The builder's own, of the episodes that count. It is cleaned up afterwards."""
+        """Return the builder's group rewards for the trained episodes, then clean up. Raises
+        EpisodeFailed if the rewards are invalid.
+        """
         loop = self._loop
-        assert loop is not None  # make_envs came before
+        assert loop is not None  # make_envs was called before
         envs = [env.env for env in self._envs if env.counts]
         try:
-            given = [_theirs(one) for one in trajectories_G]
-            found = loop.begin(lambda: self.builder.compute_group_rewards(given, envs)).result()
-            if len(found) != len(given):
-                raise ValueError(f"{len(found)} rewards for {len(given)} episodes")
-            return [(_number(reward), _numbers(metrics)) for reward, metrics in found]
+            trajectories = [_theirs(trajectory) for trajectory in trajectories_G]
+            results = loop.begin(
+                lambda: self.builder.compute_group_rewards(trajectories, envs)
+            ).result()
+            if len(results) != len(trajectories):
+                raise ValueError(f"{len(results)} rewards for {len(trajectories)} episodes")
+            return [(_number(reward), _numbers(metrics)) for reward, metrics in results]
         except (TypeError, ValueError, AttributeError) as error:
             raise EpisodeFailed(
                 f"{loop.name} gave rewards that cannot be read: {says(error, 300)}"
@@ -112,8 +121,8 @@ class TinkerGroup(EnvGroupBuilder):
 
 
 class TinkerEnv(Env):
-    """One of its environments. Gets a list of ints, and `extra` (why sampling stopped) where its
-    `step` takes that.
+    """Adapt an environment of the cookbook. Its `step` receives a list of ints, and `extra` (the
+    stop reason of sampling) if it has this parameter.
     """
 
     def __init__(self, env: Any, loop: _Loop, when_closed: Callable[[], None]):
@@ -123,16 +132,18 @@ class TinkerEnv(Env):
         self.takes_extra = any(p.name == "extra" or p.kind is p.VAR_KEYWORD for p in parameters)
 
     def initial_observation(self) -> Any:
+        """Request the first observation; the returned object waits for it."""
         return _Promise(self, self.loop.begin(self.env.initial_observation), self._observed)
 
     @property
     def counts(self) -> bool:
-        """Whether its episode is trained: one whose first observation is too long for the model is
-        left out as one that fails is.
+        """Return True if the episode is trained. An episode with a first observation that is too
+        long for the model is excluded, like a failed episode.
         """
         return self.acted and not self.left_out
 
     def step(self, action: SampledSequence) -> Any:
+        """Request a step; the returned object waits for it."""
         self.acted = True
         extra = {"extra": {"stop_reason": action.stop_reason}} if self.takes_extra else {}
         return _Promise(
@@ -142,11 +153,15 @@ class TinkerEnv(Env):
         )
 
     def close(self) -> None:
+        """Mark the episode as closed."""
         self.closed = True
         self.when_closed()
 
     def _observed(self, found: Any) -> tuple[ModelInput, Any]:
-        # InitialObservationOverflow: a prompt beyond the environment's own budget
+        # InitialObservationOverflow: the prompt exceeds the environment's budget
+        """Convert the first observation and stop condition. Raises EpisodeFailed if the value is
+        invalid.
+        """
         if not isinstance(found, tuple) or len(found) != 2:
             raise EpisodeFailed(
                 f"{self.name} has no first observation: {plain_text(repr(found), 200)}"
@@ -154,6 +169,7 @@ class TinkerEnv(Env):
         return _ours(found[0], self.name), _stop(found[1])
 
     def _stepped(self, found: Any) -> StepResult:
+        """Convert a step's result."""
         done, metrics = bool(found.episode_done), _numbers(found.metrics or {})
         following = ModelInput.empty() if done else _ours(found.next_observation, self.name)
         limited = any(
@@ -173,27 +189,33 @@ class TinkerEnv(Env):
 
     @property
     def name(self) -> str:
+        """Return the environment's name for errors."""
         return f"the cookbook's {type(self.env).__name__}"
 
 
 class NoEnv(Env):
-    """Stands for a group whose environments could not be made: its one episode fails, and says why."""
+    """Stand in for a group without environments, because making them failed: its only episode fails
+    with the reason.
+    """
 
     def __init__(self, why: str):
         self.why = why
 
     def initial_observation(self) -> Any:
+        """Return this object as the pending observation."""
         return self
 
     def step(self, action: SampledSequence) -> Any:
+        """Return this object as the pending step."""
         return self
 
     def result(self) -> Any:
+        """Raise EpisodeFailed with the reason."""
         raise EpisodeFailed(self.why)
 
 
 class _NoGroup:
-    """Stands for a builder that there is none of: it makes no environments, and says why."""
+    """Stand in for a missing builder: `make_envs` raises EpisodeFailed with the reason."""
 
     def __init__(self, why: str):
         self.why = why
@@ -203,8 +225,8 @@ class _NoGroup:
 
 
 class Tinker(Environment):
-    """Groups of tinker-cookbook from a function of yours: builders(row, group_size, renderer)
-    returns an EnvGroupBuilder.
+    """Run groups of tinker-cookbook from a function: builders(row, group_size, renderer) returns an
+    EnvGroupBuilder.
 
     `row`: {"split": "train" or "test", "index": i}.
     """
@@ -218,12 +240,13 @@ class Tinker(Environment):
         )
 
     def rows(self, split: str, count: int) -> Sequence[dict[str, Any]]:
+        """Return rows with the split and an index."""
         return [{"split": split, "index": i} for i in range(count)]
 
     def group(
         self, problem: Problem, group_size: int, renderer: Renderer, **_: Any
     ) -> EnvGroupBuilder:
-        """What is played instead of conversations in messages."""
+        """Return the group builder, which replaces conversations in messages."""
         row = {
             "split": problem.meta.get("split", "train"),
             "index": problem.meta.get("index", problem.index),
@@ -233,7 +256,8 @@ class Tinker(Environment):
             builder = work.do(lambda: self.function(row, group_size, renderer)).wait()
             if not hasattr(builder, "make_envs"):
                 raise EpisodeFailed(
-                    f"builders(row, group_size, renderer) returned {builder!r:.100}; an EnvGroupBuilder is expected"
+                    f"builders(row, group_size, renderer) returned {builder!r:.100}; an"
+                    " EnvGroupBuilder is expected"
                 )
         except EpisodeFailed as error:
             builder = _NoGroup(f"group {problem.index} could not be made: {error}")
@@ -242,7 +266,7 @@ class Tinker(Environment):
 
 
 class _Loop:
-    """An event loop in a thread of its own."""
+    """Run an event loop in a separate thread."""
 
     def __init__(self, name: str, seconds: float):
         self.name, self.seconds = name, seconds
@@ -250,21 +274,27 @@ class _Loop:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def _run(self) -> None:
+        """Run the loop until it is stopped."""
         self.loop.run_forever()
         self.loop.close()
 
     def begin(self, what: Callable[[], Any]) -> _Begun:
+        """Start a call in the loop."""
         return _Begun(asyncio.run_coroutine_threadsafe(_settled(what), self.loop), self)
 
     def close(self) -> None:
+        """Stop the loop."""
         self.loop.call_soon_threadsafe(self.loop.stop)
 
 
 class _Begun:
+    """Wait for a call in a group's event loop."""
+
     def __init__(self, future: Future[Any], loop: _Loop):
         self.future, self.loop = future, loop
 
     def result(self) -> Any:
+        """Return the result. Raises EpisodeFailed if the call raised or exceeded its time limit."""
         try:
             return self.future.result(self.loop.seconds)
         except TimeoutError as error:
@@ -279,10 +309,13 @@ class _Begun:
 
 
 class _Promise:
+    """Wait for a call and convert its result."""
+
     def __init__(self, env: TinkerEnv, begun: _Begun, read: Callable[[Any], Any]):
         self.env, self.begun, self.read = env, begun, read
 
     def result(self) -> Any:
+        """Return the converted result. If it fails, exclude the episode and raise EpisodeFailed."""
         try:
             return self.read(self.begun.result())
         except EpisodeFailed:
@@ -291,27 +324,29 @@ class _Promise:
         except (TypeError, ValueError, AttributeError) as error:
             self.env.left_out = True
             raise EpisodeFailed(
-                f"{self.env.name} answered with what cannot be read: {says(error, 300)}"
+                f"{self.env.name} returned a result that cannot be read: {says(error, 300)}"
             ) from error
 
 
 def _tag(builder: Any) -> str:
-    """What its figures are gathered under: the first of its own tags."""
+    """Return the tag under which the group's metrics are grouped: the first tag of the builder."""
     try:
         return str(builder.logging_tags()[0])
-    except Exception:  # boundary: the user's code, and none of it concerns an episode
+    except Exception:  # boundary: the user's code; an error here must not fail an episode
         return "tinker"
 
 
 async def _settled(what: Callable[[], Any]) -> Any:
+    """Call a function and await its result if it is awaitable."""
     try:
-        found = what()
-        return await found if isinstance(found, Awaitable) else found
-    except SystemExit as error:  # which would end the loop, and with it the group's other episodes
+        result = what()
+        return await result if isinstance(result, Awaitable) else result
+    except SystemExit as error:  # would end the loop, and the group's other episodes
         raise RuntimeError(f"SystemExit: {error}") from error
 
 
 def _ours(observation: Any, name: str) -> ModelInput:
+    """Convert an observation to a ModelInput. Raises EpisodeFailed if it has no tokens."""
     tokens = [int(token) for token in observation.to_ints()]
     if not tokens:
         raise EpisodeFailed(
@@ -321,24 +356,25 @@ def _ours(observation: Any, name: str) -> ModelInput:
 
 
 def _number(given: Any) -> float:
-    """Raises ValueError for what is not finite."""
-    if not math.isfinite(found := float(given)):
-        raise ValueError(f"{given!r:.100} where a finite number is expected")
-    return found
+    """Return a finite float. Raises ValueError for any other value."""
+    if not math.isfinite(number := float(given)):
+        raise ValueError(f"got {given!r:.100}, a finite number is expected")
+    return number
 
 
 def _numbers(given: Any) -> dict[str, float]:
+    """Return a dict of finite floats by name."""
     return {str(key): _number(value) for key, value in dict(given).items()}
 
 
 def _stop(given: Any) -> Any:
-    """A stop condition as sampling takes it; None where it is empty."""
+    """Return a stop condition in the form that sampling takes; None if it is empty."""
     return list(given) if given else None
 
 
 def _theirs(trajectory: Trajectory) -> Any:
-    """A trajectory in the cookbook's own classes where it is installed, else in objects of the same
-    names.
+    """Convert a trajectory to the cookbook's classes if it is installed, else to objects with equal
+    attributes.
     """
     types, completers, tinker = (
         _module(name)
@@ -372,6 +408,7 @@ def _theirs(trajectory: Trajectory) -> Any:
 
 
 def _module(name: str) -> Any:
+    """Return an imported module, or None if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:
