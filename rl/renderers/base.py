@@ -314,8 +314,8 @@ def texts(messages: Sequence[Message], *, sees: bool = False) -> list[Message]:
     """Return the messages with their contents as text. Raises UserError for a message without a
     role, or without content and tool calls.
 
-    `sees`: contents with images stay lists of parts (`rl.renderers.pictures`); otherwise images are
-    errors.
+    If images are allowed, contents with images stay lists of parts (`rl.renderers.pictures`);
+    otherwise images are errors.
     """
     normalized = []
     for number, message in enumerate(messages):

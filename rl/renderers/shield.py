@@ -25,9 +25,9 @@ class Shield:
     no escaping.
 
     control  tokens that are special to the tokenizer or have the form <|...|>: text in all messages
-    markup   other added tokens that look like markup and occur in `written` (the source of a
-             template), such as <think> and <tool_call>: text in all messages except the
-             assistant's, which may contain them as tokens
+    markup   other added tokens that look like markup and occur in the source of the template, such
+             as <think> and <tool_call>: text in all messages except the assistant's, which may
+             contain them as tokens
 
     Added tokens of neither kind (runs of spaces, HTML tags) are ordinary vocabulary.
     """
@@ -71,11 +71,11 @@ class Shield:
             return (self._own if may_write_markup else self._any).sub(
                 lambda match: self._character[match.group()], escaped
             )
-        cover = partial(self.cover, may_write_markup=may_write_markup)
+        escape_item = partial(self.cover, may_write_markup=may_write_markup)
         if isinstance(value, dict):
-            return {cover(key): cover(item) for key, item in value.items()}
+            return {escape_item(key): escape_item(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
-            return [cover(item) for item in value]
+            return [escape_item(item) for item in value]
         return value
 
     def uncover(self, text: str) -> str:

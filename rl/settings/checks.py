@@ -12,8 +12,8 @@ from rl.errors import UnusedSetting
 def only_with(settings: Any, names: Sequence[str], used: bool, why: str, instead: str) -> None:
     """Raise UnusedSetting if a setting in `names` is not at its default although it has no effect.
 
-    `used`: whether the settings have an effect; if so, nothing is checked. `why` (the reason) and
-    `instead` (the remedy besides leaving the setting out) become parts of the error message.
+    The settings have an effect if the condition holds, and nothing is checked then. The reason, and
+    the remedy besides leaving the setting out, become parts of the error message.
     """
     for item in fields(settings):
         value = getattr(settings, item.name)
@@ -27,7 +27,7 @@ def only_with(settings: Any, names: Sequence[str], used: bool, why: str, instead
 
 def without_samples(settings: Any, why: str) -> None:
     """Raise UnusedSetting if settings of a method without training samples use rewards of training
-    samples. `why`: the reason, for the error message.
+    samples. The reason becomes part of the error message.
     """
     only_with(
         settings.sampling,

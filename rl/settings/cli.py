@@ -181,8 +181,7 @@ def _resolve_flags(
     flags: Sequence[Flag], known: Collection[str], elsewhere: Mapping[str, str], problems: list[str]
 ) -> dict[str, Given]:
     """Return flags by setting; `--no-x` turns x off, and the last of several equal flags counts.
-
-    `elsewhere`: setting to the methods that have it, for error messages.
+    The methods that have a setting are for error messages.
     """
     resolved: dict[str, Given] = {}
     for flag in flags:
@@ -406,7 +405,7 @@ def override(
     """Return sections of settings with the flags in `words` applied. Raises SettingsError if a flag
     is unknown or its value is invalid.
 
-    `own`: further flags of the script, for "did you mean".
+    Further flags of the script are known for "did you mean".
     """
     problems: list[str] = []
     extra_words, flags = split_flags(words, problems)

@@ -65,8 +65,8 @@ class EnvironmentSettings:
 
 
 def folded(given: Mapping[str, Given]) -> dict[str, Given]:
-    """Return `given` with all `environment.NAME` keys merged into a single `environment_settings`
-    value. A recipe's `environment: {name: ...}` arrives as such keys.
+    """Merge all `environment.NAME` keys into a single `environment_settings` value and return the
+    new mapping. A recipe's `environment: {name: ...}` arrives as such keys.
     """
     remaining = {key: value for key, value in given.items() if not key.startswith(PREFIX)}
     environment_settings = {

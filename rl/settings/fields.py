@@ -197,8 +197,8 @@ def fields_of(cls: type) -> dict[str, Field]:
 
 
 def convert(field: Field, given: Given) -> Any:
-    """Return the value of `field` that `given` specifies. Raises ValueError, with the expected
-    form, if it is invalid.
+    """Return the value of `field` from its raw value. Raises ValueError, with the expected form, if
+    the raw value is invalid.
     """
     spec = field.spec
     words = list(given.words)
@@ -260,7 +260,7 @@ def _construct(
     """Return `base` with `values` replaced, or a new `cls` if `base` is None.
 
     A ValueError of the class's checks becomes a problem and the result is None. An UnusedSetting
-    for a name in `spare` is raised.
+    for a droppable name is raised.
     """
     try:
         return cls(**values) if base is None else dataclasses.replace(base, **values)
@@ -274,7 +274,7 @@ def _construct(
 def without_unused(
     cls: type, given: Mapping[str, Given], spare: Collection[str]
 ) -> tuple[dict[str, Given], dict[str, str]]:
-    """Return (`given` without the settings in `spare` that would have no effect in `cls`, the
+    """Return (the raw values without the droppable settings that would have no effect in `cls`, the
     message for each removed setting).
     """
     remaining = dict(given)
@@ -297,11 +297,11 @@ def build(
     prefix: str = "",
     spare: Collection[str] = (),
 ) -> Any:
-    """Return an instance of `cls` with the values of `given` over its defaults.
+    """Return an instance of `cls` with the raw values over its defaults.
 
     Every mistake is appended to `problems` (with `prefix` if the message has no place), and the
-    result is then None. `given` holds only names of `fields_of(cls)`. Raises UnusedSetting for a
-    setting in `spare` that has no effect.
+    result is then None. All names are fields of `cls`. Raises UnusedSetting for a droppable setting
+    that has no effect.
     """
     before = len(problems)
     values: dict[str | None, dict[str, Any]] = {}

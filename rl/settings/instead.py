@@ -13,7 +13,7 @@ def either(below: Mapping[str, Given], above: Mapping[str, Given]) -> dict[str, 
     """Return `below` without the settings that a setting in `above` replaces. A source of higher
     priority sets reward or rewards, not both.
     """
-    return {key: given for key, given in below.items() if _INSTEAD.get(key) not in above}
+    return {key: value for key, value in below.items() if _INSTEAD.get(key) not in above}
 
 
 def two_rewards(line: Mapping[str, Given]) -> list[str]:
