@@ -85,9 +85,9 @@ def _torch_backward(
         z = _scaled(_pick(logits_TV[rows], active), head)
         slope = None if head.softcap is None else 1.0 - (z / head.out_scale).square_()
         z.sub_((_pick(lse_T[rows], active) / LN2).unsqueeze(1))
-        dz = logit_gradient(
-            z, _pick(y_T[rows], active), Coefficients(a, b, c), head.grad_scale, torch.empty_like(z)
-        )  # type: ignore[arg-type]
+        coefficients = Coefficients(a, b, c)  # type: ignore[arg-type]
+        y = _pick(y_T[rows], active)
+        dz = logit_gradient(z, y, coefficients, head.grad_scale, torch.empty_like(z))
         dz = dz if slope is None else dz.mul_(slope)
         if bool(active.all()):
             out_TV[rows] = dz

@@ -87,8 +87,8 @@ class Stream:
         request_ids = {
             number
             for number, ticket in self.tickets.items()
-            if tickets is True or ticket in tickets
-        }  # type: ignore[operator]
+            if tickets is True or ticket in tickets  # type: ignore[operator]
+        }
         return (
             {
                 self.tickets[number]: samples

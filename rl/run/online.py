@@ -54,8 +54,12 @@ def train_streaming(stage: Stage) -> None:
         step = StreamedStep(stage.method, stage.models, stage.progress(batch))
         seed = derive_seed(stage.seed, "sample", batch)
         rollouts = stage.samples.stream(
-            builders, sampler, batch, seed, lambda part, step=step: step.add(part.groups)
-        )  # type: ignore[misc]
+            builders,
+            sampler,
+            batch,
+            seed,
+            lambda part, step=step: step.add(part.groups),  # type: ignore[misc]
+        )
         stage.stop_if_late()
         stage.check(rollouts, sampler)
         metrics = step.finish()

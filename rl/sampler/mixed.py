@@ -51,8 +51,8 @@ class MixedDecoder(FastDecoder):
         self.decoders[number], self.versions[number] = decoder, version
         for projection, other in zip(self.parts(), decoder.parts(), strict=True):
             if other.adapter is not None and decoder is not self.own:
-                # type: ignore[assignment] # both are of the same kind
-                projection.others[number] = other.adapter
+                # Both adapters are of the same kind.
+                projection.others[number] = other.adapter  # type: ignore[assignment]
 
     def take(self, number: int) -> None:
         """Remove the weights of `number`."""

@@ -111,10 +111,10 @@ def find_plan(trial: HFDecoder) -> Plan:
             trial.plan = Plan(kind, plan.reading)  # type: ignore[arg-type]
             decoded: list[Tensor] = []
             agrees = _agrees(
-                lambda decoded=decoded: decoded.extend(_decoded(trial, rows)) or decoded,
+                lambda decoded=decoded: decoded.extend(_decoded(trial, rows)) or decoded,  # type: ignore[misc]
                 reference,
                 bound,
-            )  # type: ignore[misc]
+            )
             if agrees and _apart(trial, rows, decoded, bound):
                 return trial.plan
         return plan
