@@ -322,7 +322,7 @@ def test_an_interpolated_proximal_policy(loss):
      ("--max-steps-off-policy 2 --proximal learner", False), ("--max-steps-off-policy 2 --correction truncate", False),
      ("--max-steps-off-policy 2 --truncated-is 2", False), ("--max-steps-off-policy 2 --loss importance_sampling", False),
      ("--max-steps-off-policy 2 --loss cispo", False), ("--max-steps-off-policy 2 --loss cispo --proximal interpolated", True)],
-)  # fmt: skip
+)
 def test_it_is_the_default_for_the_loss_that_was_measured(words, so):
     run = read(f"grpo --dataset addition {words}".split(), METHODS, RECIPE, RunSettings)
     assert run.stages[-1].settings.interpolates == so
@@ -348,7 +348,7 @@ def test_what_one_version_drew_is_of_one_age():
 
 REFUSED = [
     ("--correction-high 3", "correction is none"),
-    ("--correction truncate --correction-level geometric", "no importance weight"),
+    ("--correction truncate --correction-level geometric", "not an importance weight"),
     ("--correction icepop --proximal sampler", "a factor that ratios against the sampler contain already"),
     ("--correction mask --correction-low 1.5", "correction_low"),
     ("--correction mask --correction-high 0.5", "correction_high"),
@@ -393,7 +393,8 @@ def test_a_correction_that_is_none(values):
 
 
 WORDS = (
-    "--base-model tiny:addition-small --dataset addition --steps 2 --batch-size 4 --group-size 4 --eval-every 0 --max-tokens 4 "
+    "--base-model tiny:addition-small --dataset addition --steps 2 --batch-size 4 --group-size 4 "
+    "--eval-every 0 --max-tokens 4 "
     "--learning-rate 1e-3"
 )
 
@@ -416,6 +417,9 @@ def test_whole_runs(tmp_path):
     assert [row.get("optim/grad_norm") for row in rows] == pytest.approx(
         [row.get("optim/grad_norm") for row in plain], rel=1e-3
     )
-    words = "--correction mask --correction-level geometric --correction-low 0.99 --correction-high 1.01"
+    words = (
+        "--correction mask --correction-level geometric --correction-low 0.99 --correction-high "
+        "1.01"
+    )
     rows = train(f"ppo {WORDS} {words}", tmp_path / "ppo")
     assert {row["optim/correction_weight"] for row in rows if "optim/policy_loss" in row} == {1.0}
