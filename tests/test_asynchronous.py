@@ -48,7 +48,10 @@ class Uneven(Environment):
         return Turn(f"{len(text)}+1=", reward=sum(map(ord, text)) % 5 / 4 + 0.1 * self.member, done=self.left == 0)
 '''
 RECIPE = Path(__file__).parents[1] / "recipes" / "addition.yaml"
-LINE = "grpo --steps 4 --batch-size 4 --group-size 2 --max-tokens 5 --eval-every 0 --save-every 2 --keep-last 9 --rollouts-every 1 --quiet"
+LINE = (
+    "grpo --steps 4 --batch-size 4 --group-size 2 --max-tokens 5 --eval-every 0 --save-every 2 "
+    "--keep-last 9 --rollouts-every 1 --quiet"
+)
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +150,10 @@ def test_episodes_that_go_on_by_themselves_train_every_method_alike(method, tmp_
     (tmp_path / "uneven.py").write_text(ENVIRONMENT)
     played = f"--environment {tmp_path}/uneven.py:Uneven --environment-isolation thread"
     common = (
-        f"{METHODS_THAT_SAMPLE[method]} --base-model tiny:addition --lora-rank 0 --steps 2 --batch-size 4 --max-tokens 5 --eval-every 0 "
-        f"--save-every 2 --rollouts-every 1 --quiet --renderer plain --learning-rate 1e-3 --adam-eps 1e-3 --no-self-test --temperature 1 "
+        f"{METHODS_THAT_SAMPLE[method]} --base-model tiny:addition --lora-rank 0 --steps 2 "
+        f"--batch-size 4 --max-tokens 5 --eval-every 0 "
+        f"--save-every 2 --rollouts-every 1 --quiet --renderer plain --learning-rate 1e-3 "
+        f"--adam-eps 1e-3 --no-self-test --temperature 1 "
         f"{'--dataset addition' if method == 'distill' else played}"
     )
 
@@ -229,7 +234,8 @@ def test_with_a_cache_that_is_read_again_every_logprob_is_that_of_the_weights_it
     with updates_end_while_answers_are_drawn():
         folder = trained(
             "exact",
-            "--max-steps-off-policy 2 --slice-steps 2 --recompute-cache --save-every 1 --learning-rate 1e-2",
+            "--max-steps-off-policy 2 --slice-steps 2 --recompute-cache --save-every 1 "
+            "--learning-rate 1e-2",
         )
     # the beginning is no checkpoint
     names = {
@@ -377,7 +383,7 @@ def test_a_checkpoint_where_weights_were_on_their_way_is_said_to_go_on_otherwise
     try:
         trained("saved-on-the-way", f"{LATE} --save-every 1 --resume --replay {first}")
     except UserError as error:  # caches read again may have other answers end sooner
-        assert "the log of decisions is of another run" in str(error)
+        assert "the log of decisions belongs to another run" in str(error)
     assert max(row["async/age/max"] for row in metrics(again)) <= 2
 
 

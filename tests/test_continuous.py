@@ -175,7 +175,10 @@ def test_an_environment_that_never_answers_costs_its_episode_within_its_limit(sa
     )
     assert time.monotonic() - start < 10
     assert [len(g.trajectories_G) for g in found.groups] == [2, 2]
-    assert sorted(found.errors) == ["broke", "the environment did not answer within its 0.5 s"]
+    assert sorted(found.errors) == [
+        "broke",
+        "the environment did not answer within its timeout of 0.5 s",
+    ]
 
 
 def test_waiters_hold_a_limit_and_go_on_without_the_lost():
@@ -258,7 +261,7 @@ def test_a_rollout_repeated_from_its_log_is_the_same_bit_for_bit(sampler):
 
 def test_a_log_of_another_run_is_refused(sampler):
     log = [{"tick": 0, "arrived": [[0, 0], [0, 1]]}, {"tick": 1, "arrived": [[5, 0]]}]
-    with pytest.raises(Exception, match="log of decisions is of another run"):
+    with pytest.raises(Exception, match="log of decisions belongs to another run"):
         continuous([Countdowns(0, [2, 2])], sampler, seed=3, clock=Replayed(log))
 
 
@@ -286,7 +289,7 @@ def test_a_seat_of_nobody_costs_its_episode_and_a_group_that_is_not_made_itself(
     found = continuous([game, TinkerGroup(Unmade(), 1)], sampler, seed=1)
     assert [group.get_total_rewards() for group in found.groups] == [[2.0]], found.errors
     first, second = found.errors
-    assert "gave seat 1 to 'nobody'" in first and "raised OSError: no luck" in second
+    assert "assigned seat 1 to 'nobody'" in first and "raised OSError: no luck" in second
 
 
 class Leaves(Countdown):

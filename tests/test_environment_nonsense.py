@@ -16,7 +16,7 @@ TOKENIZER = tokenizer()
 
 # Two seats: member 1 gives what its row says; the others play three turns, and say of both seats
 # what came of it.
-FILE = textwrap.dedent('''
+FILE = textwrap.dedent("""
     import numpy, random
     from rl.environments import Environment, Turn
 
@@ -49,7 +49,7 @@ FILE = textwrap.dedent('''
             if self.turns < 3:
                 return Turn("on", reward=0.25, seat=self.turns % 2, rewards={1: -0.5})
             return Turn(done=True, metrics={"m": 1.0}, logs={"l": "first"}, metrics_of={1: {"m": 2.0}}, logs_of={1: {"l": "second"}})
-''')  # fmt: skip
+""")
 
 NONSENSE = {
     "Turn(done=True, metrics=None)": "gave the metrics None",
@@ -93,7 +93,7 @@ AT_START = {
     "self.seats = 5": "",
     "self.seats = ()": "names the seat 0; seats are numbered from 0 and their count is 0",
     "self.seats = (5, None)": "has the seats (5, None)",
-    "self.seats = ('nobody', None)": "gave seat 0 to 'nobody', who does not play here (there: none)",
+    "self.seats = ('nobody', None)": "assigned seat 0 to 'nobody', which is no available player (available: none)",
     "self.tools = 5": "",
     "self.tools = (5,)": "a tool is a function, got 5",
 }

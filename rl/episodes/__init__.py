@@ -1,4 +1,4 @@
-"""What a policy did: turns, episodes and groups, their rollout, datums and metrics."""
+"""Roll out episodes of a policy: turns, episodes and groups, their datums and metrics."""
 
 from rl.episodes.admission import Admission
 from rl.episodes.clock import Clock, Replayed

@@ -1,8 +1,9 @@
-"""What the clock decides of a rollout, and nothing else does: who was ready at which tick, and when
-new weights had come.
+"""Record the timing-dependent decisions of a rollout: which episodes were ready at which tick, and
+when new weights had arrived. Everything else in a rollout is deterministic.
 
-A run writes its decisions to a log, a line for each tick in which something happened. From the log
-it can be repeated bit for bit: whoever was late then is waited for, whoever is early now waits.
+A run writes its decisions to a log, a line for each tick with an event. The log makes the run
+repeatable bit for bit: a replay waits for episodes that were ready in the run, and holds back
+episodes that are ready earlier than in the run.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from typing import Any
 from rl.episodes.waiting import Key, Waiters
 from rl.errors import UserError
 
-UNDER_WAY, HERE = "under way", "here"  # of an update's weights, at the tick at which it ended
+# state of an update's weights at the tick at which the update ended
+UNDER_WAY, HERE = "under way", "here"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Of one tick. `failed`: those of `arrived` whose environment failed, and what was said of it.
-    `learned`: an update has ended.
+    """Hold the events of a tick. `failed`: the items of `arrived` with a failed environment, and
+    the error message. `learned`: an update has ended.
 
-    `landed`: weights that were on their way to other ranks are there.
+    `landed`: weights that were in transit to other ranks have arrived.
     """
 
     arrived: tuple[Key, ...] = ()
@@ -34,6 +36,7 @@ class Decision:
         return bool(self.arrived or self.learned or self.landed)
 
     def as_json(self, tick: int) -> dict[str, Any]:
+        """Return the decision as a row of the log."""
         row: dict[str, Any] = {"tick": tick}
         row |= {"arrived": [list(key) for key in self.arrived]} if self.arrived else {}
         row |= (
@@ -49,13 +52,14 @@ class Decision:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Decision:
+        """Build the decision from a row of the log."""
         failed = {(group, member): text for group, member, text in row.get("failed", ())}
         arrived = tuple((group, member) for group, member in row.get("arrived", ()))
         return cls(arrived, failed, bool(row.get("learned", False)), bool(row.get("landed", False)))
 
 
 class Clock:
-    """Decides by what has happened. `write`: gets each decision as a row."""
+    """Make decisions from actual events. `write` receives each decision as a row."""
 
     def __init__(self, write: Callable[[dict[str, Any]], None] = lambda row: None, tick: int = 0):
         self.tick, self._write = tick, write
@@ -69,49 +73,51 @@ class Clock:
         blocked: bool,
         landed: Callable[[], bool | None] = lambda: None,
     ) -> Decision:
-        """Of the tick that begins. `blocked`: there is nothing to do until something happens.
-        `learned`: whether an update has ended; `landed`: whether weights that are on their way have
-        come, None where none are.
+        """Return the decision of the tick that begins. `blocked`: no work is possible until an
+        event occurs. `learned` returns whether an update has ended. `landed` returns whether
+        weights in transit have arrived, None if no weights are in transit.
         """
         while True:
-            found = Decision(tuple(waiters.ready()), {}, learned(), bool(landed()))
-            if found or not blocked:
+            decision = Decision(tuple(waiters.ready()), {}, learned(), bool(landed()))
+            if decision or not blocked:
                 break
             waiters.wait()
         self._at, self.tick = self.tick, self.tick + 1
-        return found
+        return decision
 
     def note(self, decision: Decision) -> None:
-        """What became of the tick that `decide` began, failures included."""
+        """Log the outcome of the tick that `decide` began, including failures."""
         if decision:
             self._write(decision.as_json(self._at))
 
     def under_way(self, would: bool) -> bool:
-        """Whether sampling goes on with the old weights while those of the update that ended in
-        this tick are on their way.
+        """Return whether sampling continues with the old weights while the weights of the update
+        that ended in this tick are in transit.
         """
         if would:
             self._write({"tick": self._at, "weights": UNDER_WAY})
         return would
 
     def settle(self) -> bool:
-        """Weights that are under way are waited for, after all, before the next tick; False where
-        that was otherwise then.
+        """Log that weights in transit are awaited before the next tick. Return False if the
+        replayed run did not wait here.
         """
         self._write({"tick": self._at, "weights": HERE})
         return True
 
     def stop(self) -> None:
-        """A run that is stopped here goes on from a checkpoint, with caches that are read again."""
+        """Log that the run stops here and resumes from a checkpoint, with caches that are prefilled
+        again.
+        """
         self._write({"tick": self._at, "stopped": True})
 
     def stopped(self) -> bool:
-        """Whether the run that is repeated was stopped here."""
+        """Return whether the replayed run was stopped here."""
         return False
 
 
 class Replayed(Clock):
-    """Decides as a log says, as far as it goes; then by what happens."""
+    """Replay the decisions of a log up to its end, then decide by actual events."""
 
     def __init__(
         self,
@@ -154,17 +160,17 @@ class Replayed(Clock):
     ) -> Decision:
         if self.tick > self._last:
             return super().decide(waiters, learned, blocked=blocked, landed=landed)
-        found = self._rows.get(self.tick, Decision())
-        missing = set(found.arrived) - waiters.keys()
-        if missing or (blocked and not found):
+        decision = self._rows.get(self.tick, Decision())
+        missing = set(decision.arrived) - waiters.keys()
+        if missing or (blocked and not decision):
             raise UserError(
-                f"the log of decisions is of another run: at tick {self.tick} it says {found.as_json(self.tick)}, and here "
-                f"{sorted(missing) or 'nothing'} is waited for. Replay with the settings, data and environments of the run"
+                f"the log of decisions belongs to another run: its tick {self.tick} is {decision.as_json(self.tick)}, but this run "
+                f"waits for {sorted(missing) or 'nothing'}. Replay with the settings, data and environments of the logged run"
             )
-        answered = set(found.arrived) - found.failed.keys()
+        answered = set(decision.arrived) - decision.failed.keys()
         while not answered <= set(waiters.ready()):
             waiters.wait(answered)
-        while (found.learned and not learned()) or (found.landed and landed() is False):
-            waiters.wait({(-1, -1)})  # nobody: until the learner pokes
+        while (decision.learned and not learned()) or (decision.landed and landed() is False):
+            waiters.wait({(-1, -1)})  # a key that never exists: wait until the learner pokes
         self._at, self.tick = self.tick, self.tick + 1
-        return found
+        return decision

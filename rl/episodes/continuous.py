@@ -1,4 +1,4 @@
-"""A batch of groups played continuously: `rollout` for episodes and rewards of uneven length."""
+"""Run a batch of groups asynchronously: `rollout` for episodes and rewards of uneven length."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def continuous_rollout(
     seconds: float | None = None,
     clock: Clock | None = None,
 ) -> Rollouts:
-    """What `rollout` gives, each episode going on by itself. The same tokens; logprobs to rounding,
-    since batches are other ones.
+    """Return the result of `rollout`, while each episode advances independently. The tokens are the
+    same; logprobs agree up to rounding, because the batches differ.
 
-    `stream_of`: makes a stream of a sampler (rl.clients.SampleStream). `limit`: environments that
-    work at once; `steps`: of the sampler between two looks at who is ready; `seconds`: for an
-    answer of an environment that blocks. `clock`: decides who was ready.
+    `stream_of` makes a stream of a sampler (rl.clients.SampleStream). `limit`: environments that
+    work at the same time. `steps`: sampler steps between two checks for ready episodes. `seconds`:
+    timeout of an environment that blocks. `clock` decides which episodes were ready.
     """
     waiters = Waiters(limit)
     streams = group_streams([builder.problem_index for builder in builders])
@@ -41,8 +41,8 @@ def continuous_rollout(
     with ExitStack() as stack:
         stack.callback(waiters.close)
         seats = {
-            who: Seat(stack.enter_context(stream_of(one)), one.info["max_context"])
-            for who, one in samplers
+            player: Seat(stack.enter_context(stream_of(client)), client.info["max_context"])
+            for player, client in samplers
         }
         flow = Flow(
             seats,

@@ -1,5 +1,5 @@
-"""Trajectories to datums (the one place where targets are shifted against inputs), and the check of
-a datum's form.
+"""Convert trajectories to datums (the only place where targets are shifted against inputs), and
+check the form of a datum.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from rl.types.checked import target_ids
 
 
 class _Sequence:
-    """A growing sequence of tokens with, for each, the sampler's logprob, its advantage and whether
-    it was an action.
+    """Collect a growing sequence of tokens, with the sampler's logprob, the advantage and the
+    action mask of each token.
     """
 
     def __init__(self) -> None:
@@ -24,17 +24,17 @@ class _Sequence:
         self.logprobs: list[float] = []
         self.mask: list[float] = []
         self.advantages: list[float] = []
-        self.versions: list[int] = []  # -1 where nothing was drawn
+        self.versions: list[int] = []  # -1 at tokens that were not sampled
         self.temperature: float | None = None
         self.beyond = False
-        # of the tokens so far, in parts; none where they were not noted
+        # experts of the tokens so far, in parts; empty if the sampler did not record them
         self.experts: list[np.ndarray] = []
         self.images: list[PlacedImage] = []
-        self.turns: list[int] = []  # whose actions it holds
+        self.turns: list[int] = []  # indices of the turns with actions in the sequence
 
     def note(self, experts: np.ndarray | None) -> None:
-        """Those of a turn: of its prompt and answer but for the last token. Each token keeps those
-        of the turn that read it first.
+        """Append the experts of a turn. `experts` covers the turn's prompt and answer except the
+        last token. Each token keeps the experts of the first turn that read it.
         """
         if experts is not None:
             self.experts.append(experts[sum(map(len, self.experts)) :])
@@ -42,8 +42,8 @@ class _Sequence:
     def is_continued(
         self, tokens: Sequence[int], images: Sequence[PlacedImage], action: SampledSequence
     ) -> bool:
-        """Whether an observation begins with all of this, image by image, and the action after it
-        was drawn in the same way.
+        """Return whether an observation begins with this whole sequence, including the images, and
+        the next action was sampled at the same temperature and rotary frequencies.
         """
         same, so_far = (
             (action.temperature, action.beyond) == (self.temperature, self.beyond),
@@ -52,11 +52,13 @@ class _Sequence:
         return (
             same
             and list(tokens[:so_far]) == self.tokens
-            and [one for one in images if one[0] < so_far] == self.images
+            and [image for image in images if image[0] < so_far] == self.images
         )
 
     def observe(self, tokens: Sequence[int], images: Sequence[PlacedImage] = ()) -> None:
-        """What is new of an observation, and all of its images."""
+        """Append the new tokens of an observation, and replace the images by all images of the
+        observation.
+        """
         self.images = list(images)
         self.tokens += tokens
         self.logprobs += [0.0] * len(tokens)
@@ -71,6 +73,9 @@ class _Sequence:
         advantage: float,
         versions: Sequence[int],
     ) -> None:
+        """Append an action: its tokens, their behavior logprobs, the advantage and the weight
+        versions.
+        """
         self.tokens += tokens
         self.logprobs += logprobs
         self.mask += [1.0] * len(tokens)
@@ -78,9 +83,12 @@ class _Sequence:
         self.versions += versions
 
     def datum(self) -> Datum:
+        """Return the datum: inputs without the last token, targets and per-token values without the
+        first.
+        """
         mask = np.asarray(self.mask[1:], dtype=np.float32)
-        drew = {*self.versions[1:]} - {-1}
-        several = len(drew) > 1  # what one version drew needs no label a token
+        sampling_versions = {*self.versions[1:]} - {-1}
+        several = len(sampling_versions) > 1  # tokens of a single version need no label each
         versions = (
             {"versions": TensorData(np.asarray(self.versions[1:], dtype=np.float32), "float32")}
             if several
@@ -101,46 +109,53 @@ class _Sequence:
             experts=np.concatenate(self.experts)
             if sum(map(len, self.experts)) == len(self.tokens) - 1
             else None,
-            version=None if several else next(iter(drew), None),
+            version=None if several else next(iter(sampling_versions), None),
         )
 
 
 def trajectory_to_datums(trajectory: Trajectory) -> list[Datum]:
-    """One datum for a trajectory whose observations each continue what came before; more where they
-    do not.
+    """Return a single datum if each observation continues the preceding tokens, otherwise several
+    datums.
 
-    The prefix-merge rule: where the next observation starts with all of an earlier sequence
-    (observations and actions), the longest such, only what is new is appended, so an episode of
-    many turns is one training sequence, and one of several conversations that take turns is a
-    sequence each. Otherwise (a template that drops earlier thinking, say), or where an action was
-    drawn at another temperature or by other rotary frequencies (longrope's beyond the original
-    length), a new one starts with the full observation. Where several versions of the weights drew
-    it, "versions" says which drew each token (-1: none). Inputs drop the last token; targets,
-    logprobs, advantages and mask drop the first. Observation positions are 0. Each datum says which
-    share of the episode's action tokens it holds: what counts sequences counts episodes by it.
+    The prefix-merge rule: if the next observation starts with all of an earlier sequence
+    (observations and actions; the longest match counts), only the new tokens are appended.
+    Therefore an episode of many turns is a single training sequence, and an episode of several
+    interleaved conversations is a sequence for each conversation. A new sequence starts with the
+    full observation if no earlier sequence matches (e.g. a template that drops earlier thinking),
+    or if an action was sampled at another temperature or with other rotary frequencies (those of
+    longrope beyond the original length). If several weight versions sampled the actions, "versions"
+    holds the version of each token (-1: not sampled). Inputs drop the last token; targets,
+    logprobs, advantages and mask drop the first. These values are 0 at observation positions.
+    `episode_share` of each datum is its share of the episode's action tokens: losses that count
+    sequences count episodes by it.
+
     Raises ValueError for a trajectory without actions or advantage, or an action without logprobs.
     """
     return datums_with_turns(trajectory)[0]
 
 
 def datums_with_turns(trajectory: Trajectory) -> tuple[list[Datum], list[list[int]]]:
-    """Return the datums of `trajectory_to_datums`, and for each the turns (counted from 0) whose
-    actions it holds, in order.
+    """Return the datums of `trajectory_to_datums`, and for each datum the turns (counted from 0)
+    whose actions it holds, in order.
     """
     advantage = trajectory.advantage
     if not trajectory.transitions or advantage is None:
         raise ValueError(
-            "a trajectory without transitions, or one that was not credited (advantage is None), makes no datum"
+            "a trajectory without transitions or without an advantage (advantage is None) has no datum"
         )
     advantages_N = trajectory.advantages_N or [advantage] * len(trajectory.transitions)
     sequences: list[_Sequence] = []
-    for turn, (transition, own) in enumerate(
+    for turn, (transition, turn_advantage) in enumerate(
         zip(trajectory.transitions, advantages_N, strict=True)
     ):
         observation, images, action = transition.ob.flat(), transition.ob.placed(), transition.ac
-        continued = [one for one in sequences if one.is_continued(observation, images, action)]
+        continued = [
+            candidate
+            for candidate in sequences
+            if candidate.is_continued(observation, images, action)
+        ]
         if continued:
-            sequence = max(continued, key=lambda one: len(one.tokens))
+            sequence = max(continued, key=lambda candidate: len(candidate.tokens))
             observation = observation[len(sequence.tokens) :]
         else:
             sequence = _Sequence()
@@ -148,14 +163,14 @@ def datums_with_turns(trajectory: Trajectory) -> tuple[list[Datum], list[list[in
         sequence.observe(observation, images)
         sequence.temperature, sequence.beyond = action.temperature, action.beyond
         if action.logprobs is None or len(action.logprobs) != len(action.tokens):
-            have = None if action.logprobs is None else len(action.logprobs)
+            received = None if action.logprobs is None else len(action.logprobs)
             raise ValueError(
-                f"an action of {len(action.tokens)} tokens needs as many logprobs, got {have}"
+                f"an action of {len(action.tokens)} tokens needs as many logprobs, got {received}"
             )
         sequence.act(
             action.tokens,
             action.logprobs,
-            own,
+            turn_advantage,
             action.versions or [action.version or 0] * len(action.tokens),
         )
         sequence.note(action.experts)
@@ -169,8 +184,8 @@ def datums_with_turns(trajectory: Trajectory) -> tuple[list[Datum], list[list[in
 
 
 def supervised_datum(sequence: ModelInput | Sequence[int], weights: Sequence[float]) -> Datum:
-    """A datum for `cross_entropy`: weights[i] is the weight of predicting token i of the sequence
-    (that of the first is dropped).
+    """Return a datum for `cross_entropy`. weights[i] is the weight of predicting token i of the
+    sequence (the weight of the first token is dropped).
     """
     tokens, images = (
         (sequence.flat(), sequence.placed()) if isinstance(sequence, ModelInput) else (sequence, ())
@@ -189,7 +204,7 @@ def supervised_datum(sequence: ModelInput | Sequence[int], weights: Sequence[flo
 
 
 def action_tokens(datums: Sequence[Datum]) -> int:
-    """How many tokens of these datums are trained on: the global count that a token mean divides
+    """Return the number of trained tokens in the datums: the global count that a token mean divides
     by.
     """
     total = 0
@@ -214,11 +229,12 @@ def check_datum(
     vocab_size: int,
     max_context: int | None = None,
 ) -> None:
-    """Raises ValueError, naming datum `index`, unless the datum fits the loss and the model:
-    fields, lengths, ids, finite numbers.
+    """Raise ValueError, naming datum `index`, unless the datum fits the loss and the model: fields,
+    lengths, ids, finite numbers.
 
-    required: fields the loss needs. known: every field it understands (None: any). vocab_size: V,
-    ids lie in [0, V). max_context: tokens that the model reads at most (None: not limited).
+    required: fields that the loss needs. known: every field that the loss accepts (None: any).
+    vocab_size: V, ids lie in [0, V). max_context: maximum number of tokens that the model reads
+    (None: not limited).
     """
     inputs = datum.loss_fn_inputs
     where = f"datum {index}"
@@ -238,7 +254,7 @@ def check_datum(
         soft = soft_targets and name in ("target_tokens", "weights")
         if data.array.ndim != 1 and not (soft and data.array.ndim == 2 and data.array.shape[1] > 0):
             raise BadRequestError(
-                f"{where}: {name!r} has shape {data.shape}; it is one value a token{', or (N, K)' if soft else ''}"
+                f"{where}: {name!r} has shape {data.shape}; expected a value for each token{', or (N, K)' if soft else ''}"
             )
         if len(data) != n:
             raise BadRequestError(_misaligned(where, name, len(data), n))
@@ -255,18 +271,18 @@ def check_datum(
 
 
 def checked_ids(what: str, model_input: ModelInput, vocab_size: int) -> list[int]:
-    """The token ids of an input. Raises ValueError where it is none, is empty, or holds what is no
-    id of the model's.
+    """Return the token ids of an input. Raises ValueError if the input is not a ModelInput, is
+    empty, or holds a value that is not a token id of the model.
     """
     if not isinstance(model_input, ModelInput):
         raise BadRequestError(
-            f"{what} is a types.ModelInput, such as ModelInput.from_ints([1, 2, 3]); got {type(model_input).__name__}"
+            f"{what} must be a types.ModelInput, such as ModelInput.from_ints([1, 2, 3]); got {type(model_input).__name__}"
         )
     try:
         tokens = model_input.flat()
     except (TypeError, AttributeError) as error:
         raise BadRequestError(
-            f"{what} is made of chunks of token ids (types.EncodedTextChunk), got {model_input!r:.120}"
+            f"{what} must consist of chunks of token ids (types.EncodedTextChunk), got {model_input!r:.120}"
         ) from error
     if not len(tokens):
         raise BadRequestError(
@@ -294,20 +310,20 @@ def checked_ids(what: str, model_input: ModelInput, vocab_size: int) -> list[int
 
 
 def _as_array(tokens: Sequence[int]) -> np.ndarray | None:
-    """None where the tokens make no array (rows of unequal lengths, say)."""
+    """Return the tokens as an array; None if they form no array (e.g. rows of unequal lengths)."""
     try:
         return np.asarray(tokens)
     except (ValueError, OverflowError):
         return None
 
 
-# Fields that count at every position; the others are read where the mask (or, without one, the
-# advantage) is not 0.
+# Fields that are read at every position. The other fields are read where the mask (without a mask:
+# the advantage) is not 0.
 _EVERYWHERE = ("weights", "advantages", "returns", "mask", "sequence_ratio_mask", "value_weights")
 
 
 def _check_finite(where: str, inputs: Mapping[str, TensorData]) -> None:
-    """Raises ValueError for a NaN or an infinity where it would be read. An upper threshold may be
+    """Raise ValueError for NaN or infinity at a position that is read. An upper threshold may be
     infinite: no bound.
     """
     active = next(
@@ -335,11 +351,12 @@ def _check_finite(where: str, inputs: Mapping[str, TensorData]) -> None:
 
 
 def _misaligned(where: str, name: str, got: int, n: int) -> str:
-    text = f"{where}: {name!r} has {got} values, the model_input has {n} tokens; every field has one value for each input token."
+    """Return the error message for a field of another length than the input."""
+    text = f"{where}: {name!r} has {got} values, the model_input has {n} tokens; every field needs a value for each input token."
     if got < n:
         pad = n - got
         text += (
-            f" If these {got} belong to the completion alone, pad the prompt's positions: "
+            f" If these {got} values cover only the completion, pad the prompt's positions: "
             f"[0.0] * {pad} + {name} (prompt length - 1 zeros first, since targets are shifted by one)"
         )
     return text

@@ -1,4 +1,6 @@
-"""Environments and what a policy did in them: turns, episodes, groups of episodes."""
+"""Define environments and the trajectories that a policy produces in them: turns, episodes, groups
+of episodes.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,17 @@ from rl.types import ModelInput, SampledSequence
 
 @dataclass(slots=True)
 class StepResult:
-    """What an environment answers to an action.
+    """Hold the result of an environment step.
 
-    `next_stop_condition`: when the next action ends (None: as the sampling parameters say).
-    `truncated` (extension), with `episode_done`: a limit ended the episode, such as a number of
-    turns, and not its own end: more reward could have come. `rewards` (extension): what seats other
-    than the one that acted earn by it, added to the reward of their own last action; `metrics_of`,
-    `logs_of`: of other seats, likewise.
+    `next_stop_condition`: stop condition of the next action (None: the stop condition of the
+    sampling parameters). `truncated` (extension), with `episode_done`: a limit such as the number
+    of turns ended the episode before its natural end, and further reward was possible. `rewards`
+    (extension): rewards that the action earns for other seats than the acting seat; each is added
+    to the reward of that seat's last action. `metrics_of`, `logs_of`: metrics and logs of other
+    seats, likewise.
     """
 
-    reward: Any  # float, or a pending score with .result() -> Score; the rollout waits for it
+    reward: Any  # float, or a pending score with .result() -> Score, which the rollout waits for
     episode_done: bool
     next_observation: ModelInput = field(default_factory=ModelInput.empty)
     next_stop_condition: Sequence[str] | Sequence[int] | None = None
@@ -34,27 +37,31 @@ class StepResult:
 
 
 class EpisodeFailed(Exception):
-    """An environment broke (raised, hung, died, answered nonsense): its episode is left out of
-    training, and this says why.
+    """Signal that an environment broke (raised, hung, died, returned an invalid result). Its
+    episode is left out of training; the message is the reason.
     """
 
 
 class PendingStep(Protocol):
-    """A step that is being worked out. `result` waits for it; raises EpisodeFailed."""
+    """Represent a step in progress. `result` waits for the step and raises EpisodeFailed if it
+    failed.
+    """
 
     def result(self) -> StepResult: ...
 
 
 class PendingObservation(Protocol):
-    """A first observation that is being worked out. `result` waits for it; raises EpisodeFailed."""
+    """Represent a first observation in progress. `result` waits for it and raises EpisodeFailed if
+    it failed.
+    """
 
     def result(self) -> tuple[ModelInput, Sequence[str] | Sequence[int] | None]: ...
 
 
 @dataclass(slots=True)
 class Transition:
-    """One turn: the observation, the sampled action, and what came of it. `truncated`: as in
-    StepResult. `seat`: who acted.
+    """Hold a turn: the observation, the sampled action and the result. `truncated`: as in
+    StepResult. `seat`: the seat that acted.
     """
 
     ob: ModelInput
@@ -69,8 +76,9 @@ class Transition:
 
 @dataclass(slots=True)
 class Trajectory:
-    """An episode, of one seat. `advantage`: what the method credited its actions with, once it has;
-    `advantages_N`: each turn's, if so.
+    """Hold the episode of a seat. `advantage`: the advantage of its actions, after the method has
+    assigned it. `advantages_N`: the advantage of each turn, if the method assigns advantages by
+    turn.
     """
 
     transitions: list[Transition]
@@ -81,8 +89,8 @@ class Trajectory:
 
 @dataclass(slots=True)
 class TrajectoryGroup:
-    """The episodes of one problem. Total reward of each: the sum of its step rewards plus its group
-    reward.
+    """Hold the episodes of a problem. The total reward of an episode is the sum of its step rewards
+    plus its group reward.
     """
 
     trajectories_G: list[Trajectory]
@@ -92,6 +100,7 @@ class TrajectoryGroup:
     problem_index: int = 0
 
     def get_total_rewards(self) -> list[float]:
+        """Return the total reward of each episode, of length G."""
         return [
             sum(t.reward for t in trajectory.transitions) + final
             for trajectory, final in zip(self.trajectories_G, self.final_rewards_G, strict=True)
@@ -99,59 +108,61 @@ class TrajectoryGroup:
 
 
 class Env(abc.ABC):
-    """One episode; used once, never reset.
+    """Run a single episode; an environment is used once and never reset.
 
-    With one model in it that is all. With several (a game, a debate) each has a seat: `players`
-    names who plays each of them, None for the policy (whose trajectories alone are trained on: one
-    for each of its seats, made of that seat's own turns), else a key of the samplers that `rollout`
-    got as `players`. `seat` is whose turn it is, read after each observation: the observation is
-    that seat's own. `StepResult.reward` goes to the seat that acted, `StepResult.rewards` to
-    others.
+    An environment with several models (a game, a debate) has a seat for each model. `players` names
+    the player of each seat: None for the policy, otherwise a key of the samplers that `rollout`
+    received as `players`. Only the policy's trajectories are trained on: a trajectory for each of
+    its seats, made of that seat's turns. `seat` is the seat whose turn it is; `rollout` reads it
+    after each observation, which is that seat's observation. `StepResult.reward` goes to the seat
+    that acted, `StepResult.rewards` to other seats.
     """
 
     players: Sequence[str | None] = (None,)
     seat: int = 0
-    # that the next action may have; read after each observation, None: as the sampling parameters
-    # say
+    # maximum number of tokens of the next action; read after each observation. None: the
+    # max_tokens of the sampling parameters.
     most_tokens: int | None = None
-    # whether its methods may take long: continuous rollouts call those in a thread of a pool then
+    # whether its methods may take long: asynchronous rollouts then call them in a pool thread
     blocks: bool = True
-    several_turns: bool = True  # whether an episode may have more than one
-    # whether its episode has failed, so that it is not among its group's trajectories
+    several_turns: bool = True  # whether an episode may have more than 1 turn
+    # whether its episode has failed and is missing from its group's trajectories
     left_out: bool = False
 
     @abc.abstractmethod
     def initial_observation(
         self,
     ) -> tuple[ModelInput, Sequence[str] | Sequence[int] | None] | PendingObservation:
-        """The first observation and when the first action stops; or a promise of it, so that others
-        can begin meanwhile.
+        """Return the first observation and the stop condition of the first action; or a pending
+        observation, to let other environments start meanwhile.
         """
 
     @abc.abstractmethod
     def step(self, action: SampledSequence) -> StepResult | PendingStep:
-        """Take the sampled tokens, answer with the reward and the next observation; or with a
-        promise of them.
+        """Apply the sampled action. Return the reward and the next observation; or a pending
+        step.
         """
 
     def no_room(self) -> StepResult | PendingStep | None:
-        """The last observation and an action would exceed the context (or `max_tokens`), which ends
-        the episode. What comes of that.
+        """Return the final result of an episode that ends because its last observation and an
+        action would exceed the context (or `max_tokens`).
 
-        Its reward and metrics are added to the last turn's. None: nothing.
+        The reward and metrics of the result are added to the last turn's. None: no result.
         """
         return None
 
     def close(self) -> None:  # noqa: B027  (nothing, by default)
-        """Called once, when the episode has ended, whichever way."""
+        """Release resources. The rollout calls this once, after the episode has ended for any
+        reason.
+        """
 
 
 class EnvGroupBuilder(abc.ABC):
-    """Makes the environments of one group (one problem, G episodes) and may score them together.
+    """Build the environments of a group (a problem, G episodes) and optionally score them together.
 
-    `max_turns`: actions of an episode after which the rollout gives up (an environment that ends by
-    itself never gets there). `max_tokens`: what an episode's observation and answer may take
-    together (None: the model's context); longer, and it is truncated.
+    `max_turns`: number of actions of an episode after which the rollout raises an error (an
+    environment that ends by itself never reaches it). `max_tokens`: maximum tokens of an episode's
+    observation and answer together (None: the model's context); a longer episode is truncated.
     """
 
     tag: str = "problem"
@@ -165,17 +176,17 @@ class EnvGroupBuilder(abc.ABC):
     def compute_group_rewards(
         self, trajectories_G: Sequence[Trajectory]
     ) -> list[tuple[float, dict[str, float]]]:
-        """A reward on top of the step rewards, and metrics, for each episode (of one seat).
-        Default: none.
+        """Return a reward in addition to the step rewards, and metrics, for each episode (of a
+        seat). Default: reward 0, no metrics.
         """
         return [(0.0, {}) for _ in trajectories_G]
 
     def given_back(self) -> None:  # noqa: B027  (nothing, by default)
-        """Called, in place of being scored, where its episodes are as if they had not begun (tokens
-        too old, the end of a run).
+        """Handle a rescheduled group. The rollout calls this instead of scoring if the episodes are
+        discarded as if they had not started (tokens too old, end of the run).
         """
 
 
 def has_signal(rewards_G: Sequence[float]) -> bool:
-    """Whether the group tells its members apart: exact inequality, on the whole group."""
+    """Return whether the rewards of a group differ: exact inequality, over the whole group."""
     return any(r != rewards_G[0] for r in rewards_G[1:])

@@ -1,11 +1,11 @@
-"""Episodes that wait for nobody: each goes on as soon as its own turn, reward or tool is ready,
-while others decode.
+"""Advance episodes asynchronously: an episode continues as soon as its turn, reward or tool result
+is ready, while other episodes decode.
 
-A tick takes what environments have answered since the last one, asks for the turns that follow, and
-lets the sampler take some steps. Which answers were there is decided by a `Clock`; all else follows
-from it. What is sampled does not depend on it at all: the random stream of a sample is a function
-of (seed, turn, problem, member, position), as it is where all turns go in step
-(rl.episodes.rollout).
+A tick takes the environment results that have arrived since the last tick, requests the turns that
+follow, and lets the sampler take some steps. A `Clock` decides which results had arrived; the rest
+of the tick follows from that decision. The sampled tokens do not depend on the decisions: the
+random stream of a sample is a function of (seed, turn, problem, member, position), the same as in
+lockstep rollouts (rl.episodes.rollout).
 """
 
 from __future__ import annotations
@@ -30,12 +30,16 @@ if TYPE_CHECKING:
 
 
 class Drawn(Protocol):
+    """Hold the result of a slice of decoding: finished responses by ticket, and the engine's
+    counters.
+    """
+
     finished: dict[int, Any]
     counters: dict[str, int]
 
 
 class DrawStream(Protocol):
-    """What draws, a slice at a time: a SampleStream, as far as it is asked here."""
+    """Sample a slice at a time: the part of SampleStream that rollouts use."""
 
     @property
     def busy(self) -> bool: ...
@@ -57,7 +61,9 @@ class DrawStream(Protocol):
 
 @dataclass
 class Seat:
-    """Who draws for a player, and how many tokens it may read."""
+    """Hold the sampling stream of a player, and the maximum number of tokens that the player
+    reads.
+    """
 
     stream: DrawStream
     context: int | None
@@ -65,8 +71,8 @@ class Seat:
 
 @dataclass
 class Begun:
-    """A group under way. `seed`: of its samples; `problem`: their stream; `since`: the version of
-    the weights when it began.
+    """Hold the state of a running group. `seed`: of its samples. `problem`: their random stream.
+    `since`: the weight version when the group started.
     """
 
     number: int
@@ -75,16 +81,17 @@ class Begun:
     problem: int
     since: int
     episodes: list[Playing] = field(default_factory=list)
-    open: int = 0  # episodes that have not ended
+    open: int = 0  # number of episodes that have not ended
 
 
 class Flow:
-    """Groups of episodes on their way. Call `tick` until the groups that are wanted are `done`,
-    then `take` them.
+    """Run groups of episodes asynchronously. Call `tick` until the required groups are `done`, then
+    `take` them.
 
-    `seats`: by player, None for the policy. `seconds`: what an environment that blocks has for an
-    answer (others have limits of their own). Environments are called by the thread that ticks,
-    those that block (`Env.blocks`) by one of the waiters'.
+    `seats`: by player, None for the policy. `seconds`: timeout of an environment that blocks (other
+    environments have their specific timeouts). The thread that calls `tick` also calls the
+    environments, except environments that block (`Env.blocks`): a thread of the waiters calls
+    these.
     """
 
     def __init__(
@@ -101,19 +108,21 @@ class Flow:
         self.seats, self.params, self.waiters, self.clock = seats, params, waiters, clock
         self.steps, self.seconds, self.max_turns = steps, seconds, max_turns
         self.groups: dict[int, Begun] = {}
-        # whether an update is under way, or its weights are,
+        # whether an update is running or its weights are in transit
         self.learning: Callable[[], bool] = lambda: False
-        self.learned: Callable[[], bool] = lambda: False  # and has ended;
-        # whether weights that are on their way have come
+        self.learned: Callable[[], bool] = lambda: False  # whether the update has ended
+        # whether weights in transit have arrived; None if no weights are in transit
         self.landed: Callable[[], bool | None] = lambda: None
         self.counters: dict[str, int] = {}
         self.sample_seconds = self.score_seconds = 0.0
-        # answers that are given again rather than drawn
+        # recorded actions that are replayed instead of sampled
         self.scripts: dict[Key, list[SampledSequence]] = {}
-        # while scripts are played: those at their script's end
+        # while scripts are replayed: the episodes that have reached the end of their script
         self.parked: dict[Key, Playing] | None = None
-        self._acting: dict[tuple[str | None, int], Playing] = {}  # by player and ticket
-        # whose environment is to be asked; None: it begins
+        self._acting: dict[
+            tuple[str | None, int], Playing
+        ] = {}  # episodes with a sample in progress, by player and ticket
+        # environment calls that are due; action None: the first observation
         self._to_step: deque[tuple[Playing, SampledSequence | None]] = deque()
         self._waiting: dict[Key, tuple[Playing, SampledSequence | None, int]] = {}
 
@@ -122,7 +131,9 @@ class Flow:
     def begin(
         self, number: int, builder: EnvGroupBuilder, *, seed: int, problem: int, since: int = 0
     ) -> Begun:
-        """Begins a group's episodes, under a number that no other group has."""
+        """Start the episodes of a group. `number` must differ from the number of every other group.
+        Raises ValueError if the builder makes no environments.
+        """
         group = Begun(number, builder, seed, problem, since)
         group.episodes = [Playing(number, i, env) for i, env in enumerate(builder.make_envs())]
         if not group.episodes:
@@ -135,12 +146,12 @@ class Flow:
         return group
 
     def done(self) -> list[int]:
-        """Numbers of the groups all of whose episodes have ended, in order."""
+        """Return the numbers of the groups without running episodes, in order."""
         return sorted(number for number, group in self.groups.items() if group.open == 0)
 
     def take(self, numbers: Sequence[int]) -> Rollouts:
-        """These groups, in that order, which are no longer here; with what was counted since the
-        last ones were taken.
+        """Remove the groups `numbers` and return them in that order, with the counters since the
+        last call.
         """
         taken = [self.groups.pop(number) for number in numbers]
         episodes = [episode for group in taken for episode in group.episodes]
@@ -149,7 +160,7 @@ class Flow:
             for episode in group.episodes:
                 episode.group = place
         groups, errors = finished([group.builder for group in taken], episodes)
-        found = Rollouts(
+        rollouts = Rollouts(
             groups,
             errors,
             {"emitted_tokens": 0, **self.counters},
@@ -157,11 +168,11 @@ class Flow:
             self.score_seconds,
         )
         self.counters, self.sample_seconds, self.score_seconds = {}, 0.0, 0.0
-        return found
+        return rollouts
 
     def give_back(self, number: int) -> int:
-        """Ends a group's episodes, whatever has become of them: as if they had not begun. How many
-        tokens that costs.
+        """Discard a group at any stage, as if its episodes had not started. Return the number of
+        sampled tokens that this wastes.
         """
         group, lost = self.groups.pop(number), 0
         for (player, ticket), episode in list(self._acting.items()):
@@ -183,17 +194,17 @@ class Flow:
         return lost
 
     def close(self) -> None:
-        """Ends what is under way."""
+        """Discard all running groups."""
         for number in list(self.groups):
             self.give_back(number)
 
     # ---------------------------------------------------------------------------------------- ticks
 
     def tick(self) -> Decision:
-        """Goes on as far as it gets without waiting for whoever is not ready; where nothing can go
-        on, until somebody is.
+        """Advance as far as possible without waiting for episodes that are not ready; if no episode
+        can continue, wait until an episode is ready.
 
-        Returns what the clock decided of it.
+        Return the clock's decision.
         """
         self._ask()
         start = time.perf_counter()
@@ -216,20 +227,25 @@ class Flow:
         return decision
 
     def _slice(self, player: str | None, seat: Seat) -> None:
-        found = seat.stream.slice(self.steps)
-        for ticket, response in found.finished.items():
+        """Let the player's sampler take `steps` steps, and collect its finished responses and
+        counters.
+        """
+        response_batch = seat.stream.slice(self.steps)
+        for ticket, response in response_batch.finished.items():
             if isinstance(response, Exception):
                 raise response
             self._to_step.append((self._acting.pop((player, ticket)), response.sequences[0]))
         if player is None:
-            for name, count in found.counters.items():
+            for name, count in response_batch.counters.items():
                 before = self.counters.get(name, 0)
                 self.counters[name] = (
                     max(before, count) if name.startswith("peak_") else before + count
                 )
 
     def _ask(self) -> None:
-        """Asks environments, as many as may wait at once; who answers at once goes on at once."""
+        """Call due environments, as many as may wait at the same time. An environment that returns
+        immediately continues immediately.
+        """
         while self._to_step and self.waiters.free > 0:
             episode, action = self._to_step.popleft()
             env, seat = episode.env, episode.env.seat
@@ -237,8 +253,10 @@ class Flow:
             if env.blocks:
                 self._waiting[key] = (episode, action, seat)
                 self.waiters.begin(
-                    key, lambda env=env, action=action: _whole(env, action), self.seconds
-                )  # type: ignore[misc]
+                    key,
+                    lambda env=env, action=action: _whole(env, action),  # type: ignore[misc]
+                    self.seconds,
+                )
                 continue
             promise: Any = env.initial_observation() if action is None else env.step(action)
             if not hasattr(promise, "result") and not _owes(promise):
@@ -248,14 +266,16 @@ class Flow:
             self.waiters.begin(key, lambda promise=promise: _until_there(promise))  # type: ignore[misc]
 
     def _arrived(self, key: Key, failed_then: str | None, failed: dict[Key, str]) -> None:
-        """Takes an answer; `failed_then`: of a replay, where it failed in the run that is repeated."""
+        """Process an environment result. `failed_then`: in a replay, the error message of an
+        environment that failed in the recorded run.
+        """
         episode, action, seat = self._waiting.pop(key)
         try:
             if failed_then is not None:
                 self.waiters.forget(key)
                 raise EpisodeFailed(failed_then)
-            found = self.waiters.take(key)
-            answer = found.result() if hasattr(found, "wait") else found
+            reply = self.waiters.take(key)
+            answer = reply.result() if hasattr(reply, "wait") else reply
         except EpisodeFailed as error:
             episode.error = failed[key] = str(error)
             episode.env.left_out = True
@@ -266,7 +286,7 @@ class Flow:
     def _heard(
         self, episode: Playing, action: SampledSequence | None, seat: int, answer: Any
     ) -> None:
-        """An environment has answered: the turn is noted, and the next one asked for."""
+        """Record the turn that an environment result completes, and request the next turn."""
         if action is None:
             episode.observation, episode.stop = answer
         else:
@@ -291,13 +311,17 @@ class Flow:
         self.ask_for_turn(episode)
 
     def ask_for_turn(self, episode: Playing, begun: SampledSequence | None = None) -> None:
-        """The next answer of an episode is to be drawn. `begun`: what is drawn of it already."""
+        """Request the next action of an episode from its sampler. `begun`: the part of the action
+        that is already sampled. Raises RuntimeError if the episode exceeds the maximum number of
+        turns.
+        """
         group, turn, player = self.groups[episode.group], len(episode.transitions), episode.player
         if turn >= (group.builder.max_turns if self.max_turns is None else self.max_turns):
             raise RuntimeError(
                 f"an episode has not ended after {turn} turns (problem {group.builder.problem_index})"
             )
-        # with torch, which the help and the settings of methods do without
+        # imported here: rl.sampler needs torch, which the help text and method settings must not
+        # import
         from rl.sampler import Request
 
         request = Request(
@@ -313,17 +337,19 @@ class Flow:
         self._acting[player, self.seats[player].stream.add(request)] = episode
 
     def ask_environment(self, episode: Playing, action: SampledSequence | None) -> None:
-        """The environment is to be asked what comes of an answer (None: how it begins)."""
+        """Queue a call of the episode's environment with an action (None: the first
+        observation).
+        """
         self._to_step.append((episode, action))
 
     def hold_back(self, episode: Playing) -> None:
-        """Its environment is not to be asked for now."""
+        """Remove the episode's environment from the queue."""
         self._to_step = deque(
             (other, action) for other, action in self._to_step if other is not episode
         )
 
     def play_scripts(self) -> None:
-        """Gives every environment the answers of its script, and waits for what comes of them."""
+        """Replay the recorded actions to every environment, and wait for the results."""
         while self._to_step or self._waiting:
             self._ask()
             if self._waiting:
@@ -332,7 +358,7 @@ class Flow:
                 self._arrived(key, None, {})
 
     def finish(self, episode: Playing) -> None:
-        """An episode has ended, whichever way."""
+        """End an episode, for any reason."""
         episode.env.close()
         for seat in self.seats.values():
             seat.stream.leave(_name(episode))
@@ -341,18 +367,19 @@ class Flow:
 
     @staticmethod
     def _ended(episode: Playing) -> bool:
+        """Return whether the episode has failed or its last turn ended it."""
         return episode.error is not None or bool(
             episode.transitions and episode.transitions[-1].episode_done
         )
 
 
 def _name(episode: Playing) -> str:
-    """Of its conversation, as the sampler knows it."""
+    """Return the conversation id that the sampler uses for the episode."""
     return f"{episode.group}/{episode.index}"
 
 
 def _owes(answer: Any) -> bool:
-    """Whether a step's reward is still being worked out."""
+    """Return whether the step's reward is still pending."""
     return (
         isinstance(answer, StepResult)
         and isinstance(answer.reward, PendingScore)
@@ -361,27 +388,28 @@ def _owes(answer: Any) -> bool:
 
 
 def _until_there(promise: Any) -> Any:
-    """Waits for a promise, and for the reward that it holds. One with `wait` is asked for its
-    result by whoever takes it.
+    """Wait for a promise and for the reward in its result. A promise with `wait` is returned as it
+    is: the caller that takes it reads its result.
     """
     if hasattr(promise, "wait"):
         promise.wait()
         return promise
-    found = promise.result() if hasattr(promise, "result") else promise
-    if _owes(found):
-        found.reward.result()
-    return found
+    reply = promise.result() if hasattr(promise, "result") else promise
+    if _owes(reply):
+        reply.reward.result()
+    return reply
 
 
 def _whole(env: Env, action: SampledSequence | None) -> Any:
-    """A turn of an environment that blocks, from the action to the reward; a coroutine where it is
-    one.
+    """Run a turn of an environment that blocks, from the action to the reward. Return a coroutine
+    if the environment returns an awaitable.
     """
-    found: Any = env.initial_observation() if action is None else env.step(action)
-    if hasattr(found, "__await__"):
-        return _once_awaited(found)
-    return _until_there(found)
+    reply: Any = env.initial_observation() if action is None else env.step(action)
+    if hasattr(reply, "__await__"):
+        return _once_awaited(reply)
+    return _until_there(reply)
 
 
 async def _once_awaited(found: Any) -> Any:
+    """Await the environment's result, then wait for its reward."""
     return _until_there(await found)

@@ -1,8 +1,8 @@
-"""Episodes under way as JSON, and under way again: their environments are played anew with the
-answers that were given.
+"""Save running episodes as JSON, and restore them: the recorded actions are replayed to new
+environments.
 
-What an answer has got of its tokens goes along, with its logprobs, its experts and the versions
-that drew them, so none is drawn twice.
+A partially sampled action is saved with its logprobs, its experts and its weight versions.
+Therefore no token is sampled twice.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rl.types import SampledSequence
 
 
 def flow_state(flow: Flow) -> dict[str, Any]:
-    """Everything under way. The sampler reads anew what it has drawn so far, as one that goes on
-    from this does.
+    """Return the state of all running groups. The sampler then prefills its partial samples again,
+    as a run that resumes from this state does.
     """
     stream = flow.seats[None].stream
     acting = {ticket: episode for (_, ticket), episode in flow._acting.items()}
@@ -55,6 +55,7 @@ def flow_state(flow: Flow) -> dict[str, Any]:
 
 
 def _episode(episode: Playing) -> dict[str, Any]:
+    """Return the state of an episode."""
     turns = episode.transitions
     return {
         "actions": [turn.ac.as_json() for turn in turns],
@@ -67,10 +68,10 @@ def _episode(episode: Playing) -> dict[str, Any]:
 def restore(
     flow: Flow, state: Mapping[str, Any], builder_of: Callable[[int], EnvGroupBuilder]
 ) -> list[int]:
-    """Puts what `flow_state` gave under way in a new flow. Numbers of groups that did not come back
-    as they were, which begin anew.
+    """Restore the groups of `flow_state` in a new flow. Return the numbers of the groups whose
+    replay differs from the saved state; these groups must start again.
     """
-    asked = {(group, member): action for group, member, action in state["asked"]}
+    requested = {(group, member): action for group, member, action in state["asked"]}
     flow.parked, flow.counters = {}, dict(state["counters"])
     for saved in state["groups"]:
         number = saved["number"]
@@ -81,40 +82,43 @@ def restore(
             problem=saved["problem"],
             since=saved["since"],
         )
-        for episode, was in zip(group.episodes, saved["episodes"], strict=True):
+        for episode, saved_episode in zip(group.episodes, saved["episodes"], strict=True):
             key = (number, episode.index)
-            flow.scripts[key] = [SampledSequence.from_json(action) for action in was["actions"]]
-            unbegun = key in asked and asked[key] is None
-            if was["error"] is not None or unbegun:
+            flow.scripts[key] = [
+                SampledSequence.from_json(action) for action in saved_episode["actions"]
+            ]
+            unbegun = key in requested and requested[key] is None
+            if saved_episode["error"] is not None or unbegun:
                 flow.hold_back(episode)
-                episode.error = was["error"]
-            if was["error"] is not None:
+                episode.error = saved_episode["error"]
+            if saved_episode["error"] is not None:
                 flow.finish(episode)
     flow.play_scripts()
-    lost = [saved["number"] for saved in state["groups"] if not _as_they_were(flow, saved)]
-    for number in lost:
+    lost_groups = [saved["number"] for saved in state["groups"] if not _as_they_were(flow, saved)]
+    for number in lost_groups:
         flow.give_back(number)
     parked, flow.parked = flow.parked, None
     for group_number, member, begun in state["acting"]:
-        if group_number not in lost:
+        if group_number not in lost_groups:
             flow.ask_for_turn(
                 parked[group_number, member],
                 None if begun is None else SampledSequence.from_json(begun),
             )
     for group_number, member, action in state["asked"]:
-        if group_number not in lost:
+        if group_number not in lost_groups:
             episode = flow.groups[group_number].episodes[member]
             flow.ask_environment(
                 episode, None if action is None else SampledSequence.from_json(action)
             )
-    return lost
+    return lost_groups
 
 
 def _as_they_were(flow: Flow, saved: Mapping[str, Any]) -> bool:
-    """Whether every episode has read what it had read before."""
+    """Return whether every episode has read the same observations as before."""
     episodes: Sequence[Playing] = flow.groups[saved["number"]].episodes
     same = ("seen", "ended", "error")
     return all(
-        was["error"] is not None or all(_episode(now)[key] == was[key] for key in same)
-        for now, was in zip(episodes, saved["episodes"], strict=True)
+        saved_episode["error"] is not None
+        or all(_episode(episode)[key] == saved_episode[key] for key in same)
+        for episode, saved_episode in zip(episodes, saved["episodes"], strict=True)
     )

@@ -1,4 +1,4 @@
-"""Trajectory groups to metrics, under the names that Tinker's users read."""
+"""Compute metrics of trajectory groups, under the metric names of Tinker."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rl.types import Datum
 
 
 def sampled_metrics(groups: Sequence[TrajectoryGroup], name: str = "env/all") -> dict[str, float]:
-    """Of training samples: how many groups there are, and the share of distinct beginnings (50
-    characters) among answers.
+    """Return metrics of the training samples: the number of groups, and the share of distinct
+    answer prefixes (50 characters).
     """
     beginnings = [_beginning(trajectory) for group in groups for trajectory in group.trajectories_G]
     return {
@@ -24,8 +24,8 @@ def sampled_metrics(groups: Sequence[TrajectoryGroup], name: str = "env/all") ->
 
 
 def credited_share(groups: Sequence[TrajectoryGroup], datums: Sequence[Datum]) -> float:
-    """The share of the sampled tokens of `groups` that `datums` train on, with an advantage other
-    than 0 where they have advantages.
+    """Return the share of the sampled tokens of `groups` that `datums` train on. If the datums have
+    advantages, only tokens with an advantage other than 0 count.
     """
     sampled = sum(
         len(turn.ac.tokens)
@@ -41,35 +41,40 @@ def credited_share(groups: Sequence[TrajectoryGroup], datums: Sequence[Datum]) -
         )
         for d in datums
     ]
-    credited = sum(np.count_nonzero(field.array) for field in fields)
+    credited = sum(np.count_nonzero(values.array) for values in fields)
     return credited / max(1, sampled)
 
 
 def _beginning(trajectory: Trajectory) -> str | tuple[int, ...]:
-    """The first 50 characters of the first answer; tokens where the environment keeps no text."""
+    """Return the first 50 characters of the first answer; the first 50 tokens if the environment
+    logs no text.
+    """
     turn = trajectory.transitions[0]
     text = turn.logs.get("response")
     return text[:50] if isinstance(text, str) else tuple(turn.ac.tokens[:50])
 
 
 def largest(values: Iterable[float]) -> float:
-    """The largest value; NaN where any is (which `max` finds only in the first place); 0 of none."""
+    """Return the largest value; NaN if any value is NaN (`max` returns NaN only if it comes first);
+    0 if empty.
+    """
     values = list(values)
     return math.nan if any(math.isnan(value) for value in values) else max(values, default=0.0)
 
 
 def mean(values: Iterable[float]) -> float:
+    """Return the mean; 0 if empty."""
     values = list(values)
     return sum(values) / len(values) if values else 0.0
 
 
 def group_metrics(groups: Sequence[TrajectoryGroup], prefix: str = "env") -> dict[str, float]:
-    """`<prefix>/all/...` over all groups and `<prefix>/<tag>/...` for each data set, where there
-    are several.
+    """Return `<prefix>/all/...` over all groups and, if there are several data sets,
+    `<prefix>/<tag>/...` for each data set.
 
-    reward/total (mean over episodes, with std, min and max), turns and tokens, each metric of
-    environments and rewards (the mean over the episodes that have it), and how many groups are
-    mixed, all good or all bad.
+    The metrics are reward/total (mean over episodes, with std, min and max), turns and tokens, each
+    metric of environments and rewards (the mean over the episodes that have it), and the shares of
+    groups that are mixed, all good or all bad.
     """
     metrics = _metrics(groups, f"{prefix}/all")
     by_tag: dict[str, list[TrajectoryGroup]] = defaultdict(list)
@@ -82,6 +87,7 @@ def group_metrics(groups: Sequence[TrajectoryGroup], prefix: str = "env") -> dic
 
 
 def _metrics(groups: Sequence[TrajectoryGroup], name: str) -> dict[str, float]:
+    """Return the metrics of the groups with the prefix `name`."""
     rewards_P_G = [group.get_total_rewards() for group in groups]
     rewards = [r for rewards_G in rewards_P_G for r in rewards_G]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories_G]
@@ -105,6 +111,7 @@ def _metrics(groups: Sequence[TrajectoryGroup], name: str) -> dict[str, float]:
 
 
 def _collected(groups: Sequence[TrajectoryGroup]) -> Mapping[str, list[float]]:
+    """Return the values of each metric of environments and group rewards, over all episodes."""
     values: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         for trajectory, extra in zip(group.trajectories_G, group.metrics_G, strict=True):
@@ -115,8 +122,8 @@ def _collected(groups: Sequence[TrajectoryGroup]) -> Mapping[str, list[float]]:
 
 
 def _by_group(rewards_P_G: Sequence[Sequence[float]], name: str) -> dict[str, float]:
-    """Groups by their rewards: mixed; else all good (equal and above 0) or all bad (equal, 0 or
-    below).
+    """Return the shares of groups by their rewards: mixed; otherwise all good (equal and above 0)
+    or all bad (equal, 0 or below).
     """
     mixed = [any(r != rewards_G[0] for r in rewards_G) for rewards_G in rewards_P_G]
     good = [not m and rewards_G[0] > 0 for m, rewards_G in zip(mixed, rewards_P_G, strict=True)]
@@ -131,13 +138,14 @@ def _by_group(rewards_P_G: Sequence[Sequence[float]], name: str) -> dict[str, fl
 def calibration_error(
     probabilities: Sequence[float], right: Sequence[float], bins: int = 10
 ) -> float:
-    """Expected calibration error of binary choices (Guo et al., arXiv 1706.04599, equation 3).
+    """Return the expected calibration error of binary choices (Guo et al., arXiv 1706.04599,
+    equation 3).
 
-    probabilities: what was given to the side that was chosen, 0.5 to 1. right: 1 where that side
-    was the better one, 0 where not (0.5: half). Over `bins` equal bins of 0.5 to 1: sum of (share
-    of all) |mean right - mean probability|.
+    probabilities: the probability of the chosen side, 0.5 to 1. right: 1 if the chosen side was the
+    better side, 0 if not (0.5: half). Sum over `bins` equal bins of 0.5 to 1: (share of all) |mean
+    right - mean probability|.
     """
     p, r = np.asarray(probabilities, dtype=np.float64), np.asarray(right, dtype=np.float64)
-    which = np.minimum(((p - 0.5) * 2 * bins).astype(int), bins - 1)
-    total = sum(abs(float((r - p)[which == b].sum())) for b in range(bins))
+    bin_indices = np.minimum(((p - 0.5) * 2 * bins).astype(int), bins - 1)
+    total = sum(abs(float((r - p)[bin_indices == b].sum())) for b in range(bins))
     return total / max(1, len(p))

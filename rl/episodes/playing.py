@@ -1,5 +1,5 @@
-"""An episode under way: what an answer came to, when it has ended, and what it is to its group. How
-they advance: rollout, flow.
+"""Hold the state of a running episode: record the result of an action, decide when the episode
+ends, and build the groups. The modules rollout and flow advance the episodes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rl.types import ModelInput, SampledSequence, SamplingParams
 
 @dataclass(slots=True)
 class Playing:
-    """An episode under way: member `index` of group `group`. `owed`: rewards of seats that have not
-    acted yet.
+    """Hold the state of a running episode: member `index` of group `group`. `owed`: rewards of
+    seats that have not acted yet.
     """
 
     group: int
@@ -38,14 +38,15 @@ class Playing:
 
     @property
     def player(self) -> str | None:
-        """Who acts next: None for the policy."""
+        """Return the player of the next turn: None for the policy."""
         return self.env.players[self.env.seat]
 
     def last_of(self, seat: int) -> Transition | None:
+        """Return the last turn of a seat; None if the seat has not acted."""
         return next((turn for turn in reversed(self.transitions) if turn.seat == seat), None)
 
     def end(self, *, truncated: bool = False, **metrics: float) -> None:
-        """Ends it for every seat: each one's last turn says so."""
+        """End the episode for every seat: mark the last turn of each seat as done."""
         for seat in range(len(self.env.players)):
             turn = self.last_of(seat)
             if turn is not None:
@@ -54,15 +55,16 @@ class Playing:
 
 
 def seated(episode: Playing, builder: EnvGroupBuilder, players: Collection[str | None]) -> bool:
-    """Whether who acts next is there; an episode whose environment gave a seat to somebody who is
-    not is at fault, and is left out.
+    """Return whether the player of the next turn is available. If not, the environment is at fault:
+    set the episode's error, which leaves the episode out.
     """
     if episode.player in players:
         return True
-    there = ", ".join(sorted(who for who in players if who is not None)) or "none"
+    available = ", ".join(sorted(player for player in players if player is not None)) or "none"
     episode.error = (
-        f"the environment {builder.tag}, episode {episode.index} of row {builder.problem_index}, gave seat {episode.env.seat} to "
-        f"{episode.player!r:.100}, who does not play here (there: {there}): its `models` says on a new object who may be given one"
+        f"the environment {builder.tag}, episode {episode.index} of row {builder.problem_index}, assigned seat {episode.env.seat} to "
+        f"{episode.player!r:.100}, which is no available player (available: {available}): list the players of a new environment object in "
+        f"its `models`"
     )
     return False
 
@@ -70,34 +72,38 @@ def seated(episode: Playing, builder: EnvGroupBuilder, players: Collection[str |
 def fits(
     episode: Playing, builder: EnvGroupBuilder, params: SamplingParams, context: int | None
 ) -> bool:
-    """Whether the next action has room in the context; an episode that has none is ended. The last
-    token is never fed.
+    """Return whether the next action fits into the context; end the episode if it does not. The
+    last token is never fed to the model, hence context + 1.
     """
-    length, wanted = episode.observation.length, own_params(episode, params).max_tokens or 1
+    length, max_tokens = episode.observation.length, own_params(episode, params).max_tokens or 1
     limits = [
         *([] if context is None else [context + 1]),
         *([] if builder.max_tokens is None else [builder.max_tokens]),
     ]
-    if all(length + wanted <= limit for limit in limits):
+    if all(length + max_tokens <= limit for limit in limits):
         return True
     if episode.transitions:
         episode.end(truncated=True, context_overflow=1.0)
         _count_last(episode, episode.env.no_room())
     else:
-        own = builder.max_tokens is not None and length + wanted > builder.max_tokens
-        what = (
-            f"episode's limit of {builder.max_tokens}" if own else f"model's context of {context}"
+        over_episode_limit = (
+            builder.max_tokens is not None and length + max_tokens > builder.max_tokens
+        )
+        exceeded_limit = (
+            f"episode's limit of {builder.max_tokens}"
+            if over_episode_limit
+            else f"model's context of {context}"
         )
         episode.error = (
             f"the first observation of problem {builder.problem_index} has {length} tokens, which with max_tokens={params.max_tokens} "
-            f"exceed the {what}: shorten the prompt or lower max_tokens"
+            f"exceed the {exceeded_limit}: shorten the prompt or lower max_tokens"
         )
     return False
 
 
 def _count_last(episode: Playing, given: Any) -> None:
-    """What an environment says of an episode that has no room left: a StepResult, a promise of one,
-    or None.
+    """Add the result of `Env.no_room` to the episode's last turn: a StepResult, a promise of a
+    StepResult, or None.
     """
     try:
         result = given if given is None or isinstance(given, StepResult) else given.result()
@@ -111,8 +117,8 @@ def _count_last(episode: Playing, given: Any) -> None:
 
 
 def own_params(episode: Playing, params: SamplingParams) -> SamplingParams:
-    """How this episode's next action is drawn: with stops and a length of its own, where it has
-    them.
+    """Return the sampling parameters of the episode's next action, with the stop condition and
+    length that the environment sets, if any.
     """
     if episode.stop is not None:
         params = replace(params, stop=episode.stop)
@@ -125,8 +131,8 @@ def own_params(episode: Playing, params: SamplingParams) -> SamplingParams:
 
 
 def count_overflows(episodes: Sequence[Playing]) -> None:
-    """Where the context was too short for any, the metric says 0 of the others: its mean is their
-    share.
+    """Set the metric context_overflow to 0 in all other episodes if any episode overflowed the
+    context. The mean of the metric is then the share of overflows.
     """
     last = [
         turn
@@ -140,7 +146,7 @@ def count_overflows(episodes: Sequence[Playing]) -> None:
 
 
 def take(episode: Playing, action: SampledSequence, seat: int, result: StepResult) -> None:
-    """Notes what came of an action. It waits for the reward, where that is a promise."""
+    """Record the result of an action. Waits for the reward if it is pending."""
     reward, metrics, episode.error = settled(result)
     reward += episode.owed.pop(seat, 0.0)
     episode.transitions.append(
@@ -172,7 +178,7 @@ def take(episode: Playing, action: SampledSequence, seat: int, result: StepResul
 
 
 def settled(result: StepResult) -> tuple[float, dict[str, float], str | None]:
-    """(reward, metrics, error): a number as it is, a pending score once it is there."""
+    """Return (reward, metrics, error) of a step; wait for the score if it is pending."""
     if not isinstance(result.reward, PendingScore):
         return float(result.reward), result.metrics, None
     score: Score = result.reward.result()
@@ -186,13 +192,16 @@ def settled(result: StepResult) -> tuple[float, dict[str, float], str | None]:
 def finished(
     builders: Sequence[EnvGroupBuilder], episodes: Sequence[Playing]
 ) -> tuple[list[TrajectoryGroup], list[str]]:
+    """Return (groups of the episodes without an error, error messages). A group has the
+    trajectories of a single seat of the policy.
+    """
     members: list[list[Playing]] = [[] for _ in builders]
     errors: list[str] = []
     for episode in episodes:
         if episode.error is None:
             members[episode.group].append(episode)
         else:
-            # half a surrogate pair cannot be shown
+            # an unpaired surrogate cannot be encoded as UTF-8
             errors.append(episode.error.encode("utf-8", "backslashreplace").decode("utf-8"))
     groups = []
     for builder, group in zip(builders, members, strict=True):
@@ -204,17 +213,20 @@ def finished(
                 if player is None
             }
         )
-        for seat in seats:  # none where every member failed: the errors say so
+        for seat in seats:  # empty if every member failed: `errors` has the reasons
             trajectories = [
-                found for episode in group if (found := _of_seat(episode, seat)) is not None
+                trajectory
+                for episode in group
+                if (trajectory := _of_seat(episode, seat)) is not None
             ]
             if not trajectories:
-                continue  # the policy had no turn there
+                continue  # the policy had no turn in this seat
             try:
                 extra: list[tuple[float, dict[str, Any]]] = builder.compute_group_rewards(
                     trajectories
                 )
-            except EpisodeFailed as failed:  # what compares a group has failed: the group is left out, and counted by its episodes
+            except EpisodeFailed as failed:
+                # The group's scoring failed: the group is left out, with an error for each episode.
                 errors += [str(failed)] * len(trajectories)
                 continue
             tag = builder.tag if len(seats) == 1 else f"{builder.tag}/seat{seat}"
@@ -231,7 +243,9 @@ def finished(
 
 
 def _of_seat(episode: Playing, seat: int) -> Trajectory | None:
-    """What the policy did in a seat; None where that was another's, or it never had a turn there."""
+    """Return the policy's trajectory in a seat; None if another player has the seat, or the seat
+    had no turn.
+    """
     if seat >= len(episode.env.players) or episode.env.players[seat] is not None:
         return None
     turns = [turn for turn in episode.transitions if turn.seat == seat]

@@ -1,5 +1,5 @@
-"""Environments and a sampler to trajectory groups: all episodes advance together, turn by turn,
-each turn one batch.
+"""Roll out groups of environments in lockstep: all episodes advance together, and each turn is a
+single batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Sampler(Protocol):
-    """What draws the actions: a SamplingClient, as far as it is asked here."""
+    """Sample actions: the part of SamplingClient that rollouts use."""
 
     @property
     def info(self) -> Mapping[str, Any]: ...
@@ -35,17 +35,17 @@ class Sampler(Protocol):
 
 
 class Drawing(Protocol):
-    """Samples under way: a future of responses and the engine's counters."""
+    """Represent samples in progress: a future of responses and the engine's counters."""
 
     def result(self) -> tuple[list[SampleResponse], dict[str, int]]: ...
 
 
 @dataclass(slots=True)
 class Rollouts:
-    """Groups whose failed members are already taken out, and what happened on the way.
+    """Hold groups without their failed members, and statistics of the rollout.
 
-    `errors`: one text for each sample that a failing reward cost. `counters`: the engine's.
-    `seconds`: sampling, scoring.
+    `errors`: a message for each sample whose environment or reward failed. `counters`: the
+    engine's. `sample_seconds`, `score_seconds`: seconds of sampling and of scoring.
     """
 
     groups: list[TrajectoryGroup]
@@ -53,16 +53,16 @@ class Rollouts:
     counters: dict[str, int]
     sample_seconds: float
     score_seconds: float
-    # sampled, but not to be trained on (dynamic sampling)
+    # groups that were sampled but are not trained on (dynamic sampling)
     left_out: list[TrajectoryGroup] = field(default_factory=list)
 
     @property
     def sampled(self) -> list[TrajectoryGroup]:
-        """All of them: what metrics describe."""
+        """Return all sampled groups, which the metrics describe."""
         return [*self.groups, *self.left_out]
 
     def with_more(self, more: Rollouts) -> Rollouts:
-        """These and those that were sampled after them."""
+        """Return these rollouts together with `more`, which were sampled later."""
         return Rollouts(
             [*self.groups, *more.groups],
             [*self.errors, *more.errors],
@@ -84,21 +84,23 @@ def rollout(
     max_turns: int | None = None,
     players: Mapping[str, Sampler] | None = None,
 ) -> Rollouts:
-    """Plays every group to its end and returns their trajectories and rewards, in the order of
-    `builders`.
+    """Run the episodes of every group to their end. Return their trajectories and rewards, in the
+    order of `builders`.
 
-    An episode whose next observation leaves no room for `params.max_tokens` in the model's context
-    ends there: it is truncated, its last turn's metrics have `context_overflow` 1, its rewards are
-    those it has earned. One whose first observation leaves none is left out, and `errors` says so.
-    The same holds of the builder's own `max_tokens`. `max_turns`: instead of the builders' own.
+    If the next observation of an episode leaves fewer than `params.max_tokens` tokens in the
+    model's context, the episode ends: it is truncated, the metrics of its last turn have
+    `context_overflow` 1, and it keeps the rewards earned so far. If the first observation leaves
+    too few, the episode is left out and `errors` has the reason. The same holds for the builder's
+    `max_tokens`. `max_turns` overrides the builders' `max_turns`.
 
-    `players`: samplers of seats that are not the policy's, by the names that environments give
-    them. Where several seats of an episode are the policy's, their trajectories stand in groups of
-    their own, one a seat, since they are not comparable.
+    `players`: samplers of seats that are not the policy's, by the names that environments use. If
+    several seats of an episode are the policy's, the trajectories of each seat form a separate
+    group, because they are not comparable across seats.
 
     The random stream of a sample is a function of (seed, turn, problem, index in the group,
-    position) alone; a problem that stands in the batch twice gets a second stream. Raises
-    ValueError for a group without members.
+    position) alone; a problem that occurs twice in the batch gets a second stream. Raises
+    ValueError for a group without members, RuntimeError if an episode exceeds the maximum number of
+    turns.
     """
     episodes: list[Playing] = []
     streams = group_streams([builder.problem_index for builder in builders])
@@ -138,14 +140,17 @@ def _goes_on(
     params: SamplingParams,
     samplers: Mapping[str | None, Sampler],
 ) -> bool:
+    """Return whether the episode's next player is available and the next action fits into its
+    context.
+    """
     return seated(episode, builder, samplers) and fits(
         episode, builder, params, samplers[episode.player].info["max_context"]
     )
 
 
 def _start(builders: Sequence[EnvGroupBuilder], episodes: list[Playing]) -> float:
-    """Append all episodes, each with its first observation or its error. Return the seconds that
-    took.
+    """Append all episodes, each with its first observation or its error. Return the elapsed
+    seconds. Raises ValueError if a builder makes no environments.
     """
     begin = time.perf_counter()
     for g, builder in enumerate(builders):
@@ -155,8 +160,8 @@ def _start(builders: Sequence[EnvGroupBuilder], episodes: list[Playing]) -> floa
                 f"the group of problem {builder.problem_index} ({builder.tag}) has no environments"
             )
         episodes += [Playing(g, i, env) for i, env in enumerate(envs)]
-    given = [episode.env.initial_observation() for episode in episodes]
-    for episode, first in zip(episodes, given, strict=True):
+    observations = [episode.env.initial_observation() for episode in episodes]
+    for episode, first in zip(episodes, observations, strict=True):
         try:
             episode.observation, episode.stop = (
                 first if isinstance(first, tuple) else first.result()
@@ -167,14 +172,14 @@ def _start(builders: Sequence[EnvGroupBuilder], episodes: list[Playing]) -> floa
 
 
 def group_streams(problem_indices: Sequence[int]) -> list[int]:
-    """One stream a group: the problem's index, or for its k-th repetition in the batch a number
-    derived from both.
+    """Return a random stream for each group: the problem's index, or for the k-th repetition of the
+    problem in the batch a number derived from both.
     """
-    seen: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     streams = []
     for index in problem_indices:
-        streams.append(index if seen[index] == 0 else derive_seed(index, seen[index]))
-        seen[index] += 1
+        streams.append(index if counts[index] == 0 else derive_seed(index, counts[index]))
+        counts[index] += 1
     return streams
 
 
@@ -186,31 +191,32 @@ def _sample(
     seed: int,
     counters: Counter[str],
 ) -> list[SampledSequence]:
-    """One action for each live episode, of whoever's turn it is. The engines' counters are added to
-    `counters`: the policy's alone.
+    """Return an action for each live episode, sampled by the player whose turn it is. Add the
+    policy's engine counters (not those of other players) to `counters`.
     """
-    drawn: dict[int, SampledSequence] = {}
+    sequence_of: dict[int, SampledSequence] = {}
     for player in dict.fromkeys(episode.player for episode in live):
-        theirs = [episode for episode in live if episode.player == player]
+        player_episodes = [episode for episode in live if episode.player == player]
         responses, counts = (
-            samplers[player].sample_many(_requests(theirs, streams, params, seed)).result()
+            samplers[player].sample_many(_requests(player_episodes, streams, params, seed)).result()
         )
         if player is None:
             counters.update(counts)
         sequences = [sequence for response in responses for sequence in response.sequences]
-        drawn.update(
-            (id(episode), sequence) for episode, sequence in zip(theirs, sequences, strict=True)
+        sequence_of.update(
+            (id(episode), sequence)
+            for episode, sequence in zip(player_episodes, sequences, strict=True)
         )
-    return [drawn[id(episode)] for episode in live]
+    return [sequence_of[id(episode)] for episode in live]
 
 
 def _requests(
     live: Sequence[Playing], streams: Sequence[int], params: SamplingParams, seed: int
 ) -> list[Request]:
-    """What is asked of one sampler. Neighbours of a group with the same observation share one
-    request (one prefill).
+    """Return the requests for a sampler. Adjacent episodes of a group with the same observation
+    share a request (a single prefill).
     """
-    # with torch, which the help and the settings of methods do without
+    # imported here: rl.sampler needs torch, which the help text and method settings must not import
     from rl.sampler import Request
 
     requests: list[Request] = []
@@ -242,8 +248,8 @@ def _requests(
 
 
 def _advance(live: Sequence[Playing], actions: Sequence[SampledSequence]) -> None:
-    """Steps every environment, then waits for what they promised and for the scores together: they
-    work side by side.
+    """Step every environment, then wait for all pending steps and scores together, so that they run
+    concurrently.
     """
     seats = [episode.env.seat for episode in live]
     promised = [episode.env.step(action) for episode, action in zip(live, actions, strict=True)]
@@ -257,5 +263,5 @@ def _advance(live: Sequence[Playing], actions: Sequence[SampledSequence]) -> Non
 
 
 def is_mixed(group: TrajectoryGroup) -> bool:
-    """Whether the group's members earned different rewards."""
+    """Return whether the group's members earned different rewards."""
     return has_signal(group.get_total_rewards())

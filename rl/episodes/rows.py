@@ -1,4 +1,6 @@
-"""What was sampled, as rows to read and to train on again: an episode a row, turn by turn."""
+"""Convert rollouts to rows for reading and for training on them again: a row for each episode, turn
+by turn.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ from rl.types import SampledSequence, experts_as_text
 def rollout_rows(
     rollouts: Rollouts, renderer: Renderer, temperature: float
 ) -> Iterator[dict[str, Any]]:
-    """One row for each trajectory: what was asked, answered, drawn (at `temperature`) and earned,
-    to read and to train on again.
+    """Yield a row for each trajectory, with the prompt, the answer, the sampled tokens (at
+    `temperature`) and the reward, for reading and for training on it again.
 
-    What stands there of an answer is of the last one; an episode of an environment has all of it as
-    `turns`, see `turns_of`.
+    The answer's keys describe the last answer of the episode. A row of a multi-turn environment
+    holds the whole episode as `turns`, see `turns_of`.
     """
     for g, group in enumerate(rollouts.groups):
         for i, (trajectory, reward) in enumerate(
@@ -46,7 +48,7 @@ def rollout_rows(
                 "logprobs": turn.ac.logprobs,
                 **_experts(turn.ac),
             }
-            # shown once a group; every row says that there were some
+            # images are stored in the first row of a group; every row has their number
             if images := [image for _, image in turn.ob.placed()]:
                 row |= {"image_count": len(images)} | (
                     {"images": [shown(image) for image in images]} if i == 0 else {}
@@ -65,32 +67,32 @@ def rollout_rows(
 
 
 def _experts(action: SampledSequence) -> dict[str, str]:
-    """Of the tokens of a prompt and its answer, where they were noted."""
+    """Return the experts of the tokens of a prompt and its answer, if they were recorded."""
     return {} if action.experts is None else {"experts": experts_as_text(action.experts)}
 
 
 def turns_of(trajectory: Trajectory, renderer: Renderer) -> list[dict[str, Any]]:
-    """An episode from its first message to its last answer, one entry for each message.
+    """Return an episode from its first message to its last answer, an entry for each message.
 
-    What was said to the model: {"role", "text", "sampled": False}, with "name" of the tool that
-    answered where the message has one. An answer: {"role": "assistant", "text", "sampled": True,
-    "tokens" (in decoded pieces), "token_ids", "logprobs", "observation_tokens" (what of its prompt
-    is new: how many tokens), "reward", "advantage" (its own, where turns are credited one by one),
-    "stop_reason", "metrics", "seat"}, "tool_calls" where it made any ({"name", "arguments",
-    "seconds", and "answer" or "error"}), and "logs", what else the environment noted. "experts":
-    those of its prompt and of its tokens but the last, where they were noted (`experts_from_text`
-    reads them). "restarts": True where its prompt does not continue what came before, but is
-    written anew.
+    An input message: {"role", "text", "sampled": False}, with "name" of the tool that answered if
+    the message has a name. An answer: {"role": "assistant", "text", "sampled": True, "tokens" (in
+    decoded pieces), "token_ids", "logprobs", "observation_tokens" (number of new tokens in its
+    prompt), "reward", "advantage" (of the turn, if advantages are assigned by turn), "stop_reason",
+    "metrics", "seat"}, "tool_calls" if it made any ({"name", "arguments", "seconds", and "answer"
+    or "error"}), and "logs", the remaining logs of the environment. "experts": the experts of its
+    prompt and of its tokens except the last, if they were recorded (`experts_from_text` decodes
+    them). "restarts": True if its prompt does not continue the preceding tokens but is rendered
+    again.
     """
-    found: list[dict[str, Any]] = []
-    so_far: list[int] = []
+    entries: list[dict[str, Any]] = []
+    previous_tokens: list[int] = []
     advantages: Sequence[float | None] = trajectory.advantages_N or [trajectory.advantage] * len(
         trajectory.transitions
     )
     for turn, advantage in zip(trajectory.transitions, advantages, strict=True):
         for message in turn.logs.get("told", ()):
             named = {"name": message["name"]} if message.get("name") else {}
-            found.append(
+            entries.append(
                 {
                     "role": message["role"],
                     "text": str(message.get("content") or ""),
@@ -99,7 +101,7 @@ def turns_of(trajectory: Trajectory, renderer: Renderer) -> list[dict[str, Any]]
                 }
             )
         observation = turn.ob.flat()
-        continues = observation[: len(so_far)] == so_far
+        continues = observation[: len(previous_tokens)] == previous_tokens
         entry: dict[str, Any] = {
             "role": "assistant",
             "text": turn.logs.get("response", ""),
@@ -107,7 +109,9 @@ def turns_of(trajectory: Trajectory, renderer: Renderer) -> list[dict[str, Any]]
             "tokens": [renderer.tokenizer.decode([token]) for token in turn.ac.tokens],
             "token_ids": list(turn.ac.tokens),
             "logprobs": turn.ac.logprobs,
-            "observation_tokens": len(observation) - len(so_far) if continues else len(observation),
+            "observation_tokens": len(observation) - len(previous_tokens)
+            if continues
+            else len(observation),
             "reward": turn.reward,
             "advantage": advantage,
             "stop_reason": turn.ac.stop_reason,
@@ -117,13 +121,13 @@ def turns_of(trajectory: Trajectory, renderer: Renderer) -> list[dict[str, Any]]
             "metrics": turn.metrics,
             "seat": turn.seat,
         }
-        entry |= {"restarts": True} if so_far and not continues else {}
+        entry |= {"restarts": True} if previous_tokens and not continues else {}
         entry |= {"tool_calls": turn.logs["tool_calls"]} if turn.logs.get("tool_calls") else {}
         other = {
             key: value
             for key, value in turn.logs.items()
             if key not in ("prompt", "response", "told", "tool_calls", "messages")
         }
-        found.append({**entry, "logs": other} if other else entry)
-        so_far = [*observation, *turn.ac.tokens]
-    return found
+        entries.append({**entry, "logs": other} if other else entry)
+        previous_tokens = [*observation, *turn.ac.tokens]
+    return entries

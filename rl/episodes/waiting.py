@@ -1,5 +1,5 @@
-"""Threads that wait for environments and rewards, so that who is ready goes on while others are
-not.
+"""Wait for environments and rewards in threads, so that episodes that are ready continue while
+others wait.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ Key = tuple[int, int]  # an episode: group and member
 
 @dataclass(slots=True)
 class _Wait:
-    """Something that is waited for, `seconds` at most (None: as long as it takes) from when its
-    turn came.
-    """
+    """Hold a pending call with a timeout of `seconds` from its start (None: no timeout)."""
 
     key: Key
     what: Callable[[], Any]
@@ -33,6 +31,7 @@ class _Wait:
     error: BaseException | None = None
 
     def late(self, now: float) -> bool:
+        """Return whether the call has exceeded its timeout at time `now`."""
         return (
             not self.done
             and self.begun is not None
@@ -42,11 +41,11 @@ class _Wait:
 
 
 class Waiters:
-    """At most `limit` waits at once, each in a daemon thread; what is awaitable is awaited, all of
-    it on one event loop.
+    """Run at most `limit` calls at the same time, each in a daemon thread. Awaitables all run on a
+    single event loop.
 
-    A wait that outlives its time has failed (EpisodeFailed) and its thread is given up: another
-    takes its place, and nobody waits for it, not at the end of the process either.
+    A call that exceeds its timeout fails with EpisodeFailed and its thread is abandoned: a new
+    thread replaces it, and no code joins the abandoned thread, not even at the end of the process.
     """
 
     def __init__(self, limit: int):
@@ -60,7 +59,7 @@ class Waiters:
 
     @property
     def free(self) -> int:
-        """How many more may begin."""
+        """Return the number of further calls that may start."""
         with self._changed:
             return self.limit - sum(not wait.done for wait in self._waits.values())
 
@@ -68,11 +67,12 @@ class Waiters:
         return len(self._waits)
 
     def keys(self) -> set[Key]:
-        """Of all waits."""
+        """Return the keys of all calls."""
         with self._changed:
             return set(self._waits)
 
     def begin(self, key: Key, what: Callable[[], Any], seconds: float | None = None) -> None:
+        """Queue the call `what` under `key`, with a timeout of `seconds`."""
         wait = _Wait(key, what, seconds)
         with self._changed:
             self._waits[key] = wait
@@ -81,13 +81,15 @@ class Waiters:
             self._changed.notify_all()
 
     def ready(self) -> list[Key]:
-        """Whose wait is over, in order."""
+        """Return the keys of the finished calls, in order."""
         with self._changed:
             self._give_up_late()
             return sorted(key for key, wait in self._waits.items() if wait.done)
 
     def wait(self, keys: set[Key] | None = None) -> None:
-        """Until something is ready (`keys`: all of these are), or somebody pokes."""
+        """Wait until a call is finished (with `keys`: until all of these are finished), or until
+        `poke`.
+        """
         with self._changed:
             while True:
                 self._give_up_late()
@@ -106,13 +108,15 @@ class Waiters:
                 self._changed.wait(min(times) - now + 1e-3 if times else None)
 
     def poke(self) -> None:
-        """Something else has happened: who waits looks."""
+        """Wake `wait` because of another event."""
         with self._changed:
             self._poked = True
             self._changed.notify_all()
 
     def take(self, key: Key) -> Any:
-        """What a wait that is over has found. Raises what it raised."""
+        """Remove a finished call and return its result. Raises the exception that the call
+        raised.
+        """
         with self._changed:
             wait = self._waits.pop(key)
         if wait.error is not None:
@@ -120,17 +124,18 @@ class Waiters:
         return wait.found
 
     def forget(self, key: Key) -> None:
-        """Nobody is interested any more."""
+        """Discard a call, whether finished or not."""
         with self._changed:
             wait = self._waits.pop(key, None)
             if wait is not None and wait in self._queue:
                 self._queue.remove(wait)
             elif wait is not None and not wait.done:
-                self._threads -= 1  # its thread ends when it does; another may take its place
+                self._threads -= 1  # its thread ends with the call; a new thread may replace it
                 self._staff()
             self._changed.notify_all()
 
     def close(self) -> None:
+        """Stop the idle threads and the event loop."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -138,25 +143,31 @@ class Waiters:
                 self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _give_up_late(self) -> None:
+        """Fail the calls that have exceeded their timeout."""
         now = time.monotonic()
         for wait in self._waits.values():
             if wait.late(now):
                 wait.done, wait.error = (
                     True,
-                    EpisodeFailed(f"the environment did not answer within its {wait.seconds:g} s"),
+                    EpisodeFailed(
+                        f"the environment did not answer within its timeout of {wait.seconds:g} s"
+                    ),
                 )
                 self._threads -= 1
         self._staff()
 
     def _staff(self) -> None:
-        """A thread for each wait that has its turn and none."""
+        """Start a thread for each queued call that no idle thread can take, up to `limit`
+        threads.
+        """
         while len(self._queue) > self._idle and self._threads < self.limit:
             self._threads += 1
             self._idle += 1
             threading.Thread(target=self._run, name=f"waits-{self._threads}", daemon=True).start()
 
     def _run(self) -> None:
-        while True:  # counted as idle when it is started, and when it comes back
+        """Run queued calls in a thread until `close`."""
+        while True:  # the thread counts as idle when it starts and after each call
             with self._changed:
                 while not self._queue and not self._closed:
                     self._changed.wait()
@@ -166,25 +177,24 @@ class Waiters:
                 wait = self._queue.popleft()
                 wait.begun = time.monotonic()
                 self._changed.notify_all()
-            found, error = None, None
+            result, error = None, None
             try:
-                found = wait.what()
-                if inspect.isawaitable(found):
-                    found = asyncio.run_coroutine_threadsafe(
-                        _awaited(found), self._event_loop()
+                result = wait.what()
+                if inspect.isawaitable(result):
+                    result = asyncio.run_coroutine_threadsafe(
+                        _awaited(result), self._event_loop()
                     ).result()
-            except (
-                BaseException
-            ) as caught:  # boundary: the user's code; whoever takes the result is told
-                error = caught
+            except BaseException as exception:  # boundary: user code; `take` raises the exception
+                error = exception
             with self._changed:
                 if wait.done or self._waits.get(wait.key) is not wait:
-                    return  # given up: another thread has this one's place
-                wait.found, wait.error, wait.done = found, error, True
+                    return  # abandoned: another thread has replaced this thread
+                wait.found, wait.error, wait.done = result, error, True
                 self._idle += 1
                 self._changed.notify_all()
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
+        """Return the event loop for awaitables; start it on the first call."""
         with self._changed:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -195,4 +205,5 @@ class Waiters:
 
 
 async def _awaited(found: Any) -> Any:
+    """Await an awaitable as a coroutine."""
     return await found
