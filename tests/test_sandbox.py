@@ -107,7 +107,7 @@ def test_what_a_caller_gets_wrong(sandbox):
         Calls("f", [], compare="excat")
     with pytest.raises(UserError, match="auto, bubblewrap"):
         Sandbox("jail")
-    with pytest.raises(UserError, match="no walls"):
+    with pytest.raises(UserError, match="no isolation layers"):
         Sandbox(without=["roof"])
     closed = Sandbox(workers=1)
     closed.close()

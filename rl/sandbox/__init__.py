@@ -1,4 +1,4 @@
-"""Programs that nobody vouches for: run behind walls, and graded by what only the grader knows."""
+"""Run untrusted programs in isolation, graded by expected values that only the grader holds."""
 
 from rl.sandbox.compare import COMPARERS
 from rl.sandbox.results import Grade, Limits, Run

@@ -1,4 +1,6 @@
-"""Is what a program gave what was expected? On plain data, outside the sandbox."""
+"""Compare a program's value with the expected value. Both are plain data, compared outside the
+sandbox.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,16 @@ _COLLECTIONS = (list, tuple, set, frozenset, deque)
 
 
 def exact(value: Any, expected: Any) -> bool:
-    """Equal with equal types of numbers and containers, but a tuple is as good as a list. Of texts:
-    character by character.
+    """Return whether the values are equal, with equal types of numbers and containers.
+
+    A tuple equals a list of the same items. Texts are compared character by character.
     """
     return _same(value, expected, _equal)
 
 
 def trimmed(value: Any, expected: Any) -> bool:
-    """Texts line by line, without spaces at the ends of lines and empty lines at the end. Else as
-    exact.
+    """Compare texts line by line, ignoring spaces at line ends and empty lines at the end. Compare
+    other values as `exact` does.
     """
     if isinstance(value, str) and isinstance(expected, str):
         return _lines(value) == _lines(expected)
@@ -30,26 +33,32 @@ def trimmed(value: Any, expected: Any) -> bool:
 
 
 def tokens(value: Any, expected: Any) -> bool:
-    """Texts word by word, whatever the space between. Else as exact."""
+    """Compare texts word by word, ignoring the amount of space between words. Compare other values
+    as `exact` does.
+    """
     if isinstance(value, str) and isinstance(expected, str):
         return value.split() == expected.split()
     return exact(value, expected)
 
 
 def floats(value: Any, expected: Any) -> bool:
-    """As tokens, but a float is equal to a number within 1e-6, relative or absolute. Integers are
-    equal or not; a float in place of an expected integer has to be nearest to it as well.
+    """Compare as `tokens` does, but accept floats within 1e-6, relative or absolute.
+
+    Two integers have to be equal. A float in place of an expected integer has to round to that
+    integer as well.
     """
     if isinstance(value, str) and isinstance(expected, str):
-        ours, theirs = value.split(), expected.split()
-        return len(ours) == len(theirs) and all(
-            a == b or _near_texts(a, b) for a, b in zip(ours, theirs, strict=True)
+        value_words, expected_words = value.split(), expected.split()
+        return len(value_words) == len(expected_words) and all(
+            a == b or _near_texts(a, b) for a, b in zip(value_words, expected_words, strict=True)
         )
     return _same(value, expected, _near)
 
 
 def sets(value: Any, expected: Any) -> bool:
-    """In any order: lines of texts, items of a list, tuple, set or deque (each as often)."""
+    """Compare in any order: lines of texts, or items of a list, tuple, set or deque. Each item has
+    to occur equally often.
+    """
     if isinstance(value, str) and isinstance(expected, str):
         return sorted(line.split() for line in _lines(value)) == sorted(
             line.split() for line in _lines(expected)
@@ -100,13 +109,17 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _typed(items: Any) -> set[tuple[type, Any]]:
-    """With their types, since 1, 1.0 and True are the same item of a set and the same key."""
+    """Return the items with their types, since 1, 1.0 and True are the same set item and the same
+    key.
+    """
     return {(type(item), item) for item in items}
 
 
 def _near(value: Any, expected: Any) -> bool:
-    """Numbers within the tolerance; an expected integer is also the nearest one to the value, and
-    so equal to a value that is one.
+    """Return whether two numbers are within the tolerance.
+
+    An expected integer also has to be the integer nearest to the value, which means that an integer
+    value has to be equal.
     """
     numbers = (int, float)
     if (
@@ -124,14 +137,15 @@ def _near(value: Any, expected: Any) -> bool:
     return near and (isinstance(expected, float) or round(value) == expected)
 
 
-# A number as programs print it; float() itself takes "nan", "1_0" and more.
+# A number in the form that programs print; float() also accepts "nan", "1_0" and more.
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\Z", re.ASCII)
-_INTEGER = re.compile(r"[+-]?\d{1,300}\Z", re.ASCII)  # a longer one is beyond every float
+_INTEGER = re.compile(r"[+-]?\d{1,300}\Z", re.ASCII)  # a longer integer is beyond every float
 
 
 def _near_texts(value: str, expected: str) -> bool:
-    """Numbers of which one is written as a float. Two integers are equal as texts, which the caller
-    has compared.
+    """Compare the texts of two numbers, either of which is written as a float.
+
+    Two integers are equal only as texts, which the caller has compared.
     """
     if not (_NUMBER.match(value) and _NUMBER.match(expected)) or (
         value.lstrip("+-").isdigit() and expected.lstrip("+-").isdigit()

@@ -1,4 +1,4 @@
-"""A candidate's tests, style by style: verdicts as (passed, reason), one after another."""
+"""Run a candidate's tests of each kind and yield verdicts (passed, reason)."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from rl.sandbox.styles import Asserts, Calls, Compare, Dialogues, Pytest, Tests
 Verdict = tuple[bool, str]
 _BUILD_SECONDS = 30.0
 _END_SECONDS = 10.0
-# numbers that the ranges of one value may stand for, outside of the sandbox
+# Total length of the ranges in a decoded value, outside of the sandbox
 LONGEST_RANGE = 1 << 24
 _IMPORT_SECONDS = 10.0  # of pytest, before its first verdict
 
 
 def count_of(tests: Tests) -> int:
+    """Return the number of tests; 0 for pytest, which counts them itself."""
     if isinstance(tests, Asserts):
         return len(tests.asserts)
     if isinstance(tests, Pytest):
-        return 0  # as many as pytest finds
+        return 0  # pytest counts them
     return len(tests.cases)
 
 
 def verdicts(job: Job, tests: Tests, limits: Limits, early_stop: bool) -> Iterator[Verdict]:
-    """Of all tests, in their order; fewer after an early stop."""
+    """Yield the verdicts of all tests in order; fewer after an early stop."""
     if isinstance(tests, Asserts):
         return asserts(job, tests, limits, early_stop)
     if isinstance(tests, Dialogues):
@@ -44,7 +45,7 @@ def verdicts(job: Job, tests: Tests, limits: Limits, early_stop: bool) -> Iterat
 
 
 def case(language: str, stdin: str, limits: Limits, clean: bool = False) -> dict[str, Any]:
-    """The message that runs a program once."""
+    """Return the message that runs a program from start to end."""
     about = LANGUAGES[language]
     message: dict[str, Any] = {
         "do": "case",
@@ -65,7 +66,7 @@ def case(language: str, stdin: str, limits: Limits, clean: bool = False) -> dict
 
 
 def build(job: Job, language: str, limits: Limits) -> dict[str, Any] | None:
-    """Compiles where the language is compiled. The reply where that failed."""
+    """Compile the program of a compiled language. Return the reply if that failed, else None."""
     about = LANGUAGES[language]
     if not about.build:
         return None
@@ -81,6 +82,7 @@ def build(job: Job, language: str, limits: Limits) -> dict[str, Any] | None:
 
 
 def dialogues(job: Job, tests: Dialogues, limits: Limits) -> Iterator[Verdict]:
+    """Yield a verdict for each (stdin, expected stdout)."""
     built = build(job, tests.language, limits)
     until = time.monotonic() + limits.total_s
     for number, (stdin, expected) in enumerate(tests.cases):
@@ -94,6 +96,7 @@ def dialogues(job: Job, tests: Dialogues, limits: Limits) -> Iterator[Verdict]:
 
 
 def calls(job: Job, tests: Calls, limits: Limits) -> Iterator[Verdict]:
+    """Yield a verdict for each call. Raises UserError if arguments are not plain data."""
     until = time.monotonic() + limits.total_s
     for arguments, expected in tests.cases:
         if time.monotonic() >= until:
@@ -109,7 +112,8 @@ def calls(job: Job, tests: Calls, limits: Limits) -> Iterator[Verdict]:
                 request["arguments"] = [values.encode(item) for item in arguments]
         except values.NotPlain as error:
             raise UserError(
-                f"arguments of {tests.function} are plain data (numbers, texts, lists, ...): {error}"
+                f"arguments of {tests.function} must be plain data "
+                f"(numbers, texts, lists, ...): {error}"
             ) from error
         reply = job.ask({"do": "call", "request": request, "wall_s": limits.wall_s}, limits.wall_s)
         verdict = _ended(reply, limits, serving=True)
@@ -127,12 +131,12 @@ def calls(job: Job, tests: Calls, limits: Limits) -> Iterator[Verdict]:
 def _answered(
     answer: replies.Returned | replies.Raised, compare: Compare, expected: Any
 ) -> Verdict:
-    """Raises Forged where the value is not encoded as it must be."""
+    """Return the verdict of an answer. Raises Forged if the value is not encoded properly."""
     if isinstance(answer, replies.Raised):
         return False, f"error: {answer.text[:300]}"
     try:
         value = values.decode(answer.value, longest_range=LONGEST_RANGE)
-        # which nobody here needs, but they too are what a server sends, or forged
+        # The arguments are unused, but decoding them detects forged messages.
         for item in answer.arguments or []:
             values.decode(item)
     except values.NotPlain as error:
@@ -141,66 +145,83 @@ def _answered(
 
 
 def compared(compare: Compare, value: Any, expected: Any) -> Verdict:
-    """A comparer may raise on what it does not expect: that is a failed test."""
+    """Return the verdict of a comparer. A comparer that raises fails the test."""
     try:
         ok = bool(
             COMPARERS[compare](value, expected)
             if isinstance(compare, str)
             else compare(value, expected)
         )
-    except (
-        Exception
-    ) as error:  # boundary: the caller's own function, or a value that compares with nothing
+    # boundary: the caller's function, or a value that cannot be compared
+    except Exception as error:
         return False, f"error: the comparer: {type(error).__name__}: {str(error)[:300]}"
     return (True, "ok") if ok else (False, f"wrong: {show(value)!r}")
 
 
 def _ended(reply: dict[str, Any], limits: Limits, serving: bool = False) -> Verdict | None:
-    """The verdict where a program did not come to the end that a test needs."""
+    """Return the failed verdict of a program that ended early, None if the test may go on to
+    compare.
+    """
     if "ended" not in reply:
         return None
     by = reply["by"]
     if by == "load":
         return False, f"load: {reply.get('text', '')}"
     if by:
-        said = {"timeout": f"longer than {limits.wall_s:g} s", "memory": f"more than {limits.memory_mb} MB",
-                "output": f"more than {limits.output_kb} KB", "forged": "a message that no program's server sends"}.get(by, "")  # fmt: skip
-        return False, f"{by}: {said}"
+        detail = {
+            "timeout": f"longer than {limits.wall_s:g} s",
+            "memory": f"more than {limits.memory_mb} MB",
+            "output": f"more than {limits.output_kb} KB",
+            "forged": "a message that no program's server sends",
+        }.get(by, "")
+        return False, f"{by}: {detail}"
     if reply["signal"] is not None:
         return False, f"signal: {reply['signal']}"
     if serving:
-        return False, "exit: it ended itself"
+        return False, "exit: the program exited"
     if reply["code"] != 0:
         return False, f"error: exit code {reply['code']}: {reply['stderr'][-300:]}"
     return None
 
 
 def asserts(job: Job, tests: Asserts, limits: Limits, early_stop: bool) -> Iterator[Verdict]:
-    """A tester goes on until one of the two processes is lost, then another takes the next test."""
+    """Yield a verdict for each assert.
+
+    A tester runs until it or the candidate is lost; then another tester takes the next test.
+    """
     until = time.monotonic() + limits.total_s
     owned = [tests.entry_point] if tests.entry_point is not None else []
-    message = {"do": "tests", "setup": tests.setup, "tests": list(tests.asserts), "entries": tests.entries(), "owned": owned,
-               "early_stop": early_stop}  # fmt: skip
+    message = {
+        "do": "tests",
+        "setup": tests.setup,
+        "tests": list(tests.asserts),
+        "entries": tests.entries(),
+        "owned": owned,
+        "early_stop": early_stop,
+    }
     done, count = 0, len(tests.asserts)
     while done < count:
-        left = until - time.monotonic()
-        if left <= 0:
+        remaining = until - time.monotonic()
+        if remaining <= 0:
             yield False, f"timeout: all tests together took longer than {limits.total_s:g} s"
             done += 1
             continue
-        reply = job.ask({**message, "from": done, "wall_s": limits.wall_s, "total_s": left}, left)
-        for ok, why in reply["verdicts"]:
-            yield bool(ok), str(why)
+        reply = job.ask(
+            {**message, "from": done, "wall_s": limits.wall_s, "total_s": remaining}, remaining
+        )
+        for ok, reason in reply["verdicts"]:
+            yield bool(ok), str(reason)
         done += len(reply["verdicts"])
-        if reply["by"] and done < count:  # the test after the last verdict is the one that ended it
+        if reply["by"] and done < count:  # the test after the last verdict ended it
             by = "" if reply["by"] == "tester" else reply["by"]
             yield _ended({**reply, "by": by}, limits, serving=True) or (False, "error: no verdict")
             done += 1
 
 
 def pytest(job: Job, tests: Pytest, limits: Limits, early_stop: bool) -> Iterator[Verdict]:
-    """A verdict for each test that pytest collected; one failed verdict if it collected none. A
-    candidate that is lost fails the test it was lost in and the tests after it.
+    """Yield a verdict for each test that pytest collected; a failed verdict if it collected none.
+
+    A lost candidate fails the running test and all later tests.
     """
     message = {
         "do": "tests",
@@ -213,7 +234,7 @@ def pytest(job: Job, tests: Pytest, limits: Limits, early_stop: bool) -> Iterato
         {**message, "wall_s": limits.wall_s + _IMPORT_SECONDS, "total_s": limits.total_s},
         limits.total_s,
     )
-    passed = [(bool(ok), str(why)) for ok, why in reply["verdicts"]]
+    passed = [(bool(ok), str(reason)) for ok, reason in reply["verdicts"]]
     rest = "skipped" if early_stop else "error: not run"
     if reply["by"]:
         by = "" if reply["by"] == "tester" else reply["by"]

@@ -1,4 +1,4 @@
-"""How programs of a language are built and started."""
+"""Define the commands that build and start programs of each language."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from rl.errors import UserError
 
 @dataclass(frozen=True)
 class Language:
-    """`file`: what the program is called. `build`, `start`: commands; {tool} is the first of
-    `needs` that is installed, {here} the program's folder.
-    `address_space`: whether the limit on memory holds for addresses too, which some run times
-    reserve by gigabytes.
+    """Describe a language.
+
+    `file`: file name of the program. `build`, `start`: commands; {tool} stands for the first
+    installed program of `needs`, {here} for the program's folder. `address_space`: whether the
+    memory limit applies to the address space too; some runtimes reserve gigabytes of addresses.
     """
 
     file: str
@@ -29,27 +30,38 @@ class Language:
 LANGUAGES: dict[str, Language] = {
     "python": Language("main.py"),
     "c++": Language(
-        "main.cpp", ("g++", "clang++", "c++"), ("{tool}", "-O2", "-std=c++17", "-o", "program", "main.cpp"), ("{here}/program",),
+        "main.cpp",
+        ("g++", "clang++", "c++"),
+        ("{tool}", "-O2", "-std=c++17", "-o", "program", "main.cpp"),
+        ("{here}/program",),
         remedy="a C++ compiler (Debian: apt-get install g++)",
     ),
     "bash": Language("main.sh", ("bash",), (), ("{tool}", "main.sh"), remedy="bash"),
     "javascript": Language(
-        "main.js", ("node", "nodejs"), (), ("{tool}", "main.js"), address_space=False, remedy="Node (Debian: apt-get install nodejs)",
+        "main.js",
+        ("node", "nodejs"),
+        (),
+        ("{tool}", "main.js"),
+        address_space=False,
+        remedy="Node (Debian: apt-get install nodejs)",
     ),
-}  # fmt: skip
-_PLACES = "/usr/local/bin:/usr/bin:/bin"  # what is visible inside
+}
+_PLACES = "/usr/local/bin:/usr/bin:/bin"  # folders visible in the sandbox
 
 
 @cache
 def command_of(language: str) -> str:
-    """The tool of a language that lies where the sandbox sees it. Raises UserError with the remedy."""
-    found = LANGUAGES[language]
-    for name in found.needs:
+    """Return the path of the tool of a language within the folders that the sandbox mounts. Raises
+    UserError with the remedy if it is missing.
+    """
+    config = LANGUAGES[language]
+    for name in config.needs:
         place = shutil.which(name, path=_PLACES)
         if place is not None:
             return place
-    if found.needs:
+    if config.needs:
         raise UserError(
-            f"no program to run {language} with ({' or '.join(found.needs)} in {_PLACES}): install {found.remedy}"
+            f"no program to run {language} with ({' or '.join(config.needs)} in {_PLACES}): "
+            f"install {config.remedy}"
         )
     return ""

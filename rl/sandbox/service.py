@@ -1,5 +1,6 @@
-"""A sandbox behind a URL: a service with SandboxFusion's `POST /run_code`. Its walls are its own;
-what is expected stays here.
+"""Run programs on a sandbox service with SandboxFusion's `POST /run_code`.
+
+The service provides the isolation. Expected values stay in this process.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from rl.sandbox.styles import Asserts, Calls, Dialogues, Tests
 
 _LANGUAGES = {"python": "python", "c++": "cpp", "bash": "bash", "javascript": "nodejs"}
 _NETWORK_SECONDS = 10.0
-# After the program: calls its function for each case, and prints what came, as JSON after a word
-# that only this run has.
+# Appended to the program: calls its function for each case and prints the result as JSON after a
+# nonce of this run.
 _DRIVER = """
 import json as _json
 def _plain(x):
@@ -49,46 +50,57 @@ for _arguments, _named in {cases!r}:
 
 
 class Service:
+    """Hold the URL of a sandbox service."""
+
     def __init__(self, url: str):
         self.url = url.rstrip("/")
         self.kind = f"service at {self.url}"
 
     def probe(self) -> None:
-        """Raises UserError where the service runs no program."""
+        """Raise UserError if the service does not run a program."""
         try:
             run = self.run("print(6 * 7)", "python", "", {}, Limits())
         except Lost as error:
-            why = f"{error}. Is it up, and does it speak POST /run_code?"
-            raise UserError(f"the sandbox service {self.url} does not answer: {why}") from error
+            hint = f"{error}. Is it up, and does it speak POST /run_code?"
+            raise UserError(f"the sandbox service {self.url} does not answer: {hint}") from error
         if run.stdout.strip() != "42":
             gave = f"{run.stdout[:200]!r} {run.stderr[:200]!r}"
             raise UserError(
-                f"the sandbox service {self.url} runs no Python: it gave {gave} for print(6 * 7), expected 42"
+                f"the sandbox service {self.url} does not run Python: "
+                f"print(6 * 7) gave {gave}, expected 42"
             )
 
     def run(
         self, program: str, language: str, stdin: str, files: Mapping[str, str], limits: Limits
     ) -> Run:
-        """Raises Lost where the service does not answer as it should."""
+        """Run a program. Raises Lost if the service gives no valid response."""
         if language not in _LANGUAGES:
-            raise UserError(f"language {language!r} is unknown: one of {', '.join(_LANGUAGES)}")
+            raise UserError(f"language {language!r} is unknown, expected: {', '.join(_LANGUAGES)}")
         coded = {name: base64.b64encode(text.encode()).decode() for name, text in files.items()}
-        asked = {"code": program, "language": _LANGUAGES[language], "stdin": stdin, "files": coded, "run_timeout": limits.wall_s,
-                 "memory_limit_MB": limits.memory_mb}  # fmt: skip
+        payload = {
+            "code": program,
+            "language": _LANGUAGES[language],
+            "stdin": stdin,
+            "files": coded,
+            "run_timeout": limits.wall_s,
+            "memory_limit_MB": limits.memory_mb,
+        }
         request = urllib.request.Request(
-            f"{self.url}/run_code", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+            f"{self.url}/run_code",
+            json.dumps(payload).encode(),
+            {"Content-Type": "application/json"},
         )
         start = time.monotonic()
         try:
             with urllib.request.urlopen(
                 request, timeout=limits.wall_s + _NETWORK_SECONDS
             ) as answer:
-                found = json.loads(answer.read())
-            ran = found.get("run_result") or found.get("compile_result") or {}
-            status, code = str(ran.get("status", found.get("status"))), ran.get("return_code")
+                response = json.loads(answer.read())
+            ran = response.get("run_result") or response.get("compile_result") or {}
+            status, code = str(ran.get("status", response.get("status"))), ran.get("return_code")
             out, err = (
                 str(ran.get("stdout") or ""),
-                str(ran.get("stderr") or found.get("message") or ""),
+                str(ran.get("stderr") or response.get("message") or ""),
             )
             seconds = float(ran.get("execution_time") or time.monotonic() - start)
         except (OSError, urllib.error.URLError, ValueError, AttributeError, TypeError) as error:
@@ -99,6 +111,7 @@ class Service:
         return Run(out, err, code, None, late, "timeout" if late else "", seconds, seconds)
 
     def verdicts(self, program: str, tests: Tests, limits: Limits) -> Iterator[Verdict]:
+        """Yield the verdict of each test."""
         if isinstance(tests, Dialogues):
             for stdin, expected in tests.cases:
                 run = self.run(program, tests.language, stdin, {}, limits)
@@ -117,14 +130,14 @@ class Service:
             if isinstance(tests, Calls)
             else (self._as_calls(tests), lambda a, b: a == b)
         )
-        for one in calls:
-            yield from self._calls(program, one, compare, limits)
+        for call in calls:
+            yield from self._calls(program, call, compare, limits)
 
     def _calls(self, program: str, tests: Calls, compare: Any, limits: Limits) -> Iterator[Verdict]:
         nonce = secrets.token_hex(16)
         cases = [
-            ([], dict(given)) if isinstance(given, Mapping) else (list(given), {})
-            for given, _ in tests.cases
+            ([], dict(arguments)) if isinstance(arguments, Mapping) else (list(arguments), {})
+            for arguments, _ in tests.cases
         ]
         run = self.run(
             program + _DRIVER.format(cases=cases, nonce=nonce, function=tests.function),
@@ -133,37 +146,37 @@ class Service:
             {},
             limits,
         )
-        said = [line[len(nonce) :] for line in run.stdout.splitlines() if line.startswith(nonce)]
+        printed = [line[len(nonce) :] for line in run.stdout.splitlines() if line.startswith(nonce)]
         for number, (_, expected) in enumerate(tests.cases):
-            if number >= len(said) or len(said) > len(tests.cases):
+            if number >= len(printed) or len(printed) > len(tests.cases):
                 yield False, f"{run.ended_by or 'error'}: {run.stderr[-300:]}"
                 continue
             try:
-                reply = replies.parse(said[number])
+                reply = replies.parse(printed[number])
                 value = (
                     values.decode(reply["value"], longest_range=LONGEST_RANGE)
                     if reply.keys() == {"value"}
                     else None
                 )
             except (replies.Forged, values.NotPlain):
-                yield False, f"forged: {said[number][:300]}"
+                yield False, f"forged: {printed[number][:300]}"
                 continue
             yield (
                 compared(compare, value, expected)
                 if "value" in reply
-                else (False, f"error: {said[number][:300]}")
+                else (False, f"error: {printed[number][:300]}")
             )
 
     def _as_calls(self, tests: Tests) -> list[Calls]:
-        """Asserts of the form `assert f(literals) == literal`: the calls go over, comparing is done
-        here.
+        """Convert asserts of the form `assert f(literals) == literal` to Calls: the service runs
+        the calls, this process compares.
         """
         if not isinstance(tests, Asserts) or tests.setup.strip():
-            given = f"{type(tests).__name__} with more than that need a local sandbox"
+            remedy = f"{type(tests).__name__} of another form need a local sandbox"
             raise UserError(
-                f"a service takes dialogues, calls and asserts `f(literals) == literal`; {given}"
+                f"a service takes dialogues, calls and asserts `f(literals) == literal`; {remedy}"
             )
-        found = []
+        calls = []
         for text in tests.asserts:
             try:
                 (node,) = ast.parse(text).body
@@ -175,15 +188,15 @@ class Service:
                     and isinstance(call.func, ast.Name)
                     and not call.keywords
                 )
-                found.append(
+                calls.append(
                     Calls(
                         call.func.id,
                         [([ast.literal_eval(item) for item in call.args], ast.literal_eval(right))],
                     )
                 )
             except (AssertionError, ValueError, SyntaxError) as error:
-                needs = f"this one needs a local sandbox: {text[:200]!r}"
+                reason = f"this assert needs a local sandbox: {text[:200]!r}"
                 raise UserError(
-                    f"a service takes asserts `f(literals) == literal`; {needs}"
+                    f"a service takes asserts `f(literals) == literal`; {reason}"
                 ) from error
-        return found
+        return calls

@@ -1,4 +1,6 @@
-"""A Python with state over turns: what the tool "python" of an episode speaks to."""
+"""Run code in a Python interpreter that keeps its state over turns, for the tool "python" of an
+episode.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,11 @@ from rl.sandbox.slots import Job, Lost, Slot, Slots
 
 @dataclass(frozen=True)
 class Turn:
-    """What a turn printed; `value`: the repr of its last expression, None where that is None or
-    there is none. `ended_by`: "" where the state lives on, else why it is lost (timeout, cpu,
-    memory, processes, output, exit, signal, forged, lost).
+    """Hold the output of a turn.
+
+    `value`: the repr of its last expression, None if that is None or missing. `ended_by`: "" if the
+    state is kept, else the reason of its loss (timeout, cpu, memory, processes, output, exit,
+    signal, forged, lost).
     """
 
     stdout: str
@@ -25,14 +29,15 @@ class Turn:
 
     @property
     def text(self) -> str:
-        """All of it as an interpreter shows it."""
+        """Return the whole output in the form that an interpreter prints."""
         return self.stdout + self.stderr + (f"{self.value}\n" if self.value is not None else "")
 
 
 class Session:
-    """`run` a turn after another in one interpreter. One that ends it (a limit, an exit) leaves a
-    new, empty one for the next turn. One thread at a time. Close it: it holds an interpreter of its
-    own.
+    """Run turns in an interpreter, from a single thread.
+
+    A turn that ends the interpreter (by a limit or an exit) leaves a new, empty interpreter for the
+    next turn. Close the session: it holds an interpreter besides the sandbox's workers.
     """
 
     def __init__(self, slots: Slots, slot: Slot, job: dict[str, Any]):
@@ -40,7 +45,7 @@ class Session:
         self._job: Job | None = None
 
     def run(self, code: str, *, wall_s: float | None = None) -> Turn:
-        """One turn, within `wall_s` seconds (default: the limits')."""
+        """Run a turn within `wall_s` seconds (default: the limit `wall_s`)."""
         seconds = wall_s or self._message["limits"]["wall_s"]
         try:
             self._job = self._job or self._slot.open(self._message)
@@ -68,6 +73,7 @@ class Session:
             self._slot.drop()
 
     def close(self) -> None:
+        """End the interpreter and remove its slot."""
         if not self._slots.closed:
             self._end()
             self._slots.forget(self._slot)
@@ -80,7 +86,7 @@ class Session:
 
 
 def _read(reply: dict[str, Any]) -> tuple[str, str | None]:
-    """Why the interpreter is to be ended ("" where it lives on), and the text of a turn's value."""
+    """Return the reason to end the interpreter ("" to keep it) and the text of a turn's value."""
     try:
         answer = replies.read_answer(replies.parse(reply["reply"]), reply["number"], None)
     except replies.Forged:

@@ -1,4 +1,6 @@
-"""Zygotes that take jobs, one at a time each, and the jobs: a socket to a run's monitor."""
+"""Manage a pool of zygotes, each of which takes a job at a time. A job is a socket to a run's
+monitor.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,19 @@ from rl.errors import UserError
 from rl.sandbox.inside import frames
 from rl.sandbox.launch import Zygote
 
-_GRACE_SECONDS = 1.0  # beyond a run's own limit, which its monitor keeps
+_GRACE_SECONDS = 1.0  # beyond the limit of a run, which its monitor enforces
 _FREE_SECONDS = 10.0
 
 
 class Lost(Exception):
-    """The sandbox around a run ended or fell silent; the next run gets a new one."""
+    """Raised if the sandbox around a run ended or stopped responding; the next run gets a new
+    sandbox.
+    """
 
 
 class Slot:
-    """One zygote, started when first needed, again where it was lost. `cores`: those that its
-    programs run on.
+    """Hold a zygote, started on first use and restarted after a loss. `cores`: the CPU cores that
+    its programs run on.
     """
 
     def __init__(self, start: Callable[[], Zygote], cores: list[int]):
@@ -33,7 +37,7 @@ class Slot:
         self.zygote: Zygote | None = None
 
     def open(self, job: dict[str, Any]) -> Job:
-        """Begins a job. Raises Lost where that fails twice."""
+        """Begin a job. Raises Lost if two attempts fail."""
         for attempt in (1, 2):
             try:
                 return self._open(job)
@@ -45,24 +49,24 @@ class Slot:
 
     def _open(self, job: dict[str, Any]) -> Job:
         zygote = self.zygote = self.zygote or self.start()
-        ours, theirs = socket.socketpair()
+        monitor_socket, zygote_end = socket.socketpair()
         try:
-            frames.send(zygote.control, {"job": True}, (theirs.fileno(),))
+            frames.send(zygote.control, {"job": True}, (zygote_end.fileno(),))
         except (frames.Ended, OSError) as error:
-            ours.close()
+            monitor_socket.close()
             raise Lost(str(error)) from error
         finally:
-            theirs.close()
-        opened = Job(ours, secrets.token_hex(16))
+            zygote_end.close()
+        opened = Job(monitor_socket, secrets.token_hex(16))
         try:
             opened.ask({**job, "do": "begin", "nonce": opened.nonce, "cores": self.cores}, 10.0)
         except Lost:
-            ours.close()
+            monitor_socket.close()
             raise
         return opened
 
     def close(self, job: Job) -> None:
-        """Ends a job and waits until nothing of it is left."""
+        """End a job and wait until all of its processes have ended."""
         job.socket.close()
         if self.zygote is None:
             return
@@ -73,31 +77,38 @@ class Slot:
             self.drop()
 
     def drop(self) -> None:
+        """Kill the zygote; the next job starts a new zygote."""
         zygote, self.zygote = self.zygote, None
         if zygote is not None:
             zygote.kill()
 
 
 class Job:
+    """Hold a socket to the monitor of a run. Each reply has to carry the run's nonce."""
+
     def __init__(self, to: socket.socket, nonce: str):
         self.socket, self.nonce = to, nonce
 
     def ask(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """A verb's reply, which the monitor gives within `seconds`. Raises Lost."""
+        """Send a request and return the reply, which the monitor gives within `seconds`. Raises
+        Lost.
+        """
         try:
             self.socket.settimeout(seconds + _GRACE_SECONDS)
             frames.send(self.socket, message)
             reply = frames.receive(self.socket)
         except (frames.Ended, frames.BadMessage, OSError) as error:
-            raise Lost(f"the run's monitor is gone ({type(error).__name__}: {error})") from error
+            raise Lost(f"the run's monitor has ended ({type(error).__name__}: {error})") from error
         if reply.pop("nonce", None) != self.nonce or "failed" in reply:
             raise Lost(str(reply.get("failed", "a reply without this run's nonce")))
         return reply
 
 
 class Slots:
-    """`count` slots, each pinned to one of the cores; and one thread that starts zygotes, since a
-    child that is to die with its parent dies with the thread that started it.
+    """Hold `count` slots, each pinned to a core, and the thread that starts all zygotes.
+
+    A zygote dies with the thread that started it (parent death signal), hence a thread that lives
+    as long as the pool.
     """
 
     def __init__(self, start: Callable[[], Zygote], count: int):
@@ -114,19 +125,21 @@ class Slots:
             self._free.put(self.new(number))
 
     def new(self, number: int) -> Slot:
+        """Create a slot outside of the queue of free slots, for a session."""
         slot = Slot(self._order, [self._cores[number % len(self._cores)]])
         with self._lock:
             self._all.append(slot)
         return slot
 
     def forget(self, slot: Slot) -> None:
+        """Remove a slot and kill its zygote."""
         slot.drop()
         with self._lock:
             self._all.remove(slot)
 
     @contextlib.contextmanager
     def job(self, job: dict[str, Any]) -> Any:
-        """A job in the next free slot. Raises Lost."""
+        """Run a job in the next free slot. Raises Lost."""
         slot = self._take()
         try:
             opened = slot.open(job)
@@ -136,9 +149,7 @@ class Slots:
                 opened.socket.close()
                 slot.drop()
                 raise
-            except (
-                BaseException
-            ):  # the caller's own, an interrupt too: the slot is for the next all the same
+            except BaseException:  # raised by the caller (or an interrupt): the slot stays usable
                 slot.close(opened)
                 raise
             else:
@@ -149,11 +160,12 @@ class Slots:
     def _take(self) -> Slot:
         slot = None if self.closed else self._free.get()
         if slot is None:
-            self._free.put(None)  # for the next who waits
-            raise UserError("this sandbox is closed: make a new one")
+            self._free.put(None)  # wakes the next waiting thread
+            raise UserError("this sandbox is closed: create a new Sandbox")
         return slot
 
     def close(self) -> None:
+        """Kill all zygotes. A second call does nothing."""
         with self._lock:
             if self.closed:
                 return
@@ -172,18 +184,18 @@ class Slots:
         self._orders.put((answer,))
         while True:
             try:
-                found = answer.get(timeout=0.5)
+                result = answer.get(timeout=0.5)
                 break
             except queue.Empty:
                 if not self._thread.is_alive():
                     raise Lost("this sandbox is closed") from None
-        if isinstance(found, BaseException):
-            raise found
-        return found  # type: ignore[no-any-return]
+        if isinstance(result, BaseException):
+            raise result
+        return result  # type: ignore[no-any-return]
 
     def _starter(self) -> None:
         while (order := self._orders.get()) is not None:
             try:
                 order[0].put(self._start())
-            except Exception as error:  # for the thread that ordered it
+            except Exception as error:  # raised in the requesting thread
                 order[0].put(error)

@@ -1,4 +1,6 @@
-"""Styles of tests. What is expected stays with the comparer: a candidate sees the inputs alone."""
+"""Define the kinds of tests. Expected values stay with the comparer: a candidate receives only the
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 @dataclass(frozen=True)
 class Asserts:
-    """Python statements that raise where the program is wrong (MBPP's asserts, HumanEval's
+    """Python statements that raise if the program is wrong (MBPP's asserts, HumanEval's
     `check(candidate)`), a test each.
 
-    They run in a process of their own in which the program's names are references: a call goes over
-    to the candidate, plain data comes back. `setup` runs once before them. `entry_point`: the name
-    under test, which is then the program's even where Python or the setup has one; a text that only
-    defines `check` is called with it.
+    The statements run in a separate process in which the program's names are references: a call is
+    forwarded to the candidate, plain data comes back. `setup` runs once before them. `entry_point`:
+    the name under test, which refers to the program even if Python or the setup defines the same
+    name; a text that only defines `check` is called with it.
     """
 
     setup: str
@@ -31,8 +33,9 @@ class Asserts:
     entry_point: str | None = None
 
     def entries(self) -> list[str]:
-        """Names that are the program's in any case: the one given, or called ones that are built-in
-        where no other name is called.
+        """Return the names that always refer to the program: `entry_point` if set, else the called
+        names that are not built-in, else the first called name. Raises UserError if a test is
+        not valid Python.
         """
         if self.entry_point is not None:
             return [self.entry_point]
@@ -41,7 +44,7 @@ class Asserts:
             try:
                 tree = ast.parse(text)
             except (SyntaxError, ValueError) as error:
-                raise UserError(f"a test is no Python: {text[:120]!r} ({error})") from error
+                raise UserError(f"a test is not valid Python: {text[:120]!r} ({error})") from error
             called += [
                 n.func.id
                 for n in ast.walk(tree)
@@ -53,9 +56,10 @@ class Asserts:
 
 @dataclass(frozen=True)
 class Dialogues:
-    """Programs that read stdin and write stdout: (input, expected output) a test each. `compare`: a
-    name of rl.sandbox.COMPARERS, or a function of (printed, expected), which is called outside the
-    sandbox.
+    """Programs that read stdin and write stdout: a test for each (input, expected output).
+
+    `compare`: a name in rl.sandbox.COMPARERS, or a function of (printed, expected), which is called
+    outside the sandbox.
     """
 
     cases: Sequence[tuple[str, str]]
@@ -68,9 +72,10 @@ class Dialogues:
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls of `function` ("name", "Class.method"; a method of a class Solution by its own name):
-    (arguments, expected value) a test each. Arguments are a list or tuple, or a mapping for named
-    ones; values are plain data.
+    """Calls of `function`, with (arguments, expected value) for each test.
+
+    `function`: "name" or "Class.method"; a method of a class Solution by its plain name. Arguments
+    are a list or tuple, or a mapping for keyword arguments. Values are plain data.
     """
 
     function: str
@@ -83,9 +88,10 @@ class Calls:
 
 @dataclass(frozen=True)
 class Pytest:
-    """Test files of pytest, which import the program by `module`. They run as Asserts do: in a
-    process of their own, in which the module's names are references to the candidate's. One verdict
-    for each test function of the files.
+    """Test files of pytest, which import the program by `module`.
+
+    They run as Asserts do: in a separate process, in which the module's names are references to the
+    candidate's. Each test function of the files gives a verdict.
     """
 
     files: Mapping[str, str]
@@ -98,7 +104,8 @@ Tests = Asserts | Dialogues | Calls | Pytest
 def _known(compare: Compare) -> None:
     if isinstance(compare, str) and compare not in COMPARERS:
         raise UserError(
-            f"compare={compare!r} is unknown: one of {', '.join(COMPARERS)}, or a function of (value, expected)"
+            f"compare={compare!r} is unknown, expected: {', '.join(COMPARERS)}, "
+            "or a function of (value, expected)"
         )
 
 
@@ -106,8 +113,8 @@ def helpers_of(head: str, entry_point: str) -> str:
     """Return the source of `head` without the function `entry_point`, as a setup for its tests; ""
     if no function or class remains.
 
-    A program that has to repeat the head's helpers could replace them: in a setup they are the
-    tests' own.
+    A program that has to repeat the helpers of the head could replace them; in a setup they belong
+    to the tests.
     """
     tree = _parsed(head)
     rest = [node for node in tree.body if getattr(node, "name", None) != entry_point]
@@ -124,7 +131,9 @@ def helpers_of(head: str, entry_point: str) -> str:
 
 
 def _parsed(head: str) -> ast.Module:
-    """`head` as Python; its last function may lack a body. An empty module if it is no Python."""
+    """Parse `head`, the last function of which may lack a body. Return an empty module if `head` is
+    not valid Python.
+    """
     for text in (head, f"{head.rstrip()} pass"):
         try:
             return ast.parse(text)
