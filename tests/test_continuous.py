@@ -201,7 +201,7 @@ def test_waiters_hold_a_limit_and_go_on_without_the_lost():
     while set(waiters.ready()) != keys:
         waiters.wait(keys)
     assert most[0] <= 3 and all(waiters.take((1, i)) == 7 for i in range(20))
-    with pytest.raises(EpisodeFailed, match="within its 0.05 s"):
+    with pytest.raises(EpisodeFailed, match="within its timeout of 0.05 s"):
         waiters.take((0, 0))
     waiters.close()
 
