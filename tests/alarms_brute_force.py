@@ -110,7 +110,7 @@ def large_gradient(rows: Sequence[Row]) -> str | None:
     policy's norm is taken as a mean over all sampled tokens.
     """
     if number(rows[-1], SKIPPED) > 0:
-        return "the gradient is not finite: the optimizer step was left out"
+        return "the gradient is not finite: the optimizer step was skipped"
     last, ones = rows[-FEW:], [1.0] * FEW
     shares = [row.get(CREDITED, 1.0) for row in last] if mastered(rows) else ones
     for what, name, weights in (
@@ -139,15 +139,18 @@ def zero_advantages(rows: Sequence[Row]) -> str | None:
         return None
     value = f"mean reward {number(rows[-1], REWARD):.3g}"
     if all(number(row, CREDITED) == 0 for row in last):
-        return f"all advantages are zero for {FEW} batches: answers are not told apart ({value})"
+        return f"all advantages are zero for {FEW} batches: answers are not distinguished ({value})"
     if TEACHER in rows[-1]:
         return None
     if all(_in_groups(row) and number(row, MIXED) == 0 for row in last):
-        return f"rewards are equal within every group for {FEW} batches: answers are not told apart ({value})"
+        return (
+            f"rewards are equal within every group for {FEW} batches: "
+            f"answers are not distinguished ({value})"
+        )
     if not any(_in_groups(row) or number(row, EPISODES) < 2 for row in last) and min(
         column(last, LOW)
     ) == max(column(last, HIGH)):
-        return f"rewards are all equal for {FEW} batches: answers are not told apart ({value})"
+        return f"rewards are all equal for {FEW} batches: answers are not distinguished ({value})"
     return None
 
 
@@ -159,8 +162,14 @@ def reward_flat(rows: Sequence[Row]) -> str | None:
     if found is None or rises(*found) or mastered(rows):
         return None
     row = rows[-1]
-    spread = f"min {number(row, LOW):.3g}, max {number(row, HIGH):.3g}, std {number(row, STD):.3g} in this batch"
-    return f"reward has not risen: mean {fmean(found[0]):.3g} of the first {MANY} batches, {fmean(found[1]):.3g} of the last ({spread})"
+    spread = (
+        f"min {number(row, LOW):.3g}, max {number(row, HIGH):.3g}, std {number(row, STD):.3g} in "
+        f"this batch"
+    )
+    return (
+        f"reward has not risen: mean {fmean(found[0]):.3g} of the first {MANY} batches, "
+        f"{fmean(found[1]):.3g} of the last ({spread})"
+    )
 
 
 def entropy_collapse(rows: Sequence[Row]) -> str | None:
@@ -195,7 +204,10 @@ def low_temperature(rows: Sequence[Row]) -> str | None:
         or not _in_groups(rows[-1])
     ):
         return None
-    return f"temperature {temperature:g} explores little: in {1 - fmean(mixed):.0%} of the first groups all answers earned the same"
+    return (
+        f"temperature {temperature:g} explores little: in {1 - fmean(mixed):.0%} of the first "
+        f"groups all answers earned the same"
+    )
 
 
 def mode_collapse(rows: Sequence[Row]) -> str | None:
@@ -224,7 +236,10 @@ def length_running_away(rows: Sequence[Row]) -> str | None:
     )
     if not (growth > 3 or (growth > 1.5 and cut_last > cut_first + 0.2)):
         return None
-    return f"answers grew from {fmean(found[0]):.0f} to {fmean(found[1]):.0f} tokens; {cut_last:.0%} are cut off, {cut_first:.0%} at first"
+    return (
+        f"answers grew from {fmean(found[0]):.0f} to {fmean(found[1]):.0f} tokens; {cut_last:.0%} "
+        f"are cut off, {cut_first:.0%} at first"
+    )
 
 
 def format_alone(rows: Sequence[Row]) -> str | None:
@@ -256,7 +271,10 @@ def rewards_failing(rows: Sequence[Row]) -> str | None:
         shares.append((failed / (failed + scored) if failed > 0 else 0.0, failed, failed + scored))
     (at_once, failed, asked), (share, _, _) = shares
     if at_once >= 0.5:
-        return f"{failed:.0f} of the {asked:.0f} samples of this batch could not be scored: its reward is that of the others"
+        return (
+            f"{failed:.0f} of the {asked:.0f} samples of this batch could not be scored: its "
+            f"reward is the mean of the other samples"
+        )
     return (
         f"{share:.0%} of the samples of 3 batches could not be scored"
         if len(rows) >= 3 and share > 0.1

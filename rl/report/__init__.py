@@ -1,4 +1,4 @@
-"""What a person sees of a run: console, logbook, plots, pages, alarms."""
+"""Report on a run: console, logbook, plots, pages, alarms."""
 
 from rl.report.alarms import Alarms
 from rl.report.console import Console, compact

@@ -1,9 +1,9 @@
-"""Alarms: what goes wrong in a run, seen in its metrics and said with what to do. Pure functions of
-a stage's rows so far.
+"""Detect faults of a run from its metrics, with a remedy for each alarm. Alarms are pure functions
+of a stage's rows so far.
 
-Each alarm looks at a `History`, what is kept of the training rows of one stage (as metrics.jsonl
-has them), and says what it sees, or None. Alarms that speak of a trend compare the newest batches
-with the first ones; they are silent until there are enough.
+Each alarm reads a `History`, which summarizes the training rows of a stage (rows of metrics.jsonl),
+and returns a message or None. Alarms about a trend compare the newest batches with the first
+batches; they return None until there are enough batches.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ GRAD_NORM, CRITIC_NORM, SKIPPED = (
     "optim/skipped_nonfinite",
 )
 ENTROPY = "optim/entropy"
-# updates between a token's weights and those it trains, where sampling goes on while the learner
-# updates
+# updates between the weights that sampled a token and the weights that it trains, if sampling
+# overlaps with updates
 AGE = "async/age/mean"
 # share of the sampled tokens that were trained on with an advantage other than 0
 CREDITED = "optim/frac_credited"
-TEACHER = "teacher/kl_per_token"  # where advantages are a teacher's, and rewards only looked at
+TEACHER = (
+    "teacher/kl_per_token"  # if the advantages come from a teacher, and rewards are only monitored
+)
 REWARD, STD = "env/all/reward/total", "env/all/reward/std"
 TEMPERATURE = "sampler/temperature"
 BEGINNINGS, GROUPS = "env/all/distinct_beginnings", "env/all/total_groups"
@@ -44,27 +46,28 @@ FAILED = "reward/failed"
 CORRECT, FORMAT = "env/all/correct", "env/all/format"
 
 LARGE_NORM = 10.0
-CERTAIN = 0.1  # nats an answer: the likeliest has a probability of at least exp(-0.1), nine in ten
-FEW, MANY = 3, 20  # batches: until a fault is no accident; for a trend under noise
-LOW_TEMPERATURE = 0.6  # the lower end of what is recommended for exploration, 0.6 to 1
+# nats an answer: the most likely answer has a probability of at least exp(-0.1), nine in ten
+CERTAIN = 0.1
+FEW, MANY = 3, 20  # batches: enough to exclude an accident; enough for a trend under noise
+LOW_TEMPERATURE = 0.6  # lower end of the range recommended for exploration, 0.6 to 1
 
 
 def rises(first: Sequence[float], last: Sequence[float]) -> bool:
-    """Whether the mean rises by more than two standard errors."""
+    """Return whether the mean rises by more than two standard errors."""
     error = math.sqrt(pvariance(first) / len(first) + pvariance(last) / len(last))
     return fmean(last) - fmean(first) > 2 * error
 
 
 def solved(seen: History) -> bool:
-    """Whether every answer of the newest batch earned the highest reward there ever was, and others
-    once earned less.
+    """Return whether every answer of the newest batch earned the highest reward so far, and earlier
+    answers earned less.
     """
     return number(seen.newest, LOW) >= seen.highest and seen.lowest < seen.highest
 
 
 def mastered(seen: History) -> bool:
-    """Whether the last five batches earned nine tenths of what there is between the lowest and the
-    highest reward ever.
+    """Return whether the last five batches earned at least nine tenths of the range between the
+    lowest and the highest reward so far.
     """
     low, high = seen.lowest, seen.highest
     return high > low and fmean(column(seen.last, REWARD)) >= low + 0.9 * (high - low)
@@ -74,11 +77,13 @@ def mastered(seen: History) -> bool:
 
 
 def kl_above(level: float) -> Check:
+    """Return a check for a KL between sampler and learner above `level` nats a token."""
+
     def check(seen: History) -> str | None:
         value = largest([abs(number(seen.newest, KL[0])), number(seen.newest, KL[1])])
         age = number(seen.newest, AGE)
         late = f" (tokens are {age:.1f} updates old on average)" if age > 0 else ""
-        # nan is not below
+        # The comparison is False for NaN, which therefore raises the alarm.
         return (
             None
             if value <= level
@@ -89,90 +94,93 @@ def kl_above(level: float) -> Check:
 
 
 def large_gradient(seen: History) -> str | None:
-    """The policy's or the critic's norm above 10 for three batches; or a gradient that is not
-    finite, whether it was skipped or not.
+    """Check for a gradient norm (policy or critic) above 10 in three batches, or a gradient that is
+    not finite, whether it was skipped or not.
 
-    What is left of a task that is mastered are a few answers in hundreds, and the gradient is a
-    mean over their tokens alone: noise of a norm of 10 to 30 in a run that is well. There the
-    policy's norm is taken as a mean over all sampled tokens.
+    When a task is mastered, only a few answers in hundreds still have an advantage, and the
+    gradient is a mean over their tokens alone: noise with a norm of 10 to 30 in a healthy run. In
+    this case the check uses the policy's norm as a mean over all sampled tokens.
     """
     if number(seen.newest, SKIPPED) > 0:
-        return "the gradient is not finite: the optimizer step was left out"
-    last, ones = seen.newest_few(FEW), [1.0] * FEW
-    shares = [row.get(CREDITED, 1.0) for row in last] if mastered(seen) else ones
-    for what, name, weights in (
+        return "the gradient is not finite: the optimizer step was skipped"
+    last, unit_weights = seen.newest_few(FEW), [1.0] * FEW
+    shares = [row.get(CREDITED, 1.0) for row in last] if mastered(seen) else unit_weights
+    for norm_name, name, weights in (
         ("gradient norm", GRAD_NORM, shares),
-        ("the critic's gradient norm", CRITIC_NORM, ones),
+        ("the critic's gradient norm", CRITIC_NORM, unit_weights),
     ):
         norms = column(last, name)
         if name in last[-1] and not math.isfinite(norms[-1]):
-            return f"{what} is not finite"
+            return f"{norm_name} is not finite"
         if len(last) == FEW and all(
             norm * weight > LARGE_NORM for norm, weight in zip(norms, weights, strict=True)
         ):
-            return f"{what} {norms[-1]:.3g}, above {LARGE_NORM:g} for {FEW} batches"
+            return f"{norm_name} {norms[-1]:.3g}, above {LARGE_NORM:g} for {FEW} batches"
     return None
 
 
 def zero_advantages(seen: History) -> str | None:
-    """Three batches in a row that tell no answer from another, though not all were as good as can
-    be, nor nearly all.
+    """Check for three consecutive batches without a learning signal, unless all or nearly all
+    answers earned the highest reward.
 
-    No advantage other than 0; or, where a price on KL or a learned value gives every token one all
-    the same, rewards that are equal within each group (of single answers: in all three batches).
+    No signal: no advantage differs from 0. If a KL penalty or a learned value gives every token an
+    advantage anyway: rewards are equal within each group (for single answers: across all three
+    batches).
     """
     last = seen.newest_few(FEW)
     if len(last) < FEW or solved(seen) or mastered(seen):
         return None
     value = f"mean reward {number(seen.newest, REWARD):.3g}"
     if all(number(row, CREDITED) == 0 for row in last):
-        return f"all advantages are zero for {FEW} batches: answers are not told apart ({value})"
+        return f"all advantages are zero for {FEW} batches: answers are not distinguished ({value})"
     if TEACHER in seen.newest:
         return None
     if all(_in_groups(row) and number(row, MIXED) == 0 for row in last):
-        return f"rewards are equal within every group for {FEW} batches: answers are not told apart ({value})"
+        return f"rewards are equal within every group for {FEW} batches: answers are not distinguished ({value})"
     if not any(_in_groups(row) or number(row, EPISODES) < 2 for row in last) and min(
         column(last, LOW)
     ) == max(column(last, HIGH)):
-        return f"rewards are all equal for {FEW} batches: answers are not told apart ({value})"
+        return f"rewards are all equal for {FEW} batches: answers are not distinguished ({value})"
     return None
 
 
 def reward_flat(seen: History) -> str | None:
-    """The last 20 batches earn no more than the first 20, noise considered, and there is more to
-    earn.
+    """Check whether the last 20 batches earn no more than the first 20, within noise, although
+    higher rewards are possible.
     """
-    found = seen.ends(REWARD)
-    if found is None or rises(*found) or mastered(seen):
+    windows = seen.ends(REWARD)
+    if windows is None or rises(*windows) or mastered(seen):
         return None
     row = seen.newest
     spread = f"min {number(row, LOW):.3g}, max {number(row, HIGH):.3g}, std {number(row, STD):.3g} in this batch"
-    return f"reward has not risen: mean {fmean(found[0]):.3g} of the first {MANY} batches, {fmean(found[1]):.3g} of the last ({spread})"
+    return f"reward has not risen: mean {fmean(windows[0]):.3g} of the first {MANY} batches, {fmean(windows[1]):.3g} of the last ({spread})"
 
 
 def entropy_collapse(seen: History) -> str | None:
-    """Entropy below a tenth of what it was at first, or answers that are certain, with much still
-    to learn.
+    """Check for entropy below a tenth of its first values, or for answers that are certain, before
+    the task is mastered.
 
-    A task mastered may leave no doubt. Certain: below 0.1 nats an answer, which a run may be from
-    its beginning on.
+    Low entropy is fine for a mastered task. Answers are certain below 0.1 nats an answer, which may
+    hold from the start of a run.
     """
     if mastered(seen):
         return None
     newest = [number(row, ENTROPY) * number(row, LENGTH) for row in seen.last]
     if len(newest) == SOME and largest(newest) < CERTAIN:
         return f"answers are certain: {fmean(newest):.2g} nats of entropy an answer"
-    found = seen.ends(ENTROPY)
-    if found is None:
+    windows = seen.ends(ENTROPY)
+    if windows is None:
         return None
-    first, last = fmean(found[0]), max(found[1])
+    first, last = fmean(windows[0]), max(windows[1])
     return (
         f"entropy fell from {first:.2g} to {last:.2g} nats a token" if last < 0.1 * first else None
     )
 
 
 def low_temperature(seen: History) -> str | None:
-    """A temperature below 0.6, and most groups all alike from the beginning on."""
+    """Check for a temperature below 0.6 when the rewards of most groups were equal from the
+    start.
+    """
     temperature, mixed = number(seen.newest, TEMPERATURE), seen.first_mixed
     if (
         len(mixed) < SOME
@@ -186,13 +194,13 @@ def low_temperature(seen: History) -> str | None:
 
 
 def mode_collapse(seen: History) -> str | None:
-    """Answers begin alike: fewer beginnings than half the problems, and a quarter of those at
-    first.
+    """Check for answers that begin alike: fewer distinct beginnings than half the problems, and
+    less than a quarter of the first values.
     """
-    found = seen.ends(BEGINNINGS)
-    if found is None:
+    windows = seen.ends(BEGINNINGS)
+    if windows is None:
         return None
-    first, last = fmean(found[0]), fmean(found[1])
+    first, last = fmean(windows[0]), fmean(windows[1])
     problems = number(seen.newest, GROUPS) / number(seen.newest, EPISODES)
     if not (last < 0.25 * first and last < 0.5 * problems):
         return None
@@ -200,22 +208,24 @@ def mode_collapse(seen: History) -> str | None:
 
 
 def length_running_away(seen: History) -> str | None:
-    """Answers three times as long as at first, or half as long again and cut off much more often."""
-    found, cut = seen.ends(LENGTH), seen.ends(TRUNCATED)
-    if found is None or cut is None:
+    """Check for answers three times as long as at first, or half as long again and truncated much
+    more often.
+    """
+    windows, truncated_windows = seen.ends(LENGTH), seen.ends(TRUNCATED)
+    if windows is None or truncated_windows is None:
         return None
-    growth, cut_first, cut_last = (
-        fmean(found[1]) / max(1e-9, fmean(found[0])),
-        fmean(cut[0]),
-        fmean(cut[1]),
+    growth, truncated_first, truncated_last = (
+        fmean(windows[1]) / max(1e-9, fmean(windows[0])),
+        fmean(truncated_windows[0]),
+        fmean(truncated_windows[1]),
     )
-    if not (growth > 3 or (growth > 1.5 and cut_last > cut_first + 0.2)):
+    if not (growth > 3 or (growth > 1.5 and truncated_last > truncated_first + 0.2)):
         return None
-    return f"answers grew from {fmean(found[0]):.0f} to {fmean(found[1]):.0f} tokens; {cut_last:.0%} are cut off, {cut_first:.0%} at first"
+    return f"answers grew from {fmean(windows[0]):.0f} to {fmean(windows[1]):.0f} tokens; {truncated_last:.0%} are cut off, {truncated_first:.0%} at first"
 
 
 def format_alone(seen: History) -> str | None:
-    """Over 20 batches and more the format got better and correctness did not."""
+    """Check for a format that improves over 20 or more batches while correctness does not."""
     form, right = seen.ends(FORMAT), seen.ends(CORRECT)
     if (
         form is None
@@ -232,15 +242,15 @@ def format_alone(seen: History) -> str | None:
 
 
 def rewards_failing(seen: History) -> str | None:
-    """Half of the newest batch's samples could not be scored, or more than a tenth over three
-    batches.
+    """Check whether half of the newest batch's samples could not be scored, or more than a tenth
+    over three batches.
 
-    At once for half of them: the reward that is shown is that of the others, which may be few and
-    good.
+    Half of a batch raises the alarm immediately: the displayed reward is the mean of the remaining
+    samples, which may be few and good.
     """
     failed, scored = number(seen.newest, FAILED), number(seen.newest, EPISODES)
     if failed and failed >= scored:
-        return f"{failed:.0f} of the {failed + scored:.0f} samples of this batch could not be scored: its reward is that of the others"
+        return f"{failed:.0f} of the {failed + scored:.0f} samples of this batch could not be scored: its reward is the mean of the other samples"
     last = seen.newest_few(FEW)
     failed, scored = sum(column(last, FAILED)), sum(column(last, EPISODES))
     if len(last) < FEW or not failed > 0.1 * (failed + scored):
@@ -249,17 +259,19 @@ def rewards_failing(seen: History) -> str | None:
 
 
 def _in_groups(row: Row) -> bool:
-    """Whether problems have several answers: with one each, no group can be mixed."""
+    """Return whether problems have several answers. Without several answers, no group can be
+    mixed.
+    """
     return number(row, EPISODES) > number(row, GROUPS)
 
 
-# -------------------------------------------------------------------------------------- all of them
+# --------------------------------------------------------------------------------- list of alarms
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """`name` in metrics (alarm/<name>), the metrics it `needs` in a row to be judged, `check`, and
-    what to do about it.
+    """Define an alarm: its `name` in metrics (alarm/<name>), the metrics that it `needs` in a row,
+    the `check` and the remedy.
     """
 
     name: str
@@ -270,30 +282,30 @@ class Alarm:
 
 _MISMATCH = (
     "Samples and learner should agree: check precision (fp32 on both sides, or bf16 on both), and whether the policy was changed "
-    "between sampling and learning; truncated_is (grpo) bounds what it does. Where tokens are updates old, lower max_steps_off_policy "
+    "between sampling and learning; truncated_is (grpo) bounds the effect. If tokens are several updates old, lower max_steps_off_policy "
     "(grpo) or learning_rate, or set a correction."
 )
 ALARMS = (
     Alarm("kl_0.01", KL, kl_above(0.01), _MISMATCH),
-    Alarm("kl_0.1", KL, kl_above(0.1), _MISMATCH + " Gradients are now noticeably of another policy."),
-    Alarm("kl_1", KL, kl_above(1.0), "The policy has diverged: stop, go back to a checkpoint, and lower learning_rate."),
+    Alarm("kl_0.1", KL, kl_above(0.1), _MISMATCH + " Gradients now noticeably belong to another policy."),
+    Alarm("kl_1", KL, kl_above(1.0), "The policy has diverged: stop, return to a checkpoint, and lower learning_rate."),
     Alarm(
         "grad_norm", (GRAD_NORM,), large_gradient,
         "Lower learning_rate or add warmup_steps; with large rewards, reward_scale or reward_clip (RL); keep grad_clip_norm at 1.",
     ),
     Alarm(
         "zero_advantages", (CREDITED, REWARD, LOW, HIGH), zero_advantages,
-        "Nothing is learnt from such batches: look at rollouts/ whether the reward works, choose easier (or harder) problems or a "
+        "Such batches teach nothing: check in rollouts/ that the reward works, choose easier (or harder) problems or a "
         "curriculum, raise temperature or group_size, or set dynamic_sampling (grpo).",
     ),
     Alarm(
         "reward_flat", (REWARD, LOW, HIGH), reward_flat,
-        "Look at rollouts/ whether the reward tells good answers from bad; then raise temperature (0.8 to 1), group_size or "
+        "Check in rollouts/ that the reward separates good answers from bad answers; then raise temperature (0.8 to 1), group_size or "
         "learning_rate; a model that is never right needs SFT first.",
     ),
     Alarm(
         "entropy_collapse", (ENTROPY, REWARD, LOW, HIGH), entropy_collapse,
-        "Lower learning_rate, raise temperature, give an entropy bonus (entropy_coef) or a KL term (kl_coef), or raise clip_high (grpo) "
+        "Lower learning_rate, raise temperature, add an entropy bonus (entropy_coef) or a KL term (kl_coef), or raise clip_high (grpo) "
         "to 1.28.",
     ),
     Alarm(
@@ -302,38 +314,38 @@ ALARMS = (
     ),
     Alarm(
         "mode_collapse", (BEGINNINGS, GROUPS, EPISODES), mode_collapse,
-        "Look at rollouts/ for what every answer now says, and whether the reward pays for it; go back to a checkpoint with a lower "
+        "Check in rollouts/ which text the answers share, and whether the reward pays for it; return to a checkpoint with a lower "
         "learning_rate, a KL term or an entropy bonus.",
     ),
     Alarm(
         "length", (LENGTH, TRUNCATED), length_running_away,
-        "If the answers are no better for it, set overlong_share (RL) to 0.2, normalise (grpo) to constant or tokens, or lower max_tokens.",
+        "If longer answers are not better, set overlong_share (RL) to 0.2, normalise (grpo) to constant or tokens, or lower max_tokens.",
     ),
     Alarm(
         "format_alone", (FORMAT, CORRECT), format_alone,
-        "The reward pays for form without substance: lower the weight of the format, or pay it only where the answer is right.",
+        "The reward pays for the format alone: lower the weight of the format, or reward it only if the answer is right.",
     ),
     Alarm(
         "rewards_failing", (FAILED, EPISODES), rewards_failing,
-        "They are left out of training, and those that fail are seldom like the others: mend the reward (the warning above names the "
-        "first error), or raise reward_timeout.",
+        "Samples without a score are left out of training, which biases the batch, since failures are rarely random: fix the reward "
+        "(the warning above names the first error), or raise reward_timeout.",
     ),
 )  # fmt: skip
 
 
 class Alarms:
-    """The alarms of a stage. `rows` so far: what a resumed run starts from, read back from its
-    metrics.
+    """Evaluate the alarms of a stage. `rows`: the stage's rows so far, which a resumed run reads
+    back from its metrics.
 
-    An alarm is said once for each onset: when it comes on after having been off (or not judged) for
-    QUIET rows.
+    The message of an alarm is issued once for each onset: when the alarm is raised after QUIET rows
+    in which it was off (or not evaluated).
     """
 
     QUIET = 20
 
     def __init__(self, rows: Iterable[Row] = ()):
         self._seen = History(_KEPT, _TRENDS)
-        # which alarms were on, row by row
+        # raised alarms of each of the last QUIET rows
         self._quiet: deque[frozenset[str]] = deque(maxlen=self.QUIET)
         for row in rows:
             self._seen.add(row)
@@ -342,24 +354,28 @@ class Alarms:
             )
 
     def __call__(self, row: Row) -> tuple[dict[str, float], list[str]]:
-        """(alarm/<name> 0 or 1 for each that can be judged by this row, what is to be said now)."""
+        """Return (alarm/<name> 0 or 1 for each alarm that this row allows to evaluate, new
+        messages).
+        """
         self._seen.add(row)
-        found = {
+        results = {
             alarm: alarm.check(self._seen)
             for alarm in ALARMS
             if all(name in row for name in alarm.needs)
         }
-        metrics = {f"alarm/{alarm.name}": float(text is not None) for alarm, text in found.items()}
+        metrics = {
+            f"alarm/{alarm.name}": float(text is not None) for alarm, text in results.items()
+        }
         before = frozenset().union(*self._quiet)
-        said = [
+        messages = [
             f"{text}. {alarm.remedy}"
-            for alarm, text in found.items()
+            for alarm, text in results.items()
             if text is not None and alarm.name not in before
         ]
         self._quiet.append(
-            frozenset(alarm.name for alarm, text in found.items() if text is not None)
+            frozenset(alarm.name for alarm, text in results.items() if text is not None)
         )
-        return metrics, said
+        return metrics, messages
 
 
 _KEPT = frozenset(
@@ -373,7 +389,7 @@ _KEPT = frozenset(
         AGE,
     )
 )
-# Of which metrics the first and last values are compared, and how many.
+# Metrics with a comparison of first and last values, and the number of values compared.
 _TRENDS = {
     REWARD: MANY,
     ENTROPY: SOME,

@@ -1,8 +1,8 @@
-"""What a run says while it runs: a bar on a terminal, plain lines elsewhere (a log file, a
+"""Print the progress of a run: a progress bar on a terminal, plain lines elsewhere (a log file, a
 scheduler's output).
 
-On a terminal: panels, and a bar with the step, the headline metrics, tokens a second, time spent
-and time left. Elsewhere: one line every few steps, without control characters. `quiet` leaves the
+On a terminal: panels, and a bar with the step, the headline metrics, tokens a second, elapsed and
+remaining time. Elsewhere: a line every few steps, without control characters. `quiet` prints only
 warnings and the end.
 """
 
@@ -34,36 +34,36 @@ from rl.report.plots import (
     TOKENS_PER_SECOND,
 )
 
-# What the bar shows: label, names of the metric (the first that occurs), format.
+# Metrics of the bar: label, names of the metric (the first name that occurs), format.
 _HEADLINES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("loss", LOSS, "{:.3f}"),
     ("reward", REWARD, "{:.3f}"),
-    ("policy loss", ("optim/policy_loss",), "{:.3f}"),  # of stored answers
+    ("policy loss", ("optim/policy_loss",), "{:.3f}"),  # loss on stored answers
     ("KL to teacher", ("teacher/kl_per_token", "optim/kl"), "{:.1e}"),
     ("KL sampler-learner", ("optim/kl_sample_train_v1",), "{:.1e}"),
     ("KL to behaviour", ("optim/kl_behaviour_v1",), "{:.1e}"),
-    ("KL to reference", ("optim/kl_ref_k3",), "{:.1e}"),  # where there is one
+    ("KL to reference", ("optim/kl_ref_k3",), "{:.1e}"),  # if the run has a reference model
     ("entropy", ("optim/entropy",), "{:.2f}"),
 )
 _FAILED, _SCORED = "reward/failed", "env/all/total_episodes"
-# What is said of held-out problems: the first of each line that was measured.
+# Metrics of held-out problems: the first available metric of each line.
 _HELD_OUT: tuple[tuple[tuple[str, str], ...], ...] = (
     (("accuracy", HELD_OUT), ("accuracy", HELD_OUT_PAIRS), ("reward", HELD_OUT_REWARD)),
     (("loss", HELD_OUT_LOSS),),
     (("token accuracy", TOKEN_ACCURACY),),
 )
-_LINES_PER_STAGE = 25  # most plain lines of one stage, unless `every` says otherwise
+_LINES_PER_STAGE = 25  # maximum number of plain lines of a stage, unless `every` is set
 
 
 def duration(seconds: float) -> str:
-    """0:07, 2:05, 1:02:05."""
+    """Format seconds as 0:07, 2:05 or 1:02:05."""
     whole = max(0, round(seconds))
     hours, minutes = whole // 3600, whole // 60 % 60
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
 
 
 def compact(count: float) -> str:
-    """950, 12.3k, 4.51M: three figures."""
+    """Format a count with three figures: 950, 12.3k, 4.51M."""
     for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= size * 0.9995:
             return (
@@ -75,8 +75,8 @@ def compact(count: float) -> str:
 
 
 def round_interval(total: int, lines: int = _LINES_PER_STAGE) -> int:
-    """The smallest of 1, 2, 5, 10, 20, 50, ... steps that makes at most `lines` lines of `total`
-    steps.
+    """Return the smallest of 1, 2, 5, 10, 20, 50, ... steps that makes at most `lines` lines of
+    `total` steps.
     """
     scale = 1
     while True:
@@ -87,8 +87,8 @@ def round_interval(total: int, lines: int = _LINES_PER_STAGE) -> int:
 
 
 def headline(metrics: Mapping[str, Any]) -> str:
-    """The metrics in one line; what is absent is left out, and so is the loss where there is a
-    reward (it measures nothing).
+    """Format the metrics as a single line. Absent metrics are omitted; the loss is omitted if there
+    is a reward (the loss then measures nothing).
     """
     parts = []
     rewarded = any(name in metrics for name in REWARD)
@@ -98,7 +98,7 @@ def headline(metrics: Mapping[str, Any]) -> str:
         value = next((metrics[name] for name in names if metrics.get(name) is not None), None)
         if value is not None:
             parts.append(f"{label} {form.format(value)}")
-    if failed := metrics.get(_FAILED):  # the reward is that of the others
+    if failed := metrics.get(_FAILED):  # the reward is the mean of the scored samples
         parts.insert(1, f"not scored {failed:.0f} of {failed + metrics.get(_SCORED, 0):.0f}")
     speed = next(
         (metrics[name] for name in TOKENS_PER_SECOND if metrics.get(name) is not None), None
@@ -107,8 +107,8 @@ def headline(metrics: Mapping[str, Any]) -> str:
 
 
 def held_out(metrics: Mapping[str, Any]) -> str:
-    """What was measured on held-out problems in this step, in a few words; "" where nothing was."""
-    found = []
+    """Format the metrics that this step measured on held-out problems; "" if none."""
+    parts = []
     for line in _HELD_OUT:
         value = next(
             (
@@ -118,13 +118,13 @@ def held_out(metrics: Mapping[str, Any]) -> str:
             ),
             None,
         )
-        found += [] if value is None else [value]
-    return f"held-out {', '.join(found)}" if found else ""
+        parts += [] if value is None else [value]
+    return f"held-out {', '.join(parts)}" if parts else ""
 
 
 class Console:
-    """The one place that prints. `every`: plain lines come every so many steps. Close it (or use
-    `with`) at the end.
+    """Print all output of a run. `every`: plain lines appear every that many steps. Close it (or
+    use `with`) at the end.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Console:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._stream = stream or sys.stdout
-        # A "dumb" terminal (an editor's shell) cannot move its cursor: plain lines there too.
+        # A "dumb" terminal (an editor's shell) cannot move its cursor: print plain lines.
         dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
         self._fancy = (self._stream.isatty() and not dumb) if terminal is None else terminal
         self._quiet = quiet
@@ -157,11 +157,11 @@ class Console:
         self._stage_start = self._run_start = clock()
         self._last_done = -1
 
-    # --- the run
+    # --- progress of the run
 
     def start(self, title: str, facts: Mapping[str, Any]) -> None:
-        """Say what runs, where it writes, on what: `facts` in their order ("writes to": ...,
-        "model": ..., "device": ...).
+        """Print the settings of the run: `facts` in their order ("writes to": ..., "model": ...,
+        "device": ...).
         """
         self._run_start = self._clock()
         if not self._quiet:
@@ -176,11 +176,10 @@ class Console:
         remarks: Sequence[str] = (),
         commands: Sequence[str] = (),
     ) -> None:
-        """Say what came of it. `results`: name to (before, after), e.g. {"held-out accuracy":
-        (0.35, 0.97)}; None is unknown.
+        """Print the results. `results`: name to (before, after), e.g. {"held-out accuracy": (0.35,
+        0.97)}; None is unknown.
 
-        `remarks` are what an honest reader must know beside the figures; `commands` what to type
-        next.
+        `remarks`: caveats that belong next to the figures. `commands`: commands to run next.
         """
         self._end_bar()
         rows = {name: _change(before, after) for name, (before, after) in (results or {}).items()}
@@ -193,8 +192,8 @@ class Console:
         self._panel(title, rows, lines, "green")
 
     def stage(self, name: str, total: int, *, first: int = 0, done: int = 0) -> None:
-        """Begin a stage of `total` optimizer steps that starts at step `first` of the run; `done`
-        of them were done before.
+        """Start a stage of `total` optimizer steps at step `first` of the run; `done` of its steps
+        were completed before.
         """
         self._end_bar()
         self._stage, self._first, self._total = name, first, total
@@ -221,7 +220,7 @@ class Console:
         measured = held_out(metrics)
         if self._bar is not None:
             times, text = self._times(done), headline(metrics)
-            if self._rich.width < 100:  # leave room for the bar itself
+            if self._rich.width < 100:  # leave space for the bar
                 times, text = times.partition(", ")[2] or times, text.replace("  ", " ")
             self._bar.update(self._task, completed=done, text=text, times=times)
             if measured:
@@ -238,6 +237,7 @@ class Console:
         self._last_done = done
 
     def _due(self, done: int) -> bool:
+        """Return whether step `done` of the stage gets a plain line."""
         every = self._every or round_interval(self._total)
         return (
             done >= self._total
@@ -246,28 +246,31 @@ class Console:
         )
 
     def _times(self, done: int) -> str:
-        """Time spent in this stage, and left at its mean speed so far."""
+        """Format the elapsed time of this stage, and the remaining time at its mean speed so
+        far.
+        """
         spent = self._clock() - self._stage_start
-        here = done - self._start_done
-        left = (
-            f", {duration(spent / here * (self._total - done))} left"
-            if here > 0 and done < self._total
+        steps_done = done - self._start_done
+        remaining = (
+            f", {duration(spent / steps_done * (self._total - done))} left"
+            if steps_done > 0 and done < self._total
             else ""
         )
-        return duration(spent) + left
+        return duration(spent) + remaining
 
-    # --- words between
+    # --- messages
 
     def note(self, text: str) -> None:
-        """Something to know."""
+        """Print information."""
         if not self._quiet:
             self._box("note", text, "blue")
 
     def warn(self, text: str) -> None:
-        """Something to look at; shown even when quiet."""
+        """Print a warning, even if quiet."""
         self._box("warning", text, "yellow")
 
     def close(self) -> None:
+        """Stop the progress bar."""
         self._end_bar()
 
     def __enter__(self) -> Console:
@@ -281,22 +284,25 @@ class Console:
     ) -> None:
         self.close()
 
-    # --- how it is put on the page
+    # --- formatting
 
     def _end_bar(self) -> None:
+        """Stop and remove the progress bar, if any."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
     def _clean(self, text: str) -> str:
-        """As it may be shown: a sample's or a library's words may hold anything."""
+        """Return the text without control characters: samples and libraries may print any text."""
         return printable(text, encoding=getattr(self._stream, "encoding", None) or "utf-8")
 
     def _line(self, text: str) -> None:
+        """Write a plain line."""
         self._stream.write(self._clean(text) + "\n")
         self._stream.flush()
 
     def _box(self, kind: str, text: str, colour: str) -> None:
+        """Print a message of a kind: a box on a terminal, a line elsewhere."""
         if self._fancy:
             self._rich.print(
                 Panel(
@@ -313,6 +319,9 @@ class Console:
     def _panel(
         self, title: str, facts: Mapping[str, Any], lines: Sequence[str], colour: str
     ) -> None:
+        """Print a title, a table of facts and lines: a panel on a terminal, plain lines
+        elsewhere.
+        """
         if not self._fancy:
             width = max((len(name) for name in facts), default=0)
             rows = [f"{name:<{width}}  {value}" for name, value in facts.items()]
@@ -335,4 +344,5 @@ class Console:
 
 
 def _change(before: float | None, after: float | None) -> str:
+    """Format a result before and after; n/a if unknown."""
     return f"{'n/a' if before is None else f'{before:.3f}'} -> {'n/a' if after is None else f'{after:.3f}'}"

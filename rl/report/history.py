@@ -1,5 +1,5 @@
-"""What is kept of a stage's training rows for its alarms, in a space and a time that do not grow
-with the number of rows.
+"""Summarize a stage's training rows for its alarms, in space and time that do not grow with the
+number of rows.
 """
 
 from __future__ import annotations
@@ -11,24 +11,23 @@ from typing import Any
 
 Row = Mapping[str, Any]
 
-SOME = 5  # rows whose values are kept whole: enough for a level
+SOME = 5  # number of last rows that are kept: enough for a level
 LOW, HIGH, MIXED = "env/all/reward/min", "env/all/reward/max", "env/all/by_group/frac_mixed"
 
 
 def number(row: Row, name: str) -> float:
-    """The metric; NaN where it is absent, or null because it was not finite."""
+    """Return the metric; NaN if it is absent, or null because it was not finite."""
     value = row.get(name)
     return math.nan if value is None else float(value)
 
 
 def column(rows: Iterable[Row], name: str) -> list[float]:
+    """Return the metric of each row."""
     return [number(row, name) for row in rows]
 
 
 class Ends:
-    """A metric's first and last `count` values, whatever lies between; rows without it (NaN) do not
-    count.
-    """
+    """Keep a metric's first and last `count` values. Rows without the metric (NaN) do not count."""
 
     def __init__(self, count: int):
         self._first: list[float] = []
@@ -36,6 +35,7 @@ class Ends:
         self._seen, self._count = 0, count
 
     def add(self, value: float) -> None:
+        """Add a value, unless it is NaN."""
         if math.isnan(value):
             return
         if len(self._first) < self._count:
@@ -44,33 +44,36 @@ class Ends:
         self._seen += 1
 
     def both(self) -> tuple[list[float], list[float]] | None:
-        """They do not overlap; None before there are as many."""
+        """Return the first and the last `count` values; None until they do not overlap (2 * `count`
+        values).
+        """
         return (self._first, list(self._last)) if self._seen >= 2 * self._count else None
 
 
 class History:
-    """What is kept of a stage's rows: the last five, the first and last values of trends, the range
+    """Summarize a stage's rows: the last five rows, the first and last values of trends, the range
     of rewards.
     """
 
     def __init__(self, kept: Iterable[str], trends: Mapping[str, int]) -> None:
-        """`kept`: the metrics whose last values are asked for; `trends`: of which the first and
-        last are compared, and how many.
+        """Initialize the summary. `kept`: metrics that the last rows keep. `trends`: metrics with a
+        comparison of first and last values, and the number of values compared.
         """
         self._kept = frozenset(kept)
         self.last: deque[Row] = deque(maxlen=SOME)
-        self.first_mixed: list[float] = []  # of the first five rows
-        self.lowest = self.highest = math.nan  # reward of any answer
+        self.first_mixed: list[float] = []  # share of mixed groups in each of the first five rows
+        self.lowest = self.highest = math.nan  # lowest and highest reward of any answer
         self._began = False
         self._ends = {name: Ends(count) for name, count in trends.items()}
 
     def add(self, row: Row) -> None:
+        """Add a row."""
         self.last.append({name: value for name, value in row.items() if name in self._kept})
         if len(self.first_mixed) < SOME:
             self.first_mixed.append(number(row, MIXED))
         low, high = number(row, LOW), number(row, HIGH)
-        # As min and max over a list do it: NaN stays where it came first, and is passed over
-        # elsewhere.
+        # Same as min and max over a list: NaN stays if it is the first value, and is ignored
+        # otherwise.
         self.lowest = low if not self._began or low < self.lowest else self.lowest
         self.highest = high if not self._began or high > self.highest else self.highest
         self._began = True
@@ -79,11 +82,13 @@ class History:
 
     @property
     def newest(self) -> Row:
+        """Return the newest row."""
         return self.last[-1]
 
     def newest_few(self, count: int) -> list[Row]:
-        """The last `count` rows (at most five), fewer where there are not as many."""
+        """Return the last `count` rows (at most five); fewer if fewer exist."""
         return list(self.last)[-count:]
 
     def ends(self, name: str) -> tuple[list[float], list[float]] | None:
+        """Return the first and the last values of a trend; None until there are enough."""
         return self._ends[name].both()
