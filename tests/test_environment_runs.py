@@ -20,7 +20,10 @@ from rl.settings import RunSettings, SettingsError, parse
 from rl.settings.cli import read
 
 REPO = Path(__file__).resolve().parent.parent
-SMALL = "--base-model tiny:ascii --batch-size 3 --group-size 3 --max-tokens 6 --eval-limit 4 --learning-rate 1e-3 --environment-rows 12"
+SMALL = (
+    "--base-model tiny:ascii --batch-size 3 --group-size 3 --max-tokens 6 --eval-limit 4 "
+    "--learning-rate 1e-3 --environment-rows 12"
+)
 LEVELS = "--curriculum success --curriculum-up 0.01 --curriculum-down 0 --curriculum-window 2"
 
 # Rewards by turn, an end of its own at random, truncations, a tool, a level; member 2 breaks at
@@ -69,7 +72,8 @@ def walk(tmp_path_factory):
 )  # fmt: skip
 def test_four_steps_are_two_and_two(walk, tmp_path, method, more):
     rows = two_and_two(
-        f"{method} {SMALL} --environment {walk} --max-turns 3 {more} --eval-every 2 --rollouts-every 1",
+        f"{method} {SMALL} --environment {walk} --max-turns 3 {more} --eval-every 2 "
+        f"--rollouts-every 1",
         tmp_path,
     )
     steps = [row for row in rows if "progress/batch" in row]
@@ -85,7 +89,10 @@ def test_four_steps_are_two_and_two(walk, tmp_path, method, more):
 
 @pytest.mark.slow
 def test_what_breaks_is_left_out_and_named_and_the_rest_is_trained(walk, tmp_path):
-    words = f"--environment {walk} --environment.breaks --max-turns 3 --steps 2 --eval-every 0 --rollouts-every 1"
+    words = (
+        f"--environment {walk} --environment.breaks --max-turns 3 --steps 2 --eval-every 0 "
+        f"--rollouts-every 1"
+    )
     rows = train(f"grpo {SMALL} {words}", tmp_path)
     for row in (row for row in rows if "progress/batch" in row):
         assert row["reward/failed"] == 3 and row["env/all/total_episodes"] == 6
@@ -118,12 +125,14 @@ def test_what_breaks_is_left_out_and_named_and_the_rest_is_trained(walk, tmp_pat
 def test_an_environment_in_a_recipe_is_evaluated_as_it_was_trained(tmp_path):
     recipe, turns = tmp_path / "sums.yaml", tmp_path / "turns.py"
     turns.write_text(
-        "from rl.rewards import register_reward\n@register_reward('turns_of_a_file', episode=True)\n"
+        "from rl.rewards import register_reward\n@register_reward('turns_of_a_file', "
+        "episode=True)\n"
         "def turns(episode, meta):\n    return 0.25 * len(episode.turns)\n"
     )
     recipe.write_text(
         f"reward: {turns}:turns\n"
-        "method: grpo\nbase_model: tiny:ascii\nenvironment: {name: calculator, digits: 1, operations: '+'}\nmax_tokens: 5\nmax_turns: 2\n"
+        "method: grpo\nbase_model: tiny:ascii\nenvironment: {name: calculator, digits: 1, "
+        "operations: '+'}\nmax_tokens: 5\nmax_turns: 2\n"
         "steps: 1\nbatch_size: 2\ngroup_size: 2\neval_limit: 6\neval_every: 1\neval_greedy: false\n"
     )
     rows = train(f"{recipe}", tmp_path / "run")
@@ -277,7 +286,7 @@ def test_help_shows_an_environments_settings(capsys):
     [
         ("--environment calculater", "did you mean 'calculator'"),
         ("--environment calculator --environment.digits many", "many is not INT"),
-        ("--environment calculator --environment.digits 0", "digits lies from 1"),
+        ("--environment calculator --environment.digits 0", "digits must be from 1"),
         ("--environment calculator --dataset openai/gsm8k", "reads no data set"),
         ("--environment calculator --reward gsm8k", "would have no effect"),
         ("--environment nothing.py:Mine", "does not exist"),
@@ -333,8 +342,11 @@ def test_trl_objects_work_as_they_are(tmp_path):
     for one in (spec, isolated(spec)):
         problem = Problem(({"role": "user", "content": "Hello."},), {"target": 5}, index=0)
         group = EnvironmentGroup(one, problem, 2, get_renderer("plain", tokenizer))
-        say = {0: '<tool_call>\n{"name": "increment", "arguments": {"by": 3}}\n</tool_call>',
-               1: '<tool_call>\n{"name": "increment", "arguments": {"by": 2}}\n</tool_call>', 2: "done"}  # fmt: skip
+        say = {
+            0: '<tool_call>\n{"name": "increment", "arguments": {"by": 3}}\n</tool_call>',
+            1: '<tool_call>\n{"name": "increment", "arguments": {"by": 2}}\n</tool_call>',
+            2: "done",
+        }
         sampler = Scripted(
             tokenizer,
             lambda prompt, turn, stream, member, say=say: "done" if member and turn else say[turn],
@@ -369,7 +381,10 @@ def test_the_pages_example_runs(tmp_path, monkeypatch):
     tokenizer = load_tokenizer("tiny:ascii")
 
     def say(prompt, turn, stream, member):
-        asks = f'<tool_call>\n{{"name": "larger", "arguments": {{"number": {turn + 1}}}}}\n</tool_call>'
+        asks = (
+            f'<tool_call>\n{{"name": "larger", "arguments": {{"number": {turn + 1}}}}}\n'
+            f"</tool_call>"
+        )
         if turn == 0:
             return "0"
         # the first number that it is not larger than

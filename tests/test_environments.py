@@ -516,14 +516,29 @@ BAD = textwrap.dedent('''
             return Turn(reward=float(self.member), done=True)
         def close(self):
             if self.member == 1 and self.when == "close": self.misbehave()
-''')  # fmt: skip
+''')
 
 NAMED = {
-    "raise": "raised KeyError: 'mine'", "exit": "raised SystemExit", "hang": "not done within its 2 s", "spin": "not done within its 2 s",
-    "die": "died", "kill": "died", "nothing": "", "number": "gave 3", "bytes": "", "empty": "returned no messages", "norole": "gave [{",
-    "nan": "gave the reward nan", "text": "gave the reward 'much'", "metric": "gave the metric 'a' inf", "silent": "returned no messages",
-    "seat": "names the seat 3", "logs": "JSON", "much": "characters", "tuple": "",
-}  # fmt: skip
+    "raise": "raised KeyError: 'mine'",
+    "exit": "raised SystemExit",
+    "hang": "not done within its 2 s",
+    "spin": "not done within its 2 s",
+    "die": "died",
+    "kill": "died",
+    "nothing": "",
+    "number": "gave 3",
+    "bytes": "",
+    "empty": "returned no messages",
+    "norole": "gave [{",
+    "nan": "gave the reward nan",
+    "text": "gave the reward 'much'",
+    "metric": "gave the metric 'a' inf",
+    "silent": "returned no messages",
+    "seat": "names the seat 3",
+    "logs": "JSON",
+    "much": "characters",
+    "tuple": "",
+}
 STEP = (
     "raise",
     "exit",
@@ -585,10 +600,15 @@ def test_what_breaks_costs_its_own_episode(play, bad_file, how, when):
     assert time.monotonic() - begin < 30
 
 
-@pytest.mark.parametrize(("how", "when"), [
-    *((h, "step") for h in (*STEP, "spin", "die", "kill", "print")), *((h, "start") for h in (*START, "die", "bytes")),
-    ("die", "close"), ("hang", "close"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "when"),
+    [
+        *((h, "step") for h in (*STEP, "spin", "die", "kill", "print")),
+        *((h, "start") for h in (*START, "die", "bytes")),
+        ("die", "close"),
+        ("hang", "close"),
+    ],
+)
 def test_in_processes_death_costs_no_more(play, bad_process, how, when):
     begin = time.monotonic()
     found = play(
@@ -643,7 +663,7 @@ COUNTING = textwrap.dedent('''
             return "go"
         def step(self, answer):
             return Turn(reward=float(len(EPISODES)), done=True, metrics={"elsewhere": float(os.getpid() != self.row["pid"])})
-''')  # fmt: skip
+''')
 
 
 @pytest.fixture
@@ -799,7 +819,8 @@ def test_a_grader_of_ones_own_reads_its_variables_and_what_it_raises_is_named(
 ):
     monkeypatch.setenv("MY_SERVICE_KEY", "k")
     (tmp_path / "mine.py").write_text(
-        "import os\ndef mine(prompt, response, meta):\n    return {'k': 0.5}[response[:1] and os.environ['MY_SERVICE_KEY'] + response[1:]]\n"
+        "import os\ndef mine(prompt, response, meta):\n    return {'k': 0.5}[response[:1] and "
+        "os.environ['MY_SERVICE_KEY'] + response[1:]]\n"
     )
     spec = resolve_environment("calculator", grader=f"{tmp_path / 'mine.py'}:mine")
     answers = iter(["a", "bad"])

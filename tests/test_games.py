@@ -333,10 +333,10 @@ def test_rules_play_the_policys_part_and_win(name, player, settings, moves):
 def test_what_is_asked_for_wrongly_is_named():
     for name, settings, said in [
         ("tic_tac_toe", {"plays": "Z"}, "--environment.plays is one of X, O, either; got 'Z'"),
-        ("guess_number", {"low": 5, "high": 4}, "low 5 lies above"),
-        ("guess_number", {"guesses": 0}, "guesses is at least 1"),
-        ("twenty_questions", {"things": 99}, "things is from 1 to 16, got 99"),
-        ("debate", {"rounds": 0}, "rounds is at least 1, got 0"),
+        ("guess_number", {"low": 5, "high": 4}, "low 5 is above"),
+        ("guess_number", {"guesses": 0}, "guesses must be at least 1"),
+        ("twenty_questions", {"things": 99}, "things must be from 1 to 16, got 99"),
+        ("debate", {"rounds": 0}, "rounds must be at least 1, got 0"),
         (
             "debugging",
             {"levels": ("hard",)},

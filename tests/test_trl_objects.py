@@ -188,7 +188,10 @@ def test_no_reward_costs_the_episode(file, played):
 @pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["process", "thread"])
 def test_an_object_that_brings_its_own_episodes_needs_no_data_set(file, tmp_path, isolation):
-    small = "--base-model tiny:ascii --batch-size 3 --group-size 2 --max-tokens 4 --steps 1 --eval-every 0 --environment-rows 12"
+    small = (
+        "--base-model tiny:ascii --batch-size 3 --group-size 2 --max-tokens 4 --steps 1 "
+        "--eval-every 0 --environment-rows 12"
+    )
     rows = train(
         f"grpo {small} --environment {file}:Own --environment-isolation {isolation}",
         tmp_path / "run",

@@ -130,8 +130,11 @@ def gym(package):
         create_curriculum=lambda name: Curriculum(),
     )
     package("reasoning_gym.coaching")
-    package("reasoning_gym.coaching.base_curriculum", DefaultCurriculumContext=lambda mode: SimpleNamespace(mode=mode),
-            RangeAttributeMode=SimpleNamespace(UPPER_BOUND="upper", INCLUSIVE="inclusive"))  # fmt: skip
+    package(
+        "reasoning_gym.coaching.base_curriculum",
+        DefaultCurriculumContext=lambda mode: SimpleNamespace(mode=mode),
+        RangeAttributeMode=SimpleNamespace(UPPER_BOUND="upper", INCLUSIVE="inclusive"),
+    )
     return package(
         "reasoning_gym", factory=factory, create_dataset=lambda name, **config: Sums(config)
     )

@@ -60,7 +60,8 @@ class TrlEnvironment(Environment):
             return messages
         if not isinstance(observation, (str, list)):
             raise TypeError(
-                f"reset() returned {observation!r:.100}; a text, a list of parts or None is expected"
+                f"reset() returned {observation!r:.100}; a text, a list of parts or None is"
+                " expected"
             )
         if messages and messages[-1]["role"] == "user":
             messages[-1]["content"] = _joined(messages[-1]["content"], observation)
