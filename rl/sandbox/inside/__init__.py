@@ -1,3 +1,4 @@
-"""What runs behind the walls: the zygote, a run's monitor, init, candidate and tester. Standard
-library alone, nothing of the rest.
+"""The processes that run in isolation: the zygote, a run's monitor, init, candidate and tester.
+
+They import only the standard library and each other.
 """

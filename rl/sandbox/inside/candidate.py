@@ -1,5 +1,7 @@
-"""The process that runs the program. What it holds the program may read, what it says is a claim:
-values, never a verdict.
+"""Run the program.
+
+The program may read all memory of this process, and each message is an unverified claim: values,
+never a verdict.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from typing import Any
 from rl.sandbox.inside import frames, values
 
 FILE = "main.py"
-_BYTE_ORDER_MARK = "\ufeff"  # which Python passes over at the beginning of a file
+_BYTE_ORDER_MARK = "\ufeff"  # ignored by Python at the beginning of a file
 _LOAD_FAILED, _EXITED = "load", "exit"
 
 
 def fresh_streams() -> None:
-    """Streams for the descriptors 0, 1 and 2 as a new interpreter has them."""
+    """Open streams for the descriptors 0, 1 and 2 with the settings of a new interpreter."""
     source = io.BufferedReader(io.FileIO(0, closefd=False))
     streams = {
         "stdin": io.TextIOWrapper(source, encoding="utf-8", errors="surrogateescape"),
@@ -44,7 +46,7 @@ def _writer(descriptor: int, errors: str, line_buffering: bool = False) -> io.Te
 
 
 def prepare(name: str, source: str) -> types.ModuleType:
-    """An empty module `name` in the place of what this interpreter ran so far."""
+    """Return an empty module `name` that replaces this project's modules in the interpreter."""
     for key in [
         key for key in sys.modules if key == "__main__" or key == "rl" or key.startswith("rl.")
     ]:
@@ -52,19 +54,19 @@ def prepare(name: str, source: str) -> types.ModuleType:
     sys.path.insert(0, os.getcwd())
     sys.argv = [FILE]
     sys.set_int_max_str_digits(0)
-    site.setquit()  # exit() and quit(), which a program may call although they are meant for people
+    site.setquit()  # exit() and quit(): meant for interactive use, but programs call them
     site.sethelper()
     module = types.ModuleType(name)
     module.__file__ = os.path.join(os.getcwd(), FILE)
     module.__dict__["__builtins__"] = builtins
-    # which doctest and multiprocessing look for
+    # doctest and multiprocessing look up these modules
     sys.modules[name] = sys.modules["__main__"] = module
     linecache.cache[module.__file__] = (len(source), None, source.splitlines(True), module.__file__)
     return module
 
 
 def run_script(source: str) -> int:
-    """As `python main.py`: its exit code."""
+    """Run a program as `python main.py` does. Return its exit code."""
     source = source.removeprefix(_BYTE_ORDER_MARK)
     module = prepare("__main__", source)
     code = 0
@@ -79,7 +81,7 @@ def run_script(source: str) -> int:
 
 
 def finish(code: int) -> int:
-    """What an interpreter does at its end."""
+    """Run the shutdown steps of an interpreter. Return the exit code."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
         atexit._run_exitfuncs()
@@ -108,8 +110,8 @@ def _print_traceback() -> None:
 
 
 class Server:
-    """Answers requests about one program's objects: calls, attributes, items, iteration. References
-    are numbers of this table.
+    """Serve requests on the objects of a program: calls, attributes, items, iteration. References
+    are indices into its table of objects.
     """
 
     def __init__(self, source: str, requests: int, replies: int, longest: int):
@@ -124,7 +126,7 @@ class Server:
         self.space: dict[str, Any] = {}
 
     def serve(self) -> int:
-        """Loads the program, says how that went, answers until the other end is closed."""
+        """Load the program, report the outcome, and serve requests until the other end closes."""
         failed = self._load()
         frames.send(self.replies, {"failed": failed} if failed else {"loaded": True})
         try:
@@ -142,7 +144,7 @@ class Server:
                 compile(self.source, module.__file__ or FILE, "exec", dont_inherit=True), self.space
             )
         except SystemExit:
-            return [_EXITED, "the program ended itself while it was loaded"]
+            return [_EXITED, "the program exited while it was loaded"]
         except BaseException as error:
             return [_LOAD_FAILED, _describe(error)]
         return None
@@ -151,7 +153,7 @@ class Server:
         try:
             result, arguments = self._do(request)
             reply = {"id": request.get("id"), "value": values.encode(result, self.refer)}
-            # a function that returns nothing may have changed what it was given
+            # a function that returns None may have changed its arguments
             if result is None and arguments is not None:
                 reply["arguments"] = [values.encode(item, self.refer) for item in arguments]
             return reply
@@ -183,15 +185,17 @@ class Server:
         return self.space[name]
 
     def _function(self, name: str) -> Callable[..., Any]:
-        """By its name, with dots for attributes; one that only a class Solution has is its method."""
+        """Return a function by its name, with dots for attributes. A name that only a class
+        Solution has refers to its method.
+        """
         first, *rest = name.split(".")
         if first not in self.space and "Solution" in self.space:
-            found = getattr(self.space["Solution"](), first)
+            result = getattr(self.space["Solution"](), first)
         else:
-            found = self._find(first)
+            result = self._find(first)
         for part in rest:
-            found = getattr(found() if isinstance(found, type) else found, part)
-        return found
+            result = getattr(result() if isinstance(result, type) else result, part)
+        return result
 
     def refer(self, value: Any) -> list[Any]:
         number = self.numbers.get(id(value))
@@ -203,11 +207,11 @@ class Server:
         return [number, kind, name, _family_of(value) if is_class else [], callable(value)]
 
     def referent(self, rest: list[Any]) -> Any:
-        """An object by its number, or a function of the tester by its name."""
+        """Return an object by its number, or a function of the tester by its name."""
         return self.objects[rest[0]] if isinstance(rest[0], int) else self._callback(str(rest[0]))
 
     def _callback(self, name: str) -> Callable[..., Any]:
-        """A function of the tester: called there."""
+        """Return a function that calls a function of the tester in the tester."""
 
         def call(*arguments: Any) -> Any:
             frames.send(
@@ -241,7 +245,7 @@ def _family(error: BaseException) -> list[Any]:
 
 
 def _family_of(of: type) -> list[str]:
-    """The names of the exceptions that a class of exceptions descends from."""
+    """Return the names of the base classes of an exception class; empty for other classes."""
     return [_name(base) for base in _MRO(of)[1:]] if BaseException in _MRO(of) else []
 
 
@@ -250,12 +254,12 @@ _NAME: Callable[[type], str] = type.__dict__["__name__"].__get__
 
 
 def _name(of: type) -> str:
-    """A class's own name, whatever its metaclass says."""
+    """Return the real name of a class, independent of its metaclass."""
     return _NAME(of)[:200]
 
 
 def run_cell(code: str, space: dict[str, Any]) -> str | None:
-    """One turn of a session: run in `space`, the repr of a last expression; a traceback goes to
+    """Run a turn of a session in `space`. Return the repr of its last expression. Tracebacks go to
     stderr.
     """
     space["__name__"] = "__main__"

@@ -1,6 +1,4 @@
-"""Texts about values that a candidate sent: short, printable, and quick to make whatever the value
-is.
-"""
+"""Display values that a candidate sent: short, printable texts, quick to build for any value."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ _BRACKETS: dict[type, tuple[str, str]] = {
 
 
 def show(value: Any, most: int = 200) -> str:
-    """Return the first `most` characters of str(value) for plain data. A number too long to be
-    printed is told by its bits.
+    """Return the first `most` characters of str(value) for plain data. A number too long to print
+    is described by its bit length.
     """
     pieces: list[str] = []
     _show(value, pieces, most, str)
@@ -27,15 +25,15 @@ def show(value: Any, most: int = 200) -> str:
 
 
 def make_printable(text: str, most: int | None = None) -> str:
-    """Return the first `most` characters of `text`, a surrogate without its other half as "?":
-    every file and tokenizer takes it.
+    """Return the first `most` characters of `text`, with lone surrogates replaced by "?", for files
+    and tokenizers.
     """
     return text[:most].encode("utf-8", "replace").decode("utf-8")
 
 
 def _show(value: Any, pieces: list[str], room: int, write: Callable[[Any], str] = repr) -> int:
-    """Append what `write` gives of `value` until `room` characters are used up. Return the room
-    that is left.
+    """Append the output of `write` for `value` until `room` characters are used. Return the
+    remaining room.
     """
     of = type(value)
     if of in _BRACKETS and (value or of in (list, tuple, dict)):
@@ -60,8 +58,8 @@ def _show(value: Any, pieces: list[str], room: int, write: Callable[[Any], str] 
 
 
 def _show_items(value: Any, pieces: list[str], room: int) -> int:
-    """As `_show`, for a container. Each level takes room before the next one, so that depth is
-    bounded too.
+    """Append a container as `_show` does. Each level uses room before the next level, which bounds
+    the depth too.
     """
     opening, closing = _BRACKETS[type(value)]
     pieces.append(opening)

@@ -1,5 +1,5 @@
-"""JSON messages with a length before them, over a socket or a pair of pipes, and descriptors beside
-them.
+"""Send and receive JSON messages with a length prefix, over a socket or a pair of pipes, with
+optional file descriptors.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ LONGEST = 1 << 30  # bytes of a message
 
 
 class Ended(Exception):
-    """The other end is closed, in the middle of a message or between two."""
+    """Raised if the other end is closed, in the middle of a message or between two messages."""
 
 
 class BadMessage(Exception):
-    """What came is no message: too long, or no JSON object."""
+    """Raised for content that is not a message: too long, or not a JSON object."""
 
 
 class TooLong(BadMessage):
-    """A message with more bytes than are taken."""
+    """Raised for a message that is longer than allowed."""
 
 
 def send(to: socket.socket | int, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-    """`fds` only over a unix socket; they travel with the first byte. Raises Ended."""
+    """Send a message. `fds` need a unix socket; they are sent with the first byte. Raises Ended."""
     data = memoryview(pack(message))
     try:
         if isinstance(to, int):
@@ -46,8 +46,8 @@ def send(to: socket.socket | int, message: dict[str, Any], fds: tuple[int, ...] 
 
 
 def encode_text(text: str) -> bytes:
-    """Return a text as a file or an input holds it. Bytes that were no UTF-8 come back as they
-    were; no text raises.
+    """Return the bytes of a text for a file or an input. Bytes that were not UTF-8 are restored; no
+    text raises.
     """
     try:
         return text.encode("utf-8", "surrogateescape")
@@ -56,28 +56,30 @@ def encode_text(text: str) -> bytes:
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """Return a message as it travels."""
+    """Return the bytes of a message."""
     body = json.dumps(message).encode()
     return _HEAD.pack(len(body)) + body
 
 
 def receive(of: socket.socket | int, longest: int = LONGEST) -> dict[str, Any]:
-    """The next message. Raises Ended, BadMessage, TimeoutError where the socket has a timeout."""
+    """Return the next message. Raises Ended, BadMessage, and TimeoutError if the socket has a
+    timeout.
+    """
     return _read(receive_bytes(of, longest))
 
 
 def receive_bytes(of: socket.socket | int, longest: int = LONGEST) -> bytes:
-    """The bytes of the next message, unread. Raises Ended, TooLong, TimeoutError where the socket
-    has a timeout.
+    """Return the bytes of the next message, unparsed. Raises Ended, TooLong, and TimeoutError if
+    the socket has a timeout.
     """
     (size,) = _HEAD.unpack(_exactly(of, _HEAD.size))
     if size > longest:
-        raise TooLong(f"a message of {size} bytes, the longest has {longest}")
+        raise TooLong(f"a message of {size} bytes, at most {longest} are allowed")
     return _exactly(of, size)
 
 
 def receive_with_fds(of: socket.socket, most: int = 8) -> tuple[dict[str, Any], list[int]]:
-    """A message and the descriptors that came with it."""
+    """Return a message and the file descriptors sent with it."""
     first, fds, _, _ = socket.recv_fds(of, _HEAD.size, most)
     if not first:
         raise Ended("closed")
@@ -92,7 +94,7 @@ def _read(body: bytes) -> dict[str, Any]:
     try:
         message = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise BadMessage(f"no JSON: {error}") from error
+        raise BadMessage(f"not JSON: {error}") from error
     if not isinstance(message, dict):
         raise BadMessage(f"a JSON {type(message).__name__}, expected an object")
     return message

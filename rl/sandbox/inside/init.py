@@ -1,7 +1,8 @@
-"""The first process of a run's own namespaces: starts the candidate when the monitor says so, takes
-away what it leaves behind.
+"""Run init, the first process of a run's namespaces.
 
-It knows neither the nonce nor what is expected, so a fork of it holds nothing worth reading.
+Init starts the candidate on request of the monitor and removes the remains of the candidate.
+
+Init knows neither the nonce nor expected values. A fork of init therefore holds no secret.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from typing import Any
 from rl.sandbox.inside import candidate, frames, landlock, seccomp, walls
 
 HOME = "/tmp"
-_NICE = 5  # so that the monitor gets its turn beside many busy processes
+_NICE = 5  # lets the monitor run next to many busy processes
 
 
 def serve(monitor: socket.socket, up: set[str], user: int, group: int) -> None:
-    """Does what the monitor says until it closes. Never returns."""
+    """Serve the monitor's requests until the monitor closes the socket. Never returns."""
     code, init = 1, None
     try:
         walls.die_with_parent()
@@ -45,6 +46,8 @@ def serve(monitor: socket.socket, up: set[str], user: int, group: int) -> None:
 
 
 class Init:
+    """Start and end candidates for a monitor."""
+
     def __init__(self, monitor: socket.socket, up: set[str]):
         self.monitor, self.up = monitor, up
         self.job: dict[str, Any] = {}
@@ -61,7 +64,7 @@ class Init:
                 self._run(message, fds)
 
     def _begin(self, job: dict[str, Any]) -> None:
-        """The job's mounts and files, before anything of it runs."""
+        """Set up the job's mounts and files before any program of the job runs."""
         self.job = job
         limits = job["limits"]
         walls.mount_private(self.up, int(limits["file_mb"]), int(limits["files"]))
@@ -82,7 +85,7 @@ class Init:
                 file.write(frames.encode_text(text))
 
     def _clean(self) -> None:
-        """The folder as it was at the beginning, keeping what was built."""
+        """Restore the initial content of the folder, and keep build results."""
         keep = set(self.job.get("keep", ()))
         for place in [HOME, "/dev/shm"] if "mounts" in self.up else [self.folder]:
             for entry in list(os.scandir(place)):
@@ -97,7 +100,7 @@ class Init:
         frames.send(self.monitor, {"cleaned": True})
 
     def _run(self, message: dict[str, Any], fds: list[int]) -> None:
-        """One candidate from its start to its end, told to the monitor."""
+        """Run a candidate from start to end and report it to the monitor."""
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         pid = os.fork()
         if pid == 0:
@@ -113,8 +116,8 @@ class Init:
             waiting.poll()
         finally:
             os.close(process)
-        # Either the candidate ended, or the monitor wants it to (it sends one message, and this one
-        # takes it).
+        # Either the candidate ended, or the monitor requests its end (by a single message, which is
+        # received below).
         status = end_all_others(self.up, os.getpid(), pid)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -122,17 +125,17 @@ class Init:
             self.monitor, {"ended": status, "cpu_s": cpu, "memory_mb": after.ru_maxrss / 1024}
         )
         answer, _ = frames.receive_with_fds(self.monitor)
-        if answer["do"] == "end":  # it crossed the candidate's own end
+        if answer["do"] == "end":  # the request crossed the report of the candidate's end
             frames.send(self.monitor, {"settled": True})
 
 
 def end_all_others(up: set[str], me: int, first: int | None = None) -> int:
-    """Ends all that was started below this process and waits for it. Returns the wait status of
-    `first`, 0 where it has none.
+    """End all descendants of this process and wait for them. Return the wait status of `first`, 0
+    if it has none.
     """
     status = 0
     if first is not None:
-        # One that has ended already keeps its own status: a later kill does not change it.
+        # A process that has ended keeps its status: a later kill does not change it.
         done, ended = os.waitpid(first, os.WNOHANG)
         if done:
             status, first = ended, None
@@ -140,8 +143,8 @@ def end_all_others(up: set[str], me: int, first: int | None = None) -> int:
         try:
             if "pid" in up:
                 if me != 1:
-                    # where -1 would be everybody
-                    raise RuntimeError("not the first process of a namespace")
+                    # outside a PID namespace, -1 would signal every process
+                    raise RuntimeError("init is not the first process of a PID namespace")
                 os.kill(-1, signal.SIGKILL)
             else:
                 for child in below(me):
@@ -158,30 +161,31 @@ def end_all_others(up: set[str], me: int, first: int | None = None) -> int:
 
 
 def below(root: int) -> list[int]:
-    """The processes that descend from `root`."""
-    found, edge = [], [root]
+    """Return the process ids of all descendants of `root`."""
+    descendants, edge = [], [root]
     while edge:
         pid = edge.pop()
-        with contextlib.suppress(OSError):  # one that has ended meanwhile
+        with contextlib.suppress(OSError):  # a process that has ended meanwhile
             for task in os.listdir(f"/proc/{pid}/task"):
                 with open(f"/proc/{pid}/task/{task}/children") as file:
                     children = [int(word) for word in file.read().split()]
-                found += children
+                descendants += children
                 edge += children
-    return found
+    return descendants
 
 
 def _become_candidate(
     job: dict[str, Any], message: dict[str, Any], fds: list[int], up: set[str], control: int
 ) -> None:
-    """In the new process: give up every right, then run. Never returns."""
+    """Drop every right in the new process, then run the program. Never returns."""
     code = 1
     try:
         os.setsid()
         if "cores" in up:
             os.nice(_NICE)
         for number, descriptor in enumerate(fds):
-            os.dup2(descriptor, 100 + number)  # out of the way first: they may lie among 0, 1 and 2
+            # first to unused numbers: a descriptor may be 0, 1 or 2
+            os.dup2(descriptor, 100 + number)
         for number in range(len(fds)):
             os.dup2(100 + number, number)
         os.closerange(len(fds), 65536)

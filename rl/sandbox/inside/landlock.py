@@ -1,5 +1,5 @@
-"""Where namespaces are refused: the file system, sockets and signals of a program fenced by
-Landlock, through the package sandlock.
+"""Restrict the file system, sockets and signals of a program by Landlock (package sandlock), on
+hosts that refuse namespaces.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _READABLE = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.ca
 
 
 def load(folder: str) -> None:
-    """Before the first fork: sandlock, from the folder it is installed in. Raises ImportError."""
+    """Import sandlock from its installation folder, before the first fork. Raises ImportError."""
     sys.path.append(folder)
     try:
         import sandlock  # noqa: F401
@@ -22,8 +22,8 @@ def load(folder: str) -> None:
 
 
 def confine(folder: str) -> None:
-    """This process and all it starts, for good: reads the system and the interpreter, writes in
-    `folder`.
+    """Confine this process and its children irrevocably: read access to the system and the
+    interpreter, write access to `folder`.
     """
     sandlock: Any = sys.modules["sandlock"]
     packages = os.environ["PYTHONPATH"]

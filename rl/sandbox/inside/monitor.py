@@ -1,6 +1,9 @@
-"""The process beside a run, outside its namespaces: the only one that speaks to the caller. It
-counts time, output and memory, and ends what uses more. A run's verdicts pass through here with the
-caller's nonce, on a socket that no candidate has.
+"""Run the monitor, a process next to a run and outside its namespaces.
+
+The monitor is the only process that talks to the caller.
+
+The monitor counts time, output and memory, and ends a run that exceeds a limit. A run's verdicts
+pass through the monitor with the caller's nonce, on a socket that no candidate has.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ _ENDING_SECONDS = 5.0
 
 
 def serve(caller: socket.socket, up: set[str], user: int, group: int) -> None:
-    """One job: from its first message until the caller closes. Never returns."""
+    """Serve a job, from its first message until the caller closes the socket. Never returns."""
     monitor = None
     try:
         walls.die_with_parent()
@@ -37,22 +40,24 @@ def serve(caller: socket.socket, up: set[str], user: int, group: int) -> None:
 
 
 class Monitor:
+    """Serve the requests of the caller for a single job."""
+
     def __init__(self, caller: socket.socket, up: set[str], user: int, group: int):
         self.caller, self.up = caller, up
         self.nonce = ""
-        # Before anything of the job is read here: what init knows, a candidate can find in its own
-        # memory.
-        ours, theirs = socket.socketpair()
+        # Fork before this process reads any part of the job: a candidate is a fork of init and can
+        # read all of the memory that init had.
+        init_socket, init_end = socket.socketpair()
         self.init_pid = walls.fork_into(up)
         if self.init_pid == 0:
-            ours.close()
+            init_socket.close()
             caller.close()
-            init.serve(theirs, up, user, group)
-        theirs.close()
-        self.init = ours
+            init.serve(init_end, up, user, group)
+        init_end.close()
+        self.init = init_socket
         self.job: dict[str, Any] = {}
         self.watch: Watch | None = None
-        self.requests = self.replies = -1  # the candidate's, where it serves
+        self.requests = self.replies = -1  # pipes of a serving candidate
         self.asked = 0
 
     def serve(self) -> None:
@@ -68,12 +73,12 @@ class Monitor:
             reply = verbs[message["do"]](message)
             frames.send(self.caller, {**reply, "nonce": self.nonce})
 
-    # ------------------------------------------------------------------------------------ the verbs
+    # ------------------------------------------------------------------------------------- requests
 
     def _begin(self, job: dict[str, Any]) -> dict[str, Any]:
         self.nonce = job.pop("nonce")
         self.job = job
-        # counting costs time as well: on the run's own core, not on a neighbour's
+        # Counting costs time: spend it on the core of this run, not on the core of another run.
         if "cores" in self.up and job["cores"]:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, job["cores"])
@@ -84,7 +89,7 @@ class Monitor:
         return {"begun": True}
 
     def _case(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A program from its start to its end: its output and how it ended."""
+        """Run a program from start to end. Return its output and the way it ended."""
         if message.get("clean"):
             frames.send(self.init, {"do": "clean"})
             frames.receive(self.init)
@@ -102,7 +107,7 @@ class Monitor:
         return {**self._stop(by), "wall_s": time.monotonic() - start}
 
     def _call(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A request to the candidate's server, started where none runs."""
+        """Send a request to the candidate's server, which is started on the first call."""
         start = time.monotonic()
         try:
             self._serve_candidate()
@@ -118,8 +123,8 @@ class Monitor:
                     }
             self.asked += 1
             self.watch.send(self.requests, {**message["request"], "id": self.asked}, until)
-            # Handed on unread: the caller reads it by the grammar of `replies`, once, and asks for
-            # the end of a candidate that forges.
+            # Forwarded unparsed: the caller parses the message by the grammar of `replies`, only
+            # there, and requests the end of a candidate that forges messages.
             body = self.watch.frame(self.replies, until).decode("utf-8")
             self.watch.drain()
             out, err = self.watch.take()
@@ -136,8 +141,8 @@ class Monitor:
             return {**self._stop("forged"), "wall_s": time.monotonic() - start}
 
     def _tests(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Test texts in a tester that asks the candidate: verdicts up to the first test that ended
-        one of the two.
+        """Run test texts in a tester that queries the candidate. Return verdicts up to the first
+        test that ended either process.
         """
         start = time.monotonic()
         self._end({})
@@ -149,20 +154,20 @@ class Monitor:
         os.close(self.requests)
         os.close(self.replies)
         self.requests = self.replies = -1
-        found: list[list[Any]] = []
+        results: list[list[Any]] = []
         by, until, collected = "", start + message["wall_s"], 0
         try:
             while True:
                 verdict = self.watch.message(says, min(until, start + message["total_s"]))
                 if "done" in verdict:
                     break
-                if "by" in verdict:  # the candidate broke the protocol: the tester ended itself
+                if "by" in verdict:  # the candidate broke the protocol, and the tester exited
                     by = verdict["by"]
                     break
                 if "collected" in verdict:
                     collected = int(verdict["collected"])
                 else:
-                    found.append([verdict["ok"], verdict["why"]])
+                    results.append([verdict["ok"], verdict["why"]])
                 until = time.monotonic() + message["wall_s"]
         except Stopped as stopped:
             by = stopped.why
@@ -174,13 +179,15 @@ class Monitor:
         os.close(says)
         return {
             **self._stop(by),
-            "verdicts": found,
+            "verdicts": results,
             "collected": collected,
             "wall_s": time.monotonic() - start,
         }
 
     def _fork_tester(self, message: dict[str, Any], says: int, verdicts: int) -> int:
-        """Asserts need no file, so theirs can write none; pytest's gets a /tmp of its own."""
+        """Fork the tester. A tester of asserts cannot write files; a tester of pytest gets a
+        private /tmp.
+        """
         files = "files" in message
         up = self.up & {"user", "mounts"} if files else set()
         user, group = os.getuid(), os.getgid()
@@ -208,18 +215,19 @@ class Monitor:
         return self._stop("") if self.watch is not None else {"ended": None}
 
     def end_init(self) -> None:
-        """And with it the namespaces and all that is in them."""
+        """End init, and with it the namespaces and all their processes."""
         with contextlib.suppress(OSError):
             self.init.close()
-            if "pid" in self.up:  # elsewhere init itself looks for what is left, and ends it
+            # without a PID namespace, init itself ends the remaining processes
+            if "pid" in self.up:
                 os.kill(self.init_pid, signal.SIGKILL)
             os.waitpid(self.init_pid, 0)
 
     # -------------------------------------------------------------------------------- the candidate
 
     def _start(self, message: dict[str, Any], source: int, channel: list[int]) -> Watch:
-        """Has init start a candidate with `source` as its input; the descriptors are the
-        candidate's own, closed here.
+        """Let init start a candidate with `source` as its input. The descriptors belong to the
+        candidate and are closed here.
         """
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
         fds = (source, out_end, err_end, *channel)
@@ -243,12 +251,12 @@ class Monitor:
     def _serve_candidate(self) -> None:
         if self.watch is not None:
             return
-        (requests, ours_out), (ours_in, replies) = os.pipe(), os.pipe()
-        self.requests, self.replies, self.asked = ours_out, ours_in, 0
+        (requests, request_sink), (reply_source, replies) = os.pipe(), os.pipe()
+        self.requests, self.replies, self.asked = request_sink, reply_source, 0
         self._start({"mode": "serve"}, os.open("/dev/null", os.O_RDONLY), [requests, replies])
 
     def _stop(self, by: str) -> dict[str, Any]:
-        """Ends the candidate where it has not ended. How it ended, and its output."""
+        """End the candidate if it still runs. Return its output and the way it ended."""
         watch = self.watch
         assert watch is not None
         self.watch = None

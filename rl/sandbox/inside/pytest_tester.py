@@ -1,5 +1,5 @@
-"""Test files of pytest in the tester's process: the program's module is a reference to the
-candidate's.
+"""Run test files of pytest in the tester's process. The program's module is a reference to the
+candidate's module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FOLDER = "/tmp/tests"
 
 
 class RemoteModule(types.ModuleType):
-    """`from solution import name` asks the candidate for it."""
+    """Resolve `from solution import name` by a request to the candidate."""
 
     def __init__(self, name: str, link: Link):
         super().__init__(name)
@@ -37,7 +37,7 @@ class RemoteModule(types.ModuleType):
 
 
 class Verdicts:
-    """A plugin that hands on what became of each test, setup and teardown included."""
+    """Report the outcome of each test, setup and teardown included, as a pytest plugin."""
 
     def __init__(self, say: Callable[[bool, str], None], tell: Callable[[int], None]):
         """`say` takes each verdict, `tell` the number of verdicts to expect, before the first test
@@ -54,10 +54,10 @@ class Verdicts:
         elif report.skipped:
             self.failed.setdefault(report.nodeid, "skipped")
         if report.when == "teardown":
-            why = self.failed.get(report.nodeid)
+            reason = self.failed.get(report.nodeid)
             self.count += 1
             name = report.nodeid.rsplit("/", 1)[-1]
-            self.say(why is None, "ok" if why is None else f"wrong: {name}: {why}")
+            self.say(reason is None, "ok" if reason is None else f"wrong: {name}: {reason}")
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
@@ -66,10 +66,11 @@ class Verdicts:
 
 
 def name_star_imports(files: dict[str, str], module: str, link: Link) -> dict[str, str]:
-    """Return test files with `from module import *` replaced by the names that they use and that
-    neither they nor Python define.
+    """Return test files with `from module import *` replaced by the names that the files use and
+    that neither the files nor Python define.
 
-    So a program cannot replace what a file takes from elsewhere, nor add tests or hooks of pytest.
+    A program therefore cannot replace names that a file imports from elsewhere, nor add tests or
+    pytest hooks.
     """
     texts = {
         name: text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
@@ -95,8 +96,8 @@ def name_star_imports(files: dict[str, str], module: str, link: Link) -> dict[st
 
 
 def _named(text: str, tree: ast.Module, module: str, names: set[str], modules: set[str]) -> str:
-    """What another `import *` of the file brings comes last, so that the program does not replace
-    that either.
+    """Replace the star imports of a file. Other `import *` of the file are repeated last, which
+    prevents the program from replacing their names.
     """
     outer = [node for node in _stars(tree) if node in tree.body and node.module != module]
     others = {"." * node.level + (node.module or "") for node in outer}
@@ -115,7 +116,7 @@ def _named(text: str, tree: ast.Module, module: str, names: set[str], modules: s
 
 
 def _parsed(name: str, text: str) -> ast.Module | None:
-    """None for what is no Python: pytest says what is wrong with it."""
+    """Parse a file. Return None if it is not valid Python: pytest reports the error."""
     try:
         return ast.parse(text) if name.endswith(".py") else None
     except (SyntaxError, ValueError, RecursionError):
@@ -123,19 +124,21 @@ def _parsed(name: str, text: str) -> ast.Module | None:
 
 
 def _stars(tree: ast.Module, module: str | None = None) -> list[ast.ImportFrom]:
-    found = [
+    imports = [
         node
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
     ]
     return sorted(
-        (node for node in found if module in (None, node.module)),
+        (node for node in imports if module in (None, node.module)),
         key=lambda node: (node.lineno, node.col_offset),
     )
 
 
 def _global_names(text: str) -> tuple[set[str], set[str]]:
-    """The global names that a file uses without binding them, and those that it binds."""
+    """Return the global names that a file uses without binding them, and the global names that it
+    binds.
+    """
     table = symtable.symtable(text, "tests", "exec")
     used, tables = set(), [table]
     bound = {
@@ -153,7 +156,7 @@ def _global_names(text: str) -> tuple[set[str], set[str]]:
 
 
 def _is_module(name: str, tree: ast.AST) -> bool:
-    """Whether a file uses `name` for its attributes alone."""
+    """Return whether a file uses `name` only for its attributes."""
     uses = sum(isinstance(node, ast.Name) and node.id == name for node in ast.walk(tree))
     return uses == sum(
         isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == name
@@ -170,10 +173,12 @@ def _exists(name: str, link: Link) -> bool:
 
 
 def run(message: dict[str, Any], link: Link, verdicts: int) -> None:
-    """A verdict a test; one failed one where there is no test or the program does not load."""
+    """Send a verdict for each test; a single failed verdict if no test exists or the program does
+    not load.
+    """
 
-    def say(ok: bool, why: str) -> None:
-        frames.send(verdicts, {"ok": ok, "why": why})
+    def say(ok: bool, reason: str) -> None:
+        frames.send(verdicts, {"ok": ok, "why": reason})
 
     failed = link.read_loaded()
     if failed:

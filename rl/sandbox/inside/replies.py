@@ -1,8 +1,8 @@
-"""The messages that a candidate's server sends, and nothing else: `candidate.Server` writes them,
-whoever reads them reads them here.
+"""Parse the messages that a candidate's server sends. `candidate.Server` writes them; every reader
+parses them here.
 
-Whoever holds the program holds the pipe, so each message is a claim by any sender of any bytes.
-What is not of these forms is `Forged`.
+The program has access to the pipe, hence each message may hold arbitrary bytes. A message of any
+other form raises `Forged`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LONGEST_TEXT = 1000
 
 @dataclass(frozen=True)
 class Raised:
-    """What a request raised: the class's name, those of its bases, the text."""
+    """Hold the exception of a request: class name, names of the base classes, text."""
 
     name: str
     family: list[str]
@@ -28,8 +28,8 @@ class Raised:
 
 @dataclass(frozen=True)
 class Returned:
-    """What a request gave, encoded. `arguments`: those of a call as it left them, encoded; None
-    where the answer has none.
+    """Hold the encoded result of a request. `arguments`: the encoded arguments of a call after the
+    call; None if the answer has none.
     """
 
     value: Any
@@ -41,33 +41,33 @@ def parse(body: bytes | str) -> dict[str, Any]:
     try:
         message = json.loads(body if isinstance(body, str) else body.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise Forged(f"no JSON: {str(error)[:100]}") from error
+        raise Forged(f"not JSON: {str(error)[:100]}") from error
     if type(message) is not dict:
         raise Forged(f"a JSON {type(message).__name__}, expected an object")
     return message
 
 
 def read_loaded(message: dict[str, Any]) -> tuple[str, str] | None:
-    """Return why the program did not load (load or exit, and a text), None where it did. Raises
-    Forged.
+    """Return the reason that the program failed to load (load or exit, and a text), None if it
+    loaded. Raises Forged.
     """
     if message == {"loaded": True} and message["loaded"] is True:
         return None
     failed = message.get("failed")
     if message.keys() != {"failed"} or type(failed) is not list or len(failed) != 2:
-        raise Forged(f"not how a program was loaded: {show(message, 80)}")
+        raise Forged(f"not a load report: {show(message, 80)}")
     word, text = failed
     if word not in ("load", "exit") or type(text) is not str or len(text) > _LONGEST_TEXT:
-        raise Forged(f"not how a program was loaded: {show(message, 80)}")
+        raise Forged(f"not a load report: {show(message, 80)}")
     return word, text
 
 
 def read_answer(message: dict[str, Any], number: int, arguments: int | None) -> Returned | Raised:
-    """Return the answer to request `number`. `arguments`: how many values were handed to a call,
-    None where the request is no call.
+    """Return the answer to request `number`. `arguments`: the number of values passed to a call,
+    None if the request is not a call.
 
-    Only a call that returns None may tell what became of its arguments: any other could change what
-    its value is compared with. Raises Forged.
+    Only a call that returns None may report changed arguments: any other call could change the
+    values that its result is compared with. Raises Forged.
     """
     keys = message.keys()
     if type(message.get("id")) is not int or message["id"] != number:
@@ -96,7 +96,7 @@ def read_callback(message: dict[str, Any]) -> tuple[str, list[Any]]:
         or type(message["call"]) is not str
         or type(message["arguments"]) is not list
     ):
-        raise Forged(f"no call of a test's function: {show(message, 80)}")
+        raise Forged(f"not a call of a test's function: {show(message, 80)}")
     return message["call"], message["arguments"]
 
 

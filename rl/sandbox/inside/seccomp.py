@@ -1,6 +1,4 @@
-"""The system calls that a program may not make, as a filter that the kernel keeps (seccomp, classic
-BPF).
-"""
+"""Deny system calls to programs by a filter in the kernel (seccomp, classic BPF)."""
 
 from __future__ import annotations
 
@@ -12,8 +10,9 @@ import struct
 from typing import Any
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_NEWEST = 462  # what a later kernel adds nobody here has looked at: it is said not to exist
-# name: (number on x86_64, on aarch64); None: there is none
+# Calls that later kernels add are not reviewed; the filter returns ENOSYS for them.
+_NEWEST = 462
+# name: (number on x86_64, number on aarch64); None if the architecture lacks the call
 _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     # namespaces and mounts
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51),
@@ -27,7 +26,7 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195),
     "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180), "add_key": (248, 217), "request_key": (249, 218),
     "keyctl": (250, 219),
-    # wide doors into the kernel
+    # large attack surface of the kernel
     "bpf": (321, 280), "userfaultfd": (323, 282), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427), "personality": (135, 92), "modify_ldt": (154, None),
     # the machine
@@ -43,7 +42,7 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
 DENIED = tuple(_NUMBERS)
 _CLONE, _CLONE3, _SOCKET, _IOCTL = (56, 220), (435, 435), (41, 198), (16, 29)
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEWNS, TIME, CGROUP, UTS, IPC, USER, PID, NET
-_FAMILIES = (1, 2, 10)  # unix, and IP within the run's own network, which leads nowhere
+_FAMILIES = (1, 2, 10)  # unix, and IP within the run's network namespace, which has no route
 _TIOCSTI = 0x5412
 _LOAD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -51,18 +50,20 @@ _NR, _ARCH, _ARGUMENT = 0, 4, 16
 
 
 def program(network: bool = True) -> bytes:
-    """The filter for this machine. `network`: sockets for IP may be made, because a network of its
-    own stands around the program. Raises OSError where its numbers are not known.
+    """Return the filter for this machine.
+
+    `network`: allow IP sockets, because the program runs in a separate network namespace. Raises
+    OSError if the system call numbers of the machine are unknown.
     """
     machine = platform.machine()
     if machine not in _ARCHITECTURES:
-        raise OSError(errno.ENOSYS, f"no list of system calls for {machine}")
+        raise OSError(errno.ENOSYS, f"no system call numbers are known for {machine}")
     column = list(_ARCHITECTURES).index(machine)
     code: list[tuple[int, int, int, int]] = [
         (_LOAD, 0, 0, _ARCH), (_JEQ, 1, 0, _ARCHITECTURES[machine]), (_RET, 0, 0, _KILL),
         (_LOAD, 0, 0, _NR), (_JGE, 0, 1, 0x40000000), (_RET, 0, 0, _KILL),
         (_JGE, 0, 1, _NEWEST + 1), (_RET, 0, 0, _ERRNO | errno.ENOSYS),
-        # its flags lie in memory; libraries fall back to clone
+        # the flags of clone3 are in memory, which the filter cannot read; libraries use clone then
         (_JEQ, 0, 1, _CLONE3[column]), (_RET, 0, 0, _ERRNO | errno.ENOSYS),
     ]  # fmt: skip
     for numbers in _NUMBERS.values():
@@ -90,13 +91,15 @@ def program(network: bool = True) -> bytes:
 
 
 def install(libc: Any, network: bool = True) -> None:
-    """For this process and all it starts, for good. Needs no_new_privs, which this sets."""
+    """Install the filter irrevocably for this process and its children. Sets no_new_privs, which
+    the filter requires.
+    """
     lines = program(network)
-    kept = ctypes.create_string_buffer(lines, len(lines))
-    pointer = struct.pack("HxxxxxxQ", len(lines) // 8, ctypes.addressof(kept))
+    buffer = ctypes.create_string_buffer(lines, len(lines))
+    pointer = struct.pack("HxxxxxxQ", len(lines) // 8, ctypes.addressof(buffer))
     if (
         libc.prctl(38, ctypes.c_ulong(1), 0, 0, 0) != 0
         or libc.prctl(22, ctypes.c_ulong(2), ctypes.c_char_p(pointer), 0, 0) != 0
     ):
         code = ctypes.get_errno()
-        raise OSError(code, f"no seccomp filter: {os.strerror(code)}")
+        raise OSError(code, f"cannot install the seccomp filter: {os.strerror(code)}")

@@ -1,6 +1,7 @@
-"""The process that runs test texts. It holds what is expected and none of the program: names of the
-program are references that ask the candidate and get plain data back, so that comparing is done
-here, by Python's own types.
+"""Run test texts in a process that holds the expected values and no code of the program.
+
+Names of the program are references that query the candidate and return plain data. Values are
+therefore compared in this process, by Python's built-in types.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ _MODULES = ("math", "cmath", "re", "collections", "itertools", "functools", "ran
 
 
 class CandidateError(Exception):
-    """The candidate raised what no built-in exception stands for."""
+    """Represent an exception of the candidate that derives from no known built-in exception."""
 
 
 class Link:
-    """The tester's end of the candidate's server. What comes is read by `replies`, and nothing else
-    in it has an effect here.
+    """Hold the tester's end of the connection to the candidate's server. Messages are parsed by
+    `replies`; no other content of a message has an effect here.
 
-    `end(by, why)`: called where the candidate breaks the protocol ("forged", "output") or ends
-    (""); does not return. A test must not be able to catch that, as it may catch what the program
+    `end(by, why)`: called if the candidate breaks the protocol ("forged", "output") or ends ("");
+    does not return. It bypasses exceptions, since a test may catch the exceptions that the program
     raises.
     """
 
@@ -70,7 +71,9 @@ class Link:
         return value
 
     def read_loaded(self) -> tuple[str, str] | None:
-        """The server's first message: why the program did not load, None where it did."""
+        """Read the server's first message. Return the reason that the program failed to load, None
+        if it loaded.
+        """
         with self._ending_if_forged():
             return replies.read_loaded(self._receive())
 
@@ -101,7 +104,7 @@ class Link:
         with self._ending_if_forged():
             name, encoded = replies.read_callback(message)
             if name not in self.functions:
-                raise replies.Forged("a call of a function that no test gave")
+                raise replies.Forged("a call of a function that no test passed")
             arguments = [values.decode(item, self.referent) for item in encoded]
         try:
             reply = {"returned": values.encode(self.functions[name](*arguments), self.refer)}
@@ -116,7 +119,7 @@ class Link:
             name = f"f{len(self.functions)}"
             self.functions[name] = value
             return [name]
-        raise values.NotPlain(f"a {type(value).__name__} of a test cannot be given to the program")
+        raise values.NotPlain(f"a {type(value).__name__} of a test cannot be passed to the program")
 
     def referent(self, rest: list[Any]) -> Any:
         number, kind, name, family, _ = values.read_reference(rest)
@@ -127,8 +130,8 @@ class Link:
         )
 
     def exception(self, name: str, family: list[str]) -> type[BaseException]:
-        """The built-in exception of that name, or one made here that descends from the first
-        built-in one of its family.
+        """Return the built-in exception of that name, or a new exception class that derives from
+        the first built-in exception of its family.
         """
         known = _builtin_exception(name)
         if known is not None:
@@ -155,8 +158,8 @@ def _builtin_exception(name: str) -> type[Exception] | None:
 
 
 def _build_exception(of: type[BaseException], text: str) -> BaseException:
-    """An exception of this class with this text, whatever its constructor wants
-    (UnicodeDecodeError: five arguments).
+    """Build an exception of this class with this text, whatever arguments its constructor takes
+    (UnicodeDecodeError: five).
     """
     try:
         return of(text)
@@ -167,8 +170,8 @@ def _build_exception(of: type[BaseException], text: str) -> BaseException:
 
 
 class Remote:
-    """An object of the candidate. What is asked of it gives plain data; it equals no plain data,
-    whatever its own __eq__ says.
+    """Refer to an object of the candidate. Operations return plain data. A reference never equals
+    plain data, regardless of the object's __eq__.
     """
 
     __slots__ = ("_link", "_number", "_name")
@@ -254,8 +257,8 @@ class Remote:
 
 
 class Space(dict[str, Any]):
-    """A test's global names: its own, then `entries` of the candidate, Python's own, modules that
-    tests use, the candidate's others.
+    """Hold a test's global names. Lookup order: the test's names, `entries` of the candidate,
+    built-ins, modules that tests use, other names of the candidate.
     """
 
     def __init__(self, link: Link, entries: list[str]):
@@ -271,25 +274,27 @@ class Space(dict[str, Any]):
             if name in _MODULES:
                 return importlib.import_module(name)
         try:
-            found = self.link.ask("find", name=name)
+            value = self.link.ask("find", name=name)
         except NameError:
             raise KeyError(name) from None
-        self[name] = found
-        return found
+        self[name] = value
+        return value
 
 
 def serve(
     message: dict[str, Any], requests: int, answers: int, verdicts: int, up: set[str], limits: dict[str, Any],
     run: Callable[[dict[str, Any], Link, int], None] | None = None,
 ) -> None:  # fmt: skip
-    """Runs the tests from `message["from"]` on, or as `run` does, a verdict each. `run` may write
-    files. Never returns.
+    """Run the tests from `message["from"]` on, or call `run`; send a verdict for each test. `run`
+    may write files. Never returns.
     """
 
-    def end(by: str, why: str) -> NoReturn:
-        """At once, whatever the test would catch: the test that is running has no verdict then."""
+    def end(by: str, reason: str) -> NoReturn:
+        """Exit at once, without an exception that a test could catch. The running test gets no
+        verdict.
+        """
         if by:
-            frames.send(verdicts, {"by": by, "why": why})
+            frames.send(verdicts, {"by": by, "why": reason})
         os._exit(0)
 
     try:
@@ -311,8 +316,8 @@ def serve(
 
 
 def run_asserts(message: dict[str, Any], link: Link, verdicts: int) -> None:
-    def say(ok: bool, why: str) -> None:
-        frames.send(verdicts, {"ok": ok, "why": why})
+    def say(ok: bool, reason: str) -> None:
+        frames.send(verdicts, {"ok": ok, "why": reason})
 
     tests, first = message["tests"], message["from"]
     failed = link.read_loaded()
@@ -325,12 +330,12 @@ def run_asserts(message: dict[str, Any], link: Link, verdicts: int) -> None:
         except Exception as error:
             failed = ("error", f"the tests' setup: {type(error).__name__}: {_text_of(error)}")
     for text in tests[first:]:
-        ok, why = (
+        ok, reason = (
             (False, f"{failed[0]}: {failed[1]}")
             if failed
             else _one(text, space, message["entries"])
         )
-        say(ok, why)
+        say(ok, reason)
         if not ok and message["early_stop"]:
             break
     frames.send(verdicts, {"done": True})
@@ -343,15 +348,17 @@ def _one(text: str, space: Space, entries: list[str]) -> tuple[bool, str]:
             space["check"](space[entries[0]])
         return True, "ok"
     except AssertionError as error:
-        said = _text_of(error)
-        return False, f"wrong: {text.strip()[:200]}{f' ({said[:200]})' if said else ''}"
+        message = _text_of(error)
+        return False, f"wrong: {text.strip()[:200]}{f' ({message[:200]})' if message else ''}"
     except Exception as error:
         return False, f"error: {type(error).__name__}: {_text_of(error)}"
 
 
 def _text_of(error: BaseException) -> str:
-    """What an exception says. That may be an int too long to be written, or an object of the
-    program, which may raise in its turn.
+    """Return the text of an exception.
+
+    The argument may be an int too long to print, or an object of the program, which may raise as
+    well.
     """
     try:
         return str(error)[:300]
@@ -359,12 +366,14 @@ def _text_of(error: BaseException) -> str:
         return (
             show(error.args[0], 300)
             if len(error.args) == 1 and type(error.args[0]) is not Remote
-            else "it cannot be written"
+            else "the message cannot be printed"
         )
 
 
 def _only_defines_check(text: str) -> bool:
-    """HumanEval's form: a function `check(candidate)` that nobody calls yet."""
+    """Return whether a text has HumanEval's form: it defines a function `check(candidate)` and does
+    not call it.
+    """
     body = ast.parse(text).body
     defines = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in body)
     return defines and not any(

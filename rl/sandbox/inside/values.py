@@ -1,9 +1,9 @@
-"""Values as JSON that says their types, and back: plain data alone, so that nothing of the sender's
-code comes with it.
+"""Encode values as JSON that includes their types, and decode them.
 
-A subclass of a plain type travels as its base (an `int` with its own `__eq__` arrives as an int),
-what is no plain data as a reference to the object where it lives. Scalars are JSON's own; the rest
-is a list whose first item says the type.
+Only plain data is encoded, hence no code of the sender travels with it. A subclass of a plain type
+is encoded as its base (an `int` subclass with an `__eq__` arrives as an int). Other objects are
+encoded as references to the object in the sending process. Scalars are JSON scalars; every other
+value is a list with the type tag as its first item.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 from rl.sandbox.inside.display import show
 
 DEEPEST = 400
-# Bounds of single numbers, which `encode` and `decode` both keep: below them no constructor takes
-# longer than it takes to read the text.
+# Bounds of single numbers, enforced by `encode` and `decode`: within them no constructor takes
+# longer than reading the text.
 INT_BITS = 1 << 22
-FRACTION_BITS = 1 << 16  # of numerator and denominator: lowest terms take time in the square of it
+FRACTION_BITS = 1 << 16  # of numerator and denominator: reducing the fraction takes quadratic time
 DECIMAL_DIGITS = 1 << 17  # and the largest exponent
 _NAME_LENGTH, _FAMILY_LENGTH = 1000, 200
 _KEYS_AT_ONCE, _SECONDS, _SECONDS_PER_KEY = 256, 0.5, 5e-6
@@ -53,8 +53,8 @@ _TEXTS: dict[str, tuple[type, Callable[[Any], str], re.Pattern[str], Callable[[s
     "da": (datetime.date, datetime.date.isoformat, re.compile(r"[0-9-]{1,12}"), datetime.date.fromisoformat),
     "ti": (datetime.time, datetime.time.isoformat, re.compile(r"[0-9:.+-]{1,40}"), datetime.time.fromisoformat),
 }  # fmt: skip
-# Types as values, plain ones alone: what is decoded may get called, and `eval` is a built-in as
-# well.
+# Types that may be values. Only plain types: a decoded value may get called, and `eval` is a
+# built-in too.
 _PLAIN = (
     bool,
     int,
@@ -75,18 +75,18 @@ _TYPES: dict[str, type] = {of.__name__: of for of in _PLAIN}
 
 
 class NotPlain(TypeError):
-    """A value that cannot travel, and why."""
+    """Raised with the reason if a value cannot be encoded."""
 
 
 class Forged(ValueError):
-    """A message that `encode` and an honest candidate never write: outside of the grammar or beyond
-    its bounds.
+    """Raised for a message that `encode` and an honest candidate never write: outside of the
+    grammar or beyond its bounds.
     """
 
 
 def encode(value: Any, reference: Callable[[Any], list[Any]] | None = None, deep: int = 0) -> Any:
-    """JSON for `value`. `reference` gives it for what is no plain data; without it that is
-    NotPlain.
+    """Return JSON for `value`. `reference` encodes objects that are not plain data; without it they
+    raise NotPlain.
     """
     of = type(value)
     if value is None or of is bool or of is str or of is float:
@@ -123,7 +123,7 @@ def _encode_map(tag: str, value: dict[Any, Any], reference: Any, deep: int) -> l
 
 
 def _encode_other(value: Any, of: type, reference: Any, deep: int) -> Any:
-    """Subclasses by their base's own reading; anything else by reference."""
+    """Encode a subclass by the methods of its base, any other object by reference."""
     mro = type.__dict__["__mro__"].__get__(of)
     for base in mro[1:]:
         if base is int:
@@ -149,29 +149,32 @@ def _encode_other(value: Any, of: type, reference: Any, deep: int) -> Any:
     if of is type and value in _TYPES.values():
         return ["type", value.__name__]
     if reference is None:
-        raise NotPlain(f"a {of.__name__} is no plain data")
+        raise NotPlain(f"a {of.__name__} is not plain data")
     return ["ref", *reference(value)]
 
 
 def _check_bounds(value: Any) -> Any:
-    """Return `value`. Raises NotPlain where it is a number beyond the bounds."""
+    """Return `value`. Raises NotPlain if it is a number beyond the bounds."""
     if isinstance(value, int) and value.bit_length() > INT_BITS:
-        raise NotPlain(f"an int of {value.bit_length()} bits, at most {INT_BITS} travel")
+        raise NotPlain(f"an int of {value.bit_length()} bits, at most {INT_BITS} can be sent")
     if (
         isinstance(value, fractions.Fraction)
         and max(value.numerator.bit_length(), value.denominator.bit_length()) > FRACTION_BITS
     ):
-        raise NotPlain(f"a Fraction with more than {FRACTION_BITS} bits above or below its line")
+        raise NotPlain(
+            f"a Fraction with more than {FRACTION_BITS} bits in its numerator or denominator"
+        )
     if isinstance(value, decimal.Decimal) and not _is_bounded_decimal(value):
         raise NotPlain(
-            f"a Decimal that signals, or with more than {DECIMAL_DIGITS} digits or a larger exponent"
+            f"a signaling Decimal, or a Decimal with more than {DECIMAL_DIGITS} digits "
+            f"or a larger exponent"
         )
     return value
 
 
 def _is_bounded_decimal(value: decimal.Decimal) -> bool:
     _, digits, exponent = value.as_tuple()
-    if isinstance(exponent, str):  # infinity and nan; a nan may carry digits
+    if isinstance(exponent, str):  # infinity or nan; a nan may have digits
         return exponent in ("F", "n") and len(digits) <= (exponent == "F")
     return (
         len(digits) <= DECIMAL_DIGITS
@@ -185,11 +188,10 @@ def decode(
 ) -> Any:
     """Return the value that `encode` wrote.
 
-    `referent`: gives the object for what `encode` had from its `reference`; without it a reference
-    is NotPlain. `longest_range`: how many numbers all ranges may stand for together; more are
-    NotPlain, since a short text would then become a long list. Raises Forged on anything else that
-    `encode` does not write, whoever wrote it: no constructor is called on a text that was not
-    checked before.
+    `referent`: returns the object for the output of `reference` in `encode`; without it a reference
+    raises NotPlain. `longest_range`: total length allowed for all ranges; longer ranges raise
+    NotPlain, since a short text would become a long list. Raises Forged on any other content that
+    `encode` does not write, from any sender: no constructor is called on an unchecked text.
     """
     try:
         return _Decoder(referent, longest_range).read(value, 0)
@@ -199,7 +201,7 @@ def decode(
 
 def read_reference(rest: Any) -> tuple[int, str, str, list[str], bool]:
     """Return (number, kind, name, family, can be called) of an object of the candidate. Raises
-    Forged on anything else.
+    Forged on any other content.
     """
     if len(rest) != 5:
         raise Forged(f"a reference of {len(rest)} items, expected 5")
@@ -228,7 +230,7 @@ def is_family(family: Any) -> bool:
 
 
 class _Decoder:
-    """One message: what is read counts together."""
+    """Decode a single message; its bounds apply to the whole message."""
 
     def __init__(self, referent: Callable[[list[Any]], Any] | None, longest_range: int | None):
         self.referent, self.ranges_left = referent, longest_range
@@ -261,7 +263,7 @@ class _Decoder:
         if tag == "ref":
             if self.referent is not None:
                 return self.referent(value[1:])
-            raise NotPlain(f"a {read_reference(value[1:])[2][:100]} is no plain data")
+            raise NotPlain(f"a {read_reference(value[1:])[2][:100]} is not plain data")
         raise Forged(f"no encoded value: {show(value, 80)}")
 
     def _sequence(self, tag: str, items: list[Any]) -> Any:
@@ -288,8 +290,8 @@ class _Decoder:
         )
 
     def _hash(self, update: Callable[[Any], None], keys: list[Any]) -> None:
-        """Keys of a set or mapping, a few at a time: whoever chooses them can choose many that fall
-        into one place.
+        """Insert keys into a set or mapping in small batches and bound the time: a hostile sender
+        can choose many keys with colliding hashes.
         """
         begun = time.thread_time()
         try:
@@ -299,7 +301,7 @@ class _Decoder:
         self.keys += len(keys)
         self.seconds += time.thread_time() - begun
         if self.seconds > _SECONDS + _SECONDS_PER_KEY * self.keys:
-            raise Forged("keys that were chosen to fall into one place")
+            raise Forged("keys chosen to have colliding hashes")
 
     def _text(self, tag: str, value: list[Any]) -> Any:
         if len(value) != 2 or type(value[1]) is not str or not _TEXTS[tag][2].fullmatch(value[1]):
@@ -326,7 +328,7 @@ class _Decoder:
 
     def _range(self, numbers: list[int]) -> range:
         if numbers[2] == 0:
-            raise Forged("a range whose step is 0")
+            raise Forged("a range with step 0")
         if self.ranges_left is not None:
             start, stop, step = numbers
             self.ranges_left -= (
@@ -347,7 +349,9 @@ class _Decoder:
 
 
 def assign(target: Any, source: Any) -> None:
-    """Give the mutable `target` the contents of `source`, in place: what a call did to an argument."""
+    """Copy the contents of `source` into the mutable `target`, to reproduce the changes that a call
+    made to an argument.
+    """
     if isinstance(target, list | bytearray) and type(target) is type(source):
         target[:] = source
     elif isinstance(target, dict | set) and type(target) is type(source):

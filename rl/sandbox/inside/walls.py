@@ -1,5 +1,7 @@
-"""The walls around one run that the process puts up itself: namespaces, mounts, capabilities,
-limits (seccomp: its own file).
+"""Set up the isolation that a run's processes apply to themselves: namespaces, mounts,
+capabilities, limits.
+
+The module `seccomp` holds the system call filter.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ import resource
 import signal
 from typing import Any
 
-# What stands around a candidate under bubblewrap. "user", which the next four need; what the
-# process gives up; what the monitor and the scheduler hold it to; the outer three.
+# The isolation layers of a candidate under bubblewrap: "user", which the next four need; rights
+# that the process drops; limits that the monitor and the scheduler enforce; the outer three.
 ALL = (
     "user",
     "pid",
@@ -57,7 +59,7 @@ def adopt_orphans() -> None:
 
 
 def become(user: int) -> None:
-    """From root to a user without rights, for good; /proc/self stays ours."""
+    """Switch irrevocably from root to a user without rights; /proc/self stays accessible."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
@@ -65,7 +67,7 @@ def become(user: int) -> None:
 
 
 def fork_into(walls: set[str]) -> int:
-    """fork() whose child is in new namespaces, those of `walls` that are such. In the child, call
+    """Fork a child into new namespaces: the namespaces among `walls`. The child has to call
     `settle` next.
     """
     flags = sum(flag for wall, flag in _CLONE.items() if wall in walls)
@@ -92,7 +94,7 @@ def fork_into(walls: set[str]) -> int:
 
 
 def settle(walls: set[str], user: int, group: int) -> None:
-    """The new user namespace's map: the same user, nobody else."""
+    """Write the map of the new user namespace: only the same user."""
     if "user" in walls:
         with contextlib.suppress(FileNotFoundError):
             _write("/proc/self/setgroups", "deny")
@@ -102,7 +104,7 @@ def settle(walls: set[str], user: int, group: int) -> None:
 
 
 def mount_private(walls: set[str], megabytes: int, files: int) -> None:
-    """An own /tmp and /dev/shm, which are memory and go with the run, and an own /proc."""
+    """Mount a private /proc, /tmp and /dev/shm. The latter two are in memory, for this run."""
     if "mounts" not in walls:
         return
     options = f"size={megabytes}m,nr_inodes={files + 1},mode=0700"
@@ -113,11 +115,11 @@ def mount_private(walls: set[str], megabytes: int, files: int) -> None:
 
 
 def mount_own_proc() -> None:
-    """Mount a read-only /proc that shows a program its own processes alone: /dev/stdin and /dev/fd
-    lead there.
+    """Mount a read-only /proc that shows a program only the program's processes: /dev/stdin and
+    /dev/fd point there.
 
-    It is empty instead where the kernel refuses one: where something lies over parts of every /proc
-    that can be seen.
+    The mount is an empty tmpfs instead if the kernel refuses a new /proc because every visible
+    /proc is partly covered by other mounts.
     """
     try:
         mount("/proc", "hidepid=ptraceable,subset=pid", _MS_RDONLY | _MS_NOEXEC, "proc")
@@ -126,8 +128,8 @@ def mount_own_proc() -> None:
 
 
 def uncover_proc() -> None:
-    """Take away what bubblewrap laid over parts of /proc, so that a run may mount a /proc of its
-    own. Needs CAP_SYS_ADMIN.
+    """Unmount the mounts of bubblewrap on top of /proc, which allows a run to mount a private
+    /proc. Needs CAP_SYS_ADMIN.
     """
     with open("/proc/self/mountinfo") as file:
         places = [line.split()[4] for line in file]
@@ -150,10 +152,10 @@ def mount(place: str, options: str, flags: int = 0, kind: str = "tmpfs") -> None
 
 
 def drop_capabilities() -> None:
-    """None left, none to come."""
+    """Drop all capabilities, and prevent gaining new capabilities."""
     for capability in range(64):
         if libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) != 0:
-            break  # past the kernel's last one, or there is nothing to drop
+            break  # past the last capability of the kernel, or no capability to drop
     head = (ctypes.c_uint32 * 2)(0x20080522, 0)
     none = (ctypes.c_uint32 * 6)()
     if libc.capset(head, none) != 0:
@@ -162,8 +164,8 @@ def drop_capabilities() -> None:
 
 
 def set_limits(limits: dict[str, Any], address_space: bool = True) -> None:
-    """`limits`: those of rl.sandbox.Limits. Per process; the monitor counts what a run's processes
-    use together.
+    """Set the limits of each process. `limits`: fields of rl.sandbox.Limits. The monitor counts the
+    total use of a run's processes.
     """
     memory = int(limits["memory_mb"]) << 20
     table = {
@@ -172,22 +174,22 @@ def set_limits(limits: dict[str, Any], address_space: bool = True) -> None:
         resource.RLIMIT_NOFILE: 256,
         resource.RLIMIT_MEMLOCK: 64 << 10,
         resource.RLIMIT_MSGQUEUE: 0,
-        resource.RLIMIT_NPROC: int(limits["processes"]) + 1,  # and init
+        resource.RLIMIT_NPROC: int(limits["processes"]) + 1,  # plus init
         resource.RLIMIT_CPU: max(1, int(limits["cpu_s"] + 0.999)),
     }
     if address_space:
-        # what an interpreter maps before it runs anything
+        # 64 MB: addresses that an interpreter maps before it runs a program
         table[resource.RLIMIT_AS] = memory + (64 << 20)
-    for what, most in table.items():
-        hard = resource.getrlimit(what)[1]
+    for kind, limit in table.items():
+        hard = resource.getrlimit(kind)[1]
         if hard != resource.RLIM_INFINITY:
-            most = min(most, hard)
-        if what == resource.RLIMIT_CPU:
+            limit = min(limit, hard)
+        if kind == resource.RLIMIT_CPU:
             resource.setrlimit(
-                what, (most, min(most + 1, hard) if hard != resource.RLIM_INFINITY else most + 1)
+                kind, (limit, min(limit + 1, hard) if hard != resource.RLIM_INFINITY else limit + 1)
             )
         else:
-            resource.setrlimit(what, (most, most))
+            resource.setrlimit(kind, (limit, limit))
 
 
 def _write(place: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""What a monitor sees of a run: its output as it comes, its end, and what its processes use
+"""Watch a run for the monitor: its output, its end, and the resources that its processes use
 together.
 """
 
@@ -15,15 +15,15 @@ from typing import Any
 from rl.sandbox.inside import frames, replies
 from rl.sandbox.inside.init import below
 
-_TICK = 0.02  # seconds between two counts,
-_SHARE = 10  # or so many times what the last one took, where a run has many processes
+_TICK = 0.02  # minimum seconds between two counts
+_SHARE = 10  # minimum pause as a multiple of the duration of the last count
 _PAGE_MB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 _CLOCK = os.sysconf("SC_CLK_TCK")
 _HEAD = struct.Struct("!Q")
 
 
 class Stopped(Exception):
-    """The run is at a limit. `why`: timeout, cpu, memory, processes, output, forged."""
+    """Raised if the run reaches a limit. `why`: timeout, cpu, memory, processes, output, forged."""
 
     def __init__(self, why: str):
         super().__init__(why)
@@ -31,12 +31,12 @@ class Stopped(Exception):
 
 
 class Gone(Exception):
-    """The caller closed its end: nobody waits for this run."""
+    """Raised if the caller closed its end of the socket: the run is no longer needed."""
 
 
 class Watch:
-    """`init`: says when the candidate ended. `out`, `err`: its streams, read here. `limits`: as in
-    rl.sandbox.Limits.
+    """Watch a candidate. `init`: reports the end of the candidate. `out`, `err`: its output
+    streams, read here. `limits`: fields of rl.sandbox.Limits.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class Watch:
             os.set_blocking(descriptor, False)
 
     def until(self, deadline: float) -> None:
-        """Returns when the candidate has ended."""
+        """Wait until the candidate has ended."""
         while self.ended is None:
             self._attend(deadline, ())
 
     def message(self, source: int, deadline: float) -> dict[str, Any]:
-        """The next message from the pipe `source`, as `frame` and with its errors;
-        Stopped("forged") where it is none.
+        """Return the next message from the pipe `source`, with the errors of `frame`. Raises
+        Stopped("forged") if the content is not a message.
         """
         try:
             return replies.parse(self.frame(source, deadline))
@@ -84,8 +84,8 @@ class Watch:
             raise Stopped("forged") from None
 
     def frame(self, source: int, deadline: float) -> bytes:
-        """The next message from the pipe `source`, unread. Raises Stopped, frames.Ended where the
-        candidate or the pipe ended before.
+        """Return the next message from the pipe `source`, unparsed. Raises Stopped; raises
+        frames.Ended if the candidate or the pipe ended before.
         """
         longest = int(self.limits["output_kb"]) << 10
         while True:
@@ -109,7 +109,7 @@ class Watch:
                 raise frames.Ended("the candidate ended")
 
     def send(self, to: int, message: dict[str, Any], deadline: float) -> None:
-        """Writes a message to the pipe `to`, which the candidate may leave unread. Raises Stopped,
+        """Write a message to the pipe `to`, which the candidate may leave unread. Raises Stopped,
         frames.Ended.
         """
         data = memoryview(frames.pack(message))
@@ -126,7 +126,9 @@ class Watch:
                 raise frames.Ended("the candidate closed its end") from error
 
     def _settle(self, deadline: float) -> None:
-        """A candidate that closed its pipe has mostly ended: its status is on its way."""
+        """Wait shortly for the exit status of a candidate that closed its pipe, which usually means
+        that it has ended.
+        """
         soon = min(deadline, time.monotonic() + 0.25)
         with contextlib.suppress(Stopped):
             while self.ended is None:
@@ -135,9 +137,7 @@ class Watch:
     def _attend(
         self, deadline: float, sources: tuple[int, ...], sinks: tuple[int, ...] = ()
     ) -> list[Any]:
-        """Waits for something to happen, a tick at most; reads the streams. Raises Stopped at a
-        limit, Gone.
-        """
+        """Wait for an event, at most a tick; read the streams. Raises Stopped at a limit, Gone."""
         now = time.monotonic()
         if now >= deadline:
             raise Stopped("timeout")
@@ -152,7 +152,7 @@ class Watch:
         if self.init in ready:
             self.ended = frames.receive(self.init)
         if self.caller in ready:
-            raise Gone  # it says nothing while it waits, so this is its end
+            raise Gone  # a waiting caller sends no message: readable means closed
         return ready
 
     def _read(self, descriptor: int) -> None:
@@ -169,7 +169,7 @@ class Watch:
             raise Stopped("output")
 
     def drain(self) -> None:
-        """What lies in the pipes still."""
+        """Read the remaining output from the pipes."""
         while self._open:
             ready, _, _ = select.select(self._open, [], [], 0)
             if not ready:
@@ -181,7 +181,7 @@ class Watch:
                 return
 
     def take(self) -> tuple[str, str]:
-        """Output and errors since the last time."""
+        """Return stdout and stderr since the last call."""
         out, err = (
             b"".join(self.printed[d]).decode("utf-8", "replace") for d in (self.out, self.err)
         )

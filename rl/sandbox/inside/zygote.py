@@ -1,7 +1,8 @@
-"""The first program behind the outer walls: one interpreter that starts once and forks for each
-job, so that a job starts in milliseconds.
+"""Run the zygote, the first program in the outer isolation: an interpreter that starts once and
+forks for each job within milliseconds.
 
-It reads nothing of a job: each comes as a socket, handed on to a monitor unread.
+The zygote reads no content of a job: each job arrives as a socket, which is passed to a monitor
+unread.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 
 from rl.sandbox.inside import frames, landlock, monitor, walls
 
-# What programs import most lies in memory already; nothing of a program's runs here.
+# The modules that programs import most are preloaded; no code of a program runs here.
 _MODULES = (
     "abc array ast bisect collections copy dataclasses datetime decimal enum fractions functools hashlib heapq inspect io itertools json "
     "math operator random re statistics string struct threading time traceback types typing"
@@ -25,8 +26,11 @@ _MODULES = (
 
 
 def main(control_fd: int, names: str, user: int, importable: str, sandlock: str = "") -> None:
-    """`names`: the walls, with commas between. `user`: whom root becomes. `importable`: the folder
-    of packages that programs may import. `sandlock`: the folder that the package lies in.
+    """Serve jobs until the caller closes the control socket.
+
+    `names`: the isolation layers, separated by commas. `user`: the user that root switches to.
+    `importable`: the folder of packages that programs may import. `sandlock`: the folder of the
+    package sandlock.
     """
     control = socket.socket(fileno=control_fd)
     up = set(names.split(","))
@@ -65,13 +69,13 @@ def _job(control: socket.socket, descriptor: int, up: set[str]) -> None:
     waiting.register(process, select.POLLIN)
     waiting.register(control, select.POLLHUP | select.POLLRDHUP)
     for which, _ in waiting.poll():
-        if which != process:  # the caller is gone
+        if which != process:  # the caller has closed the socket
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             os._exit(0)
     os.close(process)
     os.waitpid(pid, 0)
-    # a monitor that was killed leaves its init, which dies with it
+    # reap the init of a killed monitor, which dies with it
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
