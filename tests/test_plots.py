@@ -188,7 +188,7 @@ def test_where_the_picture_goes(tmp_path: Path) -> None:
     ):
         failed = plot(str(folder), *words)
         assert failed.returncode == 2 and (
-            "let it end with .png, .svg, .pdf" in failed.stderr
+            "expected the suffix .png, .svg, .pdf" in failed.stderr
             or "give one of them" in failed.stderr
         )
         assert not (tmp_path / "a.xyz").exists() and not (tmp_path / "y.png").exists()

@@ -1,17 +1,17 @@
-"""A run's folder: metrics, checkpoints and rollouts as files that a resumed run continues as if
-nothing had happened.
+"""Manage a run's folder: metrics, checkpoints and rollouts as files that a resumed run continues
+without a trace of the interruption.
 
     config.json              the resolved settings
-    metrics.jsonl            one JSON object a line: "step", "stage", metrics
-    checkpoints.jsonl        one line a checkpoint: "name", "batch", "state_path", "sampler_path"
-    decisions.jsonl          what the clock decided, where episodes go on by themselves: see rl.run.decisions
-    rollouts/step_000010.*   what was sampled: .jsonl whole, .html to read
+    metrics.jsonl            a JSON object on each line: "step", "stage", metrics
+    checkpoints.jsonl        a line for each checkpoint: "name", "batch", "state_path", "sampler_path"
+    decisions.jsonl          decisions of the clock of asynchronous rollouts: see rl.run.decisions
+    rollouts/step_000010.*   the samples: .jsonl with all rows, .html to read
     curves.png               drawn at the end (and by plot.py at any time)
-    run.lock                 while a process works here: see rl.run.lock
-    logs/                    of whatever started the processes (slurm/job.sh); never touched here
+    run.lock                 while a process works in the folder: see rl.run.lock
+    logs/                    logs of the launcher (slurm/job.sh); never touched by this module
 
-`step` counts the optimizer steps done since the start of the run, over all its stages: 0 is before
-the first. Only rank 0 makes a Logbook.
+`step` counts the optimizer steps completed since the start of the run, over all its stages: 0 is
+before the first step. Only rank 0 creates a Logbook.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _OWN = (
 
 
 def _json_of(path: Path) -> Any:
-    """RunFolderError naming the file where it is no JSON."""
+    """Parse a JSON file. Raises RunFolderError, naming the file, if it cannot be parsed."""
     try:
         return json.loads(path.read_bytes().decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -62,8 +62,8 @@ def _json_of(path: Path) -> Any:
 
 
 def holds_a_run(folder: Path) -> bool:
-    """Whether config.json is a run's. A model's folder has a config.json too, and must not be taken
-    for ours.
+    """Return whether config.json belongs to a run. A model's folder also has a config.json and must
+    not be mistaken for a run.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -73,8 +73,8 @@ def holds_a_run(folder: Path) -> bool:
 
 
 def never_took_a_step(folder: Path) -> bool:
-    """Whether a run began here and ended before its first step: there is nothing in its folder that
-    it learnt or sampled.
+    """Return whether the folder's run ended before its first step, so that the folder holds no
+    trained weights and no samples.
     """
     for name in ("checkpoints", "sampler_weights", ROLLOUTS):
         parent = folder / name
@@ -86,28 +86,28 @@ def never_took_a_step(folder: Path) -> bool:
 
 
 def _contents(folder: Path) -> list[Path]:
-    """What lies in `folder`, but for its logs, its lock and a config.json that was never finished:
-    a restarted job finds those.
+    """Return the contents of `folder`, except its logs, its lock and a partially written
+    config.json, which exist when a job is restarted.
     """
-    there = folder.iterdir() if folder.is_dir() else ()
+    paths = folder.iterdir() if folder.is_dir() else ()
     return [
         path
-        for path in there
+        for path in paths
         if path.name not in (LOGS, CONFIG + ".tmp") and not path.name.startswith(LOCK)
     ]
 
 
 def check_claim(folder: Path, *, resume: bool = False, overwrite: bool = False) -> None:
-    """Whether `claim` would succeed, without touching anything: asked before models and data are
-    loaded.
+    """Check that `claim` would succeed, without changing any file. Called before models and data
+    are loaded.
 
-    RunFolderError where the folder holds another run and neither was asked for, where there is
-    nothing to resume, or where the folder to be overwritten holds files but no run (a mistyped path
-    is not emptied).
+    Raises RunFolderError if the folder holds another run and neither `resume` nor `overwrite` is
+    set, if no run exists to resume, or if the folder to overwrite holds files but no run (a
+    mistyped path is not emptied).
     """
     if resume and overwrite:
         raise RunFolderError(
-            "--resume continues a run and --overwrite deletes it; give one of them"
+            "--resume continues a run and --overwrite deletes it; use only --resume or only --overwrite"
         )
     if resume:
         if not holds_a_run(folder):
@@ -129,55 +129,59 @@ def check_claim(folder: Path, *, resume: bool = False, overwrite: bool = False) 
 
 
 def check_can_write(folder: Path) -> None:
-    """RunFolderError where the folder cannot be made or written to. It is tried, and taken back:
-    permissions tell half of it.
+    """Raise RunFolderError if the folder cannot be created or written to. The check writes a file
+    and removes it, because permission bits are not conclusive.
     """
-    made: list[Path] = []
+    created: list[Path] = []
     try:
         if folder.exists() and not folder.is_dir():
             raise RunFolderError(f"{folder} is a file; give a folder as --output-dir")
         for parent in [*reversed(folder.parents), folder]:
             if not parent.exists():
                 parent.mkdir()
-                made.append(parent)
+                created.append(parent)
         probe = folder / f"{LOCK}.{uuid.uuid4().hex}.try"
         probe.touch(exist_ok=False)
         probe.unlink()
     except NotADirectoryError as error:
         raise RunFolderError(
-            f"--output-dir {folder} cannot be: {error.filename} lies below a file; give another"
+            f"--output-dir {folder} cannot exist: {error.filename} is below a file; use another folder"
         ) from error
     except RunFolderError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a null byte
         raise RunFolderError(
-            f"--output-dir {str(folder)[:200]!r} cannot be made or written to ({error}); give another"
+            f"--output-dir {str(folder)[:200]!r} cannot be created or written to ({error}); use another folder"
         ) from error
     finally:
-        for parent in reversed(made):
+        for parent in reversed(created):
             with contextlib.suppress(OSError):
                 parent.rmdir()
 
 
 def saved_config(folder: Path) -> dict[str, Any]:
-    """config.json of a run. RunFolderError naming what it lacks."""
+    """Return config.json of a run. Raises RunFolderError, naming the defect, if it is
+    incomplete.
+    """
     config = _json_of(folder / CONFIG)
-    wrong = None
+    defect = None
     if not isinstance(config, dict):
-        wrong = "holds no JSON object"
+        defect = "holds no JSON object"
     elif missing := [key for key in ("name", "options", "stages") if key not in config]:
-        wrong = f"has no {' and no '.join(map(repr, missing))}"
+        defect = f"has no {' and no '.join(map(repr, missing))}"
     elif not isinstance(config["name"], str) or not isinstance(config["options"], dict):
-        wrong = "has a 'name' that is no text or 'options' that are no settings"
+        defect = "has a 'name' that is not a text or 'options' that are not settings"
     elif (
         not isinstance(config["stages"], list)
         or not config["stages"]
         or not all(map(_is_stage, config["stages"]))
     ):
-        wrong = "has 'stages' that are no list of stages, each with 'method', 'name' and 'settings'"
-    if wrong is not None:
+        defect = (
+            "has 'stages' that are not a list of stages, each with 'method', 'name' and 'settings'"
+        )
+    if defect is not None:
         raise RunFolderError(
-            f"{folder / CONFIG} {wrong}: it is not as a run writes it, repair it or give another folder"
+            f"{folder / CONFIG} {defect}: no run writes such a file, repair it or use another folder"
         )
     for stage in config["stages"]:
         stage["settings"] = current_settings(stage["settings"])
@@ -185,6 +189,7 @@ def saved_config(folder: Path) -> dict[str, Any]:
 
 
 def _is_stage(stage: Any) -> bool:
+    """Return whether the value has the form of a stage of config.json."""
     named = (
         isinstance(stage, dict)
         and isinstance(stage.get("method"), str)
@@ -196,16 +201,17 @@ def _is_stage(stage: Any) -> bool:
 def claim(
     folder: Path, config: Mapping[str, Any], *, resume: bool = False, overwrite: bool = False
 ) -> dict[str, Any] | None:
-    """Make `folder` this run's: write config.json, or with `resume` return the saved one (and leave
-    it as it is).
+    """Claim `folder` for this run: write config.json, or with `resume` return the saved config.json
+    unchanged.
 
-    A folder of a run that never took a step is begun anew. Raises what `check_claim` raises.
+    The folder of a run that never took a step is started again. Raises RunFolderError as
+    `check_claim`.
     """
     check_claim(folder, resume=resume, overwrite=overwrite)
     if resume:
         return saved_config(folder)
     for path in _contents(folder):
-        if overwrite or path.name in _OWN:  # notes beside a run that never began are not ours
+        if overwrite or path.name in _OWN:  # keep foreign files
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     folder.mkdir(parents=True, exist_ok=True)
     write_config(folder, config)
@@ -213,6 +219,7 @@ def claim(
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write config.json atomically."""
     write_atomically(folder / CONFIG, json.dumps(finite(config), indent=2, allow_nan=False) + "\n")
 
 
@@ -220,15 +227,14 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 class Logbook:
-    """The open files of one run.
+    """Hold the open files of a run.
 
-    `resume_step`: the step of the checkpoint that the run continues from; whatever was written
-    after it is taken back, so that the files end as those of an undisturbed run (all but times).
-    Without it, a folder that already has metrics is an error. `checkpoints`: those that a resumed
-    run has (see rl.run.inventory), by default what its list says up to that step. `guard` raises
-    where the folder is no longer ours to write to.
-    `wandb_project`: also log to weights & biases (its files lie in the run's folder;
-    WANDB_MODE=offline works).
+    `resume_step`: step of the checkpoint that the run continues from. All later rows are removed,
+    so that the files end up equal to those of an uninterrupted run (except times). Without
+    `resume_step`, a folder with metrics raises RunFolderError. `checkpoints`: the checkpoints of a
+    resumed run (see rl.run.inventory); by default the rows of checkpoints.jsonl up to that step.
+    `guard` raises if the folder no longer belongs to this process. `wandb_project`: also log to
+    weights & biases (its files are in the run's folder; WANDB_MODE=offline works).
     """
 
     def __init__(
@@ -253,7 +259,7 @@ class Logbook:
             self._take_back(resume_step, checkpoints)
         elif (folder / METRICS).exists() or (folder / CHECKPOINTS).exists():
             raise RunFolderError(
-                f"{folder} has metrics or checkpoints already: resume that run, or take another folder"
+                f"{folder} has metrics or checkpoints already: resume that run, or use another folder"
             )
         resumed = resume_step is not None
         self._tracker = (
@@ -261,10 +267,11 @@ class Logbook:
             if wandb_project
             else None
         )
-        # a metric's name may be a row's text
+        # errors="replace": a metric's name may be arbitrary text of a data row
         self._metrics = (folder / METRICS).open("a", encoding="utf-8", errors="replace")
 
     def _take_back(self, resume_step: int, checkpoints: Sequence[Mapping[str, Any]] | None) -> None:
+        """Remove metrics, checkpoints and rollouts after step `resume_step`."""
         rows = [row for row in read_metrics(self.folder / METRICS) if row["step"] <= resume_step]
         write_atomically(self.folder / METRICS, "".join(json_line(row) for row in rows))
         self._last_step = max((row["step"] for row in rows), default=-1)
@@ -281,13 +288,13 @@ class Logbook:
                 path.unlink()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append one line. Values are numbers (NaN and infinity become null) or short texts such as
-        "stage".
+        """Append a row of metrics. Values are numbers (NaN and infinity become null) or short texts
+        such as "stage". Raises ValueError if `step` is lower than the last step.
         """
         self._guard()
         if step < self._last_step:
             raise ValueError(
-                f"step {step} after step {self._last_step}: steps count over all stages of a run, upwards"
+                f"step {step} after step {self._last_step}: steps must not decrease, over all stages of a run"
             )
         self._last_step = step
         self._metrics.write(json_line(finite({"step": step, **metrics})))
@@ -296,21 +303,21 @@ class Logbook:
             self._tracker.log(step, metrics)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The metrics so far, oldest first."""
+        """Return the metrics so far, oldest first."""
         return read_metrics(self.folder / METRICS)
 
     def sync(self) -> None:
-        """The metrics so far are on the disk: a checkpoint may say that they are there."""
+        """Flush the metrics to disk, so that a checkpoint may rely on them."""
         self._guard()
         self._metrics.flush()
         os.fsync(self._metrics.fileno())
 
     def rollouts(self, step: int, rows: Iterable[Mapping[str, Any]], stage: str = "") -> None:
-        """Write what was sampled at `step`: every row as JSON, and a page to read (keys: see
+        """Write the samples of `step`: every row as JSON, and an HTML page (keys: see
         `rl.report.html.page`).
 
-        `stage`: a later stage's name, for the files' names: steps count from the run's beginning,
-        as in the metrics.
+        `stage`: name of a later stage for the file names. Steps count from the start of the run, as
+        in the metrics.
         """
         folder = self.folder / ROLLOUTS
         folder.mkdir(exist_ok=True)
@@ -326,7 +333,7 @@ class Logbook:
     def _write_page(
         self, page: Path, step: int, rows: Sequence[Mapping[str, Any]], title: str
     ) -> None:
-        """The page, linked with the one before it in both directions."""
+        """Write the page, and link it with the previous page in both directions."""
         folder = page.parent
         earlier = max(
             (path for path in folder.glob("step_*.html") if path.name < page.name), default=None
@@ -344,61 +351,62 @@ class Logbook:
             write_atomically(earlier, html.with_next(written, page.name, step))
 
     def _aside(self, what: str, work: Callable[[], object]) -> bool:
-        """Does what stands beside a run and must never end it (a tracker, a page, a picture): what
-        fails is said once.
+        """Run optional work that must never end a run (a tracker, a page, a picture). Warn about
+        the first failure of each kind.
 
-        Whatever it raises: these are others' libraries, on others' text.
+        All exceptions are caught, because the work runs third-party libraries on arbitrary text.
         """
         try:
             work()
         except Exception as error:
             if self.console is not None and what not in self._failed:
                 self.console.warn(
-                    f"no {what} ({type(error).__name__}: {error}); the run goes on without"
+                    f"no {what} ({type(error).__name__}: {error}); the run continues without it"
                 )
             self._failed.add(what)
             return False
         return True
 
     def checkpoint(self, row: Mapping[str, Any]) -> None:
-        """Note a checkpoint: `name`, `batch` (its step), `state_path`, `sampler_path`. A row of the
-        same name is replaced.
+        """Add the row of a checkpoint: `name`, `batch` (its step), `state_path`, `sampler_path`. A
+        row of the same name is replaced. Raises ValueError if `name` or `batch` is missing.
         """
         missing = [key for key in ("name", "batch") if key not in row]
         if missing:
             raise ValueError(f"a checkpoint row needs {missing}, got {sorted(row)}")
         self._guard()
-        self._checkpoints = [old for old in self._checkpoints if old["name"] != row["name"]] + [
-            finite(row)
-        ]
+        self._checkpoints = [
+            saved for saved in self._checkpoints if saved["name"] != row["name"]
+        ] + [finite(row)]
         self._write_checkpoints()
 
     def forget_checkpoint(self, name: str) -> None:
-        """Take a checkpoint's row out, before its folder is removed."""
+        """Remove a checkpoint's row, before its folder is removed."""
         self._guard()
         self._checkpoints = [row for row in self._checkpoints if row["name"] != name]
         self._write_checkpoints()
 
     def checkpoints(self) -> list[dict[str, Any]]:
-        """The checkpoints noted so far, oldest first. The file is written, never asked: it may have
-        been changed meanwhile.
+        """Return the checkpoints added so far, oldest first. The list is kept in memory: the file
+        may have been changed since it was written.
         """
         return list(self._checkpoints)
 
     def _write_checkpoints(self) -> None:
+        """Write checkpoints.jsonl atomically."""
         write_atomically(
             self.folder / CHECKPOINTS, "".join(json_line(row) for row in self._checkpoints)
         )
 
     def close(self) -> None:
-        """Close the files and draw the curves. Safe to call twice."""
+        """Close the files and draw the curves. Calling it again has no effect."""
         if self._metrics.closed:
             return
         self._metrics.close()
         if self._tracker is not None:
             self._tracker.finish()
         if self.rows():
-            # a picture is not worth a finished run
+            # a failed picture must not fail a finished run
             self._aside(CURVES, lambda: plots.draw(self.folder, self.folder / CURVES))
 
     def __enter__(self) -> Logbook:

@@ -1,6 +1,4 @@
-"""Curves of one run or several, from metrics.jsonl. matplotlib is imported only when something is
-drawn.
-"""
+"""Draw curves of runs from metrics.jsonl. matplotlib is imported only to draw."""
 
 from __future__ import annotations
 
@@ -21,23 +19,23 @@ LOSS = ("optim/loss",)
 REWARD = ("reward/total", "env/all/reward/total")
 TOKENS_PER_SECOND = ("time/tokens_per_second",)
 HELD_OUT = "test/env/all/correct"
-HELD_OUT_PAIRS = "test/rewards/accuracies"  # of preferences
+HELD_OUT_PAIRS = "test/rewards/accuracies"  # accuracy on preference pairs
 HELD_OUT_REWARD = "test/env/all/reward/total"
 HELD_OUT_LOSS, TOKEN_ACCURACY = "test/loss", "test/token_accuracy"
 
-PICTURES = (".png", ".svg", ".pdf")  # how a picture's name may end
+PICTURES = (".png", ".svg", ".pdf")  # supported file name suffixes
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture. `names`: the metric, by the first of these names that occurs."""
+    """Define a panel. `names`: names of the metric, the first that occurs is drawn."""
 
     title: str
     names: tuple[str, ...]
-    share: bool = False  # a share of 1: the axis runs from 0 to 1
+    share: bool = False  # a share: the axis runs from 0 to 1
     log: bool = False
     smooth: bool = True
-    unless: tuple[str, ...] = ()  # rows with one of these metrics are left out
+    unless: tuple[str, ...] = ()  # skip rows with any of these metrics
 
 
 PANELS = (
@@ -46,45 +44,47 @@ PANELS = (
     Panel("held-out loss (nats a token or pair)", (HELD_OUT_LOSS,), smooth=False),
     Panel("held-out token accuracy", (TOKEN_ACCURACY,), share=True, smooth=False),
     Panel("reward", REWARD),
-    # a policy-gradient loss is no measure of anything
+    # a policy-gradient loss measures nothing
     Panel("loss, supervised (nats a token or pair)", LOSS, unless=REWARD),
     Panel("loss on stored answers", ("optim/policy_loss",), unless=REWARD),
     Panel("reward margin, chosen to rejected", ("rewards/margins",)),
     Panel("KL, sampler to learner", ("optim/kl_sample_train_v1",)),
     Panel("KL to reference (nats a token)", ("optim/kl_ref_k3", "optim/kl_ref_k1")),
     Panel("KL to teacher (nats a token)", ("teacher/kl_per_token", "optim/kl")),
-    Panel("KL to what drew the answers", ("optim/kl_behaviour_v1",)),
+    Panel("KL to behavior policy", ("optim/kl_behaviour_v1",)),
     Panel("answer length (tokens)", ("env/all/ac_tokens_per_turn",)),
     Panel("share of answers cut off", ("env/all/frac_truncated",), share=True),
     Panel("entropy (nats a token)", ("optim/entropy",)),
     Panel("gradient norm, before clipping", ("optim/grad_norm",), log=True),
     Panel("tokens a second", TOKENS_PER_SECOND),
 )
-# What `env/all/` holds beside the parts of a reward.
+# Metrics under `env/all/` that are not parts of a reward.
 _NO_PARTS = frozenset(("turns_per_episode", "ac_tokens_per_turn", "ob_tokens_per_turn", "frac_truncated", "total_episodes", "total_groups",
                        "distinct_beginnings", "ended"))  # fmt: skip
-_MOST_PARTS = 8  # panels of these
-# Okabe and Ito's palette: told apart without red and green.
+_MOST_PARTS = 8  # maximum number of panels for parts of a reward
+# Okabe and Ito's palette: distinguishable without red and green.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5a5a5a")
 _SHADES = ("#eef2f6", "#f8f3ea", "#eef5ef", "#f5eef3")
-SMOOTH_FROM = 40  # points; below that every point is its own
+SMOOTH_FROM = 40  # points; shorter series are not smoothed
 
 
 class NothingToDraw(UserError):
-    """No row holds a metric that has a panel."""
+    """Signal that no row holds a metric that has a panel."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A run as read: `rows` of metrics.jsonl under a `label`."""
+    """Hold the `rows` of a run's metrics.jsonl under a `label`."""
 
     label: str
     rows: list[dict[str, Any]]
 
     def series(self, panel: Panel) -> tuple[list[float], list[float]]:
-        """(steps, values) of the panel's metric; null values are left out."""
+        """Return (steps, values) of the panel's metric, without null values."""
         for name in panel.names:
-            rows = [row for row in self.rows if not any(other in row for other in panel.unless)]
+            rows = [
+                row for row in self.rows if not any(excluded in row for excluded in panel.unless)
+            ]
             points = [
                 (row["step"], row[name]) for row in rows if isinstance(row.get(name), (int, float))
             ]
@@ -93,8 +93,8 @@ class Curve:
         return [], []
 
     def stages(self) -> list[tuple[str, float, float]]:
-        """(name, first step, last step) of each stage, in order; one row's stage is its "stage"
-        value.
+        """Return (name, first step, last step) of each stage, in order. The stage of a row is its
+        "stage" value.
         """
         spans: list[tuple[str, float, float]] = []
         for row in self.rows:
@@ -106,32 +106,36 @@ class Curve:
         return spans
 
     def parts(self, panel: Panel) -> list[tuple[list[float], list[float]]]:
-        """The series cut where a stage begins: a mean over two stages would describe neither."""
+        """Return the series split at stage boundaries: a running mean across two stages would
+        describe neither.
+        """
         stages = self.stages()
         points = list(zip(*self.series(panel), strict=True))
         if not panel.smooth:
             stages = [("", stages[0][1], stages[-1][2])]
-        cut = []
+        parts = []
         for i, (_, first, last) in enumerate(stages):
             part = [
                 (step, value) for step, value in points if (first < step or i == 0) and step <= last
             ]
             if part:
-                cut.append(([step for step, _ in part], [value for _, value in part]))
-        return cut
+                parts.append(([step for step, _ in part], [value for _, value in part]))
+        return parts
 
 
 def read_curve(source: Path, label: str | None = None) -> Curve:
-    """A run's folder, or its metrics.jsonl. FileNotFoundError where there is none."""
+    """Read a run's folder, or its metrics.jsonl. Raises FileNotFoundError if the file does not
+    exist.
+    """
     path = source / METRICS if source.is_dir() else source
     if not path.is_file():
-        raise FileNotFoundError(f"no metrics at {path}: give a run's folder or its {METRICS}")
+        raise FileNotFoundError(f"no metrics at {path}: expected a run's folder or its {METRICS}")
     return Curve(label or path.resolve().parent.name, read_metrics(path))
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Centred running mean over `window` points; at the ends over those that there are (nothing is
-    padded).
+    """Return the centered running mean over `window` points; at the ends over the available points
+    (no padding).
     """
     half = window // 2
     parts = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
@@ -139,8 +143,8 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
 
 
 def reward_parts(curves: Sequence[Curve]) -> list[Panel]:
-    """A panel for each figure that a reward gives beside itself: the parts of several, what a
-    function of one's own measures.
+    """Return a panel for each metric of a reward: the parts of a sum of rewards, and the metrics of
+    a user's reward function.
     """
     names = dict.fromkeys(
         name
@@ -149,29 +153,32 @@ def reward_parts(curves: Sequence[Curve]) -> list[Panel]:
         for name in row
         if name.startswith("env/all/")
     )
-    own = [
+    part_names = [
         name
         for name in names
         if "/" not in name.removeprefix("env/all/")
         and name.removeprefix("env/all/") not in _NO_PARTS
     ]
     return [
-        Panel(f"reward: {name.removeprefix('env/all/')}", (name,)) for name in own[:_MOST_PARTS]
+        Panel(f"reward: {name.removeprefix('env/all/')}", (name,))
+        for name in part_names[:_MOST_PARTS]
     ]
 
 
 def draw(source: Path | Sequence[Path], out: Path, labels: Sequence[str] | None = None) -> Path:
-    """Draw the curves of a run (or compare several) into `out`, a picture of the kind that its name
-    ends with, atomically; returns it.
+    """Draw the curves of a run (or compare several runs) into `out`, and return `out`. The suffix
+    of `out` sets the picture format. The file is written atomically.
 
-    A metric that no run has gets no panel. Stages are shaded where one run is drawn. NothingToDraw
-    where no panel is left; UserError for a kind of picture that is not in PICTURES.
+    A metric that no run has gets no panel. Stages are shaded if a single run is drawn. Raises
+    NothingToDraw if no panel remains; UserError for a suffix that is not in PICTURES.
     """
     if out.suffix.lower() not in PICTURES:
-        raise UserError(f"{out} is no name of a picture: let it end with {', '.join(PICTURES)}")
+        raise UserError(f"{out} is not a picture name: expected the suffix {', '.join(PICTURES)}")
     sources = [source] if isinstance(source, Path) else list(source)
     if labels is not None and len(labels) != len(sources):
-        raise UserError(f"{len(labels)} labels for {len(sources)} runs: give one label a run")
+        raise UserError(
+            f"{len(labels)} labels for {len(sources)} runs: expected a label for each run"
+        )
     curves = [read_curve(path, labels[i] if labels else None) for i, path in enumerate(sources)]
     panels = [
         panel
@@ -180,31 +187,32 @@ def draw(source: Path | Sequence[Path], out: Path, labels: Sequence[str] | None 
     ]
     if not panels:
         raise NothingToDraw(
-            f"no curve in {', '.join(map(str, sources))}: no row has any of the metrics that are drawn"
+            f"no curve in {', '.join(map(str, sources))}: no row has a metric with a panel"
         )
     figure = _figure(curves, panels)
     out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.with_name(out.name + ".tmp")
-    figure.savefig(aside, format=out.suffix.lower()[1:], dpi=130, facecolor="white")
-    aside.replace(out)
+    temporary = out.with_name(out.name + ".tmp")
+    figure.savefig(temporary, format=out.suffix.lower()[1:], dpi=130, facecolor="white")
+    temporary.replace(out)
     return out
 
 
 def _import_matplotlib() -> None:
-    """Past MPLBACKEND, which matplotlib fails on as it is imported where the name means nothing,
-    and nothing here draws with.
+    """Import matplotlib without MPLBACKEND. The import fails if the variable names an unknown
+    backend, and this module uses no backend.
     """
-    asked = os.environ.pop("MPLBACKEND", None)
+    backend = os.environ.pop("MPLBACKEND", None)
     try:
         import matplotlib  # noqa: F401
     finally:
-        if asked is not None:
-            os.environ["MPLBACKEND"] = asked
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
 
 
 def _figure(curves: Sequence[Curve], panels: Sequence[Panel]) -> Figure:
+    """Return the figure of all panels."""
     _import_matplotlib()
-    # Figure without pyplot: no global state, no display, no backend to choose.
+    # Figure without pyplot: no global state, no display, no choice of backend.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -231,7 +239,7 @@ def _figure(curves: Sequence[Curve], panels: Sequence[Panel]) -> Figure:
         for panel in panels
         for curve in curves
     )
-    # A name is no mathematics, whatever dollars it has.
+    # Dollar signs in a name do not start math text.
     figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left", parse_math=False)
     if smooth:
         figure.text(
@@ -259,6 +267,7 @@ def _figure(curves: Sequence[Curve], panels: Sequence[Panel]) -> Figure:
 
 
 def _legend(curves: Sequence[Curve]) -> tuple[list[Any], list[str]]:
+    """Return the handles and the labels of the legend."""
     from matplotlib.lines import Line2D
 
     return [Line2D([], [], color=COLOURS[i % len(COLOURS)], lw=2) for i in range(len(curves))], [
@@ -267,6 +276,7 @@ def _legend(curves: Sequence[Curve]) -> tuple[list[Any], list[str]]:
 
 
 def _draw_panel(axis: Axes, panel: Panel, curves: Sequence[Curve]) -> None:
+    """Draw the curves of all runs into a panel."""
     axis.set_title(panel.title, fontsize=10, loc="left")
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
@@ -286,7 +296,7 @@ def _draw_panel(axis: Axes, panel: Panel, curves: Sequence[Curve]) -> None:
 
 
 def _style_numbers(axis: Axes, panel: Panel, values: Sequence[float]) -> None:
-    """Ticks as one reads them: 0.2 and 15k, not 2x10^-1 and 15000."""
+    """Format the ticks as 0.2 and 15k instead of 2x10^-1 and 15000."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     if panel.log and min(values) > 0:
@@ -301,6 +311,7 @@ def _style_numbers(axis: Axes, panel: Panel, values: Sequence[float]) -> None:
 def _draw_line(
     axis: Axes, panel: Panel, steps: list[float], values: list[float], colour: str
 ) -> None:
+    """Draw a series: a running mean over a pale line if it is long, otherwise the points."""
     if panel.smooth and len(values) >= SMOOTH_FROM:
         axis.plot(steps, values, color=colour, lw=0.8, alpha=0.28)
         axis.plot(steps, smoothed(values, max(3, len(values) // 20)), color=colour, lw=1.8)
@@ -309,34 +320,34 @@ def _draw_line(
 
 
 def _name_ends(axis: Axes, steps: list[float], values: list[float]) -> None:
-    """The first and the last value in figures: what one wants to read off."""
+    """Annotate the first and the last value of a share."""
     ends = [(steps[0], values[0], "left")] + (
         [(steps[-1], values[-1], "right")] if len(steps) > 1 else []
     )
     for step, value, side in ends:
         offset = (7 if side == "left" else 0, -14 if value > 0.8 else -4)
-        look: dict[str, Any] = {"ha": side, "fontsize": 9, "fontweight": "bold"}
+        style: dict[str, Any] = {"ha": side, "fontsize": 9, "fontweight": "bold"}
         axis.annotate(
-            f"{value:.2f}", (step, value), xytext=offset, textcoords="offset points", **look
+            f"{value:.2f}", (step, value), xytext=offset, textcoords="offset points", **style
         )
 
 
 def _shade_stages(axis: Axes, curve: Curve, steps: Sequence[float]) -> None:
-    """The stages that the series reaches into, each with its name."""
+    """Shade the stages that the series covers, and label each with its name."""
     stages = curve.stages()
     if len(stages) < 2 or not steps:
         return
     for i, (name, first, last) in enumerate(stages):
-        left, right = max(first, steps[0]), min(last, steps[-1])
-        if left >= right:
+        start, end = max(first, steps[0]), min(last, steps[-1])
+        if start >= end:
             continue
-        axis.axvspan(left, right, color=_SHADES[i % len(_SHADES)], lw=0, zorder=0)
-        look: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8, "color": "#777777"}
+        axis.axvspan(start, end, color=_SHADES[i % len(_SHADES)], lw=0, zorder=0)
+        style: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8, "color": "#777777"}
         axis.text(
-            (left + right) / 2,
+            (start + end) / 2,
             0.02,
             name,
             transform=axis.get_xaxis_transform(),
             parse_math=False,
-            **look,
+            **style,
         )

@@ -1,5 +1,5 @@
-"""Metrics to weights & biases beside the run's own files. It never ends a run: the first thing that
-fails is said, and that is all.
+"""Log metrics to weights & biases in addition to the run's files. The tracker never ends a run: it
+warns about its first failure and ignores later failures.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from rl.jsonl import write_atomically
 
 
 class Warner(Protocol):
-    """Where it is said that something went wrong that must not end the run."""
+    """Receive warnings about failures that must not end the run."""
 
     def warn(self, text: str) -> None: ...
 
 
 def check_tracker(project: str | None) -> None:
-    """RunFolderError where a project is named and the package is not installed: known before any
+    """Raise RunFolderError if a project is set but the package is not installed. Called before any
     work.
     """
     if project is not None and importlib.util.find_spec("wandb") is None:
@@ -29,13 +29,16 @@ def check_tracker(project: str | None) -> None:
 
 
 def _not_installed(project: str) -> RunFolderError:
+    """Return the error for a missing wandb package."""
     return RunFolderError(
-        f"logging to the weights & biases project {project!r} needs the package: pip install wandb, or leave the flag out"
+        f"logging to the weights & biases project {project!r} needs the package: pip install wandb, or omit the flag"
     )
 
 
 class Tracker:
-    """A weights & biases run that keeps its files, and its id for a resume, in the run's folder."""
+    """Log to a weights & biases run, with its files, and its id for a resume, in the run's
+    folder.
+    """
 
     def __init__(
         self,
@@ -76,27 +79,30 @@ class Tracker:
         self._run = self._tried("did not start (WANDB_MODE=offline logs without its server)", start)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Log the metrics of a step, except null values."""
         values = {key: value for key, value in metrics.items() if value is not None}
         if self._run is not None:
             self._tried(
-                f"did not take the metrics of step {step}", lambda: self._run.log(values, step=step)
+                f"did not accept the metrics of step {step}",
+                lambda: self._run.log(values, step=step),
             )
 
     def finish(self) -> None:
+        """Finish the weights & biases run."""
         if self._run is not None:
             self._tried("did not finish", lambda: self._run.finish())
 
     def _tried(self, what: str, action: Callable[[], Any]) -> Any:
-        """The action's result; None where it failed, which is said once. Its errors are of any
-        kind, its own and the network's.
+        """Return the result of `action`; None if it failed. The first failure is reported as a
+        warning. All exceptions are caught: wandb's and the network's.
         """
         try:
             return action()
         except Exception as error:
             if self._console is not None and not self._warned:
-                why = f"{type(error).__name__}: {error}"
+                cause = f"{type(error).__name__}: {error}"
                 self._console.warn(
-                    f"weights & biases {what}: {why}. The run goes on; metrics.jsonl has everything"
+                    f"weights & biases {what}: {cause}. The run continues; metrics.jsonl has all metrics"
                 )
             self._warned = True
             return None
