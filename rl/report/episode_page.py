@@ -1,5 +1,5 @@
-"""An episode on the page of rollouts: tokens coloured, turns, calls of tools folded, seats side by
-side.
+"""Render an episode on the page of rollouts: colored tokens, turns, folded tool calls, seats side
+by side.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ BANDS = (
     (0.8, "#fbf6e4"),
     (math.inf, "transparent"),
 )
-_LONG = 600  # characters of what others wrote from which it is folded
-_CUT = ("length", "error", "interrupted")  # stop reasons with which an answer did not end by itself
+_LONG = 600  # characters of a message above which it is folded
+_CUT = ("length", "error", "interrupted")  # stop reasons of incomplete answers
 
 STYLE = """
 .turn { border-top: 1px dashed #dedbd2; padding: 6px 0 4px; min-width: 0; } .turn:first-of-type { border-top: 0; }
@@ -37,18 +37,20 @@ details.failed > summary { color: #b3261e; }
 
 
 def number(value: Any, digits: int = 3) -> str:
+    """Format a value with `digits` significant digits; n/a if None."""
     return "n/a" if value is None else f"{float(value):.{digits}g}"
 
 
 def sign(advantage: float | None) -> str:
+    """Return "up" for a positive advantage, "down" for a negative advantage, otherwise ""."""
     return "" if not advantage else "up" if advantage > 0 else "down"
 
 
 def tokens(row: Mapping[str, Any]) -> str:
-    """A response token by token, each with its probability band and the sign of its advantage;
-    plain text without tokens.
+    """Render a response token by token, with the probability band and the sign of the advantage of
+    each token; plain text if there are no tokens.
 
-    Tokens without a logprob were not written by the model, and are grey.
+    Tokens without a logprob were not sampled by the model, and are grey.
     """
     pieces = row.get("tokens")
     if not pieces:
@@ -69,6 +71,7 @@ def tokens(row: Mapping[str, Any]) -> str:
 
 
 def figures(metrics: Mapping[str, Any] | None) -> list[str]:
+    """Format the numeric metrics."""
     return [
         f"{escape(str(name))} {number(value)}"
         for name, value in (metrics or {}).items()
@@ -77,8 +80,8 @@ def figures(metrics: Mapping[str, Any] | None) -> list[str]:
 
 
 def message(said: Mapping[str, Any]) -> str:
-    """What somebody else wrote: grey, with its role; folded where it is long, is a system message,
-    or a tool's answer.
+    """Render a message that the model did not sample: grey, with its role. Long messages, system
+    messages and tool results are folded.
     """
     role, text = str(said.get("role", "")), _text(said)
     name = f" {said['name']}" if said.get("name") else ""
@@ -88,29 +91,34 @@ def message(said: Mapping[str, Any]) -> str:
 
 
 def folded(summary: str, text: str, kind: str = "") -> str:
+    """Render a text that is hidden until its summary is clicked."""
     return f'<details class="{kind}"><summary>{escape(summary)}</summary><pre>{escape(text)}</pre></details>'
 
 
 def call(made: Mapping[str, Any]) -> str:
-    """A call of a tool and what came of it, folded."""
+    """Render a tool call and its result, folded."""
     arguments = made.get("arguments")
-    shown = (
+    argument_text = (
         ", ".join(f"{k}={_json(v)}" for k, v in arguments.items())
         if isinstance(arguments, Mapping)
         else _json(arguments)
     )
     failed = made.get("error")
-    came = f"error: {failed}" if failed is not None else str(made.get("answer", ""))
-    took = f" ({number(made['seconds'], 2)} s)" if made.get("seconds") is not None else ""
-    title = f"{made.get('name') or 'a call that cannot be read'}({_beginning(shown, 80)}) → {_beginning(came, 60)}{took}"
-    return folded(title, f"{shown}\n\n{came}", "failed" if failed is not None else "call")
+    result_text = f"error: {failed}" if failed is not None else str(made.get("answer", ""))
+    duration_text = f" ({number(made['seconds'], 2)} s)" if made.get("seconds") is not None else ""
+    title = f"{made.get('name') or 'a call that cannot be read'}({_beginning(argument_text, 80)}) → {_beginning(result_text, 60)}{duration_text}"
+    return folded(
+        title, f"{argument_text}\n\n{result_text}", "failed" if failed is not None else "call"
+    )
 
 
 def _json(value: Any) -> str:
+    """Return the value as JSON text."""
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _text(said: Mapping[str, Any]) -> str:
+    """Return the text of a message, with its tool calls."""
     content = said.get("content")
     if isinstance(content, list):
         content = "".join(
@@ -122,53 +130,62 @@ def _text(said: Mapping[str, Any]) -> str:
 
 
 def _beginning(text: str, most: int = 80) -> str:
+    """Return the start of the text on a single line, at most `most` characters."""
     line = " ".join(text.split())
     return line if len(line) <= most else line[: most - 1] + "…"
 
 
 def turns_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """An episode's turns, each with the `messages` that were said before it.
+    """Return an episode's turns, each with the `messages` that precede it.
 
-    Of rows that list one entry for each message ("sampled": False for what others said), and of
-    those that have turns already.
+    Accepts rows with an entry for each message ("sampled": False for messages that the model did
+    not sample), and rows that already have turns.
     """
-    found: list[dict[str, Any]] = []
-    said: list[dict[str, Any]] = []
-    for one in row.get("turns") or ():
-        if not isinstance(one, Mapping):
+    episode_turns: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
+    for entry in row.get("turns") or ():
+        if not isinstance(entry, Mapping):
             continue
-        if "text" in one and not one.get("sampled") and not one.get("tokens"):
-            said.append({**one, "content": one["text"]})
+        if "text" in entry and not entry.get("sampled") and not entry.get("tokens"):
+            messages.append({**entry, "content": entry["text"]})
             continue
-        found.append(
+        episode_turns.append(
             {
-                "response": one.get("text", ""),
-                **one,
-                "messages": [*said, *(one.get("messages") or ())],
+                "response": entry.get("text", ""),
+                **entry,
+                "messages": [*messages, *(entry.get("messages") or ())],
             }
         )
-        said = []
-    if found and (found[-1].get("metrics") or {}).get("truncated") == 1:
-        found[-1]["truncated"] = True
-    return found
+        messages = []
+    if episode_turns and (episode_turns[-1].get("metrics") or {}).get("truncated") == 1:
+        episode_turns[-1]["truncated"] = True
+    return episode_turns
 
 
 def stop_of(row: Mapping[str, Any]) -> str:
-    """Why an episode ended, in a word: of the row, of its last turn, or "truncated" where a limit
-    ended it.
+    """Return the reason why an episode ended: the stop reason of the row or of its last turn, or
+    "truncated" if a limit ended it.
     """
-    turns = turns_of(row)
-    stop = row.get("stop_reason") or (turns[-1].get("stop_reason") if turns else "") or ""
-    limited = row.get("truncated") or (turns and turns[-1].get("truncated"))
+    episode_turns = turns_of(row)
+    stop = (
+        row.get("stop_reason")
+        or (episode_turns[-1].get("stop_reason") if episode_turns else "")
+        or ""
+    )
+    limited = row.get("truncated") or (episode_turns and episode_turns[-1].get("truncated"))
     return "truncated" if limited and stop not in _CUT else str(stop)
 
 
 def turn(given: Mapping[str, Any], row: Mapping[str, Any], index: int, place: str = "") -> str:
-    """One turn: what was said before it, what was sampled, the calls in it, and what it earned."""
-    said = [one for one in given.get("messages") or () if isinstance(one, Mapping)]
-    before = "".join(message(one) for one in said)
-    other = given.get("sampled") is False  # another seat, not the policy's: it is grey
-    written = {"advantage": row.get("advantage"), **given, **({"logprobs": None} if other else {})}
+    """Render a turn: the preceding messages, the sampled text, its tool calls and its reward."""
+    messages = [item for item in given.get("messages") or () if isinstance(item, Mapping)]
+    messages_html = "".join(message(item) for item in messages)
+    from_other_seat = given.get("sampled") is False  # shown in grey
+    written = {
+        "advantage": row.get("advantage"),
+        **given,
+        **({"logprobs": None} if from_other_seat else {}),
+    }
     facts = [f"turn {index + 1}"]
     reward = given.get("reward")
     if reward:
@@ -185,35 +202,43 @@ def turn(given: Mapping[str, Any], row: Mapping[str, Any], index: int, place: st
     )
     facts += [f"{len(given['tokens'])} tokens"] if given.get("tokens") else []
     facts += figures(given.get("metrics"))
-    calls = "".join(call(one) for one in given.get("tool_calls") or () if isinstance(one, Mapping))
+    calls = "".join(
+        call(item) for item in given.get("tool_calls") or () if isinstance(item, Mapping)
+    )
     logs = given.get("logs")
     extra = (
         folded("logs", json.dumps(logs, ensure_ascii=False, indent=1, default=str)) if logs else ""
     )
-    mine = f"<pre>{tokens(written)}</pre>" if given.get("tokens") or given.get("response") else ""
-    mine = f'<div class="said">{mine}</div>' if other and mine else mine
-    return f'<div class="turn"{place}>{before}{mine}{calls}<p>{" &middot; ".join(facts)}</p>{extra}</div>'
+    answer_html = (
+        f"<pre>{tokens(written)}</pre>" if given.get("tokens") or given.get("response") else ""
+    )
+    answer_html = (
+        f'<div class="said">{answer_html}</div>' if from_other_seat and answer_html else answer_html
+    )
+    return f'<div class="turn"{place}>{messages_html}{answer_html}{calls}<p>{" &middot; ".join(facts)}</p>{extra}</div>'
 
 
 def turns(row: Mapping[str, Any], given: Sequence[Mapping[str, Any]], shared: int) -> str:
-    """The turns of an episode, one below the other; where several seats acted, each in a column of
-    its own.
+    """Render the turns of an episode in a single column; if several seats acted, in a separate
+    column for each seat.
 
-    `shared`: how many of the first turn's messages stand above the group already.
+    `shared`: number of the first turn's messages that the group's header already shows.
     """
-    found = [_without(one, shared) if i == 0 else one for i, one in enumerate(given)]
-    found = [_untold(one, found[i - 1]) if i else one for i, one in enumerate(found)]
-    seats = sorted({int(one.get("seat") or 0) for one in found})
+    visible_turns = [_without(item, shared) if i == 0 else item for i, item in enumerate(given)]
+    visible_turns = [
+        _untold(item, visible_turns[i - 1]) if i else item for i, item in enumerate(visible_turns)
+    ]
+    seats = sorted({int(item.get("seat") or 0) for item in visible_turns})
     if len(seats) < 2:
-        return "".join(turn(one, row, i) for i, one in enumerate(found))
+        return "".join(turn(item, row, i) for i, item in enumerate(visible_turns))
     names = row.get("seats") or {}
     heads = "".join(f"<h3>{escape(_seat_name(names, seat))}</h3>" for seat in seats)
     cells = []
-    for i, one in enumerate(found):
+    for i, item in enumerate(visible_turns):
         place = (
-            f' style="grid-column:{seats.index(int(one.get("seat") or 0)) + 1};grid-row:{i + 2}"'
+            f' style="grid-column:{seats.index(int(item.get("seat") or 0)) + 1};grid-row:{i + 2}"'
         )
-        cells.append(turn(one, row, i, place))
+        cells.append(turn(item, row, i, place))
     columns = f"repeat({len(seats)}, minmax(0, 1fr))"
     return (
         f'<div class="seats" style="grid-template-columns:{columns}">{heads}{"".join(cells)}</div>'
@@ -221,22 +246,26 @@ def turns(row: Mapping[str, Any], given: Sequence[Mapping[str, Any]], shared: in
 
 
 def _seat_name(names: Any, seat: int) -> str:
+    """Return the header of a seat's column."""
     if isinstance(names, Sequence) and not isinstance(names, str) and seat < len(names):
         return f"seat {seat}: {names[seat] or 'the policy'}"
     return f"seat {seat}"
 
 
 def _without(one: Mapping[str, Any], shared: int) -> Mapping[str, Any]:
+    """Return the turn without its first `shared` messages."""
     return {**one, "messages": list(one.get("messages") or [])[shared:]} if shared else one
 
 
 def _untold(one: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Without the answers of tools that stand with the calls of the turn before."""
+    """Return the turn without the tool results that are already shown with the tool calls of the
+    preceding turn.
+    """
     if not before.get("tool_calls"):
         return one
-    told = [
-        said
-        for said in one.get("messages") or ()
-        if not (isinstance(said, Mapping) and said.get("role") == "tool")
+    messages = [
+        item
+        for item in one.get("messages") or ()
+        if not (isinstance(item, Mapping) and item.get("role") == "tool")
     ]
-    return {**one, "messages": told}
+    return {**one, "messages": messages}

@@ -1,5 +1,5 @@
-"""What was sampled, as one standalone page: the episodes of a group side by side, turn by turn,
-tokens coloured. No script, no assets.
+"""Render rollouts as a single standalone HTML page: the episodes of a group side by side, turn by
+turn, with colored tokens. The page has no script and no assets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rl.report.episode_page import (
 )
 
 _RAISED, _LOWERED = "#bfe3c0", "#f3c1bd"
-_MOST_VALUES = 12  # of a filter: more tags than that are not offered one by one
+_MOST_VALUES = 12  # maximum number of values of a filter; a filter with more values is omitted
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -55,18 +55,18 @@ body > input { position: absolute; opacity: 0; } label { cursor: pointer; border
 
 
 class _Filters:
-    """What an episode can be hidden by: its data set, the sign of its reward, why it stopped. Pure
-    style, no script.
+    """Render the filters that hide episodes: by data set, sign of the reward, and stop reason. The
+    filters use CSS only, no script.
     """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]):
         self.values: dict[str, dict[str, int]] = {}
-        number_of = 0
-        for what, value_of in self._kinds.items():
-            found = sorted({value_of(row) for row in rows})
-            if 1 < len(found) <= _MOST_VALUES:
-                self.values[what] = {value: number_of + i for i, value in enumerate(found)}
-                number_of += len(found)
+        first_number = 0
+        for kind, value_of in self._kinds.items():
+            values = sorted({value_of(row) for row in rows})
+            if 1 < len(values) <= _MOST_VALUES:
+                self.values[kind] = {value: first_number + i for i, value in enumerate(values)}
+                first_number += len(values)
 
     _kinds = {  # noqa: RUF012  (never changed)
         "tag": lambda row: str(row.get("tag", "")),
@@ -75,47 +75,53 @@ class _Filters:
     }
 
     def of(self, row: Mapping[str, Any]) -> str:
-        """The classes of an episode."""
+        """Return the CSS classes of an episode."""
         return " ".join(
-            f"f{values[self._kinds[what](row)]}" for what, values in self.values.items()
+            f"f{values[self._kinds[kind](row)]}" for kind, values in self.values.items()
         )
 
     @property
     def numbers(self) -> list[int]:
+        """Return the numbers of all filter values."""
         return [number for values in self.values.values() for number in values.values()]
 
     def inputs(self) -> str:
+        """Render the checkboxes."""
         return "".join(f'<input type="checkbox" id="f{number}" checked>' for number in self.numbers)
 
     def labels(self) -> str:
+        """Render the labels of the checkboxes."""
         lines = []
-        for what, values in self.values.items():
+        for kind, values in self.values.items():
             labels = "".join(
                 f'<label for="f{i}">{escape(value)}</label>' for value, i in values.items()
             )
-            lines.append(f"<span>{what}: {labels}</span>")
+            lines.append(f"<span>{kind}: {labels}</span>")
         return f'<p class="filters">{" ".join(lines)}</p>' if lines else ""
 
     def style(self) -> list[str]:
+        """Return the CSS rules of the filters."""
         rules = [f"#f{i}:not(:checked) ~ main .f{i} {{ display: none; }}" for i in self.numbers]
-        shown = [f"#f{i}:checked ~ header [for=f{i}]" for i in self.numbers]
+        checked_labels = [f"#f{i}:checked ~ header [for=f{i}]" for i in self.numbers]
         return (
             [
                 *rules,
-                f"{', '.join(shown)} {{ color: #1f2430; text-decoration: none; border-color: #1f2430; }}",
+                f"{', '.join(checked_labels)} {{ color: #1f2430; text-decoration: none; border-color: #1f2430; }}",
             ]
-            if shown
+            if checked_labels
             else rules
         )
 
 
 def _reward_kind(reward: Any) -> str:
+    """Return the filter value of a reward."""
     return (
         "none" if reward is None else "above 0" if reward > 0 else "0" if reward == 0 else "below 0"
     )
 
 
 def _style(filters: _Filters) -> str:
+    """Return the style sheet of the page."""
     rules = [_STYLE, STYLE]
     for band, (_, colour) in enumerate(BANDS):
         rules.append(
@@ -134,10 +140,10 @@ def _style(filters: _Filters) -> str:
 
 
 def _episode(row: Mapping[str, Any], filters: _Filters, shared: int) -> str:
-    """One episode: what it earned and why it ended, then its answer, or its turns."""
-    found = turns_of(row)
+    """Render an episode: its reward and stop reason, then its answer or its turns."""
+    episode_turns = turns_of(row)
     stop = stop_of(row)
-    shown_stop = (
+    stop_html = (
         f'<span class="cut">{escape(stop)}</span>'
         if stop in ("length", "truncated")
         else escape(stop)
@@ -147,102 +153,125 @@ def _episode(row: Mapping[str, Any], filters: _Filters, shared: int) -> str:
         f"advantage {number(row.get('advantage'))}",
     ]
     facts += [f"seat {escape(str(row['seat']))}"] if row.get("seat") is not None else []
-    facts += [shown_stop] if stop else []
-    if len(found) > 1:
+    facts += [stop_html] if stop else []
+    if len(episode_turns) > 1:
         facts += [
-            f"{len(found)} turns",
-            f"{sum(len(one.get('tokens') or ()) for one in found)} tokens",
+            f"{len(episode_turns)} turns",
+            f"{sum(len(item.get('tokens') or ()) for item in episode_turns)} tokens",
         ]
     else:
         facts += [f"{len(row['tokens'])} tokens"] if row.get("tokens") else []
     facts += figures(row.get("metrics"))
     error = f'<p class="error">{escape(str(row["error"]))}</p>' if row.get("error") else ""
-    single = len(found) < 2 and not (found and found[0].get("tool_calls"))
-    body = f"<pre>{tokens(row)}</pre>" if single else turns(row, found, shared)
+    single = len(episode_turns) < 2 and not (episode_turns and episode_turns[0].get("tool_calls"))
+    body = f"<pre>{tokens(row)}</pre>" if single else turns(row, episode_turns, shared)
     kinds = " ".join(filter(None, (sign(row.get("advantage")), filters.of(row))))
     return f'<article class="{kinds}"><p>{" &middot; ".join(facts)}</p>{error}{body}</article>'
 
 
 def _first_messages(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What the model was asked first, as messages; none where the row does not say."""
-    found = turns_of(row)
-    said = (found[0].get("messages") if found else None) or row.get("messages") or ()
-    return [one for one in said if isinstance(one, Mapping)]
+    """Return the messages before the first answer; empty if the row has none."""
+    episode_turns = turns_of(row)
+    messages = (
+        (episode_turns[0].get("messages") if episode_turns else None) or row.get("messages") or ()
+    )
+    return [item for item in messages if isinstance(item, Mapping)]
 
 
 def _group(rows: Sequence[Mapping[str, Any]], filters: _Filters) -> str:
+    """Render the episodes of a problem, with the shared prompt."""
     first = rows[0]
     rewards = [float(row["reward"]) for row in rows if row.get("reward") is not None]
     mean = f", mean reward {number(sum(rewards) / len(rewards))}" if rewards else ""
     title = f"{first.get('tag', 'problem')} {first.get('problem', '')}".strip()
-    expected = next((found for row in rows if (found := _expected(row)) is not None), None)
+    expected = next(
+        (expected_answer for row in rows if (expected_answer := _expected(row)) is not None), None
+    )
     answer = (
         f'<span class="expected">, expected answer {escape(str(expected))}</span>'
         if expected is not None
         else ""
     )
-    asked = _first_messages(first)
-    together = bool(asked) and all(_first_messages(row) == asked for row in rows)
+    first_messages = _first_messages(first)
+    shares_messages = bool(first_messages) and all(
+        _first_messages(row) == first_messages for row in rows
+    )
     prompt = f'<pre class="prompt">{escape(str(first.get("prompt", "")))}</pre>'
     if first.get("system"):
         prompt = message({"role": "system", "content": first["system"]}) + prompt
-    if together:
-        prompt = f'<div class="prompt">{"".join(message(one) for one in asked)}</div>'
-    episodes = "\n".join(_episode(row, filters, len(asked) if together else 0) for row in rows)
-    prompt = prompt if together or first.get("prompt") or not asked else ""
+    if shares_messages:
+        prompt = f'<div class="prompt">{"".join(message(item) for item in first_messages)}</div>'
+    episodes = "\n".join(
+        _episode(row, filters, len(first_messages) if shares_messages else 0) for row in rows
+    )
+    prompt = prompt if shares_messages or first.get("prompt") or not first_messages else ""
     prompt = _images(first) + prompt
     kind = {1: "", 2: " long", 3: " wide"}[max(_width(row) for row in rows)]
     return f'<section><h2>{escape(title + mean)}{answer}</h2>{prompt}<div class="group{kind}">\n{episodes}\n</div></section>'
 
 
 def _images(row: Mapping[str, Any]) -> str:
-    """What the model saw; pictures that the row itself holds alone, nothing is fetched."""
-    found = [
-        one
-        for one in row.get("images") or ()
-        if isinstance(one, str) and one.startswith("data:image/")
+    """Render the images of the prompt. Only images embedded in the row are shown; the page fetches
+    nothing.
+    """
+    sources = [
+        source
+        for source in row.get("images") or ()
+        if isinstance(source, str) and source.startswith("data:image/")
     ]
     return "".join(
-        f'<img alt="image {i}" src="{escape(one)}">' for i, one in enumerate(found, start=1)
+        f'<img alt="image {i}" src="{escape(source)}">' for i, source in enumerate(sources, start=1)
     )
 
 
 def _expected(row: Mapping[str, Any]) -> Any:
-    """The expected answer, where the row or what its environment noted says one."""
+    """Return the expected answer of the row or of its environment's logs; None if neither has
+    it.
+    """
     if row.get("answer") is not None:
         return row["answer"]
-    found = turns_of(row)
-    logs = found[-1].get("logs") if found else None
+    episode_turns = turns_of(row)
+    logs = episode_turns[-1].get("logs") if episode_turns else None
     return logs.get("answer") if isinstance(logs, Mapping) else None
 
 
 def _width(row: Mapping[str, Any]) -> int:
-    """How much room an episode wants: 3 of several seats, 2 of several turns, 1 of one answer."""
-    found = turns_of(row)
-    return 3 if len({one.get("seat") or 0 for one in found}) > 1 else 2 if len(found) > 1 else 1
+    """Return the width class of an episode: 3 for several seats, 2 for several turns, 1 for a
+    single answer.
+    """
+    episode_turns = turns_of(row)
+    return (
+        3
+        if len({item.get("seat") or 0 for item in episode_turns}) > 1
+        else 2
+        if len(episode_turns) > 1
+        else 1
+    )
 
 
 def _identity(row: Mapping[str, Any]) -> tuple[str, ...]:
-    # of episodes it is the last turn's, where they differ
+    """Return the key of the row's group."""
+    # the prompt of a multi-turn row is the prompt of its last turn, which differs between episodes
     last = () if row.get("turns") else ("prompt",)
     return tuple(str(row.get(key, "")) for key in ("group", "tag", "problem", *last))
 
 
 def _size(row: Mapping[str, Any]) -> int:
-    found = turns_of(row)
+    """Return the number of tokens of an episode; words if it has no tokens."""
+    episode_turns = turns_of(row)
     return sum(
-        len(one.get("tokens") or str(one.get("response", "")).split())
-        for one in (found if len(found) > 1 else [row])
+        len(item.get("tokens") or str(item.get("response", "")).split())
+        for item in (episode_turns if len(episode_turns) > 1 else [row])
     )
 
 
-# where the link to a later step goes, once there is one
+# position of the link to a later step
 _NEXT = re.compile(r"<!--next-->.*?</nav>")
 
 
 def with_next(page: str, name: str, step: int) -> str:
-    """A page that links to the one of a later step, in the place of another such link. What is no
-    page of these stays as it is.
+    """Return the page with a link to the page of a later step, replacing an earlier such link. A
+    text that is not such a page is returned unchanged.
     """
     return _NEXT.sub(
         lambda _: f'<!--next--><a href="{escape(name)}">step {step} &rarr;</a></nav>', page, count=1
@@ -258,33 +287,33 @@ def page(
     before: tuple[str, int] | None = None,
     file: str | None = None,
 ) -> str:
-    """The page of one iteration. Neighbouring rows with the same `group`, `tag`, `problem` and
-    `prompt` are one group.
+    """Render the page of an iteration. Adjacent rows with the same `group`, `tag`, `problem` and
+    `prompt` form a group.
 
-    A row: `prompt`, `response`, `reward`, and, where known, `advantage` (one number) or
-    `advantages` (one a token), `stop_reason`, `tokens` (the response in decoded pieces), `logprobs`
-    (one a token; None for a token the model did not write, which is greyed), `group`, `tag`,
-    `problem`, `answer` (the expected one), `system`, `metrics`, `error`; of an episode `turns`
-    (rl.episodes.rows), or turns with the `messages` said before each. Groups are shown from the
-    first on until `max_tokens` are; the page says how many were left out. `file`: where all rows
-    are. `before`: (file, step) of an earlier page, which is linked. A later one's link is put in by
-    `with_next`.
+    A row has `prompt`, `response`, `reward`, and optionally `advantage` (a number) or `advantages`
+    (a number for each token), `stop_reason`, `tokens` (the response in decoded pieces), `logprobs`
+    (a number for each token; None for a token that the model did not sample, shown in grey),
+    `group`, `tag`, `problem`, `answer` (the expected answer), `system`, `metrics`, `error`; an
+    episode also has `turns` (rl.episodes.rows), or turns with the `messages` before each turn.
+    Groups are shown from the first until `max_tokens` tokens are shown; the page reports how many
+    problems are omitted. `file`: name of the file with all rows. `before`: (file, step) of the
+    previous page, which the page links to. `with_next` adds the link to the next page.
     """
     filters = _Filters(rows)
-    groups = [list(rows_of_one) for _, rows_of_one in groupby(rows, key=_identity)]
-    shown: list[str] = []
+    groups = [list(group_rows) for _, group_rows in groupby(rows, key=_identity)]
+    sections: list[str] = []
     spent = 0
     for group in groups:
         size = sum(map(_size, group))
-        if shown and spent + size > max_tokens:
+        if sections and spent + size > max_tokens:
             break
-        shown.append(_group(group, filters))
+        sections.append(_group(group, filters))
         spent += size
     rewards = [float(row["reward"]) for row in rows if row.get("reward") is not None]
     summary = f"{len(groups)} problems, {len(rows)} answers"
     summary += f", mean reward {number(sum(rewards) / len(rewards))}" if rewards else ""
-    if len(shown) < len(groups):
-        summary += f"; the first {len(shown)} problems are shown, all are in {file or f'step_{step:06d}.jsonl'}"
+    if len(sections) < len(groups):
+        summary += f"; the first {len(sections)} problems are shown, all are in {file or f'step_{step:06d}.jsonl'}"
     bounds = ["p < 0.01", "0.05", "0.2", "0.5", "0.8", "1"]
     bands = "".join(f'<i class="p{i}">{escape(bound)}</i>' for i, bound in enumerate(bounds))
     earlier = (
@@ -299,6 +328,6 @@ def page(
 <span class="key lp">{bands}</span><span class="key adv"><i class="aup">raised</i><i class="adown">lowered</i></span>
 {filters.labels()}</header>
 <main>
-{chr(10).join(shown)}
+{chr(10).join(sections)}
 </main></body></html>
 """
