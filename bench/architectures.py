@@ -59,8 +59,24 @@ from rl.sampler.decoder_hf import HFDecoder  # noqa: E402
 from rl.types import Datum, LoraConfig, ModelInput, SamplingParams  # noqa: E402
 
 TABLE = HERE / "results" / "architectures.csv"
-COLUMNS = ["architecture", "class", "attention", "parameters", "padded", "packed", "shared", "checkpointing", "sampler",
-           "resume", "reload", "adapter", "rows", "layers", "lora_left_out", "seconds"]  # fmt: skip
+COLUMNS = [
+    "architecture",
+    "class",
+    "attention",
+    "parameters",
+    "padded",
+    "packed",
+    "shared",
+    "checkpointing",
+    "sampler",
+    "resume",
+    "reload",
+    "adapter",
+    "rows",
+    "layers",
+    "lora_left_out",
+    "seconds",
+]
 LOGPROBS, GRADIENT, SAMPLED = 1e-4, 1e-3, 1e-3
 # of the tokens may be off where a layer chooses what it reads by scores: a tiny vocabulary has
 # nearly equal ones
@@ -242,8 +258,12 @@ def row(name: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     begin = time.perf_counter()
     model = tiny_model(name)
-    found: dict[str, Any] = {"architecture": name, "class": type(model).__name__, "attention": model.config._attn_implementation,
-                             "parameters": sum(p.numel() for p in model.parameters())}  # fmt: skip
+    found: dict[str, Any] = {
+        "architecture": name,
+        "class": type(model).__name__,
+        "attention": model.config._attn_implementation,
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
     datums, accelerator = sequences(), make_accelerator(bf16=False)
     plain = models._prepared(copy.deepcopy(model))
     truth: Any = None

@@ -57,8 +57,10 @@ def page(rows: Sequence[Row], seeing: Sequence[Row] = ()) -> str:
     trained = [row for row in built if _layouts(row)]
     sampled = [row for row in built if row["sampler"].startswith("exact")]
     counts = (
-        f"{len(rows)} architectures; {len(built)} built; {len(trained)} train exactly in a layout at least; "
-        f"samples of {len(sampled)} are exact; {sum(len(_back(row)) == len(BACK) for row in trained)} come back in all three ways."
+        f"{len(rows)} architectures; {len(built)} built; {len(trained)} train exactly in a layout "
+        f"at least; "
+        f"samples of {len(sampled)} are exact; "
+        f"{sum(len(_back(row)) == len(BACK) for row in trained)} come back in all three ways."
     )
     columns = (
         "architecture",

@@ -174,7 +174,10 @@ if __name__ == "__main__":
         row = {name: f"{value:.4g}" for name, value in found.items()}
         row |= {"passes": str(found["correct after"] >= BAR > found["correct before"])}
         row |= {
-            "command": f"python bench/calculator_learns.py --seeds {seed} --steps {args.steps} --sft-steps {args.sft_steps}"
+            "command": (
+                f"python bench/calculator_learns.py --seeds {seed} --steps {args.steps} "
+                f"--sft-steps {args.sft_steps}"
+            )
         }
         print(row, flush=True)
         if args.csv:

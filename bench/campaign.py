@@ -51,7 +51,10 @@ def machine() -> str:
         cpu = names[0] if names else cpu
         memory = f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    return f"{cpu}, {cores} cores{memory}, Python {platform.python_version()}, torch {version('torch')}"
+    return (
+        f"{cpu}, {cores} cores{memory}, Python {platform.python_version()}, torch "
+        f"{version('torch')}"
+    )
 
 
 def command_line() -> str:
@@ -121,7 +124,8 @@ PARTS = (
     ),
     Part(
         "images",
-        "recipes/shapes.yaml, three seeds: past its bar as it sees, below it where pixels are permuted",
+        "recipes/shapes.yaml, three seeds: past its bar as it sees, below it where pixels are "
+        "permuted",
         "images.py",
     ),
     Part(
@@ -172,12 +176,14 @@ PARTS = (
     ),
     Part(
         "soak",
-        "20,000 steps of the smallest model: memory, descriptors, threads and the time of a step stay flat",
+        "20,000 steps of the smallest model: memory, descriptors, threads and the time of a step "
+        "stay flat",
         "soak.py",
     ),
     Part(
         "fuzz",
-        "100,000 spoilt inputs of every entry point: each accepted as it should be, or one clean error",
+        "100,000 spoilt inputs of every entry point: each accepted as it should be, or one clean "
+        "error",
         "fuzz.py",
     ),
     Part(

@@ -135,9 +135,17 @@ def main() -> None:
                 for group in episodes(n_groups, size, work == "slow", seed=0)
                 for seconds in group.seconds
             ]
-            rows.append({"work": work, "groups": n_groups, "size": size, "turn_by_turn_s": round(before, 3),
-                         "continuous_s": round(after, 3), "times_faster": round(before / after, 3),
-                         "longest_episode_waits_s": round(max(map(sum, drawn)), 3)})  # fmt: skip
+            rows.append(
+                {
+                    "work": work,
+                    "groups": n_groups,
+                    "size": size,
+                    "turn_by_turn_s": round(before, 3),
+                    "continuous_s": round(after, 3),
+                    "times_faster": round(before / after, 3),
+                    "longest_episode_waits_s": round(max(map(sum, drawn)), 3),
+                }
+            )
             print(rows[-1], flush=True)
     if args.out:
         with args.out.open("w", newline="") as file:

@@ -19,8 +19,14 @@ import threading
 import time
 from pathlib import Path
 
-FACTS = ["The capital of France is Paris.", "The capital of Italy is Rome.", "Water boils at 100 degrees.", "A week has 7 days.",
-         "A spider has 8 legs.", "A cat has 4 legs."]  # fmt: skip
+FACTS = [
+    "The capital of France is Paris.",
+    "The capital of Italy is Rome.",
+    "Water boils at 100 degrees.",
+    "A week has 7 days.",
+    "A spider has 8 legs.",
+    "A cat has 4 legs.",
+]
 COLLECTION, WIDTH = "wiki_embeddings", 768  # what the recipe asks for where nothing else is said
 
 
@@ -82,8 +88,13 @@ class Stand:
         # numpy, which recipes expect there
         program = 'import sys\nsys.path.append("/packages")\n' + asked["code"]
         ran = self.sandbox.run(program, files=files, limits=limits)  # type: ignore[arg-type]
-        result = {"status": "TimeLimitExceeded" if ran.timed_out else "Finished", "return_code": ran.returncode,
-                  "stdout": ran.stdout, "stderr": ran.stderr, "execution_time": ran.wall_s}  # fmt: skip
+        result = {
+            "status": "TimeLimitExceeded" if ran.timed_out else "Finished",
+            "return_code": ran.returncode,
+            "stdout": ran.stdout,
+            "stderr": ran.stderr,
+            "execution_time": ran.wall_s,
+        }
         return {
             "status": "Success" if ran.returncode == 0 else "Failed",
             "message": "",
@@ -92,13 +103,29 @@ class Stand:
 
     def environment(self, work: Path) -> dict[str, str]:
         """What tells the clients where it is; writes the key of an account that nobody has."""
-        made = subprocess.run(["openssl", "genpkey", "-algorithm", "RSA", "-pkeyopt", "rsa_keygen_bits:2048"], capture_output=True,
-                              text=True, check=True)  # fmt: skip
-        account = {"type": "service_account", "project_id": "bench", "private_key": made.stdout, "private_key_id": "1",
-                   "client_email": "nobody@localhost", "client_id": "1", "token_uri": f"{self.url}/token"}  # fmt: skip
+        made = subprocess.run(
+            ["openssl", "genpkey", "-algorithm", "RSA", "-pkeyopt", "rsa_keygen_bits:2048"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        account = {
+            "type": "service_account",
+            "project_id": "bench",
+            "private_key": made.stdout,
+            "private_key_id": "1",
+            "client_email": "nobody@localhost",
+            "client_id": "1",
+            "token_uri": f"{self.url}/token",
+        }
         (work / "account.json").write_text(json.dumps(account))
-        return {"SANDBOX_URL": f"{self.url}/run_code", "GOOGLE_VERTEX_BASE_URL": self.url, "GCP_VERTEXAI_PROJECT_NUMBER": "bench",
-                "GCP_VERTEXAI_REGION": "nowhere", "GOOGLE_APPLICATION_CREDENTIALS": str(work / "account.json")}  # fmt: skip
+        return {
+            "SANDBOX_URL": f"{self.url}/run_code",
+            "GOOGLE_VERTEX_BASE_URL": self.url,
+            "GCP_VERTEXAI_PROJECT_NUMBER": "bench",
+            "GCP_VERTEXAI_REGION": "nowhere",
+            "GOOGLE_APPLICATION_CREDENTIALS": str(work / "account.json"),
+        }
 
     def close(self) -> None:
         self.server.shutdown()

@@ -15,7 +15,10 @@ NAMES = (STUDENT, TEACHER, "Qwen/Qwen3.5-9B")
 # say a program, and a call or an answer; with words of their own
 CODER, SEARCHER = "Qwen/Qwen3-32B", "Qwen/Qwen3-30B-A3B"
 PROGRAM, CLOSE, REPLY = "```python\nprint(", ")\n```", "Answer: "
-CALL = '<tool_call>\n{"name": "search", "arguments": {"query_list": ["How many legs has a spider"]}}\n</tool_call>'
+CALL = (
+    '<tool_call>\n{"name": "search", "arguments": {"query_list": ["How many legs has a '
+    'spider"]}}\n</tool_call>'
+)
 WORDS = 2000  # of Qwen3's vocabulary: the bytes and the first merges
 ANSWERS = ("1", "2", "3", "4")
 END = "<|im_end|>"
@@ -193,12 +196,27 @@ def lay_out(work: Path, data: Path, problems: int) -> None:
         for asked, said in sums
     ]
     hub_folder(work, "open-thoughts/OpenThoughts3-1.2M", "default", {"train": talk})
-    pairs = [{"chosen": f"\n\nHuman: {asked}\n\nAssistant: {said}", "rejected": f"\n\nHuman: {asked}\n\nAssistant: I do not know."}
-             for asked, said in sums]  # fmt: skip
+    pairs = [
+        {
+            "chosen": f"\n\nHuman: {asked}\n\nAssistant: {said}",
+            "rejected": f"\n\nHuman: {asked}\n\nAssistant: I do not know.",
+        }
+        for asked, said in sums
+    ]
     hub_folder(work, "Anthropic/hh-rlhf", "default", {"train": pairs * 10, "test": pairs[:16]})
-    science = [{"domain": "Chemistry", "question": asked, "choices": {"text": ["1", "2"], "label": ["A", "B"]}, "answerKey": "A",
-                "answer": "A", "type": "mcq-4-choices", "details": {"level": "L3", "task": "t", "subtask": "t", "source": "t"},
-                "prompt": {"default": "Answer."}} for asked, _ in sums]  # fmt: skip
+    science = [
+        {
+            "domain": "Chemistry",
+            "question": asked,
+            "choices": {"text": ["1", "2"], "label": ["A", "B"]},
+            "answerKey": "A",
+            "answer": "A",
+            "type": "mcq-4-choices",
+            "details": {"level": "L3", "task": "t", "subtask": "t", "source": "t"},
+            "prompt": {"default": "Answer."},
+        }
+        for asked, _ in sums
+    ]
     hub_folder(work, "hicai-zju/SciKnowEval", "default", {"test": science})
     rubric = {
         "rubric_str": "Is it polite?",
@@ -231,8 +249,14 @@ def _tools(work: Path) -> None:
     hub_folder(
         work, "agentica-org/DeepCoder-Preview-Dataset", "lcbv5", {"train": tasks, "test": tasks[:4]}
     )
-    asked = [{"question": "How many legs has a spider?", "golden_answers": ["8"], "data_source": "nq"},
-             {"question": "How many days has a week?", "golden_answers": ["7"], "data_source": "hotpotqa"}] * 8  # fmt: skip
+    asked = [
+        {"question": "How many legs has a spider?", "golden_answers": ["8"], "data_source": "nq"},
+        {
+            "question": "How many days has a week?",
+            "golden_answers": ["7"],
+            "data_source": "hotpotqa",
+        },
+    ] * 8
     for split in ("train", "test"):
         folder = work / ".cache" / "tinker-cookbook" / "PeterJinGo" / "nq_hotpotqa_train" / split
         folder.mkdir(parents=True)
@@ -264,6 +288,15 @@ def _markets(path: Path) -> None:
                 "summary": f"{i} is {'odd' if odd else 'even'}.",
                 "ranking": 1,
             }
-            found = (str(i), f"E{i}", f"Will {i} be odd?", f"{day}T00:00:00", f"{day}T12:00:00", json.dumps({"Odd": odd}), "Numbers",
-                     json.dumps(["Odd"]), json.dumps([source]))  # fmt: skip
+            found = (
+                str(i),
+                f"E{i}",
+                f"Will {i} be odd?",
+                f"{day}T00:00:00",
+                f"{day}T12:00:00",
+                json.dumps({"Odd": odd}),
+                "Numbers",
+                json.dumps(["Odd"]),
+                json.dumps([source]),
+            )
             writer.writerow(dict(zip(columns, found, strict=True)))

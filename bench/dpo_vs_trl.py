@@ -86,9 +86,19 @@ def run_whetstone(
         )
         unused: dict[str, Any] = dict(logbook=None, console=None, keeper=None, stop_request=None)
         stage = KeptStage(
-            name="dpo", index=0, method=spec.hooks(plan.settings), models=Models(policy, others), problems=prepared.problems,
-            test_problems=None, renderer=make_renderer(policy, None), scorer=None, seed=args.seed, first_step=0, done=0, **unused,
-        )  # fmt: skip
+            name="dpo",
+            index=0,
+            method=spec.hooks(plan.settings),
+            models=Models(policy, others),
+            problems=prepared.problems,
+            test_problems=None,
+            renderer=make_renderer(policy, None),
+            scorer=None,
+            seed=args.seed,
+            first_step=0,
+            done=0,
+            **unused,
+        )
         train_offline(stage)
     return found
 
@@ -129,17 +139,39 @@ def run_trl(
         for p in pairs
     ]
     config = DPOConfig(
-        output_dir=str(folder), max_steps=args.steps, seed=args.seed, use_cpu=True, bf16=False, fp16=False, beta=args.beta,
-        loss_type=[LOSSES[loss]], learning_rate=args.learning_rate, lr_scheduler_type="constant", adam_beta1=0.9, adam_beta2=0.95,
-        adam_epsilon=1e-8, weight_decay=0.0, max_grad_norm=1.0, per_device_train_batch_size=args.pairs,
-        gradient_accumulation_steps=1, gradient_checkpointing=False, max_length=None, dataloader_num_workers=0,
-        dataloader_pin_memory=False, logging_strategy="no", save_strategy="no", eval_strategy="no", report_to="none",
+        output_dir=str(folder),
+        max_steps=args.steps,
+        seed=args.seed,
+        use_cpu=True,
+        bf16=False,
+        fp16=False,
+        beta=args.beta,
+        loss_type=[LOSSES[loss]],
+        learning_rate=args.learning_rate,
+        lr_scheduler_type="constant",
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        adam_epsilon=1e-8,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        per_device_train_batch_size=args.pairs,
+        gradient_accumulation_steps=1,
+        gradient_checkpointing=False,
+        max_length=None,
+        dataloader_num_workers=0,
+        dataloader_pin_memory=False,
+        logging_strategy="no",
+        save_strategy="no",
+        eval_strategy="no",
+        report_to="none",
         disable_tqdm=True,
-    )  # fmt: skip
+    )
     trainer = KeptTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model), processing_class=AutoTokenizer.from_pretrained(model), args=config,
+        model=AutoModelForCausalLM.from_pretrained(model),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        args=config,
         train_dataset=Dataset.from_list(rows),
-    )  # fmt: skip
+    )
     trainer.train()
     return found
 

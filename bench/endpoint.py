@@ -38,7 +38,10 @@ for turn in range(2):
     messages += [said, {"role": "user", "content": "more:"}]
 post(f"/{path}/reward", {"reward": sum(c.isdigit() for c in found) / max(1, len(found))})
 """
-SETTINGS = "--base-model tiny:ascii-small --batch-size 4 --group-size 6 --max-tokens 6 --learning-rate 3e-3 --eval-limit 16 --environment-rows 64"
+SETTINGS = (
+    "--base-model tiny:ascii-small --batch-size 4 --group-size 6 --max-tokens 6 --learning-rate "
+    "3e-3 --eval-limit 16 --environment-rows 64"
+)
 
 
 def main() -> None:
@@ -80,15 +83,23 @@ def main() -> None:
                 if "test/env/all/reward/total" in row
             ]
             sampled = [row["reward/total"] for row in found if "reward/total" in row]
-            rows.append({
-                "seed": seed, "steps": args.steps, "held_out_before": held_out[0], "held_out_after": held_out[-1],
-                "sampled_first": sampled[0], "sampled_last": sampled[-1], "seconds": round(time.perf_counter() - begun, 1),
-                "load": round(os.getloadavg()[0], 1),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "seed": seed,
+                    "steps": args.steps,
+                    "held_out_before": held_out[0],
+                    "held_out_after": held_out[-1],
+                    "sampled_first": sampled[0],
+                    "sampled_last": sampled[-1],
+                    "seconds": round(time.perf_counter() - begun, 1),
+                    "load": round(os.getloadavg()[0], 1),
+                }
+            )
             print(rows[-1], flush=True)
             with RESULTS.open("w", newline="") as file:
                 file.write(
-                    f"# python bench/endpoint.py --seeds {args.seeds} --steps {args.steps}; {SETTINGS}\n"
+                    f"# python bench/endpoint.py --seeds {args.seeds} --steps {args.steps}; "
+                    f"{SETTINGS}\n"
                 )
                 writer = csv.DictWriter(file, rows[0])
                 writer.writeheader()

@@ -64,7 +64,8 @@ def fuzz(name: str, module: ModuleType, *, seed: int, count: int) -> dict[str, A
                 file=sys.stderr,
             )
         print(
-            f"{name}: {first + ROUND if first + ROUND < count else count} of {count}, {outcomes['fault']} faults",
+            f"{name}: {first + ROUND if first + ROUND < count else count} of {count}, "
+            f"{outcomes['fault']} faults",
             flush=True,
         )
     faults = outcomes.pop("fault", 0)

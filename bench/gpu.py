@@ -40,16 +40,19 @@ PARTS = {
     "tests": (90, "tests marked gpu"),
     "pages": (
         20,
-        "attention over pages: ours, torch's varlen attention with one split and with its own choice (pytorch#194167)",
+        "attention over pages: ours, torch's varlen attention with one split and with its own "
+        "choice (pytorch#194167)",
     ),
     "branches": (
         60,
-        "what the device's checks chose; score kernels of both branches and products by themselves, TFLOP/s",
+        "what the device's checks chose; score kernels of both branches and products by "
+        "themselves, TFLOP/s",
     ),
     "kernels": (85, "linear_logprob beside torch, torch.compile, Liger, cut-cross-entropy"),
     "decode": (
         117,
-        "decode tokens per second over pages and plain, beside generate, continuous batching, vLLM; what the trial says",
+        "decode tokens per second over pages and plain, beside generate, continuous batching, "
+        "vLLM; what the trial says",
     ),
     "group": (16, "a group of 16 on a prompt of 4,096 tokens"),
     "draw": (15, "a token from hidden states, without logits, beside today's path"),
@@ -259,7 +262,8 @@ def main() -> None:
 
     if not args.dry and not torch.cuda.is_available():
         sys.exit(
-            "bench/gpu.py: no CUDA device is visible; --dry runs every part's code on a CPU, at tiny sizes"
+            "bench/gpu.py: no CUDA device is visible; --dry runs every part's code on a CPU, at "
+            "tiny sizes"
         )
     end = time.perf_counter() + args.limit
     for i, part in enumerate(args.part):

@@ -57,7 +57,10 @@ def speed(table: Any, case: str, name: str, decoder: Any, rows: int, dry: bool) 
     floor = (
         weights + cached * int(state.prompt_lengths.sum() + state.response_lengths.sum())
     ) / BANDWIDTH
-    note = f"{seconds / steps * 1e3:.2f} ms a step, {steps} of them, {floor * steps / seconds:.0%} of bandwidth"
+    note = (
+        f"{seconds / steps * 1e3:.2f} ms a step, {steps} of them, {floor * steps / seconds:.0%} "
+        f"of bandwidth"
+    )
     table.row(case, name, "tokens_per_s", tokens / seconds, "", rows / floor, note)
 
 

@@ -17,17 +17,70 @@ from bench.gpu_kernels import device_of
 BANDWIDTH = 3.0e12  # bytes a second, of a large copy on an H100
 COMMON = dict(max_position_embeddings=32_768, eos_token_id=None, bos_token_id=None, pad_token_id=0)
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
-    "0.5B": ("Qwen2", dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
-                           vocab_size=151_936, tie_word_embeddings=True)),
-    "0.6B": ("Qwen3", dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
-                           head_dim=128, vocab_size=151_936, tie_word_embeddings=True)),
-    "1.7B": ("Qwen3", dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
-                           head_dim=128, vocab_size=151_936, tie_word_embeddings=True)),
-    "8B": ("Llama", dict(hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-                         vocab_size=128_256, tie_word_embeddings=False)),
-    "tiny": ("Qwen3", dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                           head_dim=16, vocab_size=600, tie_word_embeddings=True)),
-}  # fmt: skip
+    "0.5B": (
+        "Qwen2",
+        dict(
+            hidden_size=896,
+            intermediate_size=4864,
+            num_hidden_layers=24,
+            num_attention_heads=14,
+            num_key_value_heads=2,
+            vocab_size=151_936,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "0.6B": (
+        "Qwen3",
+        dict(
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_hidden_layers=28,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=128,
+            vocab_size=151_936,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "1.7B": (
+        "Qwen3",
+        dict(
+            hidden_size=2048,
+            intermediate_size=6144,
+            num_hidden_layers=28,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=128,
+            vocab_size=151_936,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "8B": (
+        "Llama",
+        dict(
+            hidden_size=4096,
+            intermediate_size=14_336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            vocab_size=128_256,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "tiny": (
+        "Qwen3",
+        dict(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            vocab_size=600,
+            tie_word_embeddings=True,
+        ),
+    ),
+}
 
 
 def config_of(size: str) -> Any:

@@ -62,8 +62,16 @@ def serving(size: str) -> Peer:
 
     with tempfile.TemporaryDirectory() as folder:
         config_of(size).save_pretrained(folder)
-        engine = LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", gpu_memory_utilization=0.8,
-                     max_model_len=512, max_num_seqs=1024, enable_prefix_caching=False)  # fmt: skip
+        engine = LLM(
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            gpu_memory_utilization=0.8,
+            max_model_len=512,
+            max_num_seqs=1024,
+            enable_prefix_caching=False,
+        )
 
     def run(prompts: list[list[int]], new: int) -> int:
         how = SamplingParams(

@@ -104,9 +104,15 @@ def reason(one: Judged, found: bool) -> str:
     """Why the grades differ, from what was compared; "" where it is not known."""
     marked = marked_answer(one.response) or ""
     if found and ("m." in marked or "m." in one.answer) and one.read in marked:
-        return f"theirs is mistaken: it cut {marked!r} to {one.read!r} before comparing; the answer is as MATH has it"
+        return (
+            f"theirs is mistaken: it cut {marked!r} to {one.read!r} before comparing; the answer "
+            f"is as MATH has it"
+        )
     if found and one.answer.replace("{,}", "") == marked:
-        return "theirs is mistaken: it compared the spelling of a number with and without a thousands separator"
+        return (
+            "theirs is mistaken: it compared the spelling of a number with and without a "
+            "thousands separator"
+        )
     if found and marked in (one.answer.rpartition("=")[2], one.answer):
         return "the two problems have the same answer, spelled in two ways"
     return ""

@@ -43,19 +43,30 @@ PROBLEMS, SAMPLES, MAX_TOKENS, STEPS = 8, 8, 6, 2
 # but for cispo a largest ratio.
 LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo": ({"loss_type": "grpo"}, {"normalise": "sequence_means"}),
-    "grpo with KL": ({"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False}, {"normalise": "sequence_means", "kl_coef": 0.1}),
+    "grpo with KL": (
+        {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False},
+        {"normalise": "sequence_means", "kl_coef": 0.1},
+    ),
     "dr_grpo": ({"loss_type": "dr_grpo"}, {"normalise": "constant"}),
     "bnpo": ({"loss_type": "bnpo"}, {"normalise": "tokens"}),
-    "dapo": ({"loss_type": "dapo", "epsilon_high": 0.28}, {"normalise": "tokens", "clip_high": 1.28}),
+    "dapo": (
+        {"loss_type": "dapo", "epsilon_high": 0.28},
+        {"normalise": "tokens", "clip_high": 1.28},
+    ),
     "gspo": (
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.1},
+        {
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "epsilon": 0.1,
+            "epsilon_high": 0.1,
+        },
         {"loss": "gspo", "normalise": "sequence_means", "clip_low": 0.9, "clip_high": 1.1},
     ),
     "cispo": (
         {"loss_type": "cispo", "epsilon_high": 1.2},
         {"loss": "cispo", "normalise": "tokens", "clip_low": 0.0, "clip_high": 1.2},
     ),
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -110,17 +121,46 @@ def run_trl(
 
     rows = [{"prompt": f"{10 + 9 * i}+{35 + 7 * i}="} for i in range(PROBLEMS)]
     config = GRPOConfig(
-        output_dir=str(folder), max_steps=STEPS, seed=args.seed, use_cpu=True, bf16=False, fp16=False, learning_rate=args.learning_rate,
-        lr_scheduler_type="constant", adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8, weight_decay=0.0, max_grad_norm=0.0,
-        per_device_train_batch_size=PROBLEMS * SAMPLES, gradient_accumulation_steps=1, steps_per_generation=1, num_generations=SAMPLES,
-        num_iterations=STEPS, max_completion_length=MAX_TOKENS, temperature=1.0, scale_rewards="none",
-        shuffle_dataset=False, gradient_checkpointing=False, dataloader_num_workers=0, dataloader_pin_memory=False,
-        logging_strategy="no", save_strategy="no", eval_strategy="no", report_to="none", disable_tqdm=True, **{"beta": 0.0, **settings},
-    )  # fmt: skip
+        output_dir=str(folder),
+        max_steps=STEPS,
+        seed=args.seed,
+        use_cpu=True,
+        bf16=False,
+        fp16=False,
+        learning_rate=args.learning_rate,
+        lr_scheduler_type="constant",
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        adam_epsilon=1e-8,
+        weight_decay=0.0,
+        max_grad_norm=0.0,
+        per_device_train_batch_size=PROBLEMS * SAMPLES,
+        gradient_accumulation_steps=1,
+        steps_per_generation=1,
+        num_generations=SAMPLES,
+        num_iterations=STEPS,
+        max_completion_length=MAX_TOKENS,
+        temperature=1.0,
+        scale_rewards="none",
+        shuffle_dataset=False,
+        gradient_checkpointing=False,
+        dataloader_num_workers=0,
+        dataloader_pin_memory=False,
+        logging_strategy="no",
+        save_strategy="no",
+        eval_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **{"beta": 0.0, **settings},
+    )
     trainer = KeptTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model), processing_class=AutoTokenizer.from_pretrained(model), reward_funcs=reward,
-        args=config, train_dataset=Dataset.from_list(rows), callbacks=[Gradients()],
-    )  # fmt: skip
+        model=AutoModelForCausalLM.from_pretrained(model),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        callbacks=[Gradients()],
+    )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     return steps, drawn
@@ -231,7 +271,8 @@ def _groups(policy: Any, drawn: list[Completion]) -> list[Any]:
         map(is_mixed, groups)
     ):
         raise ValueError(
-            "a group is not whole, or all of its members earn the same, which Whetstone leaves out: take another --seed"
+            "a group is not whole, or all of its members earn the same, which Whetstone leaves "
+            "out: take another --seed"
         )
     return groups
 

@@ -158,10 +158,19 @@ def run_whetstone(args: argparse.Namespace, turns: Turns) -> None:
             logbook=None, console=None, keeper=None, stop_request=StopRequest()
         )
         stage = TimedStage(
-            name="grpo", index=0, method=METHODS["grpo"].hooks(plan.settings), models=Models(policy), problems=prepared.problems,
-            test_problems=None, renderer=make_renderer(policy, None), scorer=prepared.scorer, seed=args.seed, first_step=0, done=0,
+            name="grpo",
+            index=0,
+            method=METHODS["grpo"].hooks(plan.settings),
+            models=Models(policy),
+            problems=prepared.problems,
+            test_problems=None,
+            renderer=make_renderer(policy, None),
+            scorer=prepared.scorer,
+            seed=args.seed,
+            first_step=0,
+            done=0,
             **unused,
-        )  # fmt: skip
+        )
         train_online(stage)
 
 
@@ -206,18 +215,47 @@ def run_trl(args: argparse.Namespace, turns: Turns) -> None:
     ]
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     config = GRPOConfig(
-        output_dir=str(args.folder), max_steps=args.steps, seed=args.seed, use_cpu=True, bf16=False, fp16=False,
-        learning_rate=args.learning_rate, lr_scheduler_type="constant", adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8,
-        weight_decay=0.0, max_grad_norm=1.0, per_device_train_batch_size=PROBLEMS * SAMPLES, gradient_accumulation_steps=1,
-        steps_per_generation=1, num_generations=SAMPLES, num_iterations=1, max_completion_length=MAX_TOKENS, temperature=1.0,
-        beta=0.0, scale_rewards="group", loss_type="dapo", shuffle_dataset=False, gradient_checkpointing=False,
-        dataloader_num_workers=0, dataloader_pin_memory=False, logging_strategy="no", save_strategy="no", eval_strategy="no",
-        report_to="none", disable_tqdm=True,
-    )  # fmt: skip
+        output_dir=str(args.folder),
+        max_steps=args.steps,
+        seed=args.seed,
+        use_cpu=True,
+        bf16=False,
+        fp16=False,
+        learning_rate=args.learning_rate,
+        lr_scheduler_type="constant",
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        adam_epsilon=1e-8,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        per_device_train_batch_size=PROBLEMS * SAMPLES,
+        gradient_accumulation_steps=1,
+        steps_per_generation=1,
+        num_generations=SAMPLES,
+        num_iterations=1,
+        max_completion_length=MAX_TOKENS,
+        temperature=1.0,
+        beta=0.0,
+        scale_rewards="group",
+        loss_type="dapo",
+        shuffle_dataset=False,
+        gradient_checkpointing=False,
+        dataloader_num_workers=0,
+        dataloader_pin_memory=False,
+        logging_strategy="no",
+        save_strategy="no",
+        eval_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(args.model), processing_class=tokenizer, reward_funcs=reward, args=config,
-        train_dataset=Dataset.from_list(rows), callbacks=[InTurn()],
-    )  # fmt: skip
+        model=AutoModelForCausalLM.from_pretrained(args.model),
+        processing_class=tokenizer,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        callbacks=[InTurn()],
+    )
     turns.save = save
     trainer.train()
 
@@ -258,7 +296,8 @@ class Process:
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError(
-                f"{self.peer} ended with exit code {self.process.wait()} after {len(self.report['seconds'])} steps"
+                f"{self.peer} ended with exit code {self.process.wait()} after "
+                f"{len(self.report['seconds'])} steps"
             )
         self.report = json.loads(line)
 
@@ -417,7 +456,8 @@ def main() -> None:
     args = arguments()
     if importlib.util.find_spec("trl") is None:
         raise SystemExit(
-            f"this Python has no trl: {INSTALL}\nthen run .venv-bench/bin/python bench/grpo_vs_trl.py"
+            f"this Python has no trl: {INSTALL}\nthen run .venv-bench/bin/python "
+            f"bench/grpo_vs_trl.py"
         )
     if args.peer:
         run_peer(args)

@@ -129,7 +129,8 @@ def main() -> None:
             error = f"{mid['error']:.1e}"
             writer.writerow([variant, *sizes, wall, cpu, extra, error, f"{ratio:.3f}"])
             print(
-                f"{variant:14s} wall {wall:>7} s  cpu {cpu:>7} s  extra {extra:>6} MB  error {error}  cpu ratio {ratio:.3f}"
+                f"{variant:14s} wall {wall:>7} s  cpu {cpu:>7} s  extra {extra:>6} MB  error "
+                f"{error}  cpu ratio {ratio:.3f}"
             )
 
 

@@ -34,7 +34,10 @@ from kernels import policy_loss, token_logprob  # noqa: E402
 
 Errors = tuple[float, float, float]  # logp, dX, dW
 
-COLUMNS = "operation provider memory phase model tokens D V dtype device median_ms low_ms high_ms floor_ms ratio peak_mb".split()
+COLUMNS = (
+    "operation provider memory phase model tokens D V dtype device median_ms low_ms high_ms "
+    "floor_ms ratio peak_mb"
+).split()
 COLUMNS += ["error", "error_dx", "error_dw"]
 Row = dict[str, object]
 
@@ -250,11 +253,15 @@ def bench_tokens(tokens: int, device: str, repeats: int) -> Iterator[Row]:
 
 
 def show(r: Row) -> None:
-    label = f"{r['operation']:15s} {r['provider']:27s} {r['memory']:6s} {r['phase']:8s} {r['model']:13s} {r['tokens']:>6}"
+    label = (
+        f"{r['operation']:15s} {r['provider']:27s} {r['memory']:6s} {r['phase']:8s} "
+        f"{r['model']:13s} {r['tokens']:>6}"
+    )
     times = f"{r['median_ms']:>11} ms [{r['low_ms']}, {r['high_ms']}]"
     errors = f"{r['error']} {r['error_dx']} {r['error_dw']}"
     print(
-        f"{label} {times}  floor {r['floor_ms']}  ratio {r['ratio']:>8}  {r['peak_mb']:>6} MB  errors {errors}",
+        f"{label} {times}  floor {r['floor_ms']}  ratio {r['ratio']:>8}  {r['peak_mb']:>6} MB  "
+        f"errors {errors}",
         flush=True,
     )
 
@@ -352,7 +359,8 @@ def main() -> None:
     dtype = getattr(torch, args.dtype or ("bfloat16" if cuda else "float32"))
     repeats = min(args.repeats, 10) if args.quick else args.repeats
     print(
-        f"device {torch.cuda.get_device_name() if cuda else 'cpu'}, torch {torch.__version__}, {dtype}, {repeats} repeats"
+        f"device {torch.cuda.get_device_name() if cuda else 'cpu'}, torch {torch.__version__}, "
+        f"{dtype}, {repeats} repeats"
     )
     path = (
         args.csv or Path(__file__).resolve().parent / "results" / f"kernels_{args.device}_table.csv"

@@ -51,7 +51,10 @@ def main() -> None:
         Path(home, "uneven.py").write_text(ENVIRONMENT)
         words = f"grpo --steps {args.steps} --batch-size 4 --group-size 2 --max-tokens 5 --quiet"
         words += " --eval-every 0 --save-every 1 --rollouts-every 1"
-        words += f" --environment {home}/uneven.py:Uneven --environment-isolation thread --renderer plain --no-self-test --slice-steps 2"
+        words += (
+            f" --environment {home}/uneven.py:Uneven --environment-isolation thread --renderer "
+            f"plain --no-self-test --slice-steps 2"
+        )
         words += f" --max-steps-off-policy {args.bound} --auto-resume --output-dir {folder}"
         kills, code, in_flight = 0, None, []
         while code != 0:
@@ -80,10 +83,15 @@ def main() -> None:
         ]
     wanted = args.steps * 4 * 2
     row = {
-        "kills": kills, "steps": args.steps, "bound": args.bound, "episodes_wanted": wanted, "episodes_trained": len(groups),
-        "distinct": len(set(groups)), "oldest_token": max(r["async/age/max"] for r in rows),
+        "kills": kills,
+        "steps": args.steps,
+        "bound": args.bound,
+        "episodes_wanted": wanted,
+        "episodes_trained": len(groups),
+        "distinct": len(set(groups)),
+        "oldest_token": max(r["async/age/max"] for r in rows),
         "under_way_at_a_kill": round(sum(in_flight) / max(1, len(in_flight)), 1),
-    }  # fmt: skip
+    }
     print(row)
     if args.out:
         with args.out.open("w", newline="") as file:

@@ -73,8 +73,19 @@ def one_run(name: str, seed: int) -> tuple[list[dict[str, Any]], bool]:
         side = "above" if "above" in one else "below"
         margin = one["value"] - one["above"] if side == "above" else one["below"] - one["value"]
         case = one["test"].partition("[")[2].removesuffix("]")
-        rows.append({"test": name, "case": case, "figure": one["figure"], "seed": seed, "value": round(one["value"], 4), "side": side,
-                     "bar": round(one[side], 4), "margin": round(margin, 4), "machine": machine()})  # fmt: skip
+        rows.append(
+            {
+                "test": name,
+                "case": case,
+                "figure": one["figure"],
+                "seed": seed,
+                "value": round(one["value"], 4),
+                "side": side,
+                "bar": round(one[side], 4),
+                "margin": round(margin, 4),
+                "machine": machine(),
+            }
+        )
     return rows, failed
 
 

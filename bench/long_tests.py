@@ -44,8 +44,15 @@ def main() -> None:
             (child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed"
         )
         name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
-        rows.append({"test": name, "ended": ended, "seconds": round(float(case.get("time", 0))), "machine": machine(),
-                     "command": command_line()})  # fmt: skip
+        rows.append(
+            {
+                "test": name,
+                "ended": ended,
+                "seconds": round(float(case.get("time", 0))),
+                "machine": machine(),
+                "command": command_line(),
+            }
+        )
     if rows:
         write_table(RESULTS / "long_tests.csv", rows)
     raise SystemExit(code)

@@ -137,7 +137,8 @@ def figures(rows: Rows, stage: str, metric: str) -> list[float]:
             }
         )
         raise KeyError(
-            f"stage {stage} measured no {metric}; it has {', '.join(known) or 'no held-out figures'}"
+            f"stage {stage} measured no {metric}; it has "
+            f"{', '.join(known) or 'no held-out figures'}"
         )
     return found
 

@@ -977,8 +977,8 @@ MUTANTS = [
     ),
     M(
         "rl/methods/ppo.py",
-        "own_values[episode.last_part][-1]",
-        "own_values[-1][-1]",
+        "values_parts[episode.last_part][-1]",
+        "values_parts[-1][-1]",
         "outside: the bootstrap of another conversation",
         "ppo setting_pairs_ppo",
     ),
@@ -1340,8 +1340,8 @@ MUTANTS = [
     ),
     M(
         "rl/judges/rubric.py",
-        "float(found[-1])",
-        "float(found[0])",
+        "float(matches[-1])",
+        "float(matches[0])",
         "the last score that a judge wrote",
         "rubric",
     ),
@@ -1390,8 +1390,8 @@ MUTANTS = [
     ),
     M(
         "rl/serve/turns.py",
-        "all_wait + early, held + early, others",
-        "all_wait, held, others",
+        "total + early, tenant_total + early, others",
+        "total, tenant_total, others",
         "numbers that came early count",
         "serve_turns",
     ),
@@ -1453,8 +1453,8 @@ MUTANTS = [
     ),
     M(
         "rl/serve/promises.py",
-        "late = now - promise.told >= self.told_seconds",
-        "late = False",
+        "expired = now - promise.told >= self.told_seconds",
+        "expired = False",
         "sent answers are forgotten",
         "serve_memory",
     ),

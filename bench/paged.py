@@ -88,7 +88,8 @@ def main() -> None:
                 )
                 file.flush()
                 print(
-                    f"{kind}: {first + count - 1000} workloads, {found['waited']} times a row of the last {count} waited",
+                    f"{kind}: {first + count - 1000} workloads, {found['waited']} times a row of "
+                    f"the last {count} waited",
                     flush=True,
                 )
 

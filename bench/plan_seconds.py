@@ -34,17 +34,60 @@ from bench.campaign import RESULTS, machine, write_table  # noqa: E402
 TABLE = RESULTS / "plan_seconds.csv"
 QWEN2 = {"vocab_size": 152_064, "max_position_embeddings": 32_768, "tie_word_embeddings": False}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "0.5B": ("qwen2", {**QWEN2, "vocab_size": 151_936, "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
-                       "num_key_value_heads": 2, "intermediate_size": 4864, "tie_word_embeddings": True}),
-    "7B": ("qwen2", {**QWEN2, "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
-                     "intermediate_size": 18_944}),
-    "32B": ("qwen2", {**QWEN2, "hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8,
-                      "intermediate_size": 27_648}),
-    "30B-A3B": ("qwen3_moe", {"vocab_size": 151_936, "max_position_embeddings": 40_960, "hidden_size": 2048, "num_hidden_layers": 48,
-                              "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
-                              "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
-                              "tie_word_embeddings": False}),
-}  # fmt: skip
+    "0.5B": (
+        "qwen2",
+        {
+            **QWEN2,
+            "vocab_size": 151_936,
+            "hidden_size": 896,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "intermediate_size": 4864,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "7B": (
+        "qwen2",
+        {
+            **QWEN2,
+            "hidden_size": 3584,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "intermediate_size": 18_944,
+        },
+    ),
+    "32B": (
+        "qwen2",
+        {
+            **QWEN2,
+            "hidden_size": 5120,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "intermediate_size": 27_648,
+        },
+    ),
+    "30B-A3B": (
+        "qwen3_moe",
+        {
+            "vocab_size": 151_936,
+            "max_position_embeddings": 40_960,
+            "hidden_size": 2048,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
 ON_80 = "--plan-gpus 8 --plan-gpu-memory 80"
 LAUNCHES = {
     "LoRA, one GPU": "--lora-rank 32 --plan-gpus 1 --plan-gpu-memory 80",
@@ -53,7 +96,10 @@ LAUNCHES = {
     "all weights, FSDP2 on 8 GPUs": f"--lora-rank 0 {ON_80}",
     "all weights, a CPU process": "--lora-rank 0",
 }
-WORDS = "grpo --dataset addition --reward exact_match --batch-size 64 --group-size 8 --max-tokens 1024 --plan"
+WORDS = (
+    "grpo --dataset addition --reward exact_match --batch-size 64 --group-size 8 --max-tokens "
+    "1024 --plan"
+)
 
 
 def one(tree: Path, folder: Path, launch: str) -> tuple[float, float, float, str]:
@@ -133,7 +179,8 @@ def main() -> int:
                     verdict,
                 )
                 print(
-                    f"{name}, {launch}, {label}: verdict {answered:.1f} s, {seconds:.1f} s, {cpu:.1f} s of CPU, {verdict}",
+                    f"{name}, {launch}, {label}: verdict {answered:.1f} s, {seconds:.1f} s, "
+                    f"{cpu:.1f} s of CPU, {verdict}",
                     flush=True,
                 )
             keep(name, launch, best)

@@ -38,8 +38,15 @@ from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 from bench.sampler import BASE, MODEL_085M, Shape, with_engine  # noqa: E402
 from rl.sampler import make_decoder  # noqa: E402
 
-MODEL_40M = dict(vocab_size=32000, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8,
-                 num_key_value_heads=4, head_dim=64)  # fmt: skip
+MODEL_40M = dict(
+    vocab_size=32000,
+    hidden_size=512,
+    intermediate_size=1536,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+)
 SHAPES = [
     Shape(f"{name}, {size}", model, *counts)
     for size, model in (("40M", MODEL_40M), ("0.85M", MODEL_085M))
@@ -56,8 +63,13 @@ class Peer:
             for name, value in os.environ.items()
             if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
         }
-        self.process = subprocess.Popen([python, str(HERE / "vllm_peer.py"), folder, dtype], text=True, env=inherited,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+        self.process = subprocess.Popen(
+            [python, str(HERE / "vllm_peer.py"), folder, dtype],
+            text=True,
+            env=inherited,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         self.versions = self._answer()
 
     def _answer(self) -> dict[str, Any]:
@@ -65,7 +77,8 @@ class Peer:
         line = self.process.stdout.readline()
         if not line:
             raise SystemExit(
-                "vLLM's process ended; what it said is above (is it installed beside the python of --vllm-python?)"
+                "vLLM's process ended; what it said is above (is it installed beside the python "
+                "of --vllm-python?)"
             )
         return json.loads(line)
 

@@ -37,12 +37,23 @@ LIMITS = Limits(
     output_kb=1024,
 )
 STYLES = {
-    "asserts": Asserts("import math", ASSERTS, "f"), "calls": Calls("f", CALLS), "dialogue": Dialogues(CASES), "pytest": Pytest(PYTESTS),
-    "sorting": Asserts("", SORTS, "f"), "in place": Asserts("", IN_PLACE, "f"),
-}  # fmt: skip
+    "asserts": Asserts("import math", ASSERTS, "f"),
+    "calls": Calls("f", CALLS),
+    "dialogue": Dialogues(CASES),
+    "pytest": Pytest(PYTESTS),
+    "sorting": Asserts("", SORTS, "f"),
+    "in place": Asserts("", IN_PLACE, "f"),
+}
 WORK = "s = 0\nfor i in range(3 * 10**6): s += i\nprint(s)"
-NEIGHBOURS = ("fork bomb", "threads without end", "setsid and busy children", "all memory, by processes", "zombies", "one endless line",
-              "files without end")  # fmt: skip
+NEIGHBOURS = (
+    "fork bomb",
+    "threads without end",
+    "setsid and busy children",
+    "all memory, by processes",
+    "zombies",
+    "one endless line",
+    "files without end",
+)
 
 
 def grade(sandbox: Sandbox, program: Program, limits: Limits) -> Grade:
@@ -69,9 +80,18 @@ def counted(sandbox: Sandbox) -> list[dict[str, object]]:
             for word in sorted(set(reasons), key=reasons.count, reverse=True)
         )
         slowest = max(g.wall_s for p, g in ours if p.style != "pytest")
-        rows.append({"family": family, "name": name, "programs": len(ours), "texts": len({p.text for p, _ in ours}),
-                     "rewards": sum(any(g.passed) for _, g in ours), "sandboxes_lost": reasons.count("lost"),
-                     "slowest_s": round(slowest, 2), "verdicts": most})  # fmt: skip
+        rows.append(
+            {
+                "family": family,
+                "name": name,
+                "programs": len(ours),
+                "texts": len({p.text for p, _ in ours}),
+                "rewards": sum(any(g.passed) for _, g in ours),
+                "sandboxes_lost": reasons.count("lost"),
+                "slowest_s": round(slowest, 2),
+                "verdicts": most,
+            }
+        )
         print(rows[-1], flush=True)
     return rows + counted_gradings(sandbox) + [counted_honest(sandbox)]
 
@@ -92,9 +112,18 @@ def counted_gradings(sandbox: Sandbox) -> list[dict[str, object]]:
         )
         rewards = sum(g.fraction > p.earns for p, g in zip(programs, grades, strict=True))
         slowest = max(g.wall_s for g in grades)
-        rows.append({"family": family, "name": name, "programs": len(programs), "texts": len({p.text for p in programs}),
-                     "rewards": rewards, "sandboxes_lost": reasons.count("lost"), "slowest_s": round(slowest, 2),
-                     "verdicts": most})  # fmt: skip
+        rows.append(
+            {
+                "family": family,
+                "name": name,
+                "programs": len(programs),
+                "texts": len({p.text for p in programs}),
+                "rewards": rewards,
+                "sandboxes_lost": reasons.count("lost"),
+                "slowest_s": round(slowest, 2),
+                "verdicts": most,
+            }
+        )
         print(rows[-1], flush=True)
     return rows
 
@@ -110,9 +139,15 @@ def counted_honest(sandbox: Sandbox) -> dict[str, object]:
         )
         grades.append(sandbox.grade(program.text, tests, limits=limits, cache=False))
     row: dict[str, object] = {
-        "family": 0, "name": "honest programs", "programs": len(grades), "texts": len({p.text for p in (*BENIGN, *HONEST)}),
-        "rewards": sum(g.all for g in grades), "sandboxes_lost": 0, "slowest_s": round(max(g.wall_s for g in grades), 2), "verdicts": "",
-    }  # fmt: skip
+        "family": 0,
+        "name": "honest programs",
+        "programs": len(grades),
+        "texts": len({p.text for p in (*BENIGN, *HONEST)}),
+        "rewards": sum(g.all for g in grades),
+        "sandboxes_lost": 0,
+        "slowest_s": round(max(g.wall_s for g in grades), 2),
+        "verdicts": "",
+    }
     print(row, flush=True)
     return row
 
@@ -153,9 +188,15 @@ def main() -> None:
                 polite.append(beside(sandbox, "while True: pass", given.rounds))
                 rude.append(beside(sandbox, programs[name], given.rounds))
             ratio = statistics.median(rude) / statistics.median(polite)
-            rows.append({"neighbour": name, "rounds": given.turns * given.rounds,
-                         "beside_a_busy_loop_s": round(statistics.median(polite), 3),
-                         "beside_it_s": round(statistics.median(rude), 3), "ratio": round(ratio, 3)})  # fmt: skip
+            rows.append(
+                {
+                    "neighbour": name,
+                    "rounds": given.turns * given.rounds,
+                    "beside_a_busy_loop_s": round(statistics.median(polite), 3),
+                    "beside_it_s": round(statistics.median(rude), 3),
+                    "ratio": round(ratio, 3),
+                }
+            )
             print(rows[-1], flush=True)
     if given.out:
         with open(given.out, "w", newline="") as file:

@@ -365,8 +365,16 @@ def compare(
         )
         for kind in sorted({*expected, *found["bytes"]}):
             measured = found["bytes"].get(kind, 0)
-            rows.append({"launch": name, "wrapped": found["wrapped"], "collective": kind, "measured": measured,
-                         "modelled": round(expected.get(kind, 0.0)), "seconds": round(found["seconds"], 3)})  # fmt: skip
+            rows.append(
+                {
+                    "launch": name,
+                    "wrapped": found["wrapped"],
+                    "collective": kind,
+                    "measured": measured,
+                    "modelled": round(expected.get(kind, 0.0)),
+                    "seconds": round(found["seconds"], 3),
+                }
+            )
     return rows
 
 
@@ -395,10 +403,19 @@ def step_times(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     )
     modelled = arithmetic + wire * per_byte
     return [
-        {"launch": name, "wire_mb": round(w / 1e6, 1), "measured_s": round(s, 3), "modelled_s": round(m, 3), "ratio": round(m / s, 3),
-         "arithmetic_s": round(arithmetic, 3), "link_mb_per_s": round(1e-6 / per_byte, 1)}
-        for name, w, s, m in zip(launches, wire.tolist(), seconds.tolist(), modelled.tolist(), strict=True)
-    ]  # fmt: skip
+        {
+            "launch": name,
+            "wire_mb": round(w / 1e6, 1),
+            "measured_s": round(s, 3),
+            "modelled_s": round(m, 3),
+            "ratio": round(m / s, 3),
+            "arithmetic_s": round(arithmetic, 3),
+            "link_mb_per_s": round(1e-6 / per_byte, 1),
+        }
+        for name, w, s, m in zip(
+            launches, wire.tolist(), seconds.tolist(), modelled.tolist(), strict=True
+        )
+    ]
 
 
 def batch_costs() -> tuple[float, float]:
@@ -441,9 +458,22 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS)
     # One H100 drawing with a batch of 64; what it really is depends on engine, length and batch: an
     # assumption to replace.
-    parser.add_argument("--sampling-rate", nargs="+", metavar="MODEL:TOKENS_PER_S", help="tokens/s that one GPU draws",
-                        default=["30B-A3B:6000", "8B-VL:4000", "0.5B:20000",
-                                 "1.5B:12000", "3B:8000", "7B:4500", "14B:2500", "32B:1200"])  # fmt: skip
+    parser.add_argument(
+        "--sampling-rate",
+        nargs="+",
+        metavar="MODEL:TOKENS_PER_S",
+        help="tokens/s that one GPU draws",
+        default=[
+            "30B-A3B:6000",
+            "8B-VL:4000",
+            "0.5B:20000",
+            "1.5B:12000",
+            "3B:8000",
+            "7B:4500",
+            "14B:2500",
+            "32B:1200",
+        ],
+    )
     for kind in (Hardware, Driver, Load):
         for name, value in asdict(kind()).items():
             parser.add_argument(
@@ -482,7 +512,8 @@ def main() -> None:
             print("  measured", *(f"{key} {value}" for key, value in row.items()), sep="  ")
         size, rate = batch_costs()
         print(
-            f"  a token of a batch takes {size:.0f} bytes on its way to the ranks; packed and unpacked at {rate / 1e6:.0f} MB/s here"
+            f"  a token of a batch takes {size:.0f} bytes on its way to the ranks; packed and "
+            f"unpacked at {rate / 1e6:.0f} MB/s here"
         )
     rows = table(given.models, given.gpus, load, hardware, driver, rates)
     show(rows)

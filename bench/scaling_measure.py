@@ -33,14 +33,27 @@ from rl.types import (
     ModelInput,
 )
 
-MODEL = {"vocab_size": 4096, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
-         "intermediate_size": 1536, "tie_word_embeddings": True}  # fmt: skip
+MODEL = {
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 1536,
+    "tie_word_embeddings": True,
+}
 LENGTH = 64
 # Which argument of a collective is the whole tensor: what all-gather writes, what reduce-scatter
 # reads.
-WHOLE = {"allreduce_": ("all_reduce", 0), "_allgather_base_": ("all_gather", 0), "_reduce_scatter_base_": ("reduce_scatter", 1),
-         "allgather_": ("all_gather", 0), "reduce_scatter_": ("reduce_scatter", 1),
-         "allgather_into_tensor_coalesced_": ("all_gather", 0), "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1)}  # fmt: skip
+WHOLE = {
+    "allreduce_": ("all_reduce", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "allgather_": ("all_gather", 0),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+}
 
 
 class Collectives(TorchDispatchMode):

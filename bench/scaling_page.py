@@ -50,9 +50,15 @@ def draw(rows: Sequence[Any], path: Path, load: Any) -> None:
                 points = [
                     (row.gpus, row.tokens_per_second_per_gpu) for row in mine if row.fits is fits
                 ]
-                panel.scatter(*zip(*points, strict=True) if points else ([], []), s=26, marker=MARKERS[launch],
-                              color=colour if fits else "white",
-                              edgecolors=colour, zorder=3, label=launch if fits else None)  # fmt: skip
+                panel.scatter(
+                    *zip(*points, strict=True) if points else ([], []),
+                    s=26,
+                    marker=MARKERS[launch],
+                    color=colour if fits else "white",
+                    edgecolors=colour,
+                    zorder=3,
+                    label=launch if fits else None,
+                )
         panel.set_xscale("log", base=2)
         panel.set_xticks([1, 8, 64, 512], ["1", "8", "64", "512"])
         panel.set_ylim(bottom=0)
@@ -81,8 +87,20 @@ def show(rows: Sequence[Any]) -> None:
         title="The fastest launch that fits (of those that do not, the smallest)",
         title_justify="left",
     )
-    heads = ("model", "GPUs", "launch", "tp", "GiB", "traffic GiB", "sample s", "train s", "traffic s",
-             "driver s", "tok/s/GPU", "limit")  # fmt: skip
+    heads = (
+        "model",
+        "GPUs",
+        "launch",
+        "tp",
+        "GiB",
+        "traffic GiB",
+        "sample s",
+        "train s",
+        "traffic s",
+        "driver s",
+        "tok/s/GPU",
+        "limit",
+    )
     for head in heads:
         page.add_column(head, justify="left" if head in ("model", "launch", "limit") else "right")
     for name in dict.fromkeys(row.model for row in rows):
@@ -96,7 +114,16 @@ def show(rows: Sequence[Any]) -> None:
             r = r or min(here, key=lambda row: row.memory_gib)
             seconds = (f"{value:.1f}" for value in (r.sample_s, r.train_s, r.traffic_s, r.driver_s))
             launch = r.launch if r.fits else f"({r.launch})"
-            page.add_row(name, str(world), launch, str(r.sampler_tp), f"{r.memory_gib:.0f}", f"{r.traffic_gib:.0f}", *seconds,
-                         f"{r.tokens_per_second_per_gpu:,.0f}", r.limit)  # fmt: skip
+            page.add_row(
+                name,
+                str(world),
+                launch,
+                str(r.sampler_tp),
+                f"{r.memory_gib:.0f}",
+                f"{r.traffic_gib:.0f}",
+                *seconds,
+                f"{r.tokens_per_second_per_gpu:,.0f}",
+                r.limit,
+            )
         page.add_section()
     Console(width=130, highlight=False).print(page)

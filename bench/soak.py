@@ -161,7 +161,8 @@ def main() -> int:
     print(f"{rows[-1]['step']} steps in {rows[-1]['seconds']:.0f} s")
     for name, (before, after, flat) in found.items():
         print(
-            f"  {name:16s} {before:10.2f} in the second quarter, {after:10.2f} in the last{'' if flat else '   GROWS'}"
+            f"  {name:16s} {before:10.2f} in the second quarter, {after:10.2f} in the "
+            f"last{'' if flat else '   GROWS'}"
         )
     return int(not all(flat for *_, flat in found.values()))
 

@@ -41,17 +41,22 @@ CORRECTIONS = {
     "none": "--proximal sampler",
     "truncate": "--correction truncate --correction-high 2",
     "icepop": "--correction icepop --correction-low 0.5 --correction-high 2",
-    "mask, geometric": "--correction mask --correction-level geometric --correction-low 0.8 --correction-high 1.25",
+    "mask, geometric": (
+        "--correction mask --correction-level geometric --correction-low 0.8 --correction-high 1.25"
+    ),
     "proximal learner": "--proximal learner",
     "proximal interpolated": "--proximal interpolated",
 }
 SFT = (
-    "sft --base-model tiny:addition --dataset addition:noise=0.7,from=7 --learning-rate 3e-3 --schedule cosine --warmup-steps 30 "
+    "sft --base-model tiny:addition --dataset addition:noise=0.7,from=7 --learning-rate 3e-3 "
+    "--schedule cosine --warmup-steps 30 "
     "--beta2 0.99 --steps 750 --batch-size 256 --eval-every 0 --save-every 0 --max-tokens 4"
 )
 GRPO = (
-    f"grpo --dataset addition --reward exact_match --learning-rate 1e-3 --schedule linear --warmup-steps 10 --steps {STEPS} "
-    "--batch-size 64 --group-size 8 --advantage mean_std --eval-every 25 --save-every 0 --max-tokens 4 --temperature 1.0 --eval-limit 512 "
+    f"grpo --dataset addition --reward exact_match --learning-rate 1e-3 --schedule linear "
+    f"--warmup-steps 10 --steps {STEPS} "
+    "--batch-size 64 --group-size 8 --advantage mean_std --eval-every 25 --save-every 0 "
+    "--max-tokens 4 --temperature 1.0 --eval-limit 512 "
     "--rollouts-every 0"
 )
 
@@ -89,10 +94,18 @@ def one(base: Path, folder: Path, seed: int, staleness: int, correction: str) ->
     ]
     ages = [row["async/age/mean"] for row in rows if "async/age/mean" in row]
     return {
-        "seed": seed, "staleness": staleness, "correction": correction, "before": round(right[0], 4), "after": round(right[-1], 4),
-        "mean": round(mean(right[1:]), 4), "least": round(min(right[1:]), 4), "greedy_after": round(greedy[-1], 4) if greedy else "",
-        "age_mean": round(mean(ages), 2) if ages else 0, "seconds": round(time.perf_counter() - begin, 1), "machine": machine(),
-    }  # fmt: skip
+        "seed": seed,
+        "staleness": staleness,
+        "correction": correction,
+        "before": round(right[0], 4),
+        "after": round(right[-1], 4),
+        "mean": round(mean(right[1:]), 4),
+        "least": round(min(right[1:]), 4),
+        "greedy_after": round(greedy[-1], 4) if greedy else "",
+        "age_mean": round(mean(ages), 2) if ages else 0,
+        "seconds": round(time.perf_counter() - begin, 1),
+        "machine": machine(),
+    }
 
 
 def table() -> list[dict[str, str]]:

@@ -42,7 +42,10 @@ from rl.run.execute import execute  # noqa: E402
 from rl.settings import RunSettings, parse  # noqa: E402
 
 TABLE = HERE / "results" / "two_starts.csv"
-WORDS = "grpo --steps 8 --save-every 2 --batch-size 4 --group-size 2 --max-tokens 4 --eval-every 4 --eval-limit 4 --quiet"
+WORDS = (
+    "grpo --steps 8 --save-every 2 --batch-size 4 --group-size 2 --max-tokens 4 --eval-every 4 "
+    "--eval-limit 4 --quiet"
+)
 FORK = multiprocessing.get_context("fork")
 
 
@@ -131,9 +134,15 @@ def interleaving(
     said = {what: word_of(*pair) for what, pair in started.items()}
     third = word_of(*start(f"{WORDS} --auto-resume", folder))
     same = third == "done" and left(folder) == whole
-    row = {"interleaving": number, "second_is": how or "(no flag)", "second_after": round(moments[1][1] - 0.3, 2), "killed": kill,
-           "first": second_of(said["first"], "") if said["first"] != "killed" else "killed",
-           "second": second_of(said["second"], how), "same": same}  # fmt: skip
+    row = {
+        "interleaving": number,
+        "second_is": how or "(no flag)",
+        "second_after": round(moments[1][1] - 0.3, 2),
+        "killed": kill,
+        "first": second_of(said["first"], "") if said["first"] != "killed" else "killed",
+        "second": second_of(said["second"], how),
+        "same": same,
+    }
     shutil.rmtree(folder)
     return row
 

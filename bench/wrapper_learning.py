@@ -76,16 +76,27 @@ class Task:
 
 TASKS = {
     "textarena": Task(
-        "won", 0.9, 1, 500, 150,
-        "--max-turns 6 --environment-rows 400 --batch-size 8 --group-size 16 --advantage mean_std --learning-rate 1e-3",
+        "won",
+        0.9,
+        1,
+        500,
+        150,
+        "--max-turns 6 --environment-rows 400 --batch-size 8 --group-size 16 --advantage mean_std "
+        "--learning-rate 1e-3",
     ),
     "reasoning_gym": Task(
-        "correct", 0.7, 8, 300, 350,
-        "--curriculum success --curriculum-up 0.8 --curriculum-window 3 --environment-rows 4000 --batch-size 16 --group-size 16 "
+        "correct",
+        0.7,
+        8,
+        300,
+        350,
+        "--curriculum success --curriculum-up 0.8 --curriculum-window 3 --environment-rows 4000 "
+        "--batch-size 16 --group-size 16 "
         "--advantage mean_std --learning-rate 5e-4",
-        rows=24000, able=2500,
+        rows=24000,
+        able=2500,
     ),
-}  # fmt: skip
+}
 
 
 def games(count: int, seed: int) -> Iterator[dict]:
@@ -150,8 +161,14 @@ def run(task: str, seed: int, steps: int | None) -> dict:
     words = " ".join(
         f"--environment.{name} {shlex.quote(str(value))}" for name, value in settings.items()
     )
-    more = "--eval-limit 256 --no-eval-greedy --save-every 0 --rollouts-every 0 --schedule linear --warmup-steps 5 --quiet"
-    line = f"grpo --environment {task} {words} {one.words} --max-tokens {one.max_tokens} {more} --steps {steps} --eval-every {steps}"
+    more = (
+        "--eval-limit 256 --no-eval-greedy --save-every 0 --rollouts-every 0 --schedule linear "
+        "--warmup-steps 5 --quiet"
+    )
+    line = (
+        f"grpo --environment {task} {words} {one.words} --max-tokens {one.max_tokens} {more} "
+        f"--steps {steps} --eval-every {steps}"
+    )
     with tempfile.TemporaryDirectory() as scratch:
         folder, model = Path(scratch), MODEL
         if one.able:
@@ -193,9 +210,13 @@ def sft(
     """Its weights."""
     rows = folder.with_suffix(".jsonl")
     rows.write_text("".join(json.dumps(row) + "\n" for row in taught))
-    form = f"sft --base-model {model} --dataset {rows} --steps {steps} --batch-size 32 --learning-rate {rate} --schedule cosine"
+    form = (
+        f"sft --base-model {model} --dataset {rows} --steps {steps} --batch-size 32 "
+        f"--learning-rate {rate} --schedule cosine"
+    )
     train(
-        f"{form} --warmup-steps 10 --eval-every 0 --save-every 0 --seed {seed} --output-dir {folder} --quiet"
+        f"{form} --warmup-steps 10 --eval-every 0 --save-every 0 --seed {seed} --output-dir "
+        f"{folder} --quiet"
     )
     return str(folder)
 

@@ -25,10 +25,27 @@ BATCH = ("N", "tiles", "slices")
 
 @triton.jit(do_not_specialize=BATCH)
 def _slices_kernel(
-    x, w, scale_ptr, max_ptr, sum_ptr, N, V, tiles, stride_x, stride_w,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SUB: tl.constexpr, SPLITS: tl.constexpr,
-    GROUP: tl.constexpr, DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    scale_ptr,
+    max_ptr,
+    sum_ptr,
+    N,
+    V,
+    tiles,
+    stride_x,
+    stride_w,
+    D: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SUB: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Store max[slice, row] of z = x w' scale (logits / log 2) and sum[slice, row] of 2^(z - max),
     for every slice of SUB columns.
     """
@@ -140,9 +157,26 @@ def _pick_kernel(
 
 @triton.jit(do_not_specialize=BATCH)
 def _search_kernel(
-    x_ptr, w_ptr, scale_ptr, slice_ptr, rest_ptr, top_ptr, lse_ptr, greedy_ptr, token_ptr, logp_ptr, N, V, stride_x, stride_w,
-    D: tl.constexpr, BM: tl.constexpr, SUB: tl.constexpr, BK: tl.constexpr, HAS_GREEDY: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    slice_ptr,
+    rest_ptr,
+    top_ptr,
+    lse_ptr,
+    greedy_ptr,
+    token_ptr,
+    logp_ptr,
+    N,
+    V,
+    stride_x,
+    stride_w,
+    D: tl.constexpr,
+    BM: tl.constexpr,
+    SUB: tl.constexpr,
+    BK: tl.constexpr,
+    HAS_GREEDY: tl.constexpr,
+):
     """Store the first token of the row's slice at which the cumulative sum passes the rest, and its
     logprob; for a greedy row, the token with the largest logit.
     """
@@ -192,9 +226,17 @@ def _search_kernel(
 
 
 def draw(
-    x_ND: Tensor, w_VD: Tensor, temperature_N: Tensor, uniform_N: Tensor, greedy_N: Tensor | None, *,
-    tiles: Tiles | None = None, splits: int = 132, pick: tuple[int, int] = (8, 64), search: tuple[int, int] = (1, 64),
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x_ND: Tensor,
+    w_VD: Tensor,
+    temperature_N: Tensor,
+    uniform_N: Tensor,
+    greedy_N: Tensor | None,
+    *,
+    tiles: Tiles | None = None,
+    splits: int = 132,
+    pick: tuple[int, int] = (8, 64),
+    search: tuple[int, int] = (1, 64),
+) -> tuple[Tensor, Tensor]:
     """Launch the sampling kernels; arguments and result as in kernels/draw.py.
 
     `pick`: rows and slices per program of _pick_kernel. `search`: rows and depth per program of
@@ -212,8 +254,21 @@ def draw(
     x_arg, w_arg, options = matmul_options(x, w, tiles)
     splits = min(splits, count)
     _slices_kernel[(triton.cdiv(N, tiles.rows) * splits,)](
-        x_arg, w_arg, scale, slice_max, total, N, V, count, x.stride(0), w.stride(0), SUB=sub, SPLITS=splits, GROUP=GROUP, **options
-    )  # fmt: skip
+        x_arg,
+        w_arg,
+        scale,
+        slice_max,
+        total,
+        N,
+        V,
+        count,
+        x.stride(0),
+        w.stride(0),
+        SUB=sub,
+        SPLITS=splits,
+        GROUP=GROUP,
+        **options,
+    )
     chosen = torch.empty(N, dtype=torch.int32, device=x.device)
     rest = torch.empty(N, dtype=torch.float64, device=x.device)
     top, lse, logp = (torch.empty(N, dtype=torch.float32, device=x.device) for _ in range(3))
@@ -224,10 +279,41 @@ def draw(
     )
     has_greedy = greedy_N is not None
     _pick_kernel[(triton.cdiv(N, pick[0]),)](
-        slice_max, total, uniform, greedy, chosen, rest, top, lse, N, slices, HAS_GREEDY=has_greedy, BM=pick[0], BS=pick[1], num_warps=4
-    )  # fmt: skip
+        slice_max,
+        total,
+        uniform,
+        greedy,
+        chosen,
+        rest,
+        top,
+        lse,
+        N,
+        slices,
+        HAS_GREEDY=has_greedy,
+        BM=pick[0],
+        BS=pick[1],
+        num_warps=4,
+    )
     _search_kernel[(triton.cdiv(N, search[0]),)](
-        x, w, scale, chosen, rest, top, lse, greedy, token, logp, N, V, x.stride(0), w.stride(0), D=x.shape[1], BM=search[0],
-        SUB=sub, BK=search[1], HAS_GREEDY=has_greedy, num_warps=4,
-    )  # fmt: skip
+        x,
+        w,
+        scale,
+        chosen,
+        rest,
+        top,
+        lse,
+        greedy,
+        token,
+        logp,
+        N,
+        V,
+        x.stride(0),
+        w.stride(0),
+        D=x.shape[1],
+        BM=search[0],
+        SUB=sub,
+        BK=search[1],
+        HAS_GREEDY=has_greedy,
+        num_warps=4,
+    )
     return token, logp

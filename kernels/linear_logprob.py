@@ -86,9 +86,18 @@ def _kept(hidden_TD: Tensor, vocab: int, plan: str) -> tuple[Tensor, Tensor]:
 
 
 def _forward(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, temperature: float, softcap: float | None,
-    ignore_index: int, entropy: bool, plan: str, checked: bool = False, frozen_columns: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    softcap: float | None,
+    ignore_index: int,
+    entropy: bool,
+    plan: str,
+    checked: bool = False,
+    frozen_columns: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return logp, entropy, lse (float32 [T]) and the tensors that the plan saves.
 
     Rows with a target of ignore_index are excluded from the work.
@@ -145,10 +154,25 @@ def _(
 
 
 def _gradients(
-    g_logp: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, hidden: Tensor, weight: Tensor, target: Tensor,
-    bias: Tensor | None, logp: Tensor, entropy: Tensor, lse: Tensor, kept: Tensor, exponents: Tensor, temperature: float,
-    softcap: float | None, ignore_index: int, plan: str, need: list[bool], frozen_columns: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    g_logp: Tensor | None,
+    g_entropy: Tensor | None,
+    g_lse: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    logp: Tensor,
+    entropy: Tensor,
+    lse: Tensor,
+    kept: Tensor,
+    exponents: Tensor,
+    temperature: float,
+    softcap: float | None,
+    ignore_index: int,
+    plan: str,
+    need: list[bool],
+    frozen_columns: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of hidden, weight and bias (size 0 if `need` is False).
 
     Rows without upstream gradient cost nothing.
@@ -224,8 +248,26 @@ backward_op = torch.library.custom_op(
 
 
 @backward_op.register_fake
-def _(g_logp, g_entropy, g_lse, hidden, weight, target, bias, logp, entropy, lse, kept, exponents, temperature, softcap,
-      ignore_index, plan, need, frozen_columns=0):  # fmt: skip
+def _(
+    g_logp,
+    g_entropy,
+    g_lse,
+    hidden,
+    weight,
+    target,
+    bias,
+    logp,
+    entropy,
+    lse,
+    kept,
+    exponents,
+    temperature,
+    softcap,
+    ignore_index,
+    plan,
+    need,
+    frozen_columns=0,
+):
     shapes = zip((hidden, weight, bias), need, strict=True)
     return tuple(
         tensor.new_empty(tensor.shape) if needed else hidden.new_empty(0)
@@ -316,10 +358,19 @@ def _tiny(
 
 
 def linear_logprob(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, temperature: float = 1.0,
-    softcap: float | None = None, ignore_index: int = -100, *, entropy: bool = True, saved_bytes: int | None = None,
-    checked: bool = False, frozen_columns: int = 0,
-) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    *,
+    entropy: bool = True,
+    saved_bytes: int | None = None,
+    checked: bool = False,
+    frozen_columns: int = 0,
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the target's logprob, the entropy and the log-sum-exp of each token under
     softmax(logits), as float32.
 
@@ -399,9 +450,14 @@ def linear_logprob(
 
 
 def linear_logprob_reference(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, temperature: float = 1.0,
-    softcap: float | None = None, ignore_index: int = -100,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the results of `linear_logprob` in plain torch with full logits, in the dtype of the
     inputs.
 

@@ -193,28 +193,79 @@ class Scores:
             self.forward(part, 0, self.V, 0, splits, entropy=entropy, **kwargs)
         else:
             _forward_ws_kernel[(triton.cdiv(self.N, tiles.rows) * splits,)](
-                x, self.w, self.y, part, self.at_target, kept, exponents, self.N, self.V, triton.cdiv(self.V, tiles.columns), splits,
-                exponents.shape[0], x.stride(0), self.w.stride(0), kept.stride(0), exponents.stride(0), self.head.in_scale, SPLITS=splits,
-                ENTROPY=entropy, KEEP=keep is not None, HALVES=tiles.columns // self.tiles.columns, **self.special_options(tiles),
-            )  # fmt: skip
+                x,
+                self.w,
+                self.y,
+                part,
+                self.at_target,
+                kept,
+                exponents,
+                self.N,
+                self.V,
+                triton.cdiv(self.V, tiles.columns),
+                splits,
+                exponents.shape[0],
+                x.stride(0),
+                self.w.stride(0),
+                kept.stride(0),
+                exponents.stride(0),
+                self.head.in_scale,
+                SPLITS=splits,
+                ENTROPY=entropy,
+                KEEP=keep is not None,
+                HALVES=tiles.columns // self.tiles.columns,
+                **self.special_options(tiles),
+            )
         return part
 
     def forward(
-        self, part: Tensor, lo: int, hi: int, index: int, splits: int, *, entropy: bool, kept: Tensor | None = None,
-        exponents: Tensor | None = None, ref: Tensor | None = None, headroom: float = 0.0, keep_slope: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        part: Tensor,
+        lo: int,
+        hi: int,
+        index: int,
+        splits: int,
+        *,
+        entropy: bool,
+        kept: Tensor | None = None,
+        exponents: Tensor | None = None,
+        ref: Tensor | None = None,
+        headroom: float = 0.0,
+        keep_slope: bool = False,
+    ) -> None:
         """Launch the forward kernel over columns [lo, hi) and write the partial statistics from
         index * splits on.
         """
         keep = kept is not None and exponents is not None
         _forward_kernel[(self.blocks() * splits,)](
-            self.x_arg, self.w_arg, self.bias_arg, self.y, part, self.at_target, kept if keep else part,
-            exponents if keep else part, ref if keep else part,
-            self.N, self.V, lo, triton.cdiv(hi - lo, self.tiles.columns), index * splits, part.shape[1],
-            self.x.stride(0), self.w.stride(0), kept.stride(0) if kept is not None else 0,
-            exponents.stride(0) if exponents is not None else 0, self.head.in_scale, self.head.out_scale, headroom,
-            ENTROPY=entropy, KEEP=keep, KEEP_SLOPE=keep_slope, SPLITS=splits, **self.options,
-        )  # fmt: skip
+            self.x_arg,
+            self.w_arg,
+            self.bias_arg,
+            self.y,
+            part,
+            self.at_target,
+            kept if keep else part,
+            exponents if keep else part,
+            ref if keep else part,
+            self.N,
+            self.V,
+            lo,
+            triton.cdiv(hi - lo, self.tiles.columns),
+            index * splits,
+            part.shape[1],
+            self.x.stride(0),
+            self.w.stride(0),
+            kept.stride(0) if kept is not None else 0,
+            exponents.stride(0) if exponents is not None else 0,
+            self.head.in_scale,
+            self.head.out_scale,
+            headroom,
+            ENTROPY=entropy,
+            KEEP=keep,
+            KEEP_SLOPE=keep_slope,
+            SPLITS=splits,
+            **self.options,
+        )
 
     def combine(self, part: Tensor) -> Forward:
         """Combine the partial statistics to logp, entropy and lse, float32 [N]."""
@@ -222,8 +273,17 @@ class Scores:
             torch.empty(self.N, dtype=torch.float32, device=self.x.device) for _ in range(3)
         )
         _combine_kernel[(triton.cdiv(self.N, 32),)](
-            part, self.at_target, logp, entropy, lse, self.N, part.shape[1], PARTS=32, BLOCK=32, num_warps=4
-        )  # fmt: skip
+            part,
+            self.at_target,
+            logp,
+            entropy,
+            lse,
+            self.N,
+            part.shape[1],
+            PARTS=32,
+            BLOCK=32,
+            num_warps=4,
+        )
         return Forward(logp, entropy, lse, None)
 
     def dlogits(self, out: Tensor, lo: int, hi: int, lse2: Tensor, co: Coefficients) -> None:
@@ -233,23 +293,68 @@ class Scores:
         tiles, c = self.special, co.b if co.c is None else co.c
         if tiles is not None:
             count = triton.cdiv(hi - lo, tiles.columns)
-            _dlogits_ws_kernel[(min(multiprocessors(self.x), triton.cdiv(self.N, tiles.rows) * count),)](
-                self.x, self.w, self.y, lse2, co.a, co.b, c, out, self.N, self.V, lo, count, self.x.stride(0), self.w.stride(0),
-                out.stride(0), self.head.in_scale, HAS_C=co.c is not None, **self.special_options(tiles),
-            )  # fmt: skip
+            _dlogits_ws_kernel[
+                (min(multiprocessors(self.x), triton.cdiv(self.N, tiles.rows) * count),)
+            ](
+                self.x,
+                self.w,
+                self.y,
+                lse2,
+                co.a,
+                co.b,
+                c,
+                out,
+                self.N,
+                self.V,
+                lo,
+                count,
+                self.x.stride(0),
+                self.w.stride(0),
+                out.stride(0),
+                self.head.in_scale,
+                HAS_C=co.c is not None,
+                **self.special_options(tiles),
+            )
             return
         # for few rows, a program for each tile
         splits = SLAB_SPLITS if self.blocks() >= GROUP else SPLITS
         _dlogits_kernel[(self.blocks() * splits,)](
-            self.x_arg, self.w_arg, self.bias_arg, self.y, lse2, co.a, co.b, c, out, self.N, self.V,
-            lo, triton.cdiv(hi - lo, self.tiles.columns), self.x.stride(0), self.w.stride(0), out.stride(0), self.head.in_scale,
-            self.head.out_scale, HAS_C=co.c is not None, SPLITS=splits, **self.options,
-        )  # fmt: skip
+            self.x_arg,
+            self.w_arg,
+            self.bias_arg,
+            self.y,
+            lse2,
+            co.a,
+            co.b,
+            c,
+            out,
+            self.N,
+            self.V,
+            lo,
+            triton.cdiv(hi - lo, self.tiles.columns),
+            self.x.stride(0),
+            self.w.stride(0),
+            out.stride(0),
+            self.head.in_scale,
+            self.head.out_scale,
+            HAS_C=co.c is not None,
+            SPLITS=splits,
+            **self.options,
+        )
 
     def saved_dlogits(
-        self, out: Tensor, lo: int, hi: int, kept: Tensor, exponents: Tensor, at: Tensor | None, logp2: Tensor, lse2: Tensor, a: Tensor,
+        self,
+        out: Tensor,
+        lo: int,
+        hi: int,
+        kept: Tensor,
+        exponents: Tensor,
+        at: Tensor | None,
+        logp2: Tensor,
+        lse2: Tensor,
+        a: Tensor,
         b: Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write the gradient of columns [lo, hi) to `out`, from what `statistics` saved.
 
         Row i is row at[i] of the saved tensors (None: row i).
@@ -257,10 +362,30 @@ class Scores:
         BM, BN = 32, self.tiles.columns
         count = triton.cdiv(hi - lo, BN)
         _saved_dlogits_kernel[(triton.cdiv(self.N, BM) * count,)](
-            kept, exponents, self.y if at is None else at, self.y, logp2, lse2, a, b, out, self.N, self.V, lo, lo // BN, count,
-            kept.stride(0), exponents.stride(0), out.stride(0), self.head.out_scale, BM=BM, BN=BN, SOFTCAP=self.head.softcap is not None,
-            HAS_AT=at is not None, num_warps=8,
-        )  # fmt: skip
+            kept,
+            exponents,
+            self.y if at is None else at,
+            self.y,
+            logp2,
+            lse2,
+            a,
+            b,
+            out,
+            self.N,
+            self.V,
+            lo,
+            lo // BN,
+            count,
+            kept.stride(0),
+            exponents.stride(0),
+            out.stride(0),
+            self.head.out_scale,
+            BM=BM,
+            BN=BN,
+            SOFTCAP=self.head.softcap is not None,
+            HAS_AT=at is not None,
+            num_warps=8,
+        )
 
     def gradients(
         self,
@@ -343,9 +468,16 @@ def _rows(co: Coefficients, rows: slice) -> Coefficients:
 
 
 def forward(
-    x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, *, entropy: bool = True, expected: bool = False,
+    x_ND: Tensor,
+    w_VD: Tensor,
+    y_N: Tensor,
+    bias_V: Tensor | None,
+    head: Head,
+    *,
+    entropy: bool = True,
+    expected: bool = False,
     tiles: Tiles | None = None,
-) -> Forward:  # fmt: skip
+) -> Forward:
     """Compute the forward as in linear_logprob_torch.py.
 
     A single launch processes all scores. With `expected`, each slab has a launch followed by a
@@ -385,13 +517,32 @@ def _forward_expected(scores: Scores, spans: list[tuple[int, int]], entropy: boo
         kept = buffer.narrow(0, 0, scores.N * line).view(scores.N, line).narrow(1, 0, hi - lo)
         exps = exponents.narrow(0, 0, triton.cdiv(hi - lo, tile))
         scores.forward(
-            part, lo, hi, index, SLAB_SPLITS, entropy=entropy, kept=kept, exponents=exps, ref=ref, headroom=headroom,
+            part,
+            lo,
+            hi,
+            index,
+            SLAB_SPLITS,
+            entropy=entropy,
+            kept=kept,
+            exponents=exps,
+            ref=ref,
+            headroom=headroom,
             keep_slope=head.softcap is not None,
-        )  # fmt: skip
+        )
         common = exps.amax(0)
         _align_kernel[(triton.cdiv(scores.N, 32) * exps.shape[0],)](
-            kept, exps, common, scores.N, hi - lo, exps.shape[0], kept.stride(0), exps.stride(0), BM=32, BN=tile, num_warps=8
-        )  # fmt: skip
+            kept,
+            exps,
+            common,
+            scores.N,
+            hi - lo,
+            exps.shape[0],
+            kept.stride(0),
+            exps.stride(0),
+            BM=32,
+            BN=tile,
+            num_warps=8,
+        )
         add_mm_(mean.mul_(torch.exp2(ref - common).unsqueeze(1)), kept, w.narrow(0, lo, hi - lo))
         ref = common
     out = scores.combine(part)
@@ -419,9 +570,17 @@ def _target_exponent(scores: Scores) -> Tensor:
 
 
 def saved_forward(
-    x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, kept_NV: Tensor, exponents: Tensor, *,
-    entropy: bool, tiles: Tiles | None = None,
-) -> Forward:  # fmt: skip
+    x_ND: Tensor,
+    w_VD: Tensor,
+    y_N: Tensor,
+    bias_V: Tensor | None,
+    head: Head,
+    kept_NV: Tensor,
+    exponents: Tensor,
+    *,
+    entropy: bool,
+    tiles: Tiles | None = None,
+) -> Forward:
     """Compute `forward`, and write 2^(z-k) of every score to `kept_NV` and k to `exponents` [tiles,
     N].
 
@@ -435,9 +594,20 @@ def saved_forward(
 
 
 def backward(
-    x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, co: Coefficients, lse_N: Tensor, *,
-    need_x: bool, need_w: bool, need_bias: bool, frozen_columns: int = 0, tiles: Tiles | None = None,
-) -> Gradients:  # fmt: skip
+    x_ND: Tensor,
+    w_VD: Tensor,
+    y_N: Tensor,
+    bias_V: Tensor | None,
+    head: Head,
+    co: Coefficients,
+    lse_N: Tensor,
+    *,
+    need_x: bool,
+    need_w: bool,
+    need_bias: bool,
+    frozen_columns: int = 0,
+    tiles: Tiles | None = None,
+) -> Gradients:
     """Compute the gradients from scores that are computed again, a slab at a time."""
     scores = Scores(x_ND, w_VD, y_N, bias_V, head, tiles)
     scaled, lse2 = _scaled(co, head.grad_scale), lse_N * LOG2E
@@ -449,11 +619,25 @@ def backward(
 
 
 def saved_backward(
-    x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, co: Coefficients, lse_N: Tensor,
+    x_ND: Tensor,
+    w_VD: Tensor,
+    y_N: Tensor,
+    bias_V: Tensor | None,
+    head: Head,
+    co: Coefficients,
+    lse_N: Tensor,
     kept_TV: Tensor,
-    exponents: Tensor, logp_N: Tensor, at_N: Tensor | None, *, need_x: bool, need_w: bool, need_bias: bool,
-    frozen_columns: int = 0, whole: bool = False, tiles: Tiles | None = None,
-) -> Gradients:  # fmt: skip
+    exponents: Tensor,
+    logp_N: Tensor,
+    at_N: Tensor | None,
+    *,
+    need_x: bool,
+    need_w: bool,
+    need_bias: bool,
+    frozen_columns: int = 0,
+    whole: bool = False,
+    tiles: Tiles | None = None,
+) -> Gradients:
     """Compute the gradients from what `saved_forward` saved; row i of x is row at_N[i] of the saved
     tensors (None: row i).
 

@@ -166,9 +166,19 @@ class Gradients(NamedTuple):
 
 
 def backward(
-    x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, co: Coefficients, lse_N: Tensor, *,
-    need_x: bool, need_w: bool, need_bias: bool, frozen_columns: int = 0,
-) -> Gradients:  # fmt: skip
+    x_ND: Tensor,
+    w_VD: Tensor,
+    y_N: Tensor,
+    bias_V: Tensor | None,
+    head: Head,
+    co: Coefficients,
+    lse_N: Tensor,
+    *,
+    need_x: bool,
+    need_w: bool,
+    need_bias: bool,
+    frozen_columns: int = 0,
+) -> Gradients:
     """Compute the gradients from scores that are computed again, a slab of columns at a time.
 
     Each dW[slab] is rounded once; dX adds up in float32.
@@ -259,8 +269,15 @@ def backward_frozen(
 
 
 def saved_forward(
-    x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, kept_NV: Tensor, *, entropy: bool
-) -> Forward:  # fmt: skip
+    x_ND: Tensor,
+    w_VD: Tensor,
+    y_N: Tensor,
+    bias_V: Tensor | None,
+    head: Head,
+    kept_NV: Tensor,
+    *,
+    entropy: bool,
+) -> Forward:
     """Compute `forward` for all columns at once, and write log p to `kept_NV`. For problems that
     fit the byte budget.
     """
@@ -295,9 +312,21 @@ def _beside(dw: Tensor, zeros: int) -> Tensor:
 
 
 def saved_backward(
-    x_ND: Tensor, w_VD: Tensor, y_N: Tensor, bias_V: Tensor | None, head: Head, co: Coefficients, lse_N: Tensor,
-    kept_TV: Tensor, at_N: Tensor | None, *, need_x: bool, need_w: bool, need_bias: bool, frozen_columns: int = 0,
-) -> Gradients:  # fmt: skip
+    x_ND: Tensor,
+    w_VD: Tensor,
+    y_N: Tensor,
+    bias_V: Tensor | None,
+    head: Head,
+    co: Coefficients,
+    lse_N: Tensor,
+    kept_TV: Tensor,
+    at_N: Tensor | None,
+    *,
+    need_x: bool,
+    need_w: bool,
+    need_bias: bool,
+    frozen_columns: int = 0,
+) -> Gradients:
     """Compute the gradients from the saved log p; row i of x is row at_N[i] of `kept_TV` (None: row
     i).
     """

@@ -73,10 +73,22 @@ def _tile_range(split, tiles, SPLITS: tl.constexpr):
 
 @triton.jit
 def _products(
-    x, w, row0, col0, N, V, stride_x, stride_w,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr,
+    x,
+    w,
+    row0,
+    col0,
+    N,
+    V,
+    stride_x,
+    stride_w,
+    D: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Return x[row0 : row0 + BM] @ w[col0 : col0 + BN].T in float32; rows and columns outside are
     zeros.
     """
@@ -121,12 +133,43 @@ def _logits(
 
 @triton.jit(do_not_specialize=BATCH)
 def _forward_kernel(
-    x, w, bias_ptr, y_ptr, part_ptr, target_ptr, kept_ptr, exp_ptr, ref_ptr,
-    N, V, col_base, tiles, split_base, parts, stride_x, stride_w, stride_kept, stride_exp, in_scale, out_scale, headroom,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
-    ENTROPY: tl.constexpr, KEEP: tl.constexpr, KEEP_SLOPE: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    bias_ptr,
+    y_ptr,
+    part_ptr,
+    target_ptr,
+    kept_ptr,
+    exp_ptr,
+    ref_ptr,
+    N,
+    V,
+    col_base,
+    tiles,
+    split_base,
+    parts,
+    stride_x,
+    stride_w,
+    stride_kept,
+    stride_exp,
+    in_scale,
+    out_scale,
+    headroom,
+    D: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    KEEP: tl.constexpr,
+    KEEP_SLOPE: tl.constexpr,
+):
     """Process this split's tiles: store maximum m, sum 2^(z-m), sum (z-m) 2^(z-m) to part[:, split,
     row], and the target's z to target[row].
 
@@ -267,12 +310,37 @@ def _gradient(log2p, p, cols, y, a, b, c, HAS_C: tl.constexpr):
 
 @triton.jit(do_not_specialize=BATCH)
 def _dlogits_kernel(
-    x, w, bias_ptr, y_ptr, lse2_ptr, a_ptr, b_ptr, c_ptr, out_ptr,
-    N, V, col_base, tiles, stride_x, stride_w, stride_out, in_scale, out_scale,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+    x,
+    w,
+    bias_ptr,
+    y_ptr,
+    lse2_ptr,
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    out_ptr,
+    N,
+    V,
+    col_base,
+    tiles,
+    stride_x,
+    stride_w,
+    stride_out,
+    in_scale,
+    out_scale,
+    D: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     HAS_C: tl.constexpr,
-):  # fmt: skip
+):
     """Compute the scores of a slab of columns again, and from them the gradient of the raw scores
     in the operands' dtype.
     """
@@ -367,8 +435,17 @@ def _saved_dlogits_kernel(
 
 @triton.jit(do_not_specialize=BATCH)
 def _align_kernel(
-    kept_ptr, exp_ptr, new_ptr, N, columns, tiles, stride_kept, stride_exp, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    kept_ptr,
+    exp_ptr,
+    new_ptr,
+    N,
+    columns,
+    tiles,
+    stride_kept,
+    stride_exp,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
     """Convert a tile of saved values from the tile's exponents to the rows' common exponents.
     Usually the exponents are equal and nothing changes.
     """

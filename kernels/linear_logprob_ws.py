@@ -31,11 +31,36 @@ from kernels.linear_logprob_triton import (
 
 @triton.jit(do_not_specialize=BATCH)
 def _forward_ws_kernel(
-    x_ptr, w_ptr, y_ptr, part_ptr, target_ptr, kept_ptr, exp_ptr, N, V, tiles, parts, exps, stride_x, stride_w, stride_kept, stride_exp,
+    x_ptr,
+    w_ptr,
+    y_ptr,
+    part_ptr,
+    target_ptr,
+    kept_ptr,
+    exp_ptr,
+    N,
+    V,
+    tiles,
+    parts,
+    exps,
+    stride_x,
+    stride_w,
+    stride_kept,
+    stride_exp,
     in_scale,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr, ENTROPY: tl.constexpr, KEEP: tl.constexpr, HALVES: tl.constexpr, WS: tl.constexpr,
-):  # fmt: skip
+    D: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    KEEP: tl.constexpr,
+    HALVES: tl.constexpr,
+    WS: tl.constexpr,
+):
     """Compute _forward_kernel over all columns; V and the strides describe rows that begin at
     multiples of 16 bytes.
 
@@ -96,10 +121,32 @@ def _forward_ws_kernel(
 
 @triton.jit(do_not_specialize=BATCH)
 def _dlogits_ws_kernel(
-    x_ptr, w_ptr, y_ptr, lse2_ptr, a_ptr, b_ptr, c_ptr, out_ptr, N, V, col_base, tiles, stride_x, stride_w, stride_out, in_scale,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr, HAS_C: tl.constexpr, WS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    y_ptr,
+    lse2_ptr,
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    out_ptr,
+    N,
+    V,
+    col_base,
+    tiles,
+    stride_x,
+    stride_w,
+    stride_out,
+    in_scale,
+    D: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_C: tl.constexpr,
+    WS: tl.constexpr,
+):
     """Compute _dlogits_kernel of a slab with as many programs as SMs.
 
     Each program takes every num_programs-th (row block, tile), so that no program waits for the end

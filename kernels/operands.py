@@ -81,12 +81,18 @@ def matmul_options(x: Tensor, w: Tensor, tiles: Tiles) -> tuple[Operand, Operand
     """
     descriptors = device_of(x).descriptors and x.shape[1] > 0
     options = {
-        "D": x.shape[1], "BM": tiles.rows, "BN": tiles.columns, "BK": tiles.depth, "DESCRIPTORS": descriptors,
+        "D": x.shape[1],
+        "BM": tiles.rows,
+        "BN": tiles.columns,
+        "BK": tiles.depth,
+        "DESCRIPTORS": descriptors,
         "UPCAST": interpreting(),
         # Three tf32 products keep float32's accuracy at a third of tf32's speed; "ieee" would not
         # use the tensor cores.
-        "PRECISION": "tf32x3" if x.dtype == torch.float32 else "ieee", "num_warps": tiles.warps, "num_stages": tiles.stages,
-    }  # fmt: skip
+        "PRECISION": "tf32x3" if x.dtype == torch.float32 else "ieee",
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }
     if not descriptors:
         return x, w, options
     x_rows, w_rows = [tiles.rows, tiles.depth], [tiles.columns, tiles.depth]

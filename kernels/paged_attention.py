@@ -131,9 +131,19 @@ def read_varlen(
 
     keys, values = kv.unbind(0)
     out, lse = varlen_attn(
-        q, keys, values, starts, None, most, table.shape[1] * kv.shape[2], enable_gqa=True, seqused_k=length, block_table=table,
-        num_splits=splits, return_aux=AuxRequest(lse=True),
-    )  # fmt: skip
+        q,
+        keys,
+        values,
+        starts,
+        None,
+        most,
+        table.shape[1] * kv.shape[2],
+        enable_gqa=True,
+        seqused_k=length,
+        block_table=table,
+        num_splits=splits,
+        return_aux=AuxRequest(lse=True),
+    )
     return out, lse.transpose(0, 1)
 
 

@@ -46,9 +46,26 @@ def _share(length, split, splits, BN: tl.constexpr):
 
 @triton.jit
 def _over_pages(
-    q, m, total, acc, seen, k_ptr, v_ptr, table_ptr, begin, end, stride_page, stride_place, scale,
-    S: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q,
+    m,
+    total,
+    acc,
+    seen,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    begin,
+    end,
+    stride_page,
+    stride_place,
+    scale,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Update maximum, sum and weighted values of queries q [BM, BLOCK] with positions [begin, end),
     for the rows marked in `seen` [BM].
     """
@@ -86,11 +103,32 @@ def _over_pages(
 
 @triton.jit(do_not_specialize=BATCH)
 def _own_kernel(
-    q_ptr, kv_ptr, table_ptr, length_ptr, out_ptr, lse_ptr, splits, parts,
-    stride_row, stride_head, plane, stride_page, stride_place, stride_table, scale,
-    K: tl.constexpr, REPEAT: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr,
-    PARTIAL: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    kv_ptr,
+    table_ptr,
+    length_ptr,
+    out_ptr,
+    lse_ptr,
+    splits,
+    parts,
+    stride_row,
+    stride_head,
+    plane,
+    stride_page,
+    stride_place,
+    stride_table,
+    scale,
+    K: tl.constexpr,
+    REPEAT: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Attend with a row's query heads of a key head over a split of the row's private pages.
 
     PARTIAL: store to out[row, head, split] and lse; otherwise store the final output.
@@ -112,9 +150,26 @@ def _own_kernel(
     acc = tl.zeros((BM, BLOCK), tl.float32)
     k_ptr = kv_ptr + head * D
     m, total, acc = _over_pages(
-        q, m, total, acc, inside, k_ptr, k_ptr + plane, table_ptr + row * stride_table, begin, end, stride_page, stride_place, scale,
-        S, D, BN, BLOCK, UPCAST, PRECISION,
-    )  # fmt: skip
+        q,
+        m,
+        total,
+        acc,
+        inside,
+        k_ptr,
+        k_ptr + plane,
+        table_ptr + row * stride_table,
+        begin,
+        end,
+        stride_page,
+        stride_place,
+        scale,
+        S,
+        D,
+        BN,
+        BLOCK,
+        UPCAST,
+        PRECISION,
+    )
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     at = (row * (K * REPEAT) + heads) * parts + split
     tl.store(out_ptr + at[:, None] * D + cols[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
@@ -124,11 +179,37 @@ def _own_kernel(
 
 @triton.jit(do_not_specialize=BATCH)
 def _shared_kernel(
-    q_ptr, kv_ptr, order_ptr, group_ptr, shares_ptr, table_ptr, length_ptr, out_ptr, lse_ptr, R, splits, first, parts,
-    stride_row, stride_head, plane, stride_page, stride_place, stride_table, scale,
-    K: tl.constexpr, REPEAT: tl.constexpr, HEADS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BLOCK: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    kv_ptr,
+    order_ptr,
+    group_ptr,
+    shares_ptr,
+    table_ptr,
+    length_ptr,
+    out_ptr,
+    lse_ptr,
+    R,
+    splits,
+    first,
+    parts,
+    stride_row,
+    stride_head,
+    plane,
+    stride_page,
+    stride_place,
+    stride_table,
+    scale,
+    K: tl.constexpr,
+    REPEAT: tl.constexpr,
+    HEADS: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Attend with a window of rows, consecutive in `order`, over a split of the pages of each group
     in the window.
 
@@ -160,9 +241,26 @@ def _shared_kernel(
     for number in range(tl.min(tl.where(group < 0, last + 1, group), 0), last + 1):
         begin, end = _share(tl.load(length_ptr + number), split, splits, BN)
         m, total, acc = _over_pages(
-            q, m, total, acc, inside & (group == number), k_ptr, k_ptr + plane, table_ptr + number * stride_table, begin, end,
-            stride_page, stride_place, scale, S, D, BN, BLOCK, UPCAST, PRECISION,
-        )  # fmt: skip
+            q,
+            m,
+            total,
+            acc,
+            inside & (group == number),
+            k_ptr,
+            k_ptr + plane,
+            table_ptr + number * stride_table,
+            begin,
+            end,
+            stride_page,
+            stride_place,
+            scale,
+            S,
+            D,
+            BN,
+            BLOCK,
+            UPCAST,
+            PRECISION,
+        )
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     at = (row * (K * REPEAT) + heads) * parts + first + split
     tl.store(out_ptr + at[:, None] * D + cols[None, :], acc, mask=mask)
@@ -255,12 +353,42 @@ def attend_pages(
     scale = D**-0.5 * LOG2E
     if shared is not None:
         _shared_kernel[(windows, K, shared_splits)](
-            q, kv, shared.order, shared.group, shared.shares, shared.table, shared.length, part, lse, R, shared_splits, row_splits, parts,
-            *strides, shared.table.stride(0), scale, HEADS=heads, BM=window_block, **options,
-        )  # fmt: skip
+            q,
+            kv,
+            shared.order,
+            shared.group,
+            shared.shares,
+            shared.table,
+            shared.length,
+            part,
+            lse,
+            R,
+            shared_splits,
+            row_splits,
+            parts,
+            *strides,
+            shared.table.stride(0),
+            scale,
+            HEADS=heads,
+            BM=window_block,
+            **options,
+        )
     _own_kernel[(R, K, row_splits)](
-        q, kv, table, length, part, lse, row_splits, parts, *strides, table.stride(0), scale, BM=row_block, PARTIAL=parts > 1, **options,
-    )  # fmt: skip
+        q,
+        kv,
+        table,
+        length,
+        part,
+        lse,
+        row_splits,
+        parts,
+        *strides,
+        table.stride(0),
+        scale,
+        BM=row_block,
+        PARTIAL=parts > 1,
+        **options,
+    )
     if parts > 1:
         _merge_kernel[(R * H,)](
             part, lse, out, parts, D=D, MOST=2 * SPLITS, SOME=8, BLOCK=options["BLOCK"], num_warps=1

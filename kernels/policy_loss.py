@@ -49,9 +49,19 @@ def sequence_means(d_T: Tensor, active_T: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def _torch_pass(
-    lp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor | None, ref: Tensor | None, low: Bound, high: Bound,
-    cu_seqlens: Tensor | None, kind: str, beta: float, kl_coef: float, kl_kind: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    lp: Tensor,
+    old: Tensor,
+    advantage: Tensor,
+    mask: Tensor | None,
+    ref: Tensor | None,
+    low: Bound,
+    high: Bound,
+    cu_seqlens: Tensor | None,
+    kind: str,
+    beta: float,
+    kl_coef: float,
+    kl_kind: str,
+) -> tuple[Tensor, Tensor]:
     """Return the sums of METRICS (float32) and d loss / d lp [T]."""
     active = torch.ones_like(lp, dtype=torch.bool) if mask is None else mask != 0
     lp, advantage = lp.where(active, 0.0), advantage.where(active, 0.0)
@@ -99,10 +109,21 @@ def _torch_pass(
 
 @torch.library.custom_op("whetstone::policy_loss", mutates_args=())
 def forward_op(
-    logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor | None, ref: Tensor | None, low_T: Tensor | None,
-    high_T: Tensor | None, cu_seqlens: Tensor | None, kind: str, low: float, high: float, beta: float, kl_coef: float,
+    logp: Tensor,
+    old: Tensor,
+    advantage: Tensor,
+    mask: Tensor | None,
+    ref: Tensor | None,
+    low_T: Tensor | None,
+    high_T: Tensor | None,
+    cu_seqlens: Tensor | None,
+    kind: str,
+    low: float,
+    high: float,
+    beta: float,
+    kl_coef: float,
     kl_kind: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss (float32 scalar), the sums of METRICS and d loss / d logp [T]."""
     if triton_works(logp):
         from kernels.policy_loss_triton import policy_loss_pass
@@ -133,8 +154,19 @@ def forward_op(
                 torch.as_tensor(b, dtype=torch.float32, device=logp.device) for b in (lower, upper)
             )
         sums, grad = _torch_pass(
-            flat[0], flat[1], flat[2], mask, flat[3], lower, upper, cu_seqlens, kind, beta, kl_coef, kl_kind  # type: ignore[arg-type]
-        )  # fmt: skip
+            flat[0],
+            flat[1],
+            flat[2],
+            mask,
+            flat[3],
+            lower,
+            upper,
+            cu_seqlens,
+            kind,
+            beta,
+            kl_coef,
+            kl_kind,  # type: ignore[arg-type]
+        )
     return sums[0].clone(), sums, grad.to(logp.dtype)
 
 
@@ -163,10 +195,20 @@ forward_op.register_autograd(_backward, setup_context=_setup)
 
 
 def policy_loss(
-    logp_T: Tensor, old_T: Tensor, advantage_T: Tensor, *, kind: str = "ppo", mask_T: Tensor | None = None,
-    ref_T: Tensor | None = None, cu_seqlens: Tensor | None = None, clip_low: Bound = 0.8, clip_high: Bound = 1.2,
-    beta: float = 0.05, kl_coef: float = 0.0, kl_kind: str = "k2",
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    logp_T: Tensor,
+    old_T: Tensor,
+    advantage_T: Tensor,
+    *,
+    kind: str = "ppo",
+    mask_T: Tensor | None = None,
+    ref_T: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    clip_low: Bound = 0.8,
+    clip_high: Bound = 1.2,
+    beta: float = 0.05,
+    kl_coef: float = 0.0,
+    kl_kind: str = "k2",
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a loss of the module's table as a sum over active tokens, and the sums of its metrics.
 
     Gradients reach only logp_T.
@@ -219,8 +261,21 @@ def policy_loss(
         check_sequences(NAME, cu_seqlens, logp_T.numel())
     low, high = (0.0 if isinstance(b, Tensor) else float(b) for b in (clip_low, clip_high))
     loss, sums, _ = forward_op(
-        logp_T, old_T, advantage_T, mask_T, ref_T, low_T, high_T, cu_seqlens, kind, low, high, beta, kl_coef, kl_kind
-    )  # fmt: skip
+        logp_T,
+        old_T,
+        advantage_T,
+        mask_T,
+        ref_T,
+        low_T,
+        high_T,
+        cu_seqlens,
+        kind,
+        low,
+        high,
+        beta,
+        kl_coef,
+        kl_kind,
+    )
     return loss, dict(zip(METRICS, sums.unbind(), strict=True))
 
 
@@ -228,10 +283,20 @@ def policy_loss(
 
 
 def policy_loss_reference(
-    logp_T: Tensor, old_T: Tensor, advantage_T: Tensor, *, kind: str = "ppo", mask_T: Tensor | None = None,
-    ref_T: Tensor | None = None, cu_seqlens: Tensor | None = None, clip_low: Bound = 0.8, clip_high: Bound = 1.2,
-    beta: float = 0.05, kl_coef: float = 0.0, kl_kind: str = "k2",
-) -> Tensor:  # fmt: skip
+    logp_T: Tensor,
+    old_T: Tensor,
+    advantage_T: Tensor,
+    *,
+    kind: str = "ppo",
+    mask_T: Tensor | None = None,
+    ref_T: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    clip_low: Bound = 0.8,
+    clip_high: Bound = 1.2,
+    beta: float = 0.05,
+    kl_coef: float = 0.0,
+    kl_kind: str = "k2",
+) -> Tensor:
     """Compute the loss as the formulas read, sequence by sequence, differentiated by autograd."""
     ends = [0, len(logp_T)] if cu_seqlens is None else cu_seqlens.tolist()
     total = (logp_T * 0.0).nan_to_num().sum()

@@ -131,10 +131,22 @@ def _policy_loss_kernel(
 
 
 def policy_loss_pass(
-    logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor | None, ref: Tensor | None, low_T: Tensor | None,
-    high_T: Tensor | None, cu_seqlens: Tensor | None, kind: str, low: float, high: float, beta: float, kl_coef: float,
-    kl_kind: str, block: int = BLOCK,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    logp: Tensor,
+    old: Tensor,
+    advantage: Tensor,
+    mask: Tensor | None,
+    ref: Tensor | None,
+    low_T: Tensor | None,
+    high_T: Tensor | None,
+    cu_seqlens: Tensor | None,
+    kind: str,
+    low: float,
+    high: float,
+    beta: float,
+    kl_coef: float,
+    kl_kind: str,
+    block: int = BLOCK,
+) -> tuple[Tensor, Tensor]:
     """Return the sums of METRICS (float32) and d loss / d logp (float32 [T])."""
     tokens = logp.numel()
     grad = torch.empty_like(logp, dtype=torch.float32, memory_format=torch.contiguous_format)
@@ -151,14 +163,40 @@ def policy_loss_pass(
     if kind == "gspo" and cu_seqlens is not None:
         mean = torch.zeros_like(grad)
         _sequence_mean_kernel[(len(cu_seqlens) - 1,)](
-            lp, old, lp if mask is None else mask, cu_seqlens.contiguous(), mean, tokens, HAS_MASK=mask is not None, BLOCK=block
-        )  # fmt: skip
+            lp,
+            old,
+            lp if mask is None else mask,
+            cu_seqlens.contiguous(),
+            mean,
+            tokens,
+            HAS_MASK=mask is not None,
+            BLOCK=block,
+        )
     programs = triton.cdiv(tokens, block)
     sums = grad.new_empty((programs, len(METRICS)))
     _policy_loss_kernel[(programs,)](
-        lp, old, advantage, lp if mask is None else mask, lp if ref is None else ref, lp if low_T is None else low_T,
-        lp if high_T is None else high_T, mean, grad, sums, tokens, low, high, beta, kl_coef,
-        KIND=KINDS.index(kind), KL_KIND=KL_KINDS.index(kl_kind), HAS_MASK=mask is not None, HAS_REF=ref is not None,
-        HAS_LOW=low_T is not None, HAS_HIGH=high_T is not None, BLOCK=block, num_warps=4,
-    )  # fmt: skip
+        lp,
+        old,
+        advantage,
+        lp if mask is None else mask,
+        lp if ref is None else ref,
+        lp if low_T is None else low_T,
+        lp if high_T is None else high_T,
+        mean,
+        grad,
+        sums,
+        tokens,
+        low,
+        high,
+        beta,
+        kl_coef,
+        KIND=KINDS.index(kind),
+        KL_KIND=KL_KINDS.index(kl_kind),
+        HAS_MASK=mask is not None,
+        HAS_REF=ref is not None,
+        HAS_LOW=low_T is not None,
+        HAS_HIGH=high_T is not None,
+        BLOCK=block,
+        num_warps=4,
+    )
     return sums.sum(0), grad

@@ -77,9 +77,17 @@ def _check(target_TK: Tensor, vocab: int) -> None:
 
 
 def soft_logprob(
-    hidden_TD: Tensor, weight_VD: Tensor, target_TK: Tensor, bias_V: Tensor | None = None, temperature: float = 1.0,
-    softcap: float | None = None, *, entropy: bool = True, checked: bool = False, **settings: object,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    target_TK: Tensor,
+    bias_V: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    *,
+    entropy: bool = True,
+    checked: bool = False,
+    **settings: object,
+) -> tuple[Tensor, Tensor | None]:
     """Return the logprobs [T, K] of the targets and the entropies [T] (None if `entropy` is False),
     float32.
 
@@ -94,9 +102,16 @@ def soft_logprob(
     if not checked:
         _check(y, len(weight))
     _, entropies, lse = linear_logprob(
-        hidden, weight, y[:, 0], bias=bias_V, temperature=temperature, softcap=softcap, entropy=entropy, checked=True,
+        hidden,
+        weight,
+        y[:, 0],
+        bias=bias_V,
+        temperature=temperature,
+        softcap=softcap,
+        entropy=entropy,
+        checked=True,
         **settings,  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
     with without_autocast(hidden):
         z = _Scores.apply(hidden, weight, y)
         z = z if bias_V is None else z + bias_V.float()[y]

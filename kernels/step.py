@@ -41,9 +41,16 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def rope_append(
-    qkv: Tensor, norm_qk: Tensor | None, eps: float, rope: Tensor, position_N: Tensor, kv: Tensor, page_N: Tensor, place_N: Tensor,
+    qkv: Tensor,
+    norm_qk: Tensor | None,
+    eps: float,
+    rope: Tensor,
+    position_N: Tensor,
+    kv: Tensor,
+    page_N: Tensor,
+    place_N: Tensor,
     heads: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return queries [N, H, D], normalized and rotated; write keys (normalized and rotated) and
     values to the cache at each row's page and place.
 

@@ -58,9 +58,25 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, F: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def _rope_append_kernel(
-    qkv_ptr, norm_ptr, rope_ptr, position_ptr, page_ptr, place_ptr, q_ptr, kv_ptr, eps, positions, plane, stride_page, stride_place,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    qkv_ptr,
+    norm_ptr,
+    rope_ptr,
+    position_ptr,
+    page_ptr,
+    place_ptr,
+    q_ptr,
+    kv_ptr,
+    eps,
+    positions,
+    plane,
+    stride_page,
+    stride_place,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Process a single head of a single row: normalize and rotate queries and keys, write keys and
     values to the cache and queries to q.
     """
@@ -122,9 +138,16 @@ def residual_rms(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float)
     out = torch.empty_like(residual)
     block = triton.next_power_of_2(width)
     _residual_rms_kernel[(rows,)](
-        residual if x is None else x.contiguous(), residual, weight, out, eps, E=width, HAS_X=x is not None, BLOCK=block,
+        residual if x is None else x.contiguous(),
+        residual,
+        weight,
+        out,
+        eps,
+        E=width,
+        HAS_X=x is not None,
+        BLOCK=block,
         num_warps=8 if block >= 4096 else 4,
-    )  # fmt: skip
+    )
     return out
 
 
@@ -139,16 +162,39 @@ def silu_mul(gate_up: Tensor, block: int = 1024) -> Tensor:
 
 
 def rope_append(
-    qkv: Tensor, norm_qk: Tensor | None, eps: float, rope: Tensor, position_N: Tensor, kv: Tensor, page_N: Tensor, place_N: Tensor,
+    qkv: Tensor,
+    norm_qk: Tensor | None,
+    eps: float,
+    rope: Tensor,
+    position_N: Tensor,
+    kv: Tensor,
+    page_N: Tensor,
+    place_N: Tensor,
     heads: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Launch the kernel of kernels.step.rope_append."""
     rows, all_heads, width = qkv.shape
     key_heads = (all_heads - heads) // 2
     q = qkv.new_empty((rows, heads, width))
     _rope_append_kernel[(rows, all_heads)](
-        qkv.contiguous(), qkv if norm_qk is None else norm_qk.contiguous(), rope.contiguous(), position_N, page_N, place_N, q, kv, eps,
-        rope.shape[1], kv.stride(0), kv.stride(1), kv.stride(2), H=heads, K=key_heads, D=width, HAS_NORM=norm_qk is not None,
-        BLOCK=triton.next_power_of_2(width), num_warps=1,
-    )  # fmt: skip
+        qkv.contiguous(),
+        qkv if norm_qk is None else norm_qk.contiguous(),
+        rope.contiguous(),
+        position_N,
+        page_N,
+        place_N,
+        q,
+        kv,
+        eps,
+        rope.shape[1],
+        kv.stride(0),
+        kv.stride(1),
+        kv.stride(2),
+        H=heads,
+        K=key_heads,
+        D=width,
+        HAS_NORM=norm_qk is not None,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=1,
+    )
     return q

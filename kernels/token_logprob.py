@@ -129,9 +129,18 @@ def _(logits, target, temperature, softcap, ignore_index, inplace):
 
 
 def _gradient(
-    g_logp: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, logits: Tensor, target: Tensor, entropy: Tensor,
-    lse: Tensor, temperature: float, softcap: float | None, ignore_index: int, out: Tensor,
-) -> None:  # fmt: skip
+    g_logp: Tensor | None,
+    g_entropy: Tensor | None,
+    g_lse: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    entropy: Tensor,
+    lse: Tensor,
+    temperature: float,
+    softcap: float | None,
+    ignore_index: int,
+    out: Tensor,
+) -> None:
     """Write the gradient of the logits to `out`, which may be `logits`."""
     used = target != ignore_index
     a, b, c = (
@@ -150,9 +159,17 @@ def _gradient(
 
 @torch.library.custom_op("whetstone::token_logprob_backward", mutates_args=())
 def backward_op(
-    g_logp: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, logits: Tensor, target: Tensor, entropy: Tensor,
-    lse: Tensor, temperature: float, softcap: float | None, ignore_index: int,
-) -> Tensor:  # fmt: skip
+    g_logp: Tensor | None,
+    g_entropy: Tensor | None,
+    g_lse: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    entropy: Tensor,
+    lse: Tensor,
+    temperature: float,
+    softcap: float | None,
+    ignore_index: int,
+) -> Tensor:
     """Return the gradient of the logits in a new tensor."""
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     _gradient(
@@ -181,9 +198,17 @@ def _(g_logp, g_entropy, g_lse, logits, *_):
 # old values.
 @torch.library.custom_op("whetstone::token_logprob_backward_", mutates_args=("logits",))
 def backward_inplace_op(
-    g_logp: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, logits: Tensor, target: Tensor, entropy: Tensor,
-    lse: Tensor, temperature: float, softcap: float | None, ignore_index: int,
-) -> None:  # fmt: skip
+    g_logp: Tensor | None,
+    g_entropy: Tensor | None,
+    g_lse: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    entropy: Tensor,
+    lse: Tensor,
+    temperature: float,
+    softcap: float | None,
+    ignore_index: int,
+) -> None:
     """Write the gradient over `logits`."""
     _gradient(
         g_logp,
@@ -231,9 +256,14 @@ forward_op.register_autograd(_backward, setup_context=_setup)
 
 
 def token_logprob(
-    logits: Tensor, target: Tensor, temperature: float = 1.0, softcap: float | None = None, ignore_index: int = -100, *,
+    logits: Tensor,
+    target: Tensor,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    *,
     inplace_backward: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the target's logprob, the entropy and the log-sum-exp of each token, float32, from
     logits [..., V] (see linear_logprob).
 
@@ -259,7 +289,12 @@ def token_logprob(
             ".contiguous()"
         )
     outputs = forward_op(
-        logits.reshape(-1, logits.shape[-1]), target.reshape(-1).long(), temperature, softcap, ignore_index, inplace
-    )  # fmt: skip
+        logits.reshape(-1, logits.shape[-1]),
+        target.reshape(-1).long(),
+        temperature,
+        softcap,
+        ignore_index,
+        inplace,
+    )
     logp, entropy, lse = (output.view(target.shape) for output in outputs)
     return logp, entropy, lse

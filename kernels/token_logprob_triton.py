@@ -69,9 +69,22 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    logits_ptr, out_ptr, y_ptr, lse2_ptr, a_ptr, b_ptr, c_ptr, V, stride, stride_out, in_scale, out_scale,
-    SOFTCAP: tl.constexpr, HAS_C: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    out_ptr,
+    y_ptr,
+    lse2_ptr,
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    V,
+    stride,
+    stride_out,
+    in_scale,
+    out_scale,
+    SOFTCAP: tl.constexpr,
+    HAS_C: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Compute the gradient of a row. Each block is read before it is written, so `out` may be
     `logits`.
     """
@@ -122,10 +135,20 @@ def forward(
         torch.empty(len(y_T), dtype=torch.float32, device=logits.device) for _ in range(3)
     )
     _forward_kernel[(len(y_T),)](
-        logits, y_T.contiguous(), logp, entropy, lse, logits.shape[1], logits.stride(0), ignore_index, head.in_scale,
+        logits,
+        y_T.contiguous(),
+        logp,
+        entropy,
+        lse,
+        logits.shape[1],
+        logits.stride(0),
+        ignore_index,
+        head.in_scale,
         head.out_scale,
-        SOFTCAP=head.softcap is not None, BLOCK=min(block, triton.next_power_of_2(logits.shape[1])), num_warps=8,
-    )  # fmt: skip
+        SOFTCAP=head.softcap is not None,
+        BLOCK=min(block, triton.next_power_of_2(logits.shape[1])),
+        num_warps=8,
+    )
     return logp, entropy, lse
 
 
@@ -142,9 +165,22 @@ def backward(
     logits, out = _rows(logits_TV), _rows(out_TV)
     a, b, c = (t if t is None else (t * head.grad_scale).contiguous() for t in co)
     _backward_kernel[(len(y_T),)](
-        logits, out, y_T.contiguous(), lse_T * LOG2E, a, b, b if c is None else c, logits.shape[1], logits.stride(0),
-        out.stride(0), head.in_scale, head.out_scale, SOFTCAP=head.softcap is not None, HAS_C=c is not None,
-        BLOCK=min(block, triton.next_power_of_2(logits.shape[1])), num_warps=8,
-    )  # fmt: skip
+        logits,
+        out,
+        y_T.contiguous(),
+        lse_T * LOG2E,
+        a,
+        b,
+        b if c is None else c,
+        logits.shape[1],
+        logits.stride(0),
+        out.stride(0),
+        head.in_scale,
+        head.out_scale,
+        SOFTCAP=head.softcap is not None,
+        HAS_C=c is not None,
+        BLOCK=min(block, triton.next_power_of_2(logits.shape[1])),
+        num_warps=8,
+    )
     if out is not out_TV:
         out_TV.copy_(out)

@@ -30,7 +30,10 @@ CHAINED = (
     "granite",
 )
 IDS = torch.tensor([[2, 3, 12, 4, 5, 13, 7]])
-_WORDS = "--steps 2 --batch-size 4 --learning-rate 2e-2 --eval-every 0 --save-every 0 --rollouts-every 0 --max-tokens 4 --dataset addition"
+_WORDS = (
+    "--steps 2 --batch-size 4 --learning-rate 2e-2 --eval-every 0 --save-every 0 --rollouts-every "
+    "0 --max-tokens 4 --dataset addition"
+)
 
 
 def logits(model) -> torch.Tensor:

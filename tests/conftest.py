@@ -41,8 +41,18 @@ def bubblewrap() -> None:
 
 # Files whose tests take minutes, the longest first: with a file a worker, one of these begun last
 # would be waited for alone.
-LONG = ("test_default_recipe", "test_distributed", "test_run", "test_crash_safety", "test_resume", "test_memory_plan", "test_null_controls",
-        "test_gsm8k", "test_two_processes", "test_slurm")  # fmt: skip
+LONG = (
+    "test_default_recipe",
+    "test_distributed",
+    "test_run",
+    "test_crash_safety",
+    "test_resume",
+    "test_memory_plan",
+    "test_null_controls",
+    "test_gsm8k",
+    "test_two_processes",
+    "test_slurm",
+)
 
 
 # Tests of serve.py stand in files of these names: they need requirements-serve.txt. `.ci/run`

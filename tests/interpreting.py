@@ -22,7 +22,8 @@ def run_interpreted(file: str, marked: str) -> None:
     """The tests of a file in a process with the interpreter; those that `marked` picks."""
     if _minor("triton") < (3, 7) and _minor("numpy") >= (2, 4):
         pytest.skip(
-            f"triton {version('triton')}'s interpreter takes no one-element arrays of numpy {version('numpy')} for numbers"
+            f"triton {version('triton')}'s interpreter takes no one-element arrays of numpy "
+            f"{version('numpy')} for numbers"
         )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked, file]
     done = subprocess.run(

@@ -53,8 +53,11 @@ def main(out: Path, sampler_ranks: int, lora: int, kind: str, dtype: str) -> Non
         sampler=SamplerSettings(kind=kind),
     )
     with ServiceClient(output_dir=out / "run", seed=3, settings=settings) as service:
-        made = service.create_lora_training_client("tiny:addition", rank=lora, seed=2) if lora else service.create_full_training_client(
-            "tiny:addition", seed=1)  # fmt: skip
+        made = (
+            service.create_lora_training_client("tiny:addition", rank=lora, seed=2)
+            if lora
+            else service.create_full_training_client("tiny:addition", seed=1)
+        )
         first = sampler = made.save_weights_and_get_sampling_client()
         for step in range(3):
             found[f"drawn {step}"] = drawn(sampler, step)

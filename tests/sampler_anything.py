@@ -104,9 +104,13 @@ class Asked:
         ]
         cut = rng.random()
         return SamplingParams(
-            max_tokens=max_tokens, temperature=float(rng.choice([0.0, 0.7, 1.0])), stop=stops[int(rng.integers(len(stops)))],
-            top_k=3 if cut < 0.1 else -1, top_p=0.8 if 0.05 < cut < 0.15 else 1.0, untruncated_logprobs=bool(rng.random() < 0.3),
-        )  # fmt: skip
+            max_tokens=max_tokens,
+            temperature=float(rng.choice([0.0, 0.7, 1.0])),
+            stop=stops[int(rng.integers(len(stops)))],
+            top_k=3 if cut < 0.1 else -1,
+            top_p=0.8 if 0.05 < cut < 0.15 else 1.0,
+            untruncated_logprobs=bool(rng.random() < 0.3),
+        )
 
     def _begun(self, request: Request, more: dict[str, Any]) -> Request:
         """The same with some of its first sample drawn before it was asked; it ends as it would

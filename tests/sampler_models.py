@@ -24,9 +24,17 @@ from transformers import (
 
 VOCAB = 41
 SMALL: dict[str, Any] = dict(
-    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=96, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-)  # fmt: skip
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=96,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +53,15 @@ def tiny_model(kind: str, **changes: Any) -> torch.nn.Module:
     torch.manual_seed(3)
     settings = {**SMALL, **changes}
     if kind == "gpt2":
-        config = GPT2Config(vocab_size=settings["vocab_size"], n_embd=32, n_layer=2, n_head=4, n_positions=96,
-                            bos_token_id=None, eos_token_id=None)  # fmt: skip
+        config = GPT2Config(
+            vocab_size=settings["vocab_size"],
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=96,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
         model: torch.nn.Module = GPT2LMHeadModel(config)
     elif kind == "qwen3":
         model = Qwen3ForCausalLM(

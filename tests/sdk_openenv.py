@@ -49,9 +49,13 @@ def post(path: str, body: dict) -> dict:
 
 # 1. What it is, asked in each of the ways that the checker knows, on the routes under /v1.
 asks: dict[str, tuple[str, str, dict]] = {
-    "root": (url, base, {}), "v1": (f"{url}/v1", base, {}), "header": (url, base, {"auth_header": "x-api-key"}),
-    "session": (f"{url}/session/checked/v1", base, {}), "vllm": (url, base, {"provider": "vllm"}), "trained": (url, trained, {}),
-}  # fmt: skip
+    "root": (url, base, {}),
+    "v1": (f"{url}/v1", base, {}),
+    "header": (url, base, {"auth_header": "x-api-key"}),
+    "session": (f"{url}/session/checked/v1", base, {}),
+    "vllm": (url, base, {"provider": "vllm"}),
+    "trained": (url, trained, {}),
+}
 for name, (where, model, more) in asks.items():
     seen["reports"][name] = report(validate_llm(where, model, api_key=key, **more))
 seen["reports"]["tools"] = report(validate_llm(scripted, "scripted"))
@@ -79,10 +83,15 @@ for turn in range(3):
     ]
 document = export_session(session)
 seen["rollout"] = {
-    "validation": document["validation"], "trainable": document["trainable"], "turns": len(document["turns"]),
-    "rows": [[row["trainable"], row["validation"], row["n_turns"]] for row in document["sequences"]],
-    "records": to_turn_records(session.graph, document), "trace": type(to_training_trace(session.graph, document)).__name__,
-}  # fmt: skip
+    "validation": document["validation"],
+    "trainable": document["trainable"],
+    "turns": len(document["turns"]),
+    "rows": [
+        [row["trainable"], row["validation"], row["n_turns"]] for row in document["sequences"]
+    ],
+    "records": to_turn_records(session.graph, document),
+    "trace": type(to_training_trace(session.graph, document)).__name__,
+}
 capture.stop()
 
 # 3. The same checks of turns that came by ids (/inference/v1/generate), each continuing the one
@@ -118,6 +127,11 @@ for turn in range(3):
     prompt = [*prompt, *choice["token_ids"], 9, 10]
 (sequence,) = graph.sequences()
 checks = (check_sequence(sequence), check_rollout(graph, expect_single_root=True))
-seen["ids"] = {"fatal": fatal + [str(one) for check in checks for one in check.fatal], "stats": graph.stats(),
-               "ids": sequence.input_ids, "mask": sequence.loss_mask, "logprobs": sequence.logprobs}  # fmt: skip
+seen["ids"] = {
+    "fatal": fatal + [str(one) for check in checks for one in check.fatal],
+    "stats": graph.stats(),
+    "ids": sequence.input_ids,
+    "mask": sequence.loss_mask,
+    "logprobs": sequence.logprobs,
+}
 print(json.dumps(seen))

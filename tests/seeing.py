@@ -126,8 +126,10 @@ def _qwen(config_class, model_class, vision, **more):
         size=dict(shortest_edge=64, longest_edge=4096),
     )
     tokenizer.chat_template = (
-        "{%- for m in messages -%}<|im_start|>{{ m.role }}\n{%- if m.content is string -%}{{ m.content }}{%- else -%}"
-        "{%- for p in m.content -%}{%- if p.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>{%- else -%}{{ p.text }}"
+        "{%- for m in messages -%}<|im_start|>{{ m.role }}\n{%- if m.content is string -%}{{ "
+        "m.content }}{%- else -%}"
+        "{%- for p in m.content -%}{%- if p.type == 'image' "
+        "-%}<|vision_start|><|image_pad|><|vision_end|>{%- else -%}{{ p.text }}"
         "{%- endif -%}{%- endfor -%}{%- endif -%}<|im_end|>\n{%- endfor -%}"
         "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
     )
@@ -232,8 +234,10 @@ def _gemma3():
     )
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **special)
     tokenizer.chat_template = (
-        "{%- for m in messages -%}<start_of_turn>{{ m.role }}\n{%- if m.content is string -%}{{ m.content }}{%- else -%}"
-        "{%- for p in m.content -%}{%- if p.type == 'image' -%}<start_of_image>{%- else -%}{{ p.text }}{%- endif -%}{%- endfor -%}"
+        "{%- for m in messages -%}<start_of_turn>{{ m.role }}\n{%- if m.content is string -%}{{ "
+        "m.content }}{%- else -%}"
+        "{%- for p in m.content -%}{%- if p.type == 'image' -%}<start_of_image>{%- else -%}{{ "
+        "p.text }}{%- endif -%}{%- endfor -%}"
         "{%- endif -%}<end_of_turn>\n{%- endfor -%}"
         "{%- if add_generation_prompt -%}<start_of_turn>assistant\n{%- endif -%}"
     )
@@ -280,15 +284,24 @@ def _tiles(config_class, model_class, processor_class):
         size={"longest_edge": 64}, max_image_size={"longest_edge": 32}, do_image_splitting=True
     )
     tokenizer.chat_template = (
-        "{%- for m in messages -%}{{ m.role }}{%- for p in m.content -%}{%- if p.type == 'image' -%}<image>"
-        "{%- elif p.type == 'text' -%}{{ p.text }}{%- endif -%}{%- endfor -%}<end_of_utterance>\n{%- endfor -%}"
+        "{%- for m in messages -%}{{ m.role }}{%- for p in m.content -%}{%- if p.type == 'image' "
+        "-%}<image>"
+        "{%- elif p.type == 'text' -%}{{ p.text }}{%- endif -%}{%- endfor -%}<end_of_utterance>\n"
+        "{%- endfor -%}"
         "{%- if add_generation_prompt -%}assistant:{%- endif -%}"
     )
     return model_class, config, tokenizer, processor, ("", "")
 
 
-FAMILIES = {"qwen2_vl": _qwen2_vl, "qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl, "qwen3_vl_moe": _qwen3_vl_moe,
-            "gemma3": _gemma3, "smolvlm": _smolvlm, "idefics3": _idefics3}  # fmt: skip
+FAMILIES = {
+    "qwen2_vl": _qwen2_vl,
+    "qwen2_5_vl": _qwen2_5_vl,
+    "qwen3_vl": _qwen3_vl,
+    "qwen3_vl_moe": _qwen3_vl_moe,
+    "gemma3": _gemma3,
+    "smolvlm": _smolvlm,
+    "idefics3": _idefics3,
+}
 
 
 def tiny(family, seed=0):

@@ -85,14 +85,27 @@ def test_a_healthy_run_is_silent(seed):
 def fault(**values):
     """Plants values (numbers, or functions of the step) into every row from step 10 on."""
     names = {
-        "v1": "optim/kl_sample_train_v1", "v2": "optim/kl_sample_train_v2", "norm": "optim/grad_norm", "entropy": "optim/entropy",
+        "v1": "optim/kl_sample_train_v1",
+        "v2": "optim/kl_sample_train_v2",
+        "norm": "optim/grad_norm",
+        "entropy": "optim/entropy",
         "age": "async/age/mean",
-        "credited": "optim/frac_credited", "reward": "env/all/reward/total", "mixed": "env/all/by_group/frac_mixed",
-        "beginnings": "env/all/distinct_beginnings", "tokens": "env/all/ac_tokens_per_turn", "cut": "env/all/frac_truncated",
-        "correct": "env/all/correct", "temperature": "sampler/temperature", "low": "env/all/reward/min", "high": "env/all/reward/max",
-        "critic": "optim/critic_grad_norm", "skipped": "optim/skipped_nonfinite", "groups": "env/all/total_groups",
-        "failed": "reward/failed", "scored": "env/all/total_episodes",
-    }  # fmt: skip
+        "credited": "optim/frac_credited",
+        "reward": "env/all/reward/total",
+        "mixed": "env/all/by_group/frac_mixed",
+        "beginnings": "env/all/distinct_beginnings",
+        "tokens": "env/all/ac_tokens_per_turn",
+        "cut": "env/all/frac_truncated",
+        "correct": "env/all/correct",
+        "temperature": "sampler/temperature",
+        "low": "env/all/reward/min",
+        "high": "env/all/reward/max",
+        "critic": "optim/critic_grad_norm",
+        "skipped": "optim/skipped_nonfinite",
+        "groups": "env/all/total_groups",
+        "failed": "reward/failed",
+        "scored": "env/all/total_episodes",
+    }
 
     def edit(row, step):
         first = 0 if {"reward", "mixed", "correct"} & set(values) else 10
@@ -131,16 +144,32 @@ def jitter(middle: float):
         (fault(reward=lambda step: 0.5 - 0.005 * step), {"reward_flat"}, "has not risen"),
         (fault(entropy=0.01), {"entropy_collapse"}, "from 0.8"),
         # from the beginning on
-        (lambda row, step: row.update({"optim/entropy": 5e-4}), {"entropy_collapse"}, "answers are certain: 0.0"),
-        (fault(mixed=0.2, temperature=0.2), {"low_temperature"}, "temperature 0.2 explores little: in 80%"),
+        (
+            lambda row, step: row.update({"optim/entropy": 5e-4}),
+            {"entropy_collapse"},
+            "answers are certain: 0.0",
+        ),
+        (
+            fault(mixed=0.2, temperature=0.2),
+            {"low_temperature"},
+            "temperature 0.2 explores little: in 80%",
+        ),
         (fault(beginnings=1 / 256), {"mode_collapse"}, "0.4% distinct"),
         (fault(tokens=lambda step: 100 + 30 * step), {"length"}, "answers grew from"),
         (fault(tokens=180, cut=0.6), {"length"}, "cut off, 5% at first"),
         (fault(correct=jitter(0.2)), {"format_alone"}, "only the format improves"),
-        (fault(failed=255, scored=1, groups=1), {"rewards_failing"}, "255 of the 256 samples of this batch could not be scored"),
-        (fault(failed=32), {"rewards_failing"}, "11% of the samples of 3 batches could not be scored"),
+        (
+            fault(failed=255, scored=1, groups=1),
+            {"rewards_failing"},
+            "255 of the 256 samples of this batch could not be scored",
+        ),
+        (
+            fault(failed=32),
+            {"rewards_failing"},
+            "11% of the samples of 3 batches could not be scored",
+        ),
     ],
-)  # fmt: skip
+)
 def test_each_fault_sets_off_its_alarm_and_no_other_and_is_said_once(edit, expected, words):
     on, said = play(edit)
     assert set(on) == expected

@@ -178,7 +178,8 @@ def test_what_datasets_saved_and_a_downloaded_repository(tmp_path, monkeypatch):
     assert len(load_problems(repo, split="test")) == 3  # the validation split stands in
     write(repo / "hard" / "a.jsonl", sums(1))
     (repo / "README.md").write_text(
-        "---\nconfigs:\n- config_name: easy\n  data_files:\n  - split: train\n    path: data/train-*\n"
+        "---\nconfigs:\n- config_name: easy\n  data_files:\n  - split: train\n    path: "
+        "data/train-*\n"
         "- config_name: hard\n  data_files: hard/*.jsonl\n---\n# words\n"
     )
     assert (

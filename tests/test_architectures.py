@@ -391,8 +391,17 @@ def dpo_alone(model, pairs, beta: float = 0.1):
     )
 
 
-@pytest.mark.parametrize("settings", [{}, {"layout": "shared"}, {"fused": False}, {"token_budget": 30}, {"gradient_checkpointing": True}],
-                         ids=lambda settings: "-".join(map(str, settings.items())) or "auto")  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"layout": "shared"},
+        {"fused": False},
+        {"token_budget": 30},
+        {"gradient_checkpointing": True},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.items())) or "auto",
+)
 def test_a_pair_on_both_sides_of_the_original_length_is_learnt_by_the_frequencies_of_each_answer(
     settings,
 ):
@@ -503,7 +512,9 @@ def test_rows_beyond_the_length_of_dynamic_frequencies_are_an_error():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     learner = make_learner(tiny_model("llama", rope_parameters=rope, max_position_embeddings=32))
     learnt(learner, datums(((20, (8, 13)),)))
-    with pytest.raises(ValueError, match="33 tokens is longer than this model.s original context of 32,.*dynamic"):
+    with pytest.raises(
+        ValueError, match="33 tokens is longer than this model.s original context of 32,.*dynamic"
+    ):
         learnt(learner, datums(((20, (8, 14)),)))
 
 

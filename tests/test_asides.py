@@ -234,7 +234,8 @@ def test_a_recipe_that_is_no_file_keeps_nobody_waiting(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="no recipe file"):
         read([str(recipes / "pipe.yaml")], METHODS, recipes / "addition.yaml", RunSettings)
     code = (
-        "from pathlib import Path; from rl.settings.cli import parse; from rl.methods import METHODS; from rl.settings import RunSettings; "
+        "from pathlib import Path; from rl.settings.cli import parse; from rl.methods import "
+        "METHODS; from rl.settings import RunSettings; "
         f"parse(['--help'], METHODS, Path({str(recipes / 'addition.yaml')!r}), options=RunSettings)"
     )
     done = subprocess.run(

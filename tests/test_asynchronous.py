@@ -297,7 +297,7 @@ def test_a_token_older_than_the_bound_or_of_a_version_yet_to_come_ends_the_run()
             "advantage batch .* whole batch",
         ),
         ({"stream_minibatches": 2, "num_substeps": 2}, "num_substeps"),
-        ({"stream_minibatches": 64}, "more parts"),
+        ({"stream_minibatches": 64}, "is larger than batch_size"),
         ({"max_steps_off_policy": 1, "dynamic_sampling": 2}, "dynamic_sampling"),
     ],
 )

@@ -179,8 +179,11 @@ def test_deepspeed_stage_0_steps_on_the_sum_that_it_then_averages(monkeypatch, t
         new_adamw(trainable),
         True,
     )
-    engine.wrapped = SimpleNamespace(step=lambda: stepped.append(model.weight.grad.clone()), zero_grad=lambda: None,
-                                     _config=SimpleNamespace(gradient_clipping=None))  # fmt: skip
+    engine.wrapped = SimpleNamespace(
+        step=lambda: stepped.append(model.weight.grad.clone()),
+        zero_grad=lambda: None,
+        _config=SimpleNamespace(gradient_clipping=None),
+    )
     engine.optimizer = SimpleNamespace(zero_grad=lambda: None)
     mine, other = torch.randn(3, 5), torch.randn(3, 5)
     model.weight.grad = 2 * mine

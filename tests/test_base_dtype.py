@@ -18,8 +18,16 @@ from rl.types import LoraConfig
 
 TIED = dict(tie_word_embeddings=True)
 UNTIED = dict(tie_word_embeddings=False)
-KINDS = [("qwen3", TIED), ("llama", UNTIED), ("gpt2", TIED), ("gemma3_text", TIED), ("qwen3_moe", UNTIED), ("mixtral", TIED),
-         ("gpt_neox", UNTIED), ("opt", TIED)]  # fmt: skip
+KINDS = [
+    ("qwen3", TIED),
+    ("llama", UNTIED),
+    ("gpt2", TIED),
+    ("gemma3_text", TIED),
+    ("qwen3_moe", UNTIED),
+    ("mixtral", TIED),
+    ("gpt_neox", UNTIED),
+    ("opt", TIED),
+]
 # held in fp32 their products are fp32 too on a CPU, whatever autocast says
 EXPERTS = ("qwen3_moe", "mixtral")
 LORA = LoraConfig(rank=3, seed=5)

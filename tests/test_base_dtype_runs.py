@@ -18,8 +18,14 @@ from rl.models import load_model
 from rl.run.export import export
 
 LOW = ["bf16", "4bit"]
-PAIRS = "dpo --precision bf16 --lora-rank 4 --learning-rate 1e-2 --batch-size 8 --eval-every 2 --eval-limit 16"
-SAMPLES = "grpo --precision bf16 --lora-rank 4 --learning-rate 1e-2 --batch-size 4 --group-size 2 --max-tokens 4 --eval-every 0 --kl-coef 1"
+PAIRS = (
+    "dpo --precision bf16 --lora-rank 4 --learning-rate 1e-2 --batch-size 8 --eval-every 2 "
+    "--eval-limit 16"
+)
+SAMPLES = (
+    "grpo --precision bf16 --lora-rank 4 --learning-rate 1e-2 --batch-size 4 --group-size 2 "
+    "--max-tokens 4 --eval-every 0 --kl-coef 1"
+)
 FSDP = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",

@@ -49,8 +49,13 @@ def providers(*given) -> tuple[Provider, ...]:
     return tuple(Provider(f"p{i}", "logits", 6, logprobs) for i, logprobs in enumerate(given))
 
 
-ERRORS = [OutOfResources("shared memory 232448 > 101376"), AttributeError("no such kernel"), torch.OutOfMemoryError("of 80 GiB"),
-          CannotRun("not installed"), AssertionError()]  # fmt: skip
+ERRORS = [
+    OutOfResources("shared memory 232448 > 101376"),
+    AttributeError("no such kernel"),
+    torch.OutOfMemoryError("of 80 GiB"),
+    CannotRun("not installed"),
+    AssertionError(),
+]
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)

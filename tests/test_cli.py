@@ -189,21 +189,27 @@ def test_names_that_occur_twice_are_refused() -> None:
 
 def test_recipe_scalars_are_read_by_the_type_of_the_setting() -> None:
     path = recipe(
-        "method: grpo\nlearning-rate: 3e-4\nbetas: [0.5, 1e-1]\nmax_tokens: null\nstop: [no, 'x: y', 1.0]\nshuffle: off\n"
+        "method: grpo\nlearning-rate: 3e-4\nbetas: [0.5, 1e-1]\nmax_tokens: null\nstop: [no, 'x: "
+        "y', 1.0]\nshuffle: off\n"
         "parts: {length: 0.5, format: 1}\nbase_model: on\n"
     )
     settings = read(path).stages[0].settings
     # PyYAML alone makes "3e-4" a string
     assert settings.optim == Optim(learning_rate=0.0003, betas=(0.5, 0.1))
     assert settings.sampling.stop == ("no", "x: y", "1.0")  # and "no" a False
-    assert settings.sampling == Sampling(stop=("no", "x: y", "1.0"), shuffle=False, parts=(("length", 0.5), ("format", 1.0)),
-                                         base_model="on")  # fmt: skip
+    assert settings.sampling == Sampling(
+        stop=("no", "x: y", "1.0"),
+        shuffle=False,
+        parts=(("length", 0.5), ("format", 1.0)),
+        base_model="on",
+    )
 
 
 def test_order_of_precedence_default_shared_stage_flag() -> None:
     path = recipe(
         "learning_rate: 0.1\nschedule: linear\nseed: 5\nstages:\n"
-        "  - method: sft\n    learning_rate: 0.2\n  - method: grpo\n    name: polish\n  - {method: sft}\n"
+        "  - method: sft\n    learning_rate: 0.2\n  - method: grpo\n    name: polish\n  - "
+        "{method: sft}\n"
     )
     run = read(path, "--schedule", "cosine", "--group-size", "3")
     assert [stage.name for stage in run.stages] == ["sft-1", "polish", "sft-2"]
@@ -326,7 +332,10 @@ def test_settings_of_a_recipe_are_named_as_it_writes_them_and_flags_as_they_are_
         ["batch_size", "size"],
     )
     assert named == "--batch-size 7 (not --batch-size, my_batch_size, 'batch_size' or batch_sizes)"
-    paths = "no folder runs/train_limit, train_limit/x or train_limit.yaml; train.py train_limit; stage train_limit: lower train_limit."
+    paths = (
+        "no folder runs/train_limit, train_limit/x or train_limit.yaml; train.py train_limit; "
+        "stage train_limit: lower train_limit."
+    )
     assert as_flags(paths, ["train_limit"]) == paths.replace(
         "lower train_limit.", "lower --train-limit."
     )
@@ -416,7 +425,8 @@ def test_help_is_the_index(capsys: pytest.CaptureFixture[str]) -> None:
     for name, spec in METHODS.items():
         assert re.search(rf"{name} +{spec.summary}", page)
     assert re.search(
-        r"recipes/addition.yaml +Two-digit addition, taught badly and then improved \(the default\)",
+        r"recipes/addition.yaml +Two-digit addition, taught badly and then improved \(the "
+        r"default\)",
         page,
     )
 
@@ -459,8 +469,11 @@ def test_help_whose_reader_has_left_ends_quietly(words: list[str]) -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    code = ("import sys; from rl.settings import cli; from rl.settings.help_pages import index\n"
-            "assert not {'torch', 'transformers', 'accelerate', 'datasets', 'matplotlib'} & set(sys.modules)")  # fmt: skip
+    code = (
+        "import sys; from rl.settings import cli; from rl.settings.help_pages import index\n"
+        "assert not {'torch', 'transformers', 'accelerate', 'datasets', 'matplotlib'} & "
+        "set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
 
 
@@ -469,7 +482,8 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_resolved_settings_survive_json() -> None:
     path = recipe(
-        "stages:\n- method: sft\n  learning_rate: 0.1234567890123456789\n- method: grpo\n  stop: ['None', 'a b']\n"
+        "stages:\n- method: sft\n  learning_rate: 0.1234567890123456789\n- method: grpo\n  stop: "
+        "['None', 'a b']\n"
     )
     run = read(
         path, "--parts", "a", "inf", "--output-dir", "somewhere/else", "--max-tokens", "None"

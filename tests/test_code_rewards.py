@@ -345,7 +345,10 @@ def test_a_run_of_programs_says_where_they_run_and_is_evaluated_on_others(
         "--code-block",
         "any",
     ]
-    words += "--steps 1 --batch-size 2 --group-size 2 --max-tokens 8 --eval-every 0 --save-every 0 --quiet".split()
+    words += (
+        "--steps 1 --batch-size 2 --group-size 2 --max-tokens 8 --eval-every 0 --save-every 0 "
+        "--quiet"
+    ).split()
     subprocess.run(
         [sys.executable, "train.py", *words, "--output-dir", str(tmp_path / "run")],
         cwd=REPO,

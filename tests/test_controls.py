@@ -400,7 +400,7 @@ WITHOUT_EFFECT = [
         "leave --critic-model out",
         "--critic-model None",
     ),
-    ("ppo --dynamic-sampling 3", "ppo compares none", None),
+    ("ppo --dynamic-sampling 3", "ppo compares no answers", None),
     ("distill --dynamic-sampling 3", "distill learns from every answer", None),
     ("distill --alpha 0.3", "--learn-from is student", "--learn-from data"),
     ("distill --distill-temperature 3", "--learn-from is student", "--learn-from teacher"),
@@ -435,7 +435,7 @@ WITHOUT_EFFECT = [
         (f"offline --{name} 0.35", "the loss is dro", "--loss ilql")
         for name in ("gamma", "tau", "expectile", "cql-coef")
     ],
-    ("offline --value-coef 0.1", "no value is learnt", "--baseline learned"),
+    ("offline --value-coef 0.1", "no value is learned", "--baseline learned"),
     ("grpo --reward gsm8k --rewards repetition 1", "rewards replaces it", None),
     # its default, typed
     ("grpo --reward exact_match --rewards repetition 1", "rewards replaces it", None),
@@ -444,7 +444,9 @@ WITHOUT_EFFECT = [
 
 @pytest.mark.parametrize(("words", "says", "remedy"), WITHOUT_EFFECT)
 def test_a_setting_without_effect_is_refused_and_the_remedy_works(words, says, remedy):
-    with pytest.raises(SettingsError, match="has no effect|curriculum success depends on") as caught:
+    with pytest.raises(
+        SettingsError, match="has no effect|curriculum success depends on"
+    ) as caught:
         stages_of(*words.split())
     (problem,) = caught.value.problems
     assert says in problem

@@ -318,10 +318,17 @@ def test_an_interpolated_proximal_policy(loss):
 
 @pytest.mark.parametrize(
     ("words", "so"),
-    [("--max-steps-off-policy 2", True), ("", False), ("--max-steps-off-policy 2 --proximal sampler", False),
-     ("--max-steps-off-policy 2 --proximal learner", False), ("--max-steps-off-policy 2 --correction truncate", False),
-     ("--max-steps-off-policy 2 --truncated-is 2", False), ("--max-steps-off-policy 2 --loss importance_sampling", False),
-     ("--max-steps-off-policy 2 --loss cispo", False), ("--max-steps-off-policy 2 --loss cispo --proximal interpolated", True)],
+    [
+        ("--max-steps-off-policy 2", True),
+        ("", False),
+        ("--max-steps-off-policy 2 --proximal sampler", False),
+        ("--max-steps-off-policy 2 --proximal learner", False),
+        ("--max-steps-off-policy 2 --correction truncate", False),
+        ("--max-steps-off-policy 2 --truncated-is 2", False),
+        ("--max-steps-off-policy 2 --loss importance_sampling", False),
+        ("--max-steps-off-policy 2 --loss cispo", False),
+        ("--max-steps-off-policy 2 --loss cispo --proximal interpolated", True),
+    ],
 )
 def test_it_is_the_default_for_the_loss_that_was_measured(words, so):
     run = read(f"grpo --dataset addition {words}".split(), METHODS, RECIPE, RunSettings)
@@ -349,12 +356,15 @@ def test_what_one_version_drew_is_of_one_age():
 REFUSED = [
     ("--correction-high 3", "correction is none"),
     ("--correction truncate --correction-level geometric", "not an importance weight"),
-    ("--correction icepop --proximal sampler", "a factor that ratios against the sampler contain already"),
+    (
+        "--correction icepop --proximal sampler",
+        "a factor that ratios against the sampler contain already",
+    ),
     ("--correction mask --correction-low 1.5", "correction_low"),
     ("--correction mask --correction-high 0.5", "correction_high"),
     ("--correction rejection", "mask"),
     ("--correction truncate --proximal interpolated", "set proximal to learner"),
-    ("--proximal interpolated", "goes by the age of tokens"),
+    ("--proximal interpolated", "uses the age of tokens"),
 ]
 
 
@@ -375,7 +385,7 @@ def test_settings_that_mean_nothing_are_refused(method, words, message):
 def test_truncated_is_and_a_correction_are_one_thing(other):
     with pytest.raises(SettingsError) as error:
         read(f"grpo --truncated-is 2 {other}".split(), METHODS, RECIPE, RunSettings)
-    assert "give one of the two" in str(error.value.problems)
+    assert "set either of the two" in str(error.value.problems)
 
 
 @pytest.mark.parametrize(

@@ -442,7 +442,8 @@ runpy.run_path({str(REPO / "train.py")!r}, run_name="__main__")
 def test_a_reward_that_hangs_ends_the_run_and_is_named(ranks, tmp_path):
     recipe = write(tmp_path)
     (tmp_path / "tests_rewards.py").write_text(
-        "import subprocess, time\ndef digits(prompt, response, meta):\n    subprocess.run(['sleep', '600'])\n"
+        "import subprocess, time\ndef digits(prompt, response, meta):\n    "
+        "subprocess.run(['sleep', '600'])\n"
     )
     flags = (
         "--output-dir",

@@ -285,13 +285,17 @@ def test_files_in_the_hubs_cache_are_read_offline_by_name(tmp_path):
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(commit)
     (data.parent / "README.md").write_text(
-        "---\nconfigs:\n- config_name: small\n  data_files:\n  - {split: train, path: small/train*}\n"
+        "---\nconfigs:\n- config_name: small\n  data_files:\n  - {split: train, path: "
+        "small/train*}\n"
         "  - {split: test, path: small/test*}\n---\n"
     )
     for split, rows in (("train", range(3)), ("test", range(3, 5))):
         lines = [json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in rows]
         (data / f"{split}-00000-of-00001.jsonl").write_text("".join(lines))
-    code = "from rl.data import load_problems; print([p.meta['answer'] for p in load_problems('acme/sums', split='test', config='small')])"
+    code = (
+        "from rl.data import load_problems; print([p.meta['answer'] for p in "
+        "load_problems('acme/sums', split='test', config='small')])"
+    )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-c", code]
     done = subprocess.run(
@@ -368,7 +372,10 @@ def test_a_column_that_no_row_has_is_one_error_that_names_the_nearest(tmp_path):
     asked = write(tmp_path / "asked.jsonl", [{"level": 1, "query": "1+1", "answer": "2"}] * 3)
     with pytest.raises(
         ValueError,
-        match=r"no column 'prompt' \(prompt_column\) in any of 3.*; if it is 'query', say prompt_column query",
+        match=(
+            r"no column 'prompt' \(prompt_column\) in any of 3.*; if it is 'query', say "
+            r"prompt_column query"
+        ),
     ):
         load_problems(asked)
     # and a line that is no JSON is not the first thing to say

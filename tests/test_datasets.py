@@ -44,9 +44,12 @@ MBPP = {
     "test_list": ["assert f(1) == 2", "assert f(4) == 8"],
 }
 HUMANEVAL = {
-    "task_id": "HumanEval/0", "prompt": "from math import pi\n\ndef g(x):\n    '''Its negative.'''\n",
-    "canonical_solution": "    return -x\n", "test": "def check(candidate):\n    assert candidate(2) == -2\n", "entry_point": "g",
-}  # fmt: skip
+    "task_id": "HumanEval/0",
+    "prompt": "from math import pi\n\ndef g(x):\n    '''Its negative.'''\n",
+    "canonical_solution": "    return -x\n",
+    "test": "def check(candidate):\n    assert candidate(2) == -2\n",
+    "entry_point": "g",
+}
 DIALOGUES = {"inputs": ["1 2\n", ["3", "4"]], "outputs": ["3\n", ["7"]]}
 APPS_STDIN = {"question": "Add them.", "input_output": json.dumps(DIALOGUES), "solutions": '["x"]'}
 CALLS = {"fn_name": "best", "inputs": [[[1, 2], 3]], "outputs": [[12]]}
@@ -58,9 +61,13 @@ APPS_CALL = {
 ECHO = [{"input": "a", "output": "a", "testtype": "stdin"}]
 LCB_STDIN = {"question_content": "Echo.", "public_test_cases": json.dumps(ECHO), "starter_code": ""}
 LCB_CALL = {
-    "question_content": "Sum.", "starter_code": "class Solution:\n    def total(self, a, b):", "metadata": '{"func_name": "total"}',
-    "public_test_cases": json.dumps([{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}]),
-}  # fmt: skip
+    "question_content": "Sum.",
+    "starter_code": "class Solution:\n    def total(self, a, b):",
+    "metadata": '{"func_name": "total"}',
+    "public_test_cases": json.dumps(
+        [{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}]
+    ),
+}
 MATH = {"problem": "Half?", "solution": r"So $\boxed{\frac{1}{\sqrt{2}}}$.", "level": "Level 2"}
 
 
@@ -251,7 +258,9 @@ def test_short_names_are_hub_names_with_their_config_and_splits(monkeypatch: pyt
     assert asked.pop() == ("openai/gsm8k", "socratic", "train")
     with pytest.raises(
         UserError,
-        match="humaneval has no split 'train', only test: it is there to evaluate with; train on mbpp",
+        match=(
+            "humaneval has no split 'train', only test: it is there to evaluate with; train on mbpp"
+        ),
     ):
         load_problems("humaneval")
     with pytest.raises(

@@ -181,7 +181,10 @@ def datum_of(n: int = 4, **fields_) -> Datum:
 def test_the_misaligned_datum_of_the_quick_reference_is_told_how_to_pad():
     with pytest.raises(
         ValueError,
-        match=r"datum 3: 'logprobs' has 2 values, the model_input has 4 tokens.*\[0\.0\] \* 2 \+ logprobs",
+        match=(
+            r"datum 3: 'logprobs' has 2 values, the model_input has 4 tokens.*\[0\.0\] \* 2 \+ "
+            r"logprobs"
+        ),
     ):
         check(datum_of(logprobs=[-1.0, -2.0]))
 

@@ -329,11 +329,13 @@ def test_vocabularies_that_differ_are_told_apart_by_their_tokens():
     assert vocabulary_difference(student, dict(student)) == ""
     said = vocabulary_difference(student, teacher)
     assert (
-        "12 tokens have other ids ('0' is 2 here and 19 there, '1' is 3 here and 20 there" in said
+        "12 tokens have other ids ('0' is 2 in the policy's and 19 in the other, '1' is 3 in the policy's and 20 in the other"
+        in said
     )
-    assert r"84 tokens are the other's alone ('\n', ' ', '!', " in said
+    assert r"84 tokens are only in the other ('\n', ' ', '!', " in said
     assert (
-        vocabulary_difference({"a": 0, "b": 1}, {"a": 0}) == "1 tokens are the policy's alone ('b')"
+        vocabulary_difference({"a": 0, "b": 1}, {"a": 0})
+        == "1 tokens are only in the policy's ('b')"
     )
 
 
@@ -357,14 +359,19 @@ def teacher(tmp_path_factory) -> Path:
         )
     )
     train(
-        f"sft --dataset {folder / 'digits.jsonl'} --response-column response --reward exact_match --steps 60 --batch-size 64 "
-        "--learning-rate 2e-3 --max-tokens 2 --eval-every 60 --save-every 0 --schedule linear --warmup-steps 10",
+        f"sft --dataset {folder / 'digits.jsonl'} --response-column response --reward exact_match "
+        f"--steps 60 --batch-size 64 "
+        "--learning-rate 2e-3 --max-tokens 2 --eval-every 60 --save-every 0 --schedule linear "
+        "--warmup-steps 10",
         folder / "run",
     )
     return folder
 
 
-STUDENT = "distill --base-model tiny:addition-small --max-tokens 2 --batch-size 64 --reward exact_match --save-every 0"
+STUDENT = (
+    "distill --base-model tiny:addition-small --max-tokens 2 --batch-size 64 --reward exact_match "
+    "--save-every 0"
+)
 
 
 @pytest.mark.slow
@@ -376,7 +383,8 @@ def test_a_small_student_comes_to_its_teachers_accuracy(teacher, learn_from, tmp
         "student": "--group-size 4 --steps 180 --learning-rate 2e-3",
     }[learn_from]
     rows = train(
-        f"{STUDENT} --dataset {teacher / 'digits.jsonl'} --teacher {teacher / 'run'} --learn-from {learn_from} {how} --eval-every 40 "
+        f"{STUDENT} --dataset {teacher / 'digits.jsonl'} --teacher {teacher / 'run'} --learn-from "
+        f"{learn_from} {how} --eval-every 40 "
         "--schedule linear --warmup-steps 10",
         tmp_path,
     )
@@ -421,7 +429,8 @@ stages:
     ]
     with pytest.raises(UserError, match="no teacher for the data set addition"):
         train(
-            f"distill --dataset {teacher / 'digits.jsonl'} --more-datasets addition --teacher digits={teacher / 'run'}",
+            f"distill --dataset {teacher / 'digits.jsonl'} --more-datasets addition --teacher "
+            f"digits={teacher / 'run'}",
             tmp_path / "b",
         )
     assert not (tmp_path / "b").exists()

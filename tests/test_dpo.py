@@ -266,7 +266,10 @@ def largest_digit_pairs(path: Path, *, swapped: bool = False) -> Path:
     return path
 
 
-LEARNS = "dpo --steps 40 --batch-size 32 --learning-rate 1e-3 --warmup-steps 10 --schedule linear --eval-every 20 --save-every 0"
+LEARNS = (
+    "dpo --steps 40 --batch-size 32 --learning-rate 1e-3 --warmup-steps 10 --schedule linear "
+    "--eval-every 20 --save-every 0"
+)
 
 
 @pytest.mark.slow
@@ -371,7 +374,8 @@ def test_a_second_stage_is_held_to_the_first_ones_weights(tmp_path):
         recipe = tmp_path / f"lora-{lora}.yaml"
         recipe.write_text(
             f"stages:\n  - {{method: sft, steps: 3, learning_rate: 1e-2, eval_every: 0}}\n"
-            f"  - {{method: dpo, steps: 2, learning_rate: 1e-2, eval_every: 0}}\nlora_rank: {lora}\nbatch_size: 16\n"
+            f"  - {{method: dpo, steps: 2, learning_rate: 1e-2, eval_every: 0}}\nlora_rank: "
+            f"{lora}\nbatch_size: 16\n"
         )
         rows = [
             row for row in train(str(recipe), tmp_path / f"run-{lora}") if row["stage"] == "dpo"

@@ -101,10 +101,20 @@ def test_answers_are_the_clients_own_to_the_bit(tiny):
         "completion_tokens": drawn,
         "total_tokens": prompt.length + drawn,
     }
-    ids = tiny.http.post("/inference/v1/generate", json={
-        "token_ids": prompt.to_ints(),
-        "sampling_params": {"n": 3, "seed": 7, "temperature": 0.7, "max_tokens": 6, "logprobs": 1, "stop_token_ids": [1]},
-    }).json()  # fmt: skip
+    ids = tiny.http.post(
+        "/inference/v1/generate",
+        json={
+            "token_ids": prompt.to_ints(),
+            "sampling_params": {
+                "n": 3,
+                "seed": 7,
+                "temperature": 0.7,
+                "max_tokens": 6,
+                "logprobs": 1,
+                "stop_token_ids": [1],
+            },
+        },
+    ).json()
     assert [choice["token_ids"] for choice in ids["choices"]] == [
         sequence.tokens for sequence in own.sequences
     ]
@@ -244,8 +254,15 @@ def test_loglikelihoods_as_a_harness_asks_for_them(tiny, most):
         ModelInput.from_ints([20, 30]), 1, SamplingParams(max_tokens=3, temperature=0.0, stop=[])
     ).result()
     rows = [([20, 30], greedy.sequences[0].tokens), ([5], [9, 9]), ([40, 41, 42], [7])]
-    body = {"model": "tiny:ascii", "prompt": [[*context, *answer] for context, answer in rows], "echo": True, "logprobs": 1,
-            "temperature": 0, "max_tokens": most, "seed": 1234}  # fmt: skip
+    body = {
+        "model": "tiny:ascii",
+        "prompt": [[*context, *answer] for context, answer in rows],
+        "echo": True,
+        "logprobs": 1,
+        "temperature": 0,
+        "max_tokens": most,
+        "seed": 1234,
+    }
     said = tiny.http.post("/v1/completions", json=body)
     assert said.status_code == 200, said.text
     choices = sorted(said.json()["choices"], key=lambda one: one["index"])
@@ -322,11 +339,23 @@ REFUSED = [
     (CHAT, {"max_tokns": 3}, "max_tokns"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages[0].content[0]"),
+    (
+        CHAT,
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+            ]
+        },
+        "messages[0].content[0]",
+    ),
     (CHAT, {"messages": [*ASK, {"role": "assistant", "content": "so"}]}, "messages[2]"),
     (CHAT, {"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
     (CHAT, {"tools": [{"type": "web_search"}]}, "tools[0]"),
-    (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+    (
+        CHAT,
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+        "tools[0].function.strict",
+    ),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
     (CHAT, {"frequency_penalty": 0.5}, "frequency_penalty"),
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
@@ -367,7 +396,7 @@ REFUSED = [
     (IDS, {"token_ids": "abc"}, "token_ids"),
     (IDS, {"sampling_params": {"prompt_logprobs": 1}}, "sampling_params.prompt_logprobs"),
     (IDS, {"sampling_params": {"min_tokens": -1}}, "sampling_params.min_tokens"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("path, body, named", REFUSED)
@@ -384,8 +413,11 @@ def test_what_is_not_supported_is_refused_by_name(tiny, path, body, named):
 
 
 REASONS = {
-    "response_format": {"type": "json_object"}, "guided_regex": "a*", "structured_outputs": {"json": {}}, "tool_choice": "required",
-}  # fmt: skip
+    "response_format": {"type": "json_object"},
+    "guided_regex": "a*",
+    "structured_outputs": {"json": {}},
+    "tool_choice": "required",
+}
 
 
 @pytest.mark.parametrize("field", REASONS)
@@ -394,7 +426,7 @@ def test_what_would_constrain_the_model_is_refused_with_a_reason_and_a_remedy(ti
     message = tiny.http.post(CHAT, json=body).json()["error"]["message"]
     assert (
         field in message
-        and "not constrained to a grammar" in message
+        and "not constrain the model to a grammar" in message
         and "in the messages" in message
     )
 
@@ -501,9 +533,23 @@ def test_chat_template_kwargs_reach_the_template(scripted):
 
 
 def test_what_asks_for_nothing_is_taken(tiny):
-    neutral = {"min_p": 0, "min_tokens": 0, "ignore_eos": False, "chat_template_kwargs": {}, "frequency_penalty": 0,
-               "presence_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"}, "user": "me",
-               "metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True, "stop": None, "tools": [], "seed": 3}  # fmt: skip
+    neutral = {
+        "min_p": 0,
+        "min_tokens": 0,
+        "ignore_eos": False,
+        "chat_template_kwargs": {},
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+        "logit_bias": {},
+        "response_format": {"type": "text"},
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": False,
+        "parallel_tool_calls": True,
+        "stop": None,
+        "tools": [],
+        "seed": 3,
+    }
     assert chat(tiny, max_tokens=2, **neutral)["choices"]
 
 
@@ -531,13 +577,45 @@ def test_no_body_makes_the_server_stumble(tiny):
         [{"role": "user"}],
     ]
     fields = {
-        CHAT: ["messages", "model", "tools", "tool_choice", "n", "stop", "stop_token_ids", "seed", "logprobs", "top_logprobs",
-               "stream_options", "temperature", "top_p", "top_k", "max_tokens", "return_token_ids", "min_p", "logit_bias",
-               "min_tokens", "ignore_eos", "chat_template_kwargs"],
-        TEXT: ["prompt", "model", "n", "stop", "logprobs", "echo", "max_tokens", "best_of", "min_p", "logit_bias", "min_tokens",
-               "ignore_eos"],
+        CHAT: [
+            "messages",
+            "model",
+            "tools",
+            "tool_choice",
+            "n",
+            "stop",
+            "stop_token_ids",
+            "seed",
+            "logprobs",
+            "top_logprobs",
+            "stream_options",
+            "temperature",
+            "top_p",
+            "top_k",
+            "max_tokens",
+            "return_token_ids",
+            "min_p",
+            "logit_bias",
+            "min_tokens",
+            "ignore_eos",
+            "chat_template_kwargs",
+        ],
+        TEXT: [
+            "prompt",
+            "model",
+            "n",
+            "stop",
+            "logprobs",
+            "echo",
+            "max_tokens",
+            "best_of",
+            "min_p",
+            "logit_bias",
+            "min_tokens",
+            "ignore_eos",
+        ],
         IDS: ["token_ids", "sampling_params", "model"],
-    }  # fmt: skip
+    }
     bodies = [
         (path, json.dumps({**FINE[path], field: value}))
         for path, names in fields.items()
@@ -603,10 +681,16 @@ def trained_tokens(datums):
 
 # Every renderer, and which turn each turn continues: all of them, but for a template that writes
 # answers otherwise than it asks for them.
-RENDERERS = [("plain", None, [None, 0, 1]), ("role_colon", None, [None, 0, 1]), ("chat_template", "qwen2.5", [None, 0, 1]),
-             ("chat_template", "qwen3", [None, 0, 1]), ("qwen3_disable_thinking", "qwen3", [None] * 3),
-             ("chat_template", "minimind_6400", [None, 0, 1]), ("role_colon", "qwen2.5", [None, 0, 1]),
-             ("plain", "gpt2", [None, 0, 1])]  # fmt: skip
+RENDERERS = [
+    ("plain", None, [None, 0, 1]),
+    ("role_colon", None, [None, 0, 1]),
+    ("chat_template", "qwen2.5", [None, 0, 1]),
+    ("chat_template", "qwen3", [None, 0, 1]),
+    ("qwen3_disable_thinking", "qwen3", [None] * 3),
+    ("chat_template", "minimind_6400", [None, 0, 1]),
+    ("role_colon", "qwen2.5", [None, 0, 1]),
+    ("plain", "gpt2", [None, 0, 1]),
+]
 
 
 @pytest.mark.parametrize("renderer, tokenizer, parents", RENDERERS)

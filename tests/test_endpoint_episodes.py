@@ -147,12 +147,12 @@ WRONG = {  # what a program does: (its text, what is said of its episode)
     ),
     "hangs before": (
         "print('waiting', flush=True); time.sleep(600)",
-        "never called the model: it was not done within its 8 s.*waiting",
+        "never called the model: it did not finish within its 8 s.*waiting",
     ),
-    "hangs after": ("answer([user('a')]); time.sleep(600)", "was not done within its 8 s"),
+    "hangs after": ("answer([user('a')]); time.sleep(600)", "did not finish within its 8 s"),
     "prints without end": (
         "answer([user('a')])\nwhile True: sys.stdout.write('x' * 1000000)",
-        "was not done within its 8 s",
+        "did not finish within its 8 s",
     ),
     "posts nothing": ("answer([user('a')])", "posted no score"),
     "posts no number": ("answer([user('a')]); score('much')", "posted no score"),
@@ -278,7 +278,10 @@ def test_the_run_says_how_tokens_are_drawn(play):
         "temperature": 0.2,
         "seed": 4,
     }
-    strict = "assert ask([user('a')], temperature=0.2)[1]['error']['param'] == 'temperature'; answer([user('a')]); score(1.0)"
+    strict = (
+        "assert ask([user('a')], temperature=0.2)[1]['error']['param'] == 'temperature'; "
+        "answer([user('a')]); score(1.0)"
+    )
     assert not play([strict], strict=True).errors
 
 
@@ -366,7 +369,7 @@ def test_a_program_is_named_behind_a_colon():
     wrongs = {
         "endpoint:": "program",
         "endpoint:no-such-program x": "no program 'no-such-program'",
-        "endpoint:python 'x": "no command line",
+        "endpoint:python 'x": "not a valid command line",
     }
     for wrong, said in wrongs.items():
         with pytest.raises((UserError, SettingsError), match=said):
@@ -400,7 +403,10 @@ def test_the_same_run_twice_is_the_same_to_the_bit(tmp_path):
         "--base-model",
         "tiny:ascii-small",
     ]
-    line += "--batch-size 2 --group-size 3 --steps 2 --max-tokens 6 --eval-limit 2 --environment-rows 8 --learning-rate 1e-3".split()
+    line += (
+        "--batch-size 2 --group-size 3 --steps 2 --max-tokens 6 --eval-limit 2 --environment-rows "
+        "8 --learning-rate 1e-3"
+    ).split()
     found = []
     for name in ("a", "b"):
         words = [sys.executable, "train.py", *line, "--output-dir", str(tmp_path / name)]

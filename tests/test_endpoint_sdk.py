@@ -27,7 +27,8 @@ def seen(shared_data):
     python = os.environ.get("WHETSTONE_TEST_SDK")
     if not python:
         pytest.skip(
-            "WHETSTONE_TEST_SDK names no Python with openai and openenv (pip install -r requirements-sdk.txt elsewhere)"
+            "WHETSTONE_TEST_SDK names no Python with openai and openenv (pip install -r "
+            "requirements-sdk.txt elsewhere)"
         )
     tiny = Endpoint(TinyDesk(renderer="role_colon"))
     said = iter([CALL, "It is 3.", CALL])

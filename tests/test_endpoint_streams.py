@@ -46,7 +46,8 @@ ANSWERS = [
     f"<think>so</think>\n\nI call.\n\n{CALL}\n{CALL}",
     f"Call {CALL} and text behind it.",
     "A broken <tool_call>{no json}</tool_call> call, and more.",
-    'Nested <tool_call>\n{"name": "add", "arguments": {"a": [1, {"b": "}</tool_call> \\" 🙂"}], "c": {}}}\n</tool_call>',
+    'Nested <tool_call>\n{"name": "add", "arguments": {"a": [1, {"b": "}</tool_call> \\" 🙂"}], '
+    '"c": {}}}\n</tool_call>',
     'Turned round <tool_call>\n{"arguments": {"a": 1}, "name": "add"}\n</tool_call>\n' + CALL,
     'Cut off <tool_call>\n{"name": "add", "arguments": {"text": "half of i',
     'No name yet <tool_call>\n{"name": "ad',
@@ -63,8 +64,15 @@ ANSWERS = [
     "Stop here: lo and behold",
     "User: no. \n\nUser: me",
 ]
-RENDERERS = [("plain", "gpt2"), ("role_colon", "qwen2.5"), ("role_colon", "gpt2"), ("chat_template", "qwen2.5"), ("chat_template", "qwen3"),
-             ("qwen3_disable_thinking", "qwen3"), ("chat_template", "minimind_6400")]  # fmt: skip
+RENDERERS = [
+    ("plain", "gpt2"),
+    ("role_colon", "qwen2.5"),
+    ("role_colon", "gpt2"),
+    ("chat_template", "qwen2.5"),
+    ("chat_template", "qwen3"),
+    ("qwen3_disable_thinking", "qwen3"),
+    ("chat_template", "minimind_6400"),
+]
 
 
 @pytest.mark.parametrize("with_tools", [False, True])
@@ -108,8 +116,12 @@ def seen(renderer, tokens, within, ended=False):
 
 
 def told(message):
-    calls = [call["function"] if isinstance(call, dict) else {"name": call[0], "arguments": json.loads(call[1])}
-             for call in message.get("calls", message.get("tool_calls", ()))]  # fmt: skip
+    calls = [
+        call["function"]
+        if isinstance(call, dict)
+        else {"name": call[0], "arguments": json.loads(call[1])}
+        for call in message.get("calls", message.get("tool_calls", ()))
+    ]
     return message["content"], message.get("reasoning_content") or "", calls
 
 
@@ -170,17 +182,21 @@ def test_thoughts_and_arguments_go_on_as_they_are_drawn(shared_data):
 
 
 CHANNELS = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% else %}"
+    "{% for m in messages %}{% if m.role == 'assistant' "
+    "%}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% else %}"
     "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 IN_CHANNELS = [
     "<|channel|>final<|message|>Yes, and <so> on.",
-    "<|channel|>analysis<|message|>hm, 🙂<|end|><|start|>assistant<|channel|>final<|message|>Yes. <|e",
-    "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary<|message|>I call.<|end|><|start|>assistant"
+    "<|channel|>analysis<|message|>hm, 🙂<|end|><|start|>assistant<|channel|>final<|message|>Yes. "
+    "<|e",
+    "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary<|message|>I "
+    "call.<|end|><|start|>assistant"
     ' to=functions.f<|channel|>commentary json<|message|>{"a": 2}',
     "<|channel|>commentary to=functions.f<|message|>no object",
-    '<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{"text": "so and so"}',
+    "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.f<|message|>{"text": "so and so"}',
 ]
 
 

@@ -15,8 +15,18 @@ EVIL = "</pre></details><script>alert('x')</script>\"'&amp;<img src=x onerror=y>
 
 def turn(text, **more):
     pieces = list(text)
-    return {"role": "assistant", "text": text, "sampled": True, "tokens": pieces, "logprobs": [-0.001] * len(pieces), "reward": 0.0,
-            "stop_reason": "stop", "metrics": {}, "seat": 0, **more}  # fmt: skip
+    return {
+        "role": "assistant",
+        "text": text,
+        "sampled": True,
+        "tokens": pieces,
+        "logprobs": [-0.001] * len(pieces),
+        "reward": 0.0,
+        "stop_reason": "stop",
+        "metrics": {},
+        "seat": 0,
+        **more,
+    }
 
 
 def said(role, text, **more):

@@ -73,7 +73,10 @@ def test_an_adapter_stays_one_and_another_run_goes_on_with_it(runs, tmp_path):
     torch.testing.assert_close(
         logits(model), own(runs["on_folder"] / "checkpoints/sft-final"), rtol=0, atol=1e-5
     )
-    words = "grpo --steps 1 --batch-size 4 --group-size 2 --learning-rate 1e-9 --eval-every 0 --max-tokens 4"
+    words = (
+        "grpo --steps 1 --batch-size 4 --group-size 2 --learning-rate 1e-9 --eval-every 0 "
+        "--max-tokens 4"
+    )
     train(f"{words} --base-model {tmp_path / 'out'}", tmp_path / "next")
     torch.testing.assert_close(
         own(tmp_path / "next/checkpoints/grpo-final"), logits(model), rtol=0, atol=1e-5
@@ -92,7 +95,8 @@ def test_an_adapter_that_nobody_could_use_alone_is_merged_and_says_why(runs, tmp
         atol=1e-5,
     )
     train(
-        f"sft --steps 1 --batch-size 4 --max-tokens 4 --eval-every 0 --base-model {tmp_path / 'out'}",
+        f"sft --steps 1 --batch-size 4 --max-tokens 4 --eval-every 0 --base-model "
+        f"{tmp_path / 'out'}",
         tmp_path / "next",
     )
 
@@ -245,7 +249,10 @@ def test_adapters_of_layers_that_share_a_matrix_are_not_merged(name):
     ).model
     with pytest.raises(
         UserError,
-        match=r"layers\.1\.shared.* and model\.layers\.3\.shared.* are the same matrix.*export without --merge",
+        match=(
+            r"layers\.1\.shared.* and model\.layers\.3\.shared.* are the same matrix.*export "
+            r"without --merge"
+        ),
     ):
         merge(model)
 

@@ -45,8 +45,11 @@ def test_pages_need_a_gpu():
 def unpacked_copy(worker: Worker, folder) -> str:
     """The base model of the numbers that the learner's 4 bit stand for, saved."""
     with worker.learners[0].whole_model(adapter_only=False) as model:
-        weights = {name.replace("base_model.model.", "").replace(".base_layer.", "."): p.detach().clone()
-                   for name, p in model.named_parameters() if "lora_" not in name}  # fmt: skip
+        weights = {
+            name.replace("base_model.model.", "").replace(".base_layer.", "."): p.detach().clone()
+            for name, p in model.named_parameters()
+            if "lora_" not in name
+        }
         config = model.get_base_model().config
     bare = AutoModelForCausalLM.from_config(config)
     missing, unexpected = bare.load_state_dict(weights, strict=False)

@@ -8,21 +8,41 @@ from rl.report import plots
 from rl.report.console import headline, held_out
 
 LOGGED = {
-    "grpo": ({"reward/total": 0.5, "optim/loss": 3.0, "optim/kl_sample_train_v1": 1e-5}, "reward 0.500  KL sampler-learner 1.0e-05"),
-    "grpo with a reference": ({"reward/total": 0.5, "optim/kl_ref_k3": 0.01}, "reward 0.500  KL to reference 1.0e-02"),
+    "grpo": (
+        {"reward/total": 0.5, "optim/loss": 3.0, "optim/kl_sample_train_v1": 1e-5},
+        "reward 0.500  KL sampler-learner 1.0e-05",
+    ),
+    "grpo with a reference": (
+        {"reward/total": 0.5, "optim/kl_ref_k3": 0.01},
+        "reward 0.500  KL to reference 1.0e-02",
+    ),
     "grpo whose reward fails for most answers": (
-        {"reward/total": 0.5, "reward/failed": 61, "env/all/total_episodes": 3, "optim/kl_ref_k3": 0.01},
+        {
+            "reward/total": 0.5,
+            "reward/failed": 61,
+            "env/all/total_episodes": 3,
+            "optim/kl_ref_k3": 0.01,
+        },
         "reward 0.500  not scored 61 of 64  KL to reference 1.0e-02",
     ),
-    "grpo whose reward fails for none": ({"reward/total": 0.5, "reward/failed": 0, "env/all/total_episodes": 64}, "reward 0.500"),
+    "grpo whose reward fails for none": (
+        {"reward/total": 0.5, "reward/failed": 0, "env/all/total_episodes": 64},
+        "reward 0.500",
+    ),
     "distill, own answers": (
         {"teacher/kl_per_token": 0.25, "optim/kl_sample_train_v1": 1e-5},
         "KL to teacher 2.5e-01  KL sampler-learner 1.0e-05",
     ),
-    "distill, the data's": ({"optim/loss": 1.0, "optim/kl": 0.25}, "loss 1.000  KL to teacher 2.5e-01"),
-    "offline": ({"optim/policy_loss": -0.25, "optim/kl_behaviour_v1": 0.125}, "policy loss -0.250  KL to behaviour 1.2e-01"),
+    "distill, the data's": (
+        {"optim/loss": 1.0, "optim/kl": 0.25},
+        "loss 1.000  KL to teacher 2.5e-01",
+    ),
+    "offline": (
+        {"optim/policy_loss": -0.25, "optim/kl_behaviour_v1": 0.125},
+        "policy loss -0.250  KL to behaviour 1.2e-01",
+    ),
     "sft": ({"optim/loss": 1.25}, "loss 1.250"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", LOGGED)

@@ -105,9 +105,9 @@ def test_a_method_of_ones_own(here):
 @pytest.mark.parametrize(
     "method,problem",
     [
-        ("mine.py:Twise", "has no class Twise; it has Settings, Twice, Broken"),
+        ("mine.py:Twise", "has no class Twise; its classes: Settings, Twice, Broken"),
         ("mine.py:Broken", "has no learn and no state and no load_state and no credit"),
-        ("not_there.py:X", "there is no such file"),
+        ("not_there.py:X", "no such file"),
         ("mine.py:Settings", "has no learn"),
         ("no_such_module:X", "importing no_such_module failed"),
     ],
@@ -137,7 +137,10 @@ def test_methods_are_those_here_and_addresses():
 def test_the_installed_command(words, code, said):
     project = tomllib.loads((REPO / "pyproject.toml").read_text())
     module, function = project["project"]["scripts"]["whetstone"].split(":")
-    line = f"import sys; sys.argv[0] = 'whetstone'; from {module} import {function}; sys.exit({function}())"
+    line = (
+        f"import sys; sys.argv[0] = 'whetstone'; from {module} import {function}; "
+        f"sys.exit({function}())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", line, *words], cwd=REPO, capture_output=True, text=True, timeout=120
     )
@@ -146,7 +149,10 @@ def test_the_installed_command(words, code, said):
 
 @pytest.mark.slow
 def test_the_installed_command_from_another_folder(tmp_path):
-    line = f"import sys; sys.path.insert(0, {str(REPO)!r}); from whetstone import main; sys.exit(main())"
+    line = (
+        f"import sys; sys.path.insert(0, {str(REPO)!r}); from whetstone import main; "
+        f"sys.exit(main())"
+    )
     words = [sys.executable, "-c", line, "train", "grpo", "--lr", "1"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "--learning-rate here" in " ".join(done.stderr.split())

@@ -37,10 +37,38 @@ def header(payload: bytes, **change) -> bytes:
 
 def hostile_value(rng: random.Random):
     """What no field should be: of the wrong kind, huge, odd, deep."""
-    return rng.choice([
-        None, True, False, -1, 2**63, 10**400, 1e308, -0.0, "", "NaN ", "nan", "1.0", "\ud800", "\x1b[2J", "x" * 5000, [], [1.0], {},
-        {"a": {}}, [[[[]]]], rng.random(), rng.randrange(-(2**70), 2**70), "0" * 32, PID, PID + 1, 8, 7.0, NONCE[:-1] + "x",
-    ])  # fmt: skip
+    return rng.choice(
+        [
+            None,
+            True,
+            False,
+            -1,
+            2**63,
+            10**400,
+            1e308,
+            -0.0,
+            "",
+            "NaN ",
+            "nan",
+            "1.0",
+            "\ud800",
+            "\x1b[2J",
+            "x" * 5000,
+            [],
+            [1.0],
+            {},
+            {"a": {}},
+            [[[[]]]],
+            rng.random(),
+            rng.randrange(-(2**70), 2**70),
+            "0" * 32,
+            PID,
+            PID + 1,
+            8,
+            7.0,
+            NONCE[:-1] + "x",
+        ]
+    )
 
 
 def hostile_message(rng: random.Random) -> bytes:

@@ -32,10 +32,46 @@ from rl.types import (
 
 VOCABULARY, CONTEXT = 14, 512
 ODD = [
-    math.nan, math.inf, -math.inf, 1e40, -1e40, -1, 0, 1, 2, 14, -0.0, 0.5, 1.5, 1e-320, 2**31, 2**63, 2**70, -(2**63), True,
-    None, "", "x", "0.5", b"1", [], [0.5], [[1, 2], [3]], {}, {"a": 1}, (), object(), 1j, range(3), np.float32("nan"), np.int64(3),
-    np.zeros((2, 2)), np.array(["a"]), torch.zeros(3), torch.full((3,), math.nan),
-]  # fmt: skip
+    math.nan,
+    math.inf,
+    -math.inf,
+    1e40,
+    -1e40,
+    -1,
+    0,
+    1,
+    2,
+    14,
+    -0.0,
+    0.5,
+    1.5,
+    1e-320,
+    2**31,
+    2**63,
+    2**70,
+    -(2**63),
+    True,
+    None,
+    "",
+    "x",
+    "0.5",
+    b"1",
+    [],
+    [0.5],
+    [[1, 2], [3]],
+    {},
+    {"a": 1},
+    (),
+    object(),
+    1j,
+    range(3),
+    np.float32("nan"),
+    np.int64(3),
+    np.zeros((2, 2)),
+    np.array(["a"]),
+    torch.zeros(3),
+    torch.full((3,), math.nan),
+]
 PROMPT = ModelInput.from_ints([3, 4, 12, 5, 6, 13])
 KEEP = AdamParams(learning_rate=0.0)
 
@@ -247,11 +283,27 @@ def ask_adam(ground, rng):
 
 @pytest.mark.parametrize(
     "request_",
-    [("loss config", 1877140219), ("loss config", 2823364487), ("loss config", 2343524781), ("sample", 2827720954),
-     ("loss config", 1632372924), ("loss config", 1404628833), ("loss config", 322497943), ("loss config", 4143031038)],
-    ids=["value_clip", "kl_coef", "cql_coef", "include_prompt_logprobs", "clip_high_threshold", "kl_coef 2**70", "value_clip 2**70",
-         "tau 1e-320"],
-)  # fmt: skip
+    [
+        ("loss config", 1877140219),
+        ("loss config", 2823364487),
+        ("loss config", 2343524781),
+        ("sample", 2827720954),
+        ("loss config", 1632372924),
+        ("loss config", 1404628833),
+        ("loss config", 322497943),
+        ("loss config", 4143031038),
+    ],
+    ids=[
+        "value_clip",
+        "kl_coef",
+        "cql_coef",
+        "include_prompt_logprobs",
+        "clip_high_threshold",
+        "kl_coef 2**70",
+        "value_clip 2**70",
+        "tau 1e-320",
+    ],
+)
 def test_found_by_many_more(ground, request_):
     """What a hundred thousand inputs found: numbers that float32 does not hold, a switch that is
     neither on nor off.

@@ -32,34 +32,96 @@ CALLS = {
     "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
 }
 DRAWN = {
-    "group": 0, "index": 0, "tag": "t", "problem": 7, "prompt": "a?", "response": "b", "reward": 1.0, "temperature": 1.0,
-    "prompt_tokens": [1, 2], "response_tokens": [3, 4], "logprobs": [-0.5, -0.25],
-}  # fmt: skip
+    "group": 0,
+    "index": 0,
+    "tag": "t",
+    "problem": 7,
+    "prompt": "a?",
+    "response": "b",
+    "reward": 1.0,
+    "temperature": 1.0,
+    "prompt_tokens": [1, 2],
+    "response_tokens": [3, 4],
+    "logprobs": [-0.5, -0.25],
+}
 SHAPES = {
-    "columns": ({"prompt": "a?", "answer": "b", "response": "c", "level": 3}, {"response_column": "response"}),
-    "messages": ({"messages": [{"role": "system", "content": "s"}, USER, SAID, USER, SAID], "answer": "b"}, {}),
+    "columns": (
+        {"prompt": "a?", "answer": "b", "response": "c", "level": 3},
+        {"response_column": "response"},
+    ),
+    "messages": (
+        {"messages": [{"role": "system", "content": "s"}, USER, SAID, USER, SAID], "answer": "b"},
+        {},
+    ),
     "tools": ({"messages": [USER, CALLS, {"role": "tool", "content": "1"}, SAID, USER, SAID]}, {}),
-    "parts": ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a?"}]}, SAID]}, {}),
+    "parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a?"}]}, SAID]},
+        {},
+    ),
     "alpaca": ({"instruction": "a", "input": "i", "output": "b"}, {}),
     "gsm8k": ({"question": "a?", "answer": "1+1=<<1+1=2>>2\n#### 2"}, {}),
     "math": ({"problem": "a?", "solution": "so \\boxed{\\frac{1}{2}}", "level": "Level 1"}, {}),
-    "mbpp": ({"task_id": 601, "text": "a?", "code": "def f(): return 1", "test_list": ["assert f() == 1"], "test_setup_code": ""}, {}),
-    "humaneval": (
-        {"prompt": "def f():\n", "canonical_solution": "    return 1\n", "entry_point": "f", "test": "def check(c):\n    assert c()"}, {},
+    "mbpp": (
+        {
+            "task_id": 601,
+            "text": "a?",
+            "code": "def f(): return 1",
+            "test_list": ["assert f() == 1"],
+            "test_setup_code": "",
+        },
+        {},
     ),
-    "apps": ({"question": "a?", "input_output": '{"inputs": ["1"], "outputs": ["2"]}', "solutions": '["print(2)"]'}, {}),
+    "humaneval": (
+        {
+            "prompt": "def f():\n",
+            "canonical_solution": "    return 1\n",
+            "entry_point": "f",
+            "test": "def check(c):\n    assert c()",
+        },
+        {},
+    ),
+    "apps": (
+        {
+            "question": "a?",
+            "input_output": '{"inputs": ["1"], "outputs": ["2"]}',
+            "solutions": '["print(2)"]',
+        },
+        {},
+    ),
     "livecodebench": (
-        {"question_content": "a?", "public_test_cases": '[{"input": "[1]", "output": "2", "testtype": "functional"}]',
-         "private_test_cases": "[]", "starter_code": "class Solution: pass", "metadata": '{"func_name": "f"}'}, {},
+        {
+            "question_content": "a?",
+            "public_test_cases": '[{"input": "[1]", "output": "2", "testtype": "functional"}]',
+            "private_test_cases": "[]",
+            "starter_code": "class Solution: pass",
+            "metadata": '{"func_name": "f"}',
+        },
+        {},
     ),
     "pairs": ({"prompt": "a?", "chosen": "b", "rejected": "c"}, {"format": "preferences"}),
-    "pairs of messages": ({"chosen": [USER, SAID], "rejected": [USER, {**SAID, "content": "c"}]}, {"format": "preferences"}),
-    "dialogues": ({"chosen": "\n\nHuman: a?\n\nAssistant: b", "rejected": "\n\nHuman: a?\n\nAssistant: c"}, {"format": "preferences"}),
-    "labelled": ({"input": "a?", "output_1": "b", "output_2": "c", "label": 2}, {"format": "preferences"}),
+    "pairs of messages": (
+        {"chosen": [USER, SAID], "rejected": [USER, {**SAID, "content": "c"}]},
+        {"format": "preferences"},
+    ),
+    "dialogues": (
+        {"chosen": "\n\nHuman: a?\n\nAssistant: b", "rejected": "\n\nHuman: a?\n\nAssistant: c"},
+        {"format": "preferences"},
+    ),
+    "labelled": (
+        {"input": "a?", "output_1": "b", "output_2": "c", "label": 2},
+        {"format": "preferences"},
+    ),
     "drawn": (DRAWN, None),
     "published": ({"question": "a?", "code": ["b", "c"], "score": [True, 0.5], "level": 1}, None),
-    "solved": ({"question": "a?", "big": {"solution": "b", "is_correct": "True"}, "small": {"solution": "c", "is_correct": False}}, None),
-}  # fmt: skip
+    "solved": (
+        {
+            "question": "a?",
+            "big": {"solution": "b", "is_correct": "True"},
+            "small": {"solution": "c", "is_correct": False},
+        },
+        None,
+    ),
+}
 FILES = ("jsonl", "jsonl.gz", "json", "json.gz")
 
 
@@ -71,11 +133,49 @@ def nested(depth):
 
 
 ODD = [
-    None, True, False, 0, -1, 2, 1.5, -0.0, 10**400, 2**63, -(2**70), 1e308, float("nan"), float("inf"),
-    "", " ", "x", "<|im_end|>", "\ud800", "a\udfff", "\0", "\u202e", "#### 3", "9" * 5000,
-    [], {}, [[]], [1, "a", None], {"role": "user"}, {"content": "x"}, [USER], [SAID], ["x"], nested(60), nested(80), {"a": {"b": [1]}},
-    [{"type": "text", "text": "x"}], [{"type": "image", "image": "x"}], [{"type": "text", "text": 3}], [True, False], [-1], [2**40],
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    2,
+    1.5,
+    -0.0,
+    10**400,
+    2**63,
+    -(2**70),
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    " ",
+    "x",
+    "<|im_end|>",
+    "\ud800",
+    "a\udfff",
+    "\0",
+    "\u202e",
+    "#### 3",
+    "9" * 5000,
+    [],
+    {},
+    [[]],
+    [1, "a", None],
+    {"role": "user"},
+    {"content": "x"},
+    [USER],
+    [SAID],
+    ["x"],
+    nested(60),
+    nested(80),
+    {"a": {"b": [1]}},
+    [{"type": "text", "text": "x"}],
+    [{"type": "image", "image": "x"}],
+    [{"type": "text", "text": 3}],
+    [True, False],
+    [-1],
+    [2**40],
+]
 
 
 def mutated(row, rng):
@@ -112,11 +212,23 @@ def _places(value):
 def broken(text, rng):
     """The bytes of a line, or of a file, damaged."""
     at = rng.randrange(len(text))
-    return rng.choice([
-        text[:at], text[:at] + bytes([rng.randrange(256)]) + text[at + 1 :], text[at:], text + b"}", text[:at] + b"\xff" + text[at:],
-        text[:at] + b'"\\ud83d"' + text[at:], b"[" * 100_000, b'{"a":' * 5000, text + text, text.replace(b":", b"", 1),
-        b"\xef\xbb\xbf" + text, b"", b"\x00" * 9,
-    ])  # fmt: skip
+    return rng.choice(
+        [
+            text[:at],
+            text[:at] + bytes([rng.randrange(256)]) + text[at + 1 :],
+            text[at:],
+            text + b"}",
+            text[:at] + b"\xff" + text[at:],
+            text[:at] + b'"\\ud83d"' + text[at:],
+            b"[" * 100_000,
+            b'{"a":' * 5000,
+            text + text,
+            text.replace(b":", b"", 1),
+            b"\xef\xbb\xbf" + text,
+            b"",
+            b"\x00" * 9,
+        ]
+    )
 
 
 def written(path, rows, damage=None):
@@ -291,7 +403,10 @@ def test_a_file_that_is_cut_off_is_refused_whatever_is_skipped(on_bad_row, tmp_p
         path.write_bytes(part)
         with pytest.raises(
             UserError,
-            match=rf"{number}.jsonl.gz is cut off or damaged after line \d+ .*: fetch or write it anew",
+            match=(
+                rf"{number}.jsonl.gz is cut off or damaged after line \d+ .*: fetch or write it "
+                rf"anew"
+            ),
         ):
             load_problems(path, on_bad_row=on_bad_row)
 
@@ -300,6 +415,9 @@ def test_where_no_row_is_good_skipping_says_so(tmp_path):
     path = written(tmp_path / "rows.jsonl", [{"prompt": 3}, {"prompt": ""}])
     with pytest.raises(
         UserError,
-        match="(?s)no row is left where bad ones are skipped; 2 bad rows.*rows.jsonl line 1: 'prompt' is a int",
+        match=(
+            "(?s)no row is left where bad ones are skipped; 2 bad rows.*rows.jsonl line 1: "
+            "'prompt' is a int"
+        ),
     ):
         load_problems(path, on_bad_row="skip")

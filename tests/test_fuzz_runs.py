@@ -32,8 +32,29 @@ from rl.report.plots import read_curve
 from rl.run.position import find, make_way
 from rl.run.reopen import open_weights
 
-ODD = [None, True, False, -1, 0, 10**400, 1e300, float("inf"), float("nan"), "", "x", "../../outside", "/etc/passwd", "\ud800", [], {},
-       [[]], {"a": {}}, "grpo-final", "nan", "a" * 5000]  # fmt: skip
+ODD = [
+    None,
+    True,
+    False,
+    -1,
+    0,
+    10**400,
+    1e300,
+    float("inf"),
+    float("nan"),
+    "",
+    "x",
+    "../../outside",
+    "/etc/passwd",
+    "\ud800",
+    [],
+    {},
+    [[]],
+    {"a": {}},
+    "grpo-final",
+    "nan",
+    "a" * 5000,
+]
 
 
 def nested(depth: int) -> str:
@@ -176,9 +197,12 @@ class Damaged:
     def readers(self):
         folder = self.folder
         return (
-            ("drawn", drawn, (folder,)), ("opened", opened, (folder,)), ("claimed", claimed, (folder,)),
-            ("state", read_state, (self.newest,)), ("resumed", resumed, (folder, self.plan)),
-        )  # fmt: skip
+            ("drawn", drawn, (folder,)),
+            ("opened", opened, (folder,)),
+            ("claimed", claimed, (folder,)),
+            ("state", read_state, (self.newest,)),
+            ("resumed", resumed, (folder, self.plan)),
+        )
 
     def listing(self) -> dict[str, tuple[int, int]]:
         """Size and time of every file."""

@@ -20,11 +20,20 @@ def test_guess_number_is_learnt(tmp_path):
     base, data = "tiny:ascii-small", tmp_path / "games.jsonl"
     rows = played(resolve_environment("guess_number", high=HIGH), "careless", 1500, seed())
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    form = "--batch-size 32 --learning-rate 3e-3 --schedule cosine --warmup-steps 10 --beta2 0.99 --eval-every 0 --save-every 0"
+    form = (
+        "--batch-size 32 --learning-rate 3e-3 --schedule cosine --warmup-steps 10 --beta2 0.99 "
+        "--eval-every 0 --save-every 0"
+    )
     train(f"sft --base-model {base} --dataset {data} --steps 250 {form}", tmp_path / "sft")
-    game = f"--environment guess_number --environment.high {HIGH} --environment-rows 400 --max-tokens 3 --temperature 1.0"
+    game = (
+        f"--environment guess_number --environment.high {HIGH} --environment-rows 400 "
+        f"--max-tokens 3 --temperature 1.0"
+    )
     held_out = "--eval-limit 128 --no-eval-greedy --save-every 0 --rollouts-every 0"
-    words = "--batch-size 8 --group-size 16 --advantage mean_std --learning-rate 1e-3 --schedule linear --warmup-steps 5"
+    words = (
+        "--batch-size 8 --group-size 16 --advantage mean_std --learning-rate 1e-3 --schedule "
+        "linear --warmup-steps 5"
+    )
     found = train(
         f"grpo --base-model {tmp_path}/sft {game} {held_out} {words} --steps 60 --eval-every 60",
         tmp_path / "grpo",

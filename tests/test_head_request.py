@@ -19,8 +19,17 @@ V, T, K = 40_000, 64, 3
 
 def model_of(trained: bool = True) -> nn.Module:
     """A model whose vocabulary is far larger than everything else in it."""
-    config = Qwen3Config(vocab_size=V, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
-                         intermediate_size=32, max_position_embeddings=128, tie_word_embeddings=False)  # fmt: skip
+    config = Qwen3Config(
+        vocab_size=V,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=32,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    )
     model = Qwen3ForCausalLM(config)
     model.lm_head.requires_grad_(trained)
     return model
@@ -52,8 +61,11 @@ def test_logits_would_be_seen():
     """The count of the test above is of tensors that are made in the model's forward."""
     model = model_of()
     with Tripwire() as wire:
-        LogprobHead(model, fused=False)(model, HeadRequest(torch.zeros(T, dtype=torch.int64), None, 1.0, False),
-                                        input_ids=torch.zeros(1, T, dtype=torch.int64))  # fmt: skip
+        LogprobHead(model, fused=False)(
+            model,
+            HeadRequest(torch.zeros(T, dtype=torch.int64), None, 1.0, False),
+            input_ids=torch.zeros(1, T, dtype=torch.int64),
+        )
     assert wire.largest == T * V
 
 
@@ -87,7 +99,10 @@ def test_a_target_that_is_no_id_is_refused_before_anything_runs(worker, monkeypa
     monkeypatch.setattr(LogprobHead, "__call__", lambda *_, **__: pytest.fail("a forward ran"))
     with pytest.raises(
         ValueError,
-        match=f"datum 7: target_tokens holds the id {wrong}; the model's ids are 0 to {VOCABULARY - 1}",
+        match=(
+            f"datum 7: target_tokens holds the id {wrong}; the model's ids are 0 to "
+            f"{VOCABULARY - 1}"
+        ),
     ):
         worker.forward_backward(
             0, datums, "cross_entropy" if loss == "soft" else loss, {}, 1.0, True

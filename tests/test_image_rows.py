@@ -144,9 +144,7 @@ def test_a_model_of_text_says_that_it_cannot_see(tokenizer):
         )
     for name in ("plain", "role_colon"):
         for one in (plain, tokenizer):
-            with pytest.raises(
-                UserError, match="has an image, but this renderer writes only text"
-            ):
+            with pytest.raises(UserError, match="has an image, but this renderer writes only text"):
                 get_renderer(name, one).build_generation_prompt(
                     asked({"type": "image", "image": picture(1)})
                 )
@@ -168,7 +166,8 @@ def test_an_architecture_whose_images_are_not_known_is_refused_by_name(tmp_path)
     )
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(
-        UserError, match="images are not supported for the architecture 'llava'; supported: qwen2_vl"
+        UserError,
+        match="images are not supported for the architecture 'llava'; supported: qwen2_vl",
     ):
         load_model(str(folder))
 
@@ -329,9 +328,16 @@ def test_rows_bring_images_in_columns_and_messages(tmp_path):
         {"prompt": said, "image": "pics/1.png", "answer": "x"},
     ]
     found = load_problems(rows_file(tmp_path, rows))
-    assert [contents(p) if isinstance(p.messages[-1]["content"], list) else p.messages[-1]["content"] for p in found] == [
-        ["image", "image", "what?"], ["image", " and ", "image", "?"], ["image", "what?"], "what?", ["a", "image", "image"],
-    ]  # fmt: skip
+    assert [
+        contents(p) if isinstance(p.messages[-1]["content"], list) else p.messages[-1]["content"]
+        for p in found
+    ] == [
+        ["image", "image", "what?"],
+        ["image", " and ", "image", "?"],
+        ["image", "what?"],
+        "what?",
+        ["a", "image", "image"],
+    ]
     one, two = np.asarray(picture(1)), np.asarray(picture(2))
     for problem, expected in zip(
         found, [[one, two], [one, two], [two], [], [one, two]], strict=True

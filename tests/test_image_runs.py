@@ -17,7 +17,10 @@ from rl.losses import get_loss
 from rl.models import add_lora, load_model
 from rl.types import Datum, LoraConfig
 
-SMALL = "--base-model tiny:vision --dataset shapes:rows=24 --eval-dataset shapes:rows=4 --batch-size 4 --seed 0 --eval-every 0"
+SMALL = (
+    "--base-model tiny:vision --dataset shapes:rows=24 --eval-dataset shapes:rows=4 --batch-size "
+    "4 --seed 0 --eval-every 0"
+)
 
 
 def example(tokenizer):
@@ -91,7 +94,10 @@ def test_what_is_saved_sees_again_here_and_in_plain_transformers(tmp_path):
 
 @pytest.mark.slow
 def test_grpo_on_pictures_resumes_bit_for_bit_and_shows_them(tmp_path):
-    words = f"grpo {SMALL} --group-size 2 --max-tokens 3 --temperature 1.0 --lora-rank 4 --rollouts-every 1 --learning-rate 1e-2"
+    words = (
+        f"grpo {SMALL} --group-size 2 --max-tokens 3 --temperature 1.0 --lora-rank 4 "
+        f"--rollouts-every 1 --learning-rate 1e-2"
+    )
     rows = two_and_two(words, tmp_path)
     apart = [
         row["optim/max_logprob_difference"] for row in rows if "optim/max_logprob_difference" in row

@@ -119,7 +119,8 @@ class House:
                 found.append(f"{module} is on the ground and imports the room {there}")
             elif self.floor[there] >= self.floor[here]:
                 found.append(
-                    f"{module} (floor {self.floor[here]}) imports {name} (floor {self.floor[there]}): imports point down"
+                    f"{module} (floor {self.floor[here]}) imports {name} (floor "
+                    f"{self.floor[there]}): imports point down"
                 )
             else:
                 inside, wanted = name.count(".") > 1, attribute or name.rsplit(".", 1)[1]
@@ -129,7 +130,8 @@ class House:
                     )
                 elif attribute is not None and attribute not in self.handed_on(there):
                     found.append(
-                        f"rl/{there}/__init__.py does not hand on {attribute}, which {module} imports"
+                        f"rl/{there}/__init__.py does not hand on {attribute}, which {module} "
+                        f"imports"
                     )
         return found
 
@@ -179,7 +181,8 @@ class House:
                 and node.end_lineno - node.lineno + 1 > LONGEST_FUNCTION
             ):
                 found.append(
-                    f"{place}:{node.lineno} {node.name} has {node.end_lineno - node.lineno + 1} lines"
+                    f"{place}:{node.lineno} {node.name} has {node.end_lineno - node.lineno + 1} "
+                    f"lines"
                 )
         return found
 
@@ -252,7 +255,10 @@ def test_help_needs_no_torch():
     transformers.
     """
     heavy = ("torch", "transformers", "accelerate")
-    code = f"import sys; import rl, rl.methods, rl.settings; print([m for m in {heavy} if m in sys.modules])"
+    code = (
+        f"import sys; import rl, rl.methods, rl.settings; print([m for m in {heavy} if m in "
+        f"sys.modules])"
+    )
     out = subprocess.run(
         [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True
     )

@@ -134,7 +134,10 @@ def test_kept_logits_by_hand():
     assert kept_logits(grown, replace(one, world=8, fsdp=True), batch, None) > 0
 
 
-LINE = "grpo --base-model tiny:addition --batch-size 64 --group-size 8 --max-tokens 64 --plan-gpus 1 --plan-gpu-memory 40"
+LINE = (
+    "grpo --base-model tiny:addition --batch-size 64 --group-size 8 --max-tokens 64 --plan-gpus 1 "
+    "--plan-gpu-memory 40"
+)
 
 
 def train_item(*words: str) -> tuple[float, Launch, object]:

@@ -21,7 +21,10 @@ pytestmark = pytest.mark.skipif(
 )
 ASSEMBLERS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-INTS = "N V T col_base tiles tile_base split_base parts stride stride_x stride_w stride_kept stride_exp stride_out columns ignore_index"
+INTS = (
+    "N V T col_base tiles tile_base split_base parts stride stride_x stride_w stride_kept "
+    "stride_exp stride_out columns ignore_index"
+)
 INTS += " exps R splits first stride_row stride_head stride_page stride_place stride_table"
 FLOATS = "in_scale out_scale headroom beta low high kl_coef scale"
 LONGS = ("y_ptr", "at_ptr", "cu_ptr")
@@ -278,12 +281,17 @@ def test_linear_logprob_kernels_on_other_gpus(dtype, capability, D, tmp_path):
 # Numbers that a model, a layout of memory or a run settles; every other one changes from batch to
 # batch.
 SETTLED = set(
-    "V columns eps stride_x stride_w stride_kept stride_out stride_row stride_head stride_page stride_place".split()
+    "V columns eps stride_x stride_w stride_kept stride_out stride_row stride_head stride_page "
+    "stride_place".split()
 )
 SETTLED |= set(
-    "plane stride_table positions in_scale out_scale headroom scale beta low high kl_coef ignore_index stride".split()
+    "plane stride_table positions in_scale out_scale headroom scale beta low high kl_coef "
+    "ignore_index stride".split()
 )
-MODULES = "linear_logprob_triton linear_logprob_ws draw_triton step_triton paged_attention_triton token_logprob_triton policy_loss_triton"
+MODULES = (
+    "linear_logprob_triton linear_logprob_ws draw_triton step_triton paged_attention_triton "
+    "token_logprob_triton policy_loss_triton"
+)
 
 
 def test_numbers_of_a_batch_compile_no_variants():
@@ -383,15 +391,33 @@ def test_kernels_without_products(capability, tmp_path):
     for kind, dtype in NAMES.items():
         for BN in {tiles_for(D, dtype, Device(capability)).columns for D in (896, 4096)}:
             cases += [
-                (linear_logprob_triton._align_kernel, {"BM": 32, "BN": BN, "TYPE": kind}, ("kept_ptr",), 8),
-                (linear_logprob_triton._saved_dlogits_kernel,
-                 {"BM": 32, "BN": BN, "SOFTCAP": True, "HAS_AT": True, "TYPE": kind}, ("kept_ptr", "out_ptr"), 8),
-            ]  # fmt: skip
+                (
+                    linear_logprob_triton._align_kernel,
+                    {"BM": 32, "BN": BN, "TYPE": kind},
+                    ("kept_ptr",),
+                    8,
+                ),
+                (
+                    linear_logprob_triton._saved_dlogits_kernel,
+                    {"BM": 32, "BN": BN, "SOFTCAP": True, "HAS_AT": True, "TYPE": kind},
+                    ("kept_ptr", "out_ptr"),
+                    8,
+                ),
+            ]
         cases += [
-            (token_logprob_triton._forward_kernel, {"SOFTCAP": True, "BLOCK": 8192, "TYPE": kind}, ("logits_ptr",), 8),
-            (token_logprob_triton._backward_kernel,
-             {"SOFTCAP": False, "HAS_C": True, "BLOCK": 8192, "TYPE": kind}, ("logits_ptr", "out_ptr"), 8),
-        ]  # fmt: skip
+            (
+                token_logprob_triton._forward_kernel,
+                {"SOFTCAP": True, "BLOCK": 8192, "TYPE": kind},
+                ("logits_ptr",),
+                8,
+            ),
+            (
+                token_logprob_triton._backward_kernel,
+                {"SOFTCAP": False, "HAS_C": True, "BLOCK": 8192, "TYPE": kind},
+                ("logits_ptr", "out_ptr"),
+                8,
+            ),
+        ]
     options = {"HAS_MASK": True, "HAS_REF": True, "HAS_LOW": True, "HAS_HIGH": True, "BLOCK": 1024}
     cases += [
         (policy_loss_triton._policy_loss_kernel, options | {"KIND": kind, "KL_KIND": 2}, (), 4)
@@ -426,14 +452,39 @@ def sampler_kernels(capability):
     cases = [
         (draw_triton._slices_kernel, constants | {"SUB": 64}, (), tiles.warps, kinds, 300),
         (draw_triton._pick_kernel, {"HAS_GREEDY": True, "BM": 8, "BS": 64}, (), 4, wide, 0),
-        (draw_triton._search_kernel,
-         {"D": 2048, "BM": 1, "SUB": 64, "BK": 64, "HAS_GREEDY": True, "TYPE": "bf16"}, ("x_ptr", "w_ptr"), 4, wide, 0),
-        (step_triton._residual_rms_kernel,
-         {"E": 4096, "HAS_X": True, "BLOCK": 4096, "TYPE": "bf16"}, ("x_ptr", "residual_ptr", "weight_ptr", "out_ptr"), 8, {}, 0),
-        (step_triton._silu_mul_kernel, {"F": 4864, "BLOCK": 1024, "TYPE": "bf16"}, ("gate_up_ptr", "out_ptr"), 4, {}, 0),
-        (step_triton._rope_append_kernel, {"H": 16, "K": 8, "D": 128, "HAS_NORM": True, "BLOCK": 128, "TYPE": "bf16"},
-         ("qkv_ptr", "norm_ptr", "rope_ptr", "q_ptr", "kv_ptr"), 1, {}, 0),
-    ]  # fmt: skip
+        (
+            draw_triton._search_kernel,
+            {"D": 2048, "BM": 1, "SUB": 64, "BK": 64, "HAS_GREEDY": True, "TYPE": "bf16"},
+            ("x_ptr", "w_ptr"),
+            4,
+            wide,
+            0,
+        ),
+        (
+            step_triton._residual_rms_kernel,
+            {"E": 4096, "HAS_X": True, "BLOCK": 4096, "TYPE": "bf16"},
+            ("x_ptr", "residual_ptr", "weight_ptr", "out_ptr"),
+            8,
+            {},
+            0,
+        ),
+        (
+            step_triton._silu_mul_kernel,
+            {"F": 4864, "BLOCK": 1024, "TYPE": "bf16"},
+            ("gate_up_ptr", "out_ptr"),
+            4,
+            {},
+            0,
+        ),
+        (
+            step_triton._rope_append_kernel,
+            {"H": 16, "K": 8, "D": 128, "HAS_NORM": True, "BLOCK": 128, "TYPE": "bf16"},
+            ("qkv_ptr", "norm_ptr", "rope_ptr", "q_ptr", "kv_ptr"),
+            1,
+            {},
+            0,
+        ),
+    ]
     stages = dict.fromkeys([draw_triton._slices_kernel], tiles.stages)
     for kernel, constants, data, warps, kinds, allowed in cases:
         yield kernel, dict(constants), data, warps, stages.get(kernel, 3), other | kinds, allowed

@@ -469,8 +469,20 @@ def test_policy_loss():
     old = torch.where(mask, lp + 0.3 * old, float("nan"))  # defect 13
     for kind, kl_kind in [(kind, "k3") for kind in KINDS] + [("ppo", kl) for kl in KL_KINDS]:
         for lower, reference in ((None, None), (low, ref)):
-            expected = _torch_pass(lp, old, adv, mask, reference, 0.8 if lower is None else lower,
-                                   1.2 if lower is None else torch.tensor(1.2), cu, kind, 0.05, 0.1, kl_kind)  # fmt: skip
+            expected = _torch_pass(
+                lp,
+                old,
+                adv,
+                mask,
+                reference,
+                0.8 if lower is None else lower,
+                1.2 if lower is None else torch.tensor(1.2),
+                cu,
+                kind,
+                0.05,
+                0.1,
+                kl_kind,
+            )
             mine = policy_loss_pass(
                 lp,
                 old,

@@ -510,8 +510,10 @@ def test_works_without_triton():
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch, kernels\n"
-        "logp, entropy, _ = kernels.linear_logprob(torch.ones(2, 3), torch.eye(3), torch.tensor([0, 2]), saved_bytes=0)\n"
-        "assert abs(float(logp[0]) + 1.0986123) < 1e-6 and abs(float(entropy[1]) - 1.0986123) < 1e-6\n"
+        "logp, entropy, _ = kernels.linear_logprob(torch.ones(2, 3), torch.eye(3), "
+        "torch.tensor([0, 2]), saved_bytes=0)\n"
+        "assert abs(float(logp[0]) + 1.0986123) < 1e-6 and abs(float(entropy[1]) - 1.0986123) < "
+        "1e-6\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=KERNELS.parent, capture_output=True, text=True

@@ -425,8 +425,22 @@ def test_the_memory_plan_counts_what_is_kept(launches, monkeypatch, tokens, D, V
             torch.empty(tokens, device="cuda"),
         )
         with Peak(x, w, y, row, *kept) as wire:
-            launch.saved_backward(x, w, y, None, Head(), Coefficients(row, row, None), row, *kept, row, None, need_x=True, need_w=True,
-                                  need_bias=False, whole=whole)  # fmt: skip
+            launch.saved_backward(
+                x,
+                w,
+                y,
+                None,
+                Head(),
+                Coefficients(row, row, None),
+                row,
+                *kept,
+                row,
+                None,
+                need_x=True,
+                need_w=True,
+                need_bias=False,
+                whole=whole,
+            )
     beside = head_bytes(tokens, D, V, x.element_size())
     held = wire.peak - w.nbytes
     assert held <= 1.15 * beside + scores * whole

@@ -267,8 +267,8 @@ def test_the_page_says_what_it_leaves_out() -> None:
     page = html.page(rows, title="", step=12, max_tokens=35)
     assert len(Page(page).articles) == 3
     assert (
-        "10 problems, 10 answers, mean reward 1; the first 3 problems are shown, all are in step_000012.jsonl"
-        in page
+        "10 problems, 10 answers, mean reward 1; the first 3 problems are shown, all are in "
+        "step_000012.jsonl" in page
     )
 
 

@@ -59,17 +59,40 @@ def stage_of(folder: Path, console: Console, logbook: Logbook, steps: int) -> St
         name="p",
     )
     return Stage(
-        name="grpo", index=0, method=METHODS["grpo"].hooks(settings), models=Models(StubPolicy(folder), {}),  # type: ignore[arg-type]
-        problems=Curriculum(problems, data), test_problems=None, renderer=None, scorer=SimpleNamespace(),  # type: ignore[arg-type]
-        seed=0, first_step=0, done=0, logbook=logbook, console=console, keeper=Keeper(logbook),
+        name="grpo",
+        index=0,
+        method=METHODS["grpo"].hooks(settings),
+        models=Models(StubPolicy(folder), {}),  # type: ignore[arg-type]
+        problems=Curriculum(problems, data),
+        test_problems=None,
+        renderer=None,
+        scorer=SimpleNamespace(),  # type: ignore[arg-type]
+        seed=0,
+        first_step=0,
+        done=0,
+        logbook=logbook,
+        console=console,
+        keeper=Keeper(logbook),
         stop_request=SimpleNamespace(exit_code=None),  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
 
 
 def batch_metrics(step: int) -> dict[str, float]:
-    names = ("optim/kl_sample_train_v1", "optim/kl_sample_train_v2", "optim/grad_norm", "optim/entropy", "optim/frac_credited",
-             "env/all/reward/total", "env/all/reward/std", "env/all/by_group/frac_mixed", "env/all/correct", "env/all/format",
-             "env/all/distinct_beginnings", "env/all/ac_tokens_per_turn", "env/all/frac_truncated")  # fmt: skip
+    names = (
+        "optim/kl_sample_train_v1",
+        "optim/kl_sample_train_v2",
+        "optim/grad_norm",
+        "optim/entropy",
+        "optim/frac_credited",
+        "env/all/reward/total",
+        "env/all/reward/std",
+        "env/all/by_group/frac_mixed",
+        "env/all/correct",
+        "env/all/format",
+        "env/all/distinct_beginnings",
+        "env/all/ac_tokens_per_turn",
+        "env/all/frac_truncated",
+    )
     row = {name: 0.5 + 0.001 * ((step * 7 + i) % 13) for i, name in enumerate(names)}
     row |= {
         "env/all/reward/min": 0.0,
@@ -124,6 +147,11 @@ def test_errors_that_differ_at_every_step_are_not_kept_nor_said_without_end(tmp_
         warned: list[str] = []
         console.warn = warned.append  # type: ignore[method-assign]
         for step in range(200):
-            stage.check(SimpleNamespace(errors=[f"KeyError: {step} (prompt x)"], groups=[SimpleNamespace(trajectories_G=[])]),  # type: ignore[arg-type]
-                        SimpleNamespace(version=1))  # type: ignore[arg-type]  # fmt: skip
+            stage.check(
+                SimpleNamespace(
+                    errors=[f"KeyError: {step} (prompt x)"],
+                    groups=[SimpleNamespace(trajectories_G=[])],
+                ),  # type: ignore[arg-type]
+                SimpleNamespace(version=1),
+            )  # type: ignore[arg-type]
     assert len(warned) == 20 and len(stage.samples._said.kinds) == 20

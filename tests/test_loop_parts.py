@@ -30,10 +30,22 @@ def bare_stage(
     method = method or SimpleNamespace()
     method.settings = SETTINGS
     stage = Stage(
-        name="grpo", index=1, method=method, models=models or SimpleNamespace(rewards=None, learning={}, opponents=None), problems=problems,
-        test_problems=["a", "b"], renderer=None, scorer=SimpleNamespace(take_seconds=dict), seed=seed, first_step=3, done=0, logbook=None,
-        console=None, keeper=keeper, stop_request=None,
-    )  # fmt: skip
+        name="grpo",
+        index=1,
+        method=method,
+        models=models or SimpleNamespace(rewards=None, learning={}, opponents=None),
+        problems=problems,
+        test_problems=["a", "b"],
+        renderer=None,
+        scorer=SimpleNamespace(take_seconds=dict),
+        seed=seed,
+        first_step=3,
+        done=0,
+        logbook=None,
+        console=None,
+        keeper=keeper,
+        stop_request=None,
+    )
     stage.samples.groups = lambda problems, size: [(problem, size) for problem in problems]
     stage.samples.check = lambda result, sampler: None
     for name, value in overridden.items():
@@ -82,10 +94,15 @@ def test_training_samples_have_streams_of_their_own_at_each_batch(monkeypatch):
         name: lambda *_, **__: None for name in ("stop_if_late", "check", "end_batch", "end")
     }
     stage = bare_stage(
-        **nothing, start=lambda: object(), next_sampler=lambda old: old, batches=lambda: range(4), fill=lambda rollouts, *_: rollouts,
-        problems=SimpleNamespace(batch=lambda step, size, seed: []), progress=lambda batch: None,
+        **nothing,
+        start=lambda: object(),
+        next_sampler=lambda old: old,
+        batches=lambda: range(4),
+        fill=lambda rollouts, *_: rollouts,
+        problems=SimpleNamespace(batch=lambda step, size, seed: []),
+        progress=lambda batch: None,
         method=SimpleNamespace(group_size=2, credit=lambda groups, models: [], learn=lambda *_: {}),
-    )  # fmt: skip
+    )
     online.train_online(stage)
     stage.evaluator.sampled(SimpleNamespace(version=0))
     assert len(drawn) == len(set(drawn)) == 5
@@ -192,7 +209,20 @@ def test_held_out_answers_have_the_temperature_asked_for():
     for given, expected in ((None, 0.6), (1.0, 1.0)):
         settings = GrpoSettings(sampling=SamplingSettings(temperature=0.6, eval_temperature=given))
         stage = Stage(
-            name="grpo", index=0, method=SimpleNamespace(settings=settings), models=None, problems=None, test_problems=None,
-            renderer=None, scorer=None, seed=1, first_step=0, done=0, logbook=None, console=None, keeper=None, stop_request=None,
-        )  # fmt: skip
+            name="grpo",
+            index=0,
+            method=SimpleNamespace(settings=settings),
+            models=None,
+            problems=None,
+            test_problems=None,
+            renderer=None,
+            scorer=None,
+            seed=1,
+            first_step=0,
+            done=0,
+            logbook=None,
+            console=None,
+            keeper=None,
+            stop_request=None,
+        )
         assert (stage.sampling_params.temperature, stage.eval_params.temperature) == (0.6, expected)

@@ -20,9 +20,14 @@ def inputs_of(seed=0):
     g = torch.Generator().manual_seed(seed)
     draw = lambda: torch.randn(8, generator=g, dtype=torch.float64)  # noqa: E731
     return {
-        "advantages": draw() * MASK, "logprobs": -draw().abs(), "mask": MASK, "ref_logprobs": -draw().abs(),
-        "returns": draw(), "values_old": draw(), "values": draw().requires_grad_(True),
-    }  # fmt: skip
+        "advantages": draw() * MASK,
+        "logprobs": -draw().abs(),
+        "mask": MASK,
+        "ref_logprobs": -draw().abs(),
+        "returns": draw(),
+        "values_old": draw(),
+        "values": draw().requires_grad_(True),
+    }
 
 
 def logp_of(seed=0):
@@ -74,9 +79,16 @@ def test_the_fused_and_plain_forms_are_the_formula_sequence_by_sequence(name, se
     low, high = config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2)
     leaf = logp_of(seed).detach().float().requires_grad_(True)
     expected = policy_loss_reference(
-        leaf, inputs["logprobs"], inputs["advantages"], kind=name, mask_T=inputs["mask"], cu_seqlens=CU, clip_low=low,
-        clip_high=high, beta=config.get("beta", 0.05),
-    )  # fmt: skip
+        leaf,
+        inputs["logprobs"],
+        inputs["advantages"],
+        kind=name,
+        mask_T=inputs["mask"],
+        cu_seqlens=CU,
+        clip_low=low,
+        clip_high=high,
+        beta=config.get("beta", 0.05),
+    )
     truth = torch.autograd.grad(expected, leaf)[0]
     spoiled = inputs | {"logprobs": torch.where(MASK == 0, float("nan"), inputs["logprobs"])}
     found = []

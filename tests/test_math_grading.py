@@ -111,9 +111,17 @@ def test_all_answers_of_gsm8k_are_right_for_themselves(shared_data: Path):
 
 @pytest.mark.parametrize(
     "text",
-    ["Tom and Ann have 72 apples", "The two-day total is 72", "[72]", "**72**", "**$72**", "`72`", "the day/night total: 72",
-     "72 cats and dogs"],
-)  # fmt: skip
+    [
+        "Tom and Ann have 72 apples",
+        "The two-day total is 72",
+        "[72]",
+        "**72**",
+        "**$72**",
+        "`72`",
+        "the day/night total: 72",
+        "72 cats and dogs",
+    ],
+)
 def test_gsm8k_reads_a_number_among_words(text):
     assert resolve_reward("gsm8k")("", f"#### {text}", {"answer": "72"}) == 1.0
 
@@ -121,9 +129,14 @@ def test_gsm8k_reads_a_number_among_words(text):
 @pytest.mark.parametrize(
     "text, expected",
     [
-        ("She has $5 and $7, so 12", "12"), ("$5 + $7 = $12", "12"), ("it costs $5, so the total is 7", "7"),
-        ("$5-$7, then 6", "6"), (r"so $\frac{1}{2}$", "1/2"), (r"so $ \frac{1}{2} $.", "1/2"), ("thus $$x=5$$ holds", "5"),
+        ("She has $5 and $7, so 12", "12"),
+        ("$5 + $7 = $12", "12"),
+        ("it costs $5, so the total is 7", "7"),
+        ("$5-$7, then 6", "6"),
+        (r"so $\frac{1}{2}$", "1/2"),
+        (r"so $ \frac{1}{2} $.", "1/2"),
+        ("thus $$x=5$$ holds", "5"),
     ],
-)  # fmt: skip
+)
 def test_prices_are_no_formula(text, expected):
     assert resolve_reward("math_correctness")("", text, {"answer": expected}) == 1.0

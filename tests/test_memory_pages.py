@@ -188,8 +188,24 @@ def test_a_larger_call_has_a_larger_pool_up_to_the_budget():
 def test_where_the_engine_keeps_no_pages_none_are_counted():
     """As `make_engine` and `engine_of` choose."""
     stage = asked("--base-model", "tiny:addition").stages[0].settings
-    shape = given.ModelShape(name="x", parameters=1, trainable=1, adapters=0, small=0, largest=1, layers=1, hidden=4, heads=1, key_heads=1,
-                             head_width=4, mlp=4, vocab=8, max_context=None, fast=True, windowed=False)  # fmt: skip
+    shape = given.ModelShape(
+        name="x",
+        parameters=1,
+        trainable=1,
+        adapters=0,
+        small=0,
+        largest=1,
+        layers=1,
+        hidden=4,
+        heads=1,
+        key_heads=1,
+        head_width=4,
+        mlp=4,
+        vocab=8,
+        max_context=None,
+        fast=True,
+        windowed=False,
+    )
     sampling, model = stage.sampling, stage.model
     assert _in_pages(sampling, model, shape, GPU, 1) and not _in_pages(
         sampling, model, shape, HERE, 1

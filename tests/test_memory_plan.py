@@ -27,10 +27,29 @@ from rl.settings.tables import RunSettings
 from rl.types import LoraConfig
 
 REPO = Path(__file__).resolve().parent.parent
-MODEL = {"vocab_size": 16_000, "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 8,
-         "head_dim": 64, "intermediate_size": 1536}  # fmt: skip
-WORK = {"groups": 4, "group": 4, "prompt": 64, "answer": 64, "datums": 8, "budget": 1024, "kv_cache_tokens": 100_000, "lora_rank": 0,
-        "drawn": 1, "checkpointing": False, "fused": True, "world": 1}  # fmt: skip
+MODEL = {
+    "vocab_size": 16_000,
+    "hidden_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 1536,
+}
+WORK = {
+    "groups": 4,
+    "group": 4,
+    "prompt": 64,
+    "answer": 64,
+    "datums": 8,
+    "budget": 1024,
+    "kv_cache_tokens": 100_000,
+    "lora_rank": 0,
+    "drawn": 1,
+    "checkpointing": False,
+    "fused": True,
+    "world": 1,
+}
 
 CASES = {
     "full": {},
@@ -63,8 +82,16 @@ def planned(folder: str, s: dict, zero: int | None, fsdp: bool) -> Plan:
     lora = LoraConfig(s["lora_rank"]) if s["lora_rank"] else None
     skeleton = Skeleton(folder, None, lora)
     length = s["prompt"] + s["answer"]
-    batch = micro_batch(groups=s["datums"], group=1, prompt=s["prompt"], answer=s["answer"], budget=s["budget"], layout="padded",
-                        world=s["world"], hidden=s["hidden_size"])  # fmt: skip
+    batch = micro_batch(
+        groups=s["datums"],
+        group=1,
+        prompt=s["prompt"],
+        answer=s["answer"],
+        budget=s["budget"],
+        layout="padded",
+        world=s["world"],
+        hidden=s["hidden_size"],
+    )
     assert batch.rows * length == s["budget"]
     how = Arithmetic(
         fused=s["fused"],
@@ -133,8 +160,24 @@ def test_the_plan_is_within_15_percent_of_a_process(case, tmp_path):
 
 # 1,000 numbers in matrices of at most 200,000 would be small: these are counted as large ones. 16 a
 # token of cache: 2 x 2 x 2 x 2.
-SHAPE = ModelShape(name="x", parameters=1_000_000, trainable=1_000_000, adapters=0, small=0, largest=200_000, layers=2, hidden=64, heads=4,
-                   key_heads=2, head_width=2, mlp=128, vocab=1000, max_context=None, fast=True, windowed=False)  # fmt: skip
+SHAPE = ModelShape(
+    name="x",
+    parameters=1_000_000,
+    trainable=1_000_000,
+    adapters=0,
+    small=0,
+    largest=200_000,
+    layers=2,
+    hidden=64,
+    heads=4,
+    key_heads=2,
+    head_width=2,
+    mlp=128,
+    vocab=1000,
+    max_context=None,
+    fast=True,
+    windowed=False,
+)
 WORKING = Work(batch=MicroBatch(1, 8, 8), samples=True, prompts=3, prompt=10, rows=6, answer=5)
 
 
@@ -198,9 +241,9 @@ def test_a_low_base_and_an_optimizer_of_8_bit_by_hand():
     assert items(replace(one, optimizer="adamw_8bit"), shape)["optimizer"][0] == 1e5 * (2 + 8 / 256)
     paged = plan(shape, Held(), replace(one, optimizer="paged_adamw_8bit"), WORKING)
     assert not any(item.train for item in paged.items if item.name.startswith("optimizer"))
-    assert dict(paged.host)[
-        "optimizer pages that do not fit on the GPU, at most"
-    ] == 1e5 * (2 + 8 / 256)
+    assert dict(paged.host)["optimizer pages that do not fit on the GPU, at most"] == 1e5 * (
+        2 + 8 / 256
+    )
     reading = dict(
         plan(
             SHAPE,
@@ -238,8 +281,27 @@ def test_the_base_of_a_stage_is_what_its_settings_and_launch_make_it(tmp_path):
 
 def test_a_smaller_cache_is_named_where_the_cache_does_not_fit(tmp_path):
     folder = folder_of({**MODEL, "num_hidden_layers": 2}, tmp_path)
-    words = ["grpo", "--dataset", "addition", "--base-model", folder, "--batch-size", "512", "--group-size", "16", "--max-tokens", "1024",
-             "--max-rows", "8192", "--kv-cache-tokens", str(1 << 23), "--token-budget", "2048", "--lora-rank", "4"]  # fmt: skip
+    words = [
+        "grpo",
+        "--dataset",
+        "addition",
+        "--base-model",
+        folder,
+        "--batch-size",
+        "512",
+        "--group-size",
+        "16",
+        "--max-tokens",
+        "1024",
+        "--max-rows",
+        "8192",
+        "--kv-cache-tokens",
+        str(1 << 23),
+        "--token-budget",
+        "2048",
+        "--lora-rank",
+        "4",
+    ]
     launch, run = Launch(cuda=True, bf16=True), asked(*words)
     whole = max(needs.plan.peak for needs in needs_of(run, launch, 512))
     cache = next(
@@ -378,11 +440,31 @@ DEEP = {
     "gemma3_text": {**SIZES, "num_hidden_layers": 20, "sliding_window": 16},
     "gpt2": {"vocab_size": 300, "n_embd": 32, "n_head": 4, "n_layer": 9},
     "bloom": {"vocab_size": 300, "hidden_size": 32, "n_head": 4, "n_layer": 9},
-    "deepseek_v3": {**SIZES, "num_hidden_layers": 8, "first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2,
-                    "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8,
-                    "qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4},
-    "falcon_h1": {**SIZES, "num_hidden_layers": 7, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
-}  # fmt: skip
+    "deepseek_v3": {
+        **SIZES,
+        "num_hidden_layers": 8,
+        "first_k_dense_replace": 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+    },
+    "falcon_h1": {
+        **SIZES,
+        "num_hidden_layers": 7,
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+    },
+}
 RUNS = {
     "plain": Arithmetic(),
     "autocast": Arithmetic(autocast=True, low_base=True),
@@ -390,10 +472,18 @@ RUNS = {
     "whole logits": Arithmetic(fused=False),
     "sharded": Arithmetic(dtype=torch.bfloat16, keeps_gradients=False),
 }
-EACH = [("qwen3", None, "plain"), ("qwen3", 2, "autocast"), ("qwen3", 2, "checkpointing"), ("qwen3", None, "whole logits"),
-        ("qwen3", 2, "sharded"), ("gemma3_text", 2, "plain"), ("gpt2", None, "autocast"), ("bloom", 2, "checkpointing"),
-        ("deepseek_v3", None, "sharded"),
-        ("falcon_h1", None, "plain")]  # fmt: skip
+EACH = [
+    ("qwen3", None, "plain"),
+    ("qwen3", 2, "autocast"),
+    ("qwen3", 2, "checkpointing"),
+    ("qwen3", None, "whole logits"),
+    ("qwen3", 2, "sharded"),
+    ("gemma3_text", 2, "plain"),
+    ("gpt2", None, "autocast"),
+    ("bloom", 2, "checkpointing"),
+    ("deepseek_v3", None, "sharded"),
+    ("falcon_h1", None, "plain"),
+]
 
 
 @pytest.mark.parametrize(

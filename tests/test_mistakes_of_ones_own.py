@@ -21,9 +21,9 @@ RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "addition.yaml"
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("Nope", "has no class Nope; it has Method"),
+        ("Nope", "has no class Nope; its classes: Method"),
         ("Method", "has no learn"),
-        ("nofile.py:Method", "there is no such file"),
+        ("nofile.py:Method", "no such file"),
     ],
 )
 def test_a_method_that_is_none(name, says, tmp_path, capsys):

@@ -44,11 +44,13 @@ RUNS = {
         4,
     ),
     "scalar reward model": (
-        f"reward_model --base-model tiny:ascii --dataset {{here}}/named.jsonl --chosen-column good {SMALL}",
+        f"reward_model --base-model tiny:ascii --dataset {{here}}/named.jsonl --chosen-column "
+        f"good {SMALL}",
         3,
     ),
     "comparison": (
-        f"reward_model --base-model tiny:ascii --form comparison --dataset {{here}}/pairs.jsonl {SMALL}",
+        f"reward_model --base-model tiny:ascii --form comparison --dataset {{here}}/pairs.jsonl "
+        f"{SMALL}",
         3,
     ),
     "adapter": (f"grpo --lora-rank 2 {SAMPLED}", 4),

@@ -168,7 +168,10 @@ def test_a_published_file_is_trained_on_as_it_is(shared_data, tmp_path, capsys):
     """
     data = shared_data / "gsm8k" / "example_model_solutions.jsonl"
     model = f"--base-model tiny:chat --tokenizer {shared_data / 'tokenizers' / 'minimind_6400'}"
-    words = f"offline --dataset {data} {model} --train-limit 3 --steps 1 --batch-size 2 --output-dir {tmp_path / 'run'}"
+    words = (
+        f"offline --dataset {data} {model} --train-limit 3 --steps 1 --batch-size 2 --output-dir "
+        f"{tmp_path / 'run'}"
+    )
     run.execute(parse(words.split(), METHODS, RECIPE, options=RunSettings))
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert (
@@ -178,10 +181,7 @@ def test_a_published_file_is_trained_on_as_it_is(shared_data, tmp_path, capsys):
     )
     shown = capsys.readouterr()
     said = " ".join((shown.out + shown.err).split())
-    assert (
-        "The stored answers have no logprobs: the policy as it is at the beginning scores them"
-        in said
-    )
+    assert "The stored answers have no logprobs: the initial policy scores them" in said
 
 
 def test_a_gzipped_file_and_nothing_at_all(tmp_path):
@@ -302,7 +302,7 @@ def test_group_baseline_and_stored_or_scored_behaviour():
     assert logprobs == pytest.approx([0, -0.03, -0.04, -0.12]) and beginning.asked == 1
     said = Offline.remark(OfflineSettings(), [row])
     assert said is not None and said.startswith(
-        "1 of 2 stored answers have no logprobs: the policy as it is at the beginning scores them"
+        "1 of 2 stored answers have no logprobs: the initial policy scores them"
     )
     assert (
         Offline.remark(OfflineSettings(offline=OfflineOptions(loss="bc", top_fraction=0.5)), [row])
@@ -472,8 +472,14 @@ def test_it_improves_on_the_behaviour_policy_from_mixed_rollouts(tmp_path):
     goes on from its weights.
     """
     data, asked = mixed_answers(tmp_path / "answers.jsonl"), of_it(tmp_path / "asked")
-    words = f"offline --dataset {data} --eval-dataset {asked} --reward exact_match --max-tokens 3 --batch-size 25 --save-every 0"
-    clone = f"{words} --loss bc --top-fraction 1 --steps 120 --learning-rate 2e-3 --eval-every 120 --warmup-steps 10"
+    words = (
+        f"offline --dataset {data} --eval-dataset {asked} --reward exact_match --max-tokens 3 "
+        f"--batch-size 25 --save-every 0"
+    )
+    clone = (
+        f"{words} --loss bc --top-fraction 1 --steps 120 --learning-rate 2e-3 --eval-every 120 "
+        f"--warmup-steps 10"
+    )
     behaviour = train(clone, tmp_path / "clone")[-1]["test/env/all/correct"]
     learning.clears("accuracy of the behaviour", behaviour, above=0.15)
     learning.clears("accuracy of the behaviour, at most", behaviour, below=0.4)
@@ -502,7 +508,7 @@ def test_a_runs_rollouts_are_learnt_from_token_for_token(tmp_path):
         abs(row["optim/kl_behaviour_v1"]) < 1e-5 and row["optim/kl_behaviour_v2"] < 1e-8
         for row in rows
     )
-    with pytest.raises(UserError, match="drawn at temperature 0.7.*give --temperature 0.7"):
+    with pytest.raises(UserError, match="sampled at temperature 0.7.*set --temperature 0.7"):
         train(f"offline {words} --steps 1 --dataset {tmp_path / 'run'}", tmp_path / "other")
 
 
@@ -568,7 +574,8 @@ def test_a_stage_learns_from_the_rollouts_of_an_earlier_one(tmp_path):
         (
             "grpo-1",
             "gpro",
-            "stage offline: stored rollouts gpro do not exist .* earlier stages that sample: grpo-1, grpo-2",
+            "stage offline: stored rollouts gpro do not exist .* earlier stages that sample: "
+            "grpo-1, grpo-2",
         ),
         ("grpo-1", "offline", "stored rollouts offline do not exist"),
         ("grpo-1", "''", "offline needs stored answers: .* the name of an earlier stage"),
@@ -605,7 +612,7 @@ def test_answers_that_cannot_be_learnt_are_named(tmp_path):
         for answer, says in (
             (
                 StoredAnswer(1.0, prompt_tokens=(1,), tokens=(99,), place="a line 3"),
-                "a line 3: token 99 is none of the policy's 14",
+                "a line 3: token 99 is outside the policy's vocabulary of 14 tokens",
             ),
             (
                 StoredAnswer(1.0, "ten", place="a line 5"),
@@ -626,12 +633,12 @@ def test_answers_that_cannot_be_learnt_are_named(tmp_path):
     [
         ("offline", "offline needs stored answers: --dataset"),
         ("offline --dataset nowhere", "stored rollouts nowhere do not exist"),
-        ("offline --loss bc", "loss bc needs one of --top-fraction"),
+        ("offline --loss bc", "loss bc needs either --top-fraction"),
         ("offline --top-fraction 0.1", "other losses neither"),
         ("offline --tau 0 --loss ilql", "tau is at least 1e-06"),
         (
             "offline --more-datasets x",
-            "--more-datasets x has no effect: stored answers are read from one dataset",
+            "--more-datasets x has no effect: stored answers are read from a single dataset",
         ),
     ],
 )

@@ -16,8 +16,14 @@ from rl.errors import RunFolderError, UserError
 from rl.run import opponents as opponents_room
 
 REPO = Path(__file__).resolve().parent.parent
-SMALL = "--base-model tiny:ascii-small --batch-size 4 --group-size 2 --max-tokens 3 --learning-rate 1e-2 --rollouts-every 0"
-POOL = f"grpo --environment tic_tac_toe --environment.opponent pool {SMALL} --opponents 2 --opponents-every 1"
+SMALL = (
+    "--base-model tiny:ascii-small --batch-size 4 --group-size 2 --max-tokens 3 --learning-rate "
+    "1e-2 --rollouts-every 0"
+)
+POOL = (
+    f"grpo --environment tic_tac_toe --environment.opponent pool {SMALL} --opponents 2 "
+    f"--opponents-every 1"
+)
 
 
 def versions(folder: Path) -> set[str]:
@@ -96,7 +102,8 @@ def test_the_folder_is_bounded_and_a_lost_version_is_named(tmp_path):
     [
         "--environment tic_tac_toe --environment.opponent policy",
         "--environment tic_tac_toe --environment.opponent tiny:ascii",
-        "--environment twenty_questions --environment.questions 2 --environment.answerer tiny:ascii-small",
+        "--environment twenty_questions --environment.questions 2 --environment.answerer "
+        "tiny:ascii-small",
         "--environment debate --environment.judge tiny:ascii",
     ],
     ids=["itself", "a model", "an answerer", "a judge"],
@@ -132,7 +139,10 @@ def test_saved_weights_are_evaluated_against_whoever_is_named(tmp_path):
     train(f"{POOL} --eval-every 0 --steps 1", tmp_path / "run")
     found = {}
     for opponent in ("perfect", "pool"):
-        words = f"evaluate.py {tmp_path / 'run'} --limit 6 --environment.held_out_opponent {opponent} --output {tmp_path}/{opponent}.json"
+        words = (
+            f"evaluate.py {tmp_path / 'run'} --limit 6 --environment.held_out_opponent {opponent} "
+            f"--output {tmp_path}/{opponent}.json"
+        )
         done = subprocess.run(
             [sys.executable, *words.split()], capture_output=True, text=True, cwd=REPO
         )

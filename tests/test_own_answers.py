@@ -193,7 +193,7 @@ def test_an_episode_of_several_sequences_is_refused_by_online_dpo():
     )
     group.trajectories_G[1].transitions.append(again)
     preference = OnlinePreferenceSettings(group_size=3, reference_free=True)
-    with pytest.raises(UserError, match="one sequence of tokens"):
+    with pytest.raises(UserError, match="a single sequence of tokens"):
         OnlineDpo(OnlineDpoSettings(preference=preference)).credit([group], Models(Policy()))
 
 
@@ -203,7 +203,10 @@ def careless(tmp_path_factory):
     second stage.
     """
     folder = tmp_path_factory.mktemp("careless") / "sft"
-    how = "--steps 700 --batch-size 128 --learning-rate 4e-3 --schedule cosine --warmup-steps 20 --beta2 0.99 --eval-every 0 --save-every 0"
+    how = (
+        "--steps 700 --batch-size 128 --learning-rate 4e-3 --schedule cosine --warmup-steps 20 "
+        "--beta2 0.99 --eval-every 0 --save-every 0"
+    )
     train(f"sft --dataset addition:noise=0.7,from=8 {how}", folder)
     return folder
 
@@ -218,9 +221,13 @@ def careless(tmp_path_factory):
     ],
 )
 def test_addition_is_learnt_from_ones_own_answers(name, words, careless, tmp_path):
-    asked = "--dataset addition --reward exact_match --max-tokens 4 --temperature 1.0 --steps 40 --batch-size 48 --eval-every 40"
+    asked = (
+        "--dataset addition --reward exact_match --max-tokens 4 --temperature 1.0 --steps 40 "
+        "--batch-size 48 --eval-every 40"
+    )
     rows = train(
-        f"{name} --base-model {careless} {asked} {words} --eval-limit 256 --save-every 0 --rollouts-every 0",
+        f"{name} --base-model {careless} {asked} {words} --eval-limit 256 --save-every 0 "
+        f"--rollouts-every 0",
         tmp_path / name,
     )
     held_out = [row["test/env/all/correct"] for row in rows if "test/env/all/correct" in row]

@@ -98,7 +98,7 @@ def test_a_judge_rewards_the_samples_of_a_users_method(here, method):
 
 
 def test_a_reference_that_no_class_declares_is_explained(here):
-    with pytest.raises(UserError, match=r"its class made none: give it a static method clients"):
+    with pytest.raises(UserError, match=r"its class created none: add a static method clients"):
         rl.train("mine.py:Whole", output_dir=here / "run", kl_coef=0.1, **SMALL)
 
 
@@ -107,8 +107,19 @@ def test_a_derived_class_is_prepared_as_its_parent(here, name):
     parent, derived = METHODS[name], METHODS[f"mine.py:From_{name}"]
     # set beside the class
     changed = {"rlhf": ("needs_reward", "weights"), "reinforce": ("variants",)}.get(name, ())
-    properties = ("reads", "needs_reward", "ranks_held_out", "ranks_where_there", "clients", "weights", "value_head", "critic",
-                  "keeps_beginning", "remark", "variants")  # fmt: skip
+    properties = (
+        "reads",
+        "needs_reward",
+        "ranks_held_out",
+        "ranks_where_there",
+        "clients",
+        "weights",
+        "value_head",
+        "critic",
+        "keeps_beginning",
+        "remark",
+        "variants",
+    )
     for item in properties:
         assert item in changed or getattr(derived, item) == getattr(parent, item), item
 

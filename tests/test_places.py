@@ -124,11 +124,17 @@ def test_the_house_is_described_whole():
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("see rl.probe):", False), ("from rl.interrupts import StopRequest", False), ("rl.learner.probe.Sequences", True),
-        ("rl.rewards.nothing", False), ("rl.rewards.Scorer", True), ("rl.ServiceClient", True), ("rl.Nothing", False),
-        ("from rl.types.tensor_data import TensorData", True), ("from rl.lib.public_interfaces import ServiceClient", True),
+        ("see rl.probe):", False),
+        ("from rl.interrupts import StopRequest", False),
+        ("rl.learner.probe.Sequences", True),
+        ("rl.rewards.nothing", False),
+        ("rl.rewards.Scorer", True),
+        ("rl.ServiceClient", True),
+        ("rl.Nothing", False),
+        ("from rl.types.tensor_data import TensorData", True),
+        ("from rl.lib.public_interfaces import ServiceClient", True),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_place_is_seen(line, found):
     assert all(is_there(name) for name in MODULE.findall(line)) is found
 
@@ -139,7 +145,10 @@ def test_modules_that_scripts_import_by_their_old_names_are_there():
     from rl import model_info
 
     assert model_info.get_recommended_lora_lr is get_recommended_lora_lr
-    code = "import sys, rl.model_info; print([name for name in ('rl.models', 'torch') if name in sys.modules])"
+    code = (
+        "import sys, rl.model_info; print([name for name in ('rl.models', 'torch') if name in "
+        "sys.modules])"
+    )
     light = subprocess.run(
         [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True
     )

@@ -420,9 +420,22 @@ def test_minibatches_are_dealt_out_by_the_runs_seed():
     assert order(0, 2) != first and order(1, 1) != first
     with_settings = SimpleNamespace(settings=settings(loop=LoopSettings(steps=9)))
     stage = Stage(
-        name="ppo", index=2, method=with_settings, models=None, problems=None, test_problems=None, renderer=None, scorer=None,
-        seed=77, first_step=0, done=0, logbook=None, console=None, keeper=None, stop_request=None,
-    )  # fmt: skip
+        name="ppo",
+        index=2,
+        method=with_settings,
+        models=None,
+        problems=None,
+        test_problems=None,
+        renderer=None,
+        scorer=None,
+        seed=77,
+        first_step=0,
+        done=0,
+        logbook=None,
+        console=None,
+        keeper=None,
+        stop_request=None,
+    )
     assert stage.progress(3) == Progress(3, 9, derive_seed(77, 2))
 
 

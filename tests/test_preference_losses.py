@@ -155,7 +155,10 @@ def test_a_row_has_a_label_or_is_a_pair():
 def test_each_learns_which_sums_are_right(tmp_path, method):
     data = "--data-format preferences" if method == "kto" else ""
     rate = {"orpo": "3e-3", "simpo": "1e-3", "kto": "1e-3"}[method]
-    words = f"{method} --dataset addition --steps 40 --batch-size 64 --learning-rate {rate} --eval-every 40 --eval-limit 64 {data}"
+    words = (
+        f"{method} --dataset addition --steps 40 --batch-size 64 --learning-rate {rate} "
+        f"--eval-every 40 --eval-limit 64 {data}"
+    )
     rows = train(words, tmp_path / "run")
     held_out = [row for row in rows if "test/loss" in row]
     assert held_out[-1]["test/loss"] < held_out[0]["test/loss"]

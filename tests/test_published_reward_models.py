@@ -20,7 +20,8 @@ from rl.types import ModelInput, SampledSequence
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:!?+=<>|_/\n"
 TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ "
+    "message.content | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # Ends in the padding token itself, as templates do whose tokenizer pads with its end mark.
@@ -70,9 +71,13 @@ def write_tokenizer(folder, template=TEMPLATE):
 def write_model(folder, architecture="Llama", template=TEMPLATE, *, labels=1, pads=True, seed=0):
     tokenizer = write_tokenizer(folder, template)
     config = getattr(transformers, f"{architecture}Config")(
-        vocab_size=len(tokenizer) + 3, num_labels=labels, pad_token_id=0 if pads else None, bos_token_id=1, eos_token_id=3,
+        vocab_size=len(tokenizer) + 3,
+        num_labels=labels,
+        pad_token_id=0 if pads else None,
+        bos_token_id=1,
+        eos_token_id=3,
         **ARCHITECTURES[architecture],
-    )  # fmt: skip
+    )
     torch.manual_seed(seed)
     model = getattr(transformers, f"{architecture}ForSequenceClassification")(config)
     with torch.no_grad():
@@ -262,13 +267,16 @@ def test_what_cannot_score_is_refused_before_the_first_step(how, says, tmp_path)
 
 def test_a_template_that_knows_no_system_prompt_says_so(tmp_path, service):
     template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-        + TEMPLATE
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') "
+        "}}{% endif %}" + TEMPLATE
     )
     folder = write_model(tmp_path / "model", template=template)
     with pytest.raises(
         UserError,
-        match=r"roles \['system', 'user', 'assistant', 'user', 'assistant'\].*System role not supported",
+        match=(
+            r"roles \['system', 'user', 'assistant', 'user', 'assistant'\].*System role not "
+            r"supported"
+        ),
     ):
         PublishedRewardModel(service.create_classifier_client(folder), folder).scores(episodes())
 
@@ -288,7 +296,8 @@ def test_a_later_stage_is_checked_before_the_first(tmp_path):
     folder = spoilt(tmp_path / "model", "no template")
     (tmp_path / "two.yaml").write_text(
         "stages:\n  - {method: sft, dataset: addition, steps: 1}\n"
-        f"  - {{method: grpo, dataset: addition, reward: null, reward_model: {folder}, steps: 1, max_tokens: 3}}\n"
+        f"  - {{method: grpo, dataset: addition, reward: null, reward_model: {folder}, steps: 1, "
+        f"max_tokens: 3}}\n"
     )
     with pytest.raises(UserError, match="stage grpo, before any training: .*has no chat template"):
         train(f"{tmp_path / 'two.yaml'}", tmp_path / "run")

@@ -51,28 +51,60 @@ _OFF = "0 turns it off"
 ALLOWED: dict[str, dict[str, str]] = {
     "0": {
         **dict.fromkeys(
-            ("lora_rank", "warmup_steps", "weight_decay", "grad_clip_norm", "eval_every", "save_every", "rollouts_every",
-             "dynamic_sampling", "max_steps_off_policy", "sampler_ranks",
-             "overlong_share", "overlong_penalty", "cut_off_penalty", "kl_coef", "other_reward_weight", "entropy_coef", "value_coef",
-             "label_smoothing", "centre_coef", "cql_coef", "reward_threshold", "router_aux_loss_coef"), _OFF),
+            (
+                "lora_rank",
+                "warmup_steps",
+                "weight_decay",
+                "grad_clip_norm",
+                "eval_every",
+                "save_every",
+                "rollouts_every",
+                "dynamic_sampling",
+                "max_steps_off_policy",
+                "sampler_ranks",
+                "overlong_share",
+                "overlong_penalty",
+                "cut_off_penalty",
+                "kl_coef",
+                "other_reward_weight",
+                "entropy_coef",
+                "value_coef",
+                "label_smoothing",
+                "centre_coef",
+                "cql_coef",
+                "reward_threshold",
+                "router_aux_loss_coef",
+            ),
+            _OFF,
+        ),
         "seed": "a seed like any other",
         "steps": "a stage that only evaluates and saves",
-        "beta1": "no momentum: RMSProp", "beta2": "the newest gradient alone: sign descent",
+        "beta1": "no momentum: RMSProp",
+        "beta2": "the newest gradient alone: sign descent",
         "beta": "dro without the pull to what drew the answers",
         "eval_temperature": "greedy",
         "curriculum_down": "never back",
-        "clip_low": "no lower clip (cispo)", "correction_low": "no lower bound",
-        "players_temperature": "greedy", "desirable_weight": "bad answers alone", "undesirable_weight": "good answers alone",
-        "reward_discount": "each turn its own reward alone", "kl_discount": "each token its own KL alone",
-        "gamma": "the next reward alone", "gae_lambda": "one-step advantages", "alpha": "cross-entropy alone",
-        "rewards": "a reward that is only measured", "reward_models": "a judge that is only measured",
+        "clip_low": "no lower clip (cispo)",
+        "correction_low": "no lower bound",
+        "players_temperature": "greedy",
+        "desirable_weight": "bad answers alone",
+        "undesirable_weight": "good answers alone",
+        "reward_discount": "each turn its own reward alone",
+        "kl_discount": "each token its own KL alone",
+        "gamma": "the next reward alone",
+        "gae_lambda": "one-step advantages",
+        "alpha": "cross-entropy alone",
+        "rewards": "a reward that is only measured",
+        "reward_models": "a judge that is only measured",
         "min_reward": "a reward like any other",
         "kept_logits_gib": "nothing is kept: all is worked out again",
     },
     "-1": {
         "seed": "a seed like any other",
         "top_k": "no truncation, the default",
-        "reward_threshold": "rewards may be negative", "other_reward_weight": "a price on what the reward says", "rewards": "a price",
+        "reward_threshold": "rewards may be negative",
+        "other_reward_weight": "a price on what the reward says",
+        "rewards": "a price",
         "reward_models": "a price",
         "min_reward": "rewards may be negative",
     },
@@ -80,18 +112,61 @@ ALLOWED: dict[str, dict[str, str]] = {
     # the CPU in float64
     "1e-320": {
         **dict.fromkeys(
-            ("plan_gpu_memory", "timeout", "stop_grace", "reward_timeout"), "as good as at once: whatever waits for it ends"),
+            ("plan_gpu_memory", "timeout", "stop_grace", "reward_timeout"),
+            "as good as at once: whatever waits for it ends",
+        ),
         **dict.fromkeys(
-            ("curriculum_up", "curriculum_down", "overlong_share", "overlong_penalty", "cut_off_penalty", "kl_coef", "kl_target", "kl_rate",
-             "other_reward_weight", "entropy_coef", "value_coef", "centre_coef", "cql_coef", "reward_threshold", "reward_discount",
-             "kl_discount", "gamma", "gae_lambda", "alpha", "rewards", "reward_models", "beta", "label_smoothing", "weight_decay",
-             "beta1", "beta2",
-             "top_fraction", "correction_low", "desirable_weight", "undesirable_weight",
-             "learning_rate", "critic_learning_rate", "lora_alpha", "reward_scale", "reward_clip", "clip", "clip_low", "value_clip",
-             "kept_logits_gib", "min_reward", "target_kl", "truncated_is", "expectile", "grad_clip_norm",
-             "router_aux_loss_coef"), "as good as nothing of it"),
+            (
+                "curriculum_up",
+                "curriculum_down",
+                "overlong_share",
+                "overlong_penalty",
+                "cut_off_penalty",
+                "kl_coef",
+                "kl_target",
+                "kl_rate",
+                "other_reward_weight",
+                "entropy_coef",
+                "value_coef",
+                "centre_coef",
+                "cql_coef",
+                "reward_threshold",
+                "reward_discount",
+                "kl_discount",
+                "gamma",
+                "gae_lambda",
+                "alpha",
+                "rewards",
+                "reward_models",
+                "beta",
+                "label_smoothing",
+                "weight_decay",
+                "beta1",
+                "beta2",
+                "top_fraction",
+                "correction_low",
+                "desirable_weight",
+                "undesirable_weight",
+                "learning_rate",
+                "critic_learning_rate",
+                "lora_alpha",
+                "reward_scale",
+                "reward_clip",
+                "clip",
+                "clip_low",
+                "value_clip",
+                "kept_logits_gib",
+                "min_reward",
+                "target_kl",
+                "truncated_is",
+                "expectile",
+                "grad_clip_norm",
+                "router_aux_loss_coef",
+            ),
+            "as good as nothing of it",
+        ),
     },
-}  # fmt: skip
+}
 
 
 def leaves(cls: type) -> dict[str, tuple[type, str]]:
@@ -136,8 +211,22 @@ def words(name: str, annotation: str, value: str) -> list[str]:
 
 def test_the_population_is_all_there_is() -> None:
     names = {name for _, name, _, _ in NUMBERS}
-    assert {"learning_rate", "beta1", "adam_eps", "temperature", "top_p", "max_tokens", "kv_cache_tokens", "timeout", "rewards",
-            "curriculum_steps", "centre_coef", "teacher_top_k", "expectile", "critic_learning_rate"} <= names  # fmt: skip
+    assert {
+        "learning_rate",
+        "beta1",
+        "adam_eps",
+        "temperature",
+        "top_p",
+        "max_tokens",
+        "kv_cache_tokens",
+        "timeout",
+        "rewards",
+        "curriculum_steps",
+        "centre_coef",
+        "teacher_top_k",
+        "expectile",
+        "critic_learning_rate",
+    } <= names
     assert len(NUMBERS) > 300 and {method for method, *_ in NUMBERS} == {*METHODS, "run"}
 
 
@@ -255,7 +344,8 @@ def test_every_number_refuses_it_in_a_runs_config() -> None:
 def test_a_recipe_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(
-        "method: grpo\n\nadam_eps: -1\nbeta1: 2\nlearning_rate: nan\ntemperature: 0\nsteps: [1, 2]\nrewards: {gsm8k: inf}\n"
+        "method: grpo\n\nadam_eps: -1\nbeta1: 2\nlearning_rate: nan\ntemperature: 0\nsteps: [1, "
+        "2]\nrewards: {gsm8k: inf}\n"
     )
     with pytest.raises(SettingsError) as caught:
         read([str(path)], METHODS, RECIPE, RunSettings)
@@ -268,9 +358,9 @@ def test_a_recipe_names_the_line(tmp_path: Path) -> None:
         "7,",
         "8,",
     ]
-    assert "line 3, adam_eps lies from 1e-30 to 1 (smaller values are 0 in fp32" in said[0] and said[
+    assert "line 3, adam_eps lies from 1e-30 to 1 (smaller values are 0 in fp32" in said[
         0
-    ].endswith("got -1.0")
+    ] and said[0].endswith("got -1.0")
     assert said[1].endswith("beta1 lies from 0 to below 1, got 2.0") and said[2].endswith(
         "learning_rate lies above 0 and up to 1, got nan"
     )

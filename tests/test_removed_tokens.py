@@ -64,18 +64,28 @@ def groups_of(seed=0, count=4, size=3, gap=0.7):
 
 
 def method_of(correction, normalise, loss="importance_sampling", **given):
-    return PolicyGradient(GrpoSettings(
-        policy_gradient=PolicyGradientSettings(normalise=normalise, loss=loss, group_size=3, **given),
-        correction=correction, optim=OptimSettings(learning_rate=RATE), loop=LoopSettings(steps=3, batch_size=4),
-    ))  # fmt: skip
+    return PolicyGradient(
+        GrpoSettings(
+            policy_gradient=PolicyGradientSettings(
+                normalise=normalise, loss=loss, group_size=3, **given
+            ),
+            correction=correction,
+            optim=OptimSettings(learning_rate=RATE),
+            loop=LoopSettings(steps=3, batch_size=4),
+        )
+    )
 
 
 def learner_of(service):
     return service.create_full_training_client("tiny:addition", seed=2)
 
 
-MASKS = [CorrectionSettings(correction="mask", correction_level=level, correction_low=low, correction_high=high)
-         for level, low, high in (("token", 0.6, 1.5), ("sequence", 0.6, 1.5), ("geometric", 0.8, 1.2))]  # fmt: skip
+MASKS = [
+    CorrectionSettings(
+        correction="mask", correction_level=level, correction_low=low, correction_high=high
+    )
+    for level, low, high in (("token", 0.6, 1.5), ("sequence", 0.6, 1.5), ("geometric", 0.8, 1.2))
+]
 
 
 @pytest.mark.parametrize("correction", MASKS, ids=lambda how: how.correction_level)
@@ -205,10 +215,15 @@ def test_ppo_goes_on_where_a_correction_removes_every_token(service, settings, c
     as one without signal.
     """
     how = PpoOptions(critic_model="policy" if critic else None, group_size=3)
-    method = Ppo(settings(
-        ppo=how, correction=ALL, kl=KlSettings(kl_coef=0.0), optim=OptimSettings(learning_rate=RATE, num_substeps=2),
-        loop=LoopSettings(steps=3, batch_size=4),
-    ))  # fmt: skip
+    method = Ppo(
+        settings(
+            ppo=how,
+            correction=ALL,
+            kl=KlSettings(kl_coef=0.0),
+            optim=OptimSettings(learning_rate=RATE, num_substeps=2),
+            loop=LoopSettings(steps=3, batch_size=4),
+        )
+    )
     policy = service.create_full_training_client("tiny:addition", seed=2, value_head=not critic)
     others = (
         {"critic": service.create_full_training_client("tiny:addition", seed=5, value_head=True)}

@@ -18,16 +18,23 @@ from rl.renderers import get_renderer, opens_thoughts, shown
 LETTERS = "\n " + "".join(chr(c) for c in range(33, 127))
 GLM = (
     "[gMASK]<sop>{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>\n"
-    "<think>{{ m.reasoning_content if m.reasoning_content and loop.last else '' }}</think>\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ '\n<tool_call>' + c.function.name }}{% for k, v in c.function.arguments.items() %}"
-    "{{ '\n<arg_key>' + k + '</arg_key>\n<arg_value>' + v + '</arg_value>' }}{% endfor %}{{ '\n</tool_call>' }}{% endfor %}"
-    "{% elif m.role == 'tool' %}<|observation|>\n{{ m.content }}{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}"
-    "{% if tools %}<|system|>\ntools{% endif %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "<think>{{ m.reasoning_content if m.reasoning_content and loop.last else '' }}</think>\n{{ "
+    "m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '\n<tool_call>' + c.function.name }}{% for k, v in "
+    "c.function.arguments.items() %}"
+    "{{ '\n<arg_key>' + k + '</arg_key>\n<arg_value>' + v + '</arg_value>' }}{% endfor %}{{ '\n"
+    "</tool_call>' }}{% endfor %}"
+    "{% elif m.role == 'tool' %}<|observation|>\n{{ m.content }}{% else %}<|{{ m.role }}|>\n{{ "
+    "m.content }}{% endif %}{% endfor %}"
+    "{% if tools %}<|system|>\ntools{% endif %}{% if add_generation_prompt %}<|assistant|>{% "
+    "endif %}"
 )
 GEMMA = (
     "{% for m in messages %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
-    "{% if m.reasoning_content and loop.last %}<|channel>thought\n{{ m.reasoning_content }}\n<channel|>{% endif %}{{ m.content }}<turn|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|turn>model\n{% if think %}<|channel>thought\n{% endif %}{% endif %}"
+    "{% if m.reasoning_content and loop.last %}<|channel>thought\n{{ m.reasoning_content }}\n"
+    "<channel|>{% endif %}{{ m.content }}<turn|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|turn>model\n{% if think %}<|channel>thought\n{% "
+    "endif %}{% endif %}"
 )
 CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": "2", "b": "x y"}}}]
 

@@ -34,7 +34,8 @@ def metaspace(model):
         tokenizer_object=tokenizer, **names, additional_special_tokens=["<|start|>", "<|end|>"]
     )
     made.chat_template = (
-        "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+        "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% "
+        "endfor %}"
         "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
     )
     return made
@@ -315,7 +316,10 @@ def test_the_second_spelling_is_made_once_whatever_tools_there_are(monkeypatch, 
         "tokenizers.Tokenizer",
         SimpleNamespace(from_str=lambda spec: copies.append(spec) or from_str(spec)),
     )
-    tokenizer.chat_template = f"{{% for t in tools or [] %}}{{{{ t.function.name }}}}{{% endfor %}}{tokenizer.chat_template}"
+    tokenizer.chat_template = (
+        f"{{% for t in tools or [] %}}{{{{ t.function.name }}}}{{% endfor "
+        f"%}}{tokenizer.chat_template}"
+    )
     tools = [
         {"type": "function", "function": {"name": name, "description": "", "parameters": {}}}
         for name in ("add", "take")

@@ -202,7 +202,8 @@ def test_qwen3_without_thinking(tokenizers):
 def test_a_template_that_writes_bos_gets_one_bos(characters):
     tokenizer = characters(bos=True)
     tokenizer.chat_template = (
-        "{{ bos_token }}{% for m in messages %}{{ m.role[0] }}: {{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}"
+        "{{ bos_token }}{% for m in messages %}{{ m.role[0] }}: {{ m.content }}{% if m.role == "
+        "'assistant' %}{{ eos_token }}"
         "{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
     )
     renderer = get_renderer("chat_template", tokenizer)
@@ -418,21 +419,61 @@ def test_unknown_renderers_and_stray_settings(characters):
 
 
 BASE = [
-    "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-3B", "meta-llama/Llama-2-7b-hf",
-    "meta-llama/Meta-Llama-3-8B", "meta-llama/Llama-4-Scout-17B-16E", "Qwen/Qwen3-4B-Base", "Qwen/Qwen3-30B-A3B-Base",
-    "deepseek-ai/DeepSeek-V3.1-Base", "deepseek-ai/deepseek-llm-7b-base", "google/gemma-3-4b-pt", "google/gemma-2-2b", "google/gemma-7b",
-    "mistralai/Mistral-7B-v0.1", "mistralai/Mistral-Nemo-Base-2407", "HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM3-3B-Base",
-    "allenai/OLMo-2-1124-7B", "openai-community/gpt2", "gpt2", "EleutherAI/pythia-1.4b", "EleutherAI/gpt-neo-125m", "microsoft/phi-2",
-    "facebook/opt-125m", "tiiuae/falcon-7b", "bigscience/bloom-560m",
-]  # fmt: skip
+    "meta-llama/Llama-3.1-8B",
+    "meta-llama/Llama-3.1-70B",
+    "meta-llama/Llama-3.2-1B",
+    "meta-llama/Llama-3.2-3B",
+    "meta-llama/Llama-2-7b-hf",
+    "meta-llama/Meta-Llama-3-8B",
+    "meta-llama/Llama-4-Scout-17B-16E",
+    "Qwen/Qwen3-4B-Base",
+    "Qwen/Qwen3-30B-A3B-Base",
+    "deepseek-ai/DeepSeek-V3.1-Base",
+    "deepseek-ai/deepseek-llm-7b-base",
+    "google/gemma-3-4b-pt",
+    "google/gemma-2-2b",
+    "google/gemma-7b",
+    "mistralai/Mistral-7B-v0.1",
+    "mistralai/Mistral-Nemo-Base-2407",
+    "HuggingFaceTB/SmolLM2-135M",
+    "HuggingFaceTB/SmolLM3-3B-Base",
+    "allenai/OLMo-2-1124-7B",
+    "openai-community/gpt2",
+    "gpt2",
+    "EleutherAI/pythia-1.4b",
+    "EleutherAI/gpt-neo-125m",
+    "microsoft/phi-2",
+    "facebook/opt-125m",
+    "tiiuae/falcon-7b",
+    "bigscience/bloom-560m",
+]
 CHAT = [
-    "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.3-70B-Instruct", "meta-llama/Llama-2-7b-chat-hf", "Qwen/Qwen3-8B",
-    "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-VL-30B-A3B-Instruct", "Qwen/Qwen3.5-4B", "Qwen/Qwen2.5-0.5B",
-    "deepseek-ai/DeepSeek-V3.1", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "openai/gpt-oss-20b", "moonshotai/Kimi-K2-Thinking",
-    "google/gemma-3-4b-it", "google/gemma-2-2b-it", "mistralai/Mistral-7B-Instruct-v0.3", "HuggingFaceTB/SmolLM2-135M-Instruct",
-    "HuggingFaceTB/SmolLM3-3B", "allenai/OLMo-2-1124-7B-Instruct", "microsoft/Phi-3.5-mini-instruct", "microsoft/phi-4",
-    "NousResearch/Hermes-3-Llama-3.1-8B", "someone/Llama-3.1-8B-finetuned", "meta-llama/Llama-Guard-3-8B", "google/codegemma-7b-it",
-]  # fmt: skip
+    "meta-llama/Llama-3.1-8B-Instruct",
+    "meta-llama/Llama-3.3-70B-Instruct",
+    "meta-llama/Llama-2-7b-chat-hf",
+    "Qwen/Qwen3-8B",
+    "Qwen/Qwen3-4B-Instruct-2507",
+    "Qwen/Qwen3-30B-A3B",
+    "Qwen/Qwen3-VL-30B-A3B-Instruct",
+    "Qwen/Qwen3.5-4B",
+    "Qwen/Qwen2.5-0.5B",
+    "deepseek-ai/DeepSeek-V3.1",
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
+    "openai/gpt-oss-20b",
+    "moonshotai/Kimi-K2-Thinking",
+    "google/gemma-3-4b-it",
+    "google/gemma-2-2b-it",
+    "mistralai/Mistral-7B-Instruct-v0.3",
+    "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "HuggingFaceTB/SmolLM3-3B",
+    "allenai/OLMo-2-1124-7B-Instruct",
+    "microsoft/Phi-3.5-mini-instruct",
+    "microsoft/phi-4",
+    "NousResearch/Hermes-3-Llama-3.1-8B",
+    "someone/Llama-3.1-8B-finetuned",
+    "meta-llama/Llama-Guard-3-8B",
+    "google/codegemma-7b-it",
+]
 
 
 def test_a_base_model_of_the_hub_is_told_by_its_name(tmp_path, monkeypatch):

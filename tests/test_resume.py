@@ -75,15 +75,18 @@ def has_moved(rows: list[dict]) -> bool:
 CASES: dict[str, dict[str, Case]] = {
     "grpo": {
         "dapo": Case(
-            f"--variant dapo --group-size 4 --dynamic-sampling 2 --num-substeps 2 --kl-coef 0.05 --reward-clip 3 {CHANGING}",
+            f"--variant dapo --group-size 4 --dynamic-sampling 2 --num-substeps 2 --kl-coef 0.05 "
+            f"--reward-clip 3 {CHANGING}",
             MOVING,
         ),
         "kl in the loss, lora": Case(
-            f"--variant gspo --group-size 4 --kl-placement loss --lora-rank 2 --kl-coef 0.05 --entropy-coef 0.01 --truncated-is 2 {CHANGING}",
+            f"--variant gspo --group-size 4 --kl-placement loss --lora-rank 2 --kl-coef 0.05 "
+            f"--entropy-coef 0.01 --truncated-is 2 {CHANGING}",
             MOVING,
         ),
         "reward model": Case(
-            "--reward-model FOLDER/rm --reward FOLDER/rewards.py:digits --other-reward-weight 0.5 --group-size 4 --kl-coef 0.1",
+            "--reward-model FOLDER/rm --reward FOLDER/rewards.py:digits --other-reward-weight 0.5 "
+            "--group-size 4 --kl-coef 0.1",
             holds=lambda rows: all(
                 row["env/all/reward/total"]
                 == pytest.approx(
@@ -95,7 +98,8 @@ CASES: dict[str, dict[str, Case]] = {
     },
     "reinforce": {
         "per problem": Case(
-            f"--advantage per_problem --train-limit 90 --batch-size 32 --kl-coef 0.05 --overlong-share 0.5 {CHANGING}",
+            f"--advantage per_problem --train-limit 90 --batch-size 32 --kl-coef 0.05 "
+            f"--overlong-share 0.5 {CHANGING}",
             MOVING,
         )
     },
@@ -104,7 +108,8 @@ CASES: dict[str, dict[str, Case]] = {
             f"--kl-coef 0 --num-substeps 2 --group-size 2 {CHANGING}", MOVING
         ),
         "critic, lora, kl in the loss": Case(
-            "--critic-model policy --critic-learning-rate 1e-3 --lora-rank 2 --kl-target 0.001 --kl-placement loss "
+            "--critic-model policy --critic-learning-rate 1e-3 --lora-rank 2 --kl-target 0.001 "
+            "--kl-placement loss "
             "--reward FOLDER/rewards.py:digits",
             ("optim/kl_coef",),
         ),

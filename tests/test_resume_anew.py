@@ -17,7 +17,10 @@ from rl.schedules import factor
 from rl.settings import RunSettings, SettingsError
 from rl.settings.cli import read
 
-WORDS = "grpo --batch-size 4 --group-size 2 --learning-rate 1e-2 --eval-every 2 --eval-limit 4 --max-tokens 4 --kl-coef 0.1"
+WORDS = (
+    "grpo --batch-size 4 --group-size 2 --learning-rate 1e-2 --eval-every 2 --eval-limit 4 "
+    "--max-tokens 4 --kl-coef 0.1"
+)
 TWO = """
 stages:
   - {method: sft, learning_rate: 1e-2}
@@ -78,7 +81,10 @@ def test_the_folder_alone_is_enough(stopped, cut):
 
 @pytest.mark.slow
 def test_what_changes_no_result_may_change(stopped, cut, said):
-    free = "--token-budget 64 --save-every 3 --eval-every 0 --rollouts-every 1 --keep-last 1 --reward-timeout 20 --kv-cache-tokens 5000"
+    free = (
+        "--token-budget 64 --save-every 3 --eval-every 0 --rollouts-every 1 --keep-last 1 "
+        "--reward-timeout 20 --kv-cache-tokens 5000"
+    )
     train(f"--resume {free}", cut)
     a, b = final_weights(stopped), final_weights(cut)
     for name in a:
@@ -160,8 +166,8 @@ def test_a_schedule_that_ends_says_what_more_steps_do(tmp_path, said):
     train(f"{WORDS} --steps 2 --schedule linear", tmp_path / "run")
     rows = train("--resume --steps 4", tmp_path / "run")
     assert any(
-        "the linear schedule now ends at step 4 of the stage, not at 2: the next step's learning rate is 0.005"
-        in t
+        "the linear schedule now ends at step 4 of the stage, not at 2: the next step's learning "
+        "rate is 0.005" in t
         for t in said
     )
     assert [row["optim/lr"] for row in rows if row["step"] > 2] == pytest.approx(
@@ -188,7 +194,8 @@ def test_of_several_stages_those_that_ended_stay(tmp_path, said):
 def test_a_flag_of_one_stage(tmp_path):
     (tmp_path / "two.yaml").write_text(TWO)
     run = asked(
-        f"{tmp_path / 'two.yaml'} --grpo.steps 7 --steps 3 --sft.no-train-mlp --sft.learning-rate=0.5"
+        f"{tmp_path / 'two.yaml'} --grpo.steps 7 --steps 3 --sft.no-train-mlp "
+        f"--sft.learning-rate=0.5"
     )
     assert [stage.settings.loop.steps for stage in run.stages] == [3, 7]
     assert [stage.settings.model.train_mlp for stage in run.stages] == [False, True]
@@ -262,6 +269,9 @@ def test_reward_beside_rewards_is_no_longer_ignored(tmp_path):
 def test_step_rewards_without_steps_are_said(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(Console, "warn", lambda self, text: said.append(text))
-    words = "grpo --step-rewards to_go --steps 2 --batch-size 4 --group-size 2 --eval-every 0 --max-tokens 4"
+    words = (
+        "grpo --step-rewards to_go --steps 2 --batch-size 4 --group-size 2 --eval-every 0 "
+        "--max-tokens 4"
+    )
     train(words, tmp_path / "run")
     assert sum("to_go has no effect: every episode has one turn" in text for text in said) == 1

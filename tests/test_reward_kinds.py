@@ -148,10 +148,14 @@ def test_a_coroutine_of_the_script_itself_runs_in_a_thread_and_by_itself():
 
 
 EPISODE = Episode(
-    [{"role": "user", "content": "2*3?"}, {"role": "assistant", "content": "calc"}, {"role": "tool", "content": "6"},
-     {"role": "assistant", "content": "6"}],
+    [
+        {"role": "user", "content": "2*3?"},
+        {"role": "assistant", "content": "calc"},
+        {"role": "tool", "content": "6"},
+        {"role": "assistant", "content": "6"},
+    ],
     [Turn("calc", 0.25, 3), Turn("6", 0.5, 1, "length")],
-)  # fmt: skip
+)
 
 
 def test_a_reward_sees_the_whole_episode(mine):
@@ -193,8 +197,16 @@ def test_a_sum_of_all_kinds_at_once(mine):
             None,
             pytest.approx(0 + 1 + 0.2 + 20),
         ]
-        assert found[0].metrics == {"exact_match": 1.0, "correct": 1.0, "lengths": 1.0, "calls": pytest.approx(found[0].metrics["calls"]),
-                                    "n": 1.0, "waits": 1.0, "turns": 2.0, "tools": 1.0}  # fmt: skip
+        assert found[0].metrics == {
+            "exact_match": 1.0,
+            "correct": 1.0,
+            "lengths": 1.0,
+            "calls": pytest.approx(found[0].metrics["calls"]),
+            "n": 1.0,
+            "waits": 1.0,
+            "turns": 2.0,
+            "tools": 1.0,
+        }
         seconds = scorer.take_seconds()
         assert set(seconds) == {"exact_match", "lengths", "waits", "turns"}
         assert seconds["waits"] > 0.15 > seconds["exact_match"] >= 0
@@ -391,9 +403,13 @@ def test_a_single_answer_is_an_episode_of_one_turn(mine):
 
 @pytest.mark.slow
 def test_a_run_adds_an_episodes_reward_to_its_environments(mine, tmp_path):
-    words = "grpo --base-model tiny:ascii --environment calculator --environment.without_tool --steps 2 --batch-size 2"
+    words = (
+        "grpo --base-model tiny:ascii --environment calculator --environment.without_tool --steps "
+        "2 --batch-size 2"
+    )
     rows = train(
-        f"{words} --group-size 2 --max-tokens 4 --eval-every 0 --save-every 0 --reward {mine}:turns",
+        f"{words} --group-size 2 --max-tokens 4 --eval-every 0 --save-every 0 --reward "
+        f"{mine}:turns",
         tmp_path,
     )
     rows = [row for row in rows if "progress/batch" in row]

@@ -434,7 +434,10 @@ def test_a_model_in_the_loop_gives_what_it_gives_alone(tmp_path):
         ]
 
 
-LEARNS = "reward_model --steps 60 --batch-size 32 --learning-rate 1e-3 --warmup-steps 10 --schedule linear --eval-every 30 --save-every 0"
+LEARNS = (
+    "reward_model --steps 60 --batch-size 32 --learning-rate 1e-3 --warmup-steps 10 --schedule "
+    "linear --eval-every 30 --save-every 0"
+)
 
 
 @pytest.mark.slow
@@ -581,7 +584,10 @@ def test_the_best_weights_score_as_the_model_did(how, tmp_path):
     """With their head: the best of a run whose last step is its best are the final checkpoint's,
     and rlhf learns from them.
     """
-    words = f"reward_model --steps 2 --batch-size 8 --learning-rate 1e-3 --eval-every 1 --eval-limit 16 {how}"
+    words = (
+        f"reward_model --steps 2 --batch-size 8 --learning-rate 1e-3 --eval-every 1 --eval-limit "
+        f"16 {how}"
+    )
     train(f"{words} --keep-best progress/batch", tmp_path / "rm")
     (best,) = (tmp_path / "rm" / "sampler_weights").iterdir()
     final = tmp_path / "rm" / "checkpoints" / "reward_model-final"
@@ -615,7 +621,8 @@ def test_the_value_head_of_a_policy_is_no_reward_model(tmp_path):
 @pytest.mark.slow
 def test_a_reward_model_of_another_vocabulary_scores_the_policy(tmp_path):
     train(
-        "reward_model --base-model tiny:ascii --steps 1 --batch-size 4 --learning-rate 1e-2 --eval-every 0",
+        "reward_model --base-model tiny:ascii --steps 1 --batch-size 4 --learning-rate 1e-2 "
+        "--eval-every 0",
         tmp_path / "rm",
     )
     (row,) = train(
@@ -626,7 +633,10 @@ def test_a_reward_model_of_another_vocabulary_scores_the_policy(tmp_path):
 
 def test_a_comparing_judge_rewards_groups(tmp_path):
     """tiny:ascii judges itself, untrained: its rewards are shares of wins, whose mean is one half."""
-    words = "grpo --base-model tiny:ascii --comparison-model tiny:ascii --group-size 3 --batch-size 2 --max-tokens 2 --reward None"
+    words = (
+        "grpo --base-model tiny:ascii --comparison-model tiny:ascii --group-size 3 --batch-size 2 "
+        "--max-tokens 2 --reward None"
+    )
     (row,) = train(f"{words} --steps 1 --eval-every 0", tmp_path / "run")
     assert (
         row["env/all/reward/learned"] == pytest.approx(0.5, abs=1e-6)
@@ -691,12 +701,17 @@ def test_rlhf_raises_the_learned_reward_and_the_true_one(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         "stages:\n"
-        "  - {method: sft, response_column: response, steps: 100, learning_rate: 3e-3, warmup_steps: 10, batch_size: 64, eval_every: 0}\n"
-        "  - {method: reward_model, steps: 200, learning_rate: 2e-3, warmup_steps: 10, batch_size: 64, eval_every: 200}\n"
-        "  - {method: rlhf, base_model: sft, reward_model: reward_model, reward: exact_match, data_format: columns, eval_every: 30,\n"
-        "     steps: 30, learning_rate: 1e-3, batch_size: 128, normalise_rewards: true, temperature: 1.0, max_tokens: 4,\n"
+        "  - {method: sft, response_column: response, steps: 100, learning_rate: 3e-3, "
+        "warmup_steps: 10, batch_size: 64, eval_every: 0}\n"
+        "  - {method: reward_model, steps: 200, learning_rate: 2e-3, warmup_steps: 10, "
+        "batch_size: 64, eval_every: 200}\n"
+        "  - {method: rlhf, base_model: sft, reward_model: reward_model, reward: exact_match, "
+        "data_format: columns, eval_every: 30,\n"
+        "     steps: 30, learning_rate: 1e-3, batch_size: 128, normalise_rewards: true, "
+        "temperature: 1.0, max_tokens: 4,\n"
         "     overlong_share: 0.5, overlong_penalty: 20}\n"
-        f"dataset: {largest_digit_rows(tmp_path / 'rows.jsonl')}\nschedule: linear\nsave_every: 0\nrollouts_every: 0\n"
+        f"dataset: {largest_digit_rows(tmp_path / 'rows.jsonl')}\nschedule: linear\nsave_every: "
+        f"0\nrollouts_every: 0\n"
         "eval_limit: 300  # the last hundred prompts\n"
     )
     rows = train(str(recipe), tmp_path / "run")
@@ -745,7 +760,9 @@ def test_a_policy_does_not_begin_from_the_reward_model_before_it(tmp_path):
     ):
         with pytest.raises(
             UserError,
-            match=f"stage rlhf: neither an earlier stage nor a folder is called .*did you mean {near}",
+            match=(
+                f"stage rlhf: neither an earlier stage nor a folder is called .*did you mean {near}"
+            ),
         ):
             begins("", "method: sft", rm, wrong)
     with pytest.raises(
@@ -759,8 +776,10 @@ def test_stages_begin_from_the_stage_they_name(tmp_path):
     """sft, a reward model on it, and rlhf that goes on from sft and not from the reward model."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        "stages:\n  - {method: sft, steps: 2, learning_rate: 1e-2}\n  - {method: reward_model, steps: 2, learning_rate: 1e-2}\n"
-        "  - {method: rlhf, base_model: sft, reward_model: reward_model, steps: 1, learning_rate: 1e-9, max_tokens: 3}\n"
+        "stages:\n  - {method: sft, steps: 2, learning_rate: 1e-2}\n  - {method: reward_model, "
+        "steps: 2, learning_rate: 1e-2}\n"
+        "  - {method: rlhf, base_model: sft, reward_model: reward_model, steps: 1, learning_rate: "
+        "1e-9, max_tokens: 3}\n"
         "batch_size: 8\neval_every: 0\n"
     )
     train(str(recipe), tmp_path / "run")

@@ -28,8 +28,11 @@ from rl.renderers import get_renderer
 from rl.run.hosts import StageHosts
 from rl.types import Problem, SampledSequence
 
-ROLE_COLON = [pytest.param(*one.values[1:], marks=one.marks) if not isinstance(one, tuple) else one[1]
-              for one in pairs() if (one if isinstance(one, tuple) else one.values)[0] == "role_colon"]  # fmt: skip
+ROLE_COLON = [
+    pytest.param(*one.values[1:], marks=one.marks) if not isinstance(one, tuple) else one[1]
+    for one in pairs()
+    if (one if isinstance(one, tuple) else one.values)[0] == "role_colon"
+]
 
 
 class Reader:
@@ -214,8 +217,12 @@ def test_the_held_out_margin_is_the_one_that_rlhf_reads(renderers, name, shared_
     """A real model, after a step of training: the margins of pairs as `evaluate` gives them, and of
     the same answers when drawn.
     """
-    rows = [Problem([{"role": "user", "content": q}], response=a, rejected=b, index=i) for i, (q, a, b) in
-            enumerate([("2+2?", "4", "five"), ("Hi", "Hello!", "No."), ("A b c", "d e", "x")])]  # fmt: skip
+    rows = [
+        Problem([{"role": "user", "content": q}], response=a, rejected=b, index=i)
+        for i, (q, a, b) in enumerate(
+            [("2+2?", "4", "five"), ("Hi", "Hello!", "No."), ("A b c", "d e", "x")]
+        )
+    ]
     with ServiceClient(output_dir=tmp_path) as service:
         tokenizer = str(shared_data / "tokenizers" / "minimind_6400")
         client = service.create_full_training_client(
@@ -343,9 +350,16 @@ def played(renderer, name, answers, *, cut=False, tools=False):
     prompt, _ = env.initial_observation().result()
     turns = []
     for answer in answers:
-        end = renderer._encode("\n\nUser:", continuing=True) if name == "role_colon" else [renderer.get_stop_sequences()[0]]  # fmt: skip
+        end = (
+            renderer._encode("\n\nUser:", continuing=True)
+            if name == "role_colon"
+            else [renderer.get_stop_sequences()[0]]
+        )
         ended = not (cut and len(turns) == len(answers) - 1)
-        drawn = [*renderer._encode(as_drawn(renderer, name, answer), continuing=True), *(end if ended else [])]  # fmt: skip
+        drawn = [
+            *renderer._encode(as_drawn(renderer, name, answer), continuing=True),
+            *(end if ended else []),
+        ]
         action = SampledSequence(drawn, [-1.0] * len(drawn), "stop" if ended else "length")
         result = env.step(action).result()
         turns.append(Transition(prompt, action, 0.0, result.episode_done, {}, result.logs))
@@ -395,7 +409,12 @@ def test_an_episode_in_the_models_own_format_is_read_with_its_tools(renderers): 
 
 def test_a_run_tells_its_reward_model_the_policys_renderer(monkeypatch):
     hosts = StageHosts.__new__(StageHosts)
-    hosts.__dict__.update(earlier={}, policy=None, renderer="the policy's", service=SimpleNamespace(create_training_client_from_state=lambda path: path))  # fmt: skip
+    hosts.__dict__.update(
+        earlier={},
+        policy=None,
+        renderer="the policy's",
+        service=SimpleNamespace(create_training_client_from_state=lambda path: path),
+    )
     where = SimpleNamespace(stage=None, path=Path("rm"))
     given = {}
     monkeypatch.setattr("rl.run.hosts.open_weights", lambda target: where)

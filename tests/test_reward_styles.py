@@ -238,7 +238,8 @@ def test_a_reward_is_tried_on_rows_with_their_own_answers(file):
     wrong = [Problem(row.messages, row.meta, response="the sum is 7", tag="sums") for row in ROWS]
     (said,) = tried("exact_match", wrong)
     assert (
-        "calls the data's reference answers wrong, all of 6 rows tried" in said and "the sum is 7" in said
+        "calls the data's reference answers wrong, all of 6 rows tried" in said
+        and "the sum is 7" in said
     )
 
 

@@ -499,7 +499,9 @@ def test_checkpoints_are_named_in_turn_and_belong_to_their_config(service):
     client.save_state("mine").result()
     assert names == ["state-000001", "state-000002"]
     assert service.create_training_client(ADAPTER, checkpoint_id="mine").info["lora_rank"] == 4
-    with pytest.raises(UserError, match=r"another model: .*'rank': 4.* in the checkpoint and .*'rank': 8"):
+    with pytest.raises(
+        UserError, match=r"another model: .*'rank': 4.* in the checkpoint and .*'rank': 8"
+    ):
         other = TrainingConfig(
             model_ref="tiny:addition", lora_config=LoRAConfig(rank=8, alpha=8), seed=3
         )

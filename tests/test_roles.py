@@ -34,8 +34,10 @@ from rl.types import SamplingParams
 
 CASE = str(REPO / "tests" / "roles_case.py")
 LINE = (
-    "grpo --base-model tiny:addition --lora-rank 0 --steps 4 --batch-size 4 --group-size 2 --max-tokens 5 --eval-every 0 --save-every 2 "
-    "--keep-last 9 --rollouts-every 1 --quiet --environment-isolation thread --renderer plain --learning-rate 1e-3"
+    "grpo --base-model tiny:addition --lora-rank 0 --steps 4 --batch-size 4 --group-size 2 "
+    "--max-tokens 5 --eval-every 0 --save-every 2 "
+    "--keep-last 9 --rollouts-every 1 --quiet --environment-isolation thread --renderer plain "
+    "--learning-rate 1e-3"
 )
 LATE = "--max-steps-off-policy 2 --slice-steps 2"
 
@@ -345,7 +347,10 @@ def test_what_a_sampler_holds_by_hand():
 
 
 def test_a_plan_tells_both_sides_and_refuses_a_side_without_ranks(capsys):
-    words = "grpo --base-model tiny:addition --lora-rank 0 --max-tokens 4 --batch-size 8 --group-size 2 --plan --plan-gpus 4".split()
+    words = (
+        "grpo --base-model tiny:addition --lora-rank 0 --max-tokens 4 --batch-size 8 --group-size "
+        "2 --plan --plan-gpus 4"
+    ).split()
 
     def plan(ranks: int) -> str:
         show(
@@ -561,7 +566,10 @@ def test_each_side_is_a_world_of_its_own(trained, world, samplers, env, request)
 )
 def test_a_sampler_that_dies_or_hangs_ends_the_run_by_name(ranks, tmp_path, how, says):
     (tmp_path / "uneven.py").write_text(ENVIRONMENT)
-    words = f"{LINE} {LATE} --steps 500 --timeout 6 --sampler-ranks 1 --output-dir {tmp_path}/run --environment {tmp_path}/uneven.py:Uneven"
+    words = (
+        f"{LINE} {LATE} --steps 500 --timeout 6 --sampler-ranks 1 --output-dir {tmp_path}/run "
+        f"--environment {tmp_path}/uneven.py:Uneven"
+    )
     launch = ranks.start(*words.split(), cwd=tmp_path, world=2)
     deadline = time.monotonic() + 90
     while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
@@ -615,7 +623,10 @@ def test_a_hand_over_that_loses_something_is_caught_by_name_before_the_first_ste
     (tmp_path / "uneven.py").write_text(ENVIRONMENT)
     script = tmp_path / "faulty.py"
     script.write_text(FAULTY.format(repo=str(REPO), train=str(REPO / "train.py"), fault=fault))
-    words = f"{LINE} {LATE} --sampler-ranks 1 --output-dir {tmp_path}/run --environment {tmp_path}/uneven.py:Uneven"
+    words = (
+        f"{LINE} {LATE} --sampler-ranks 1 --output-dir {tmp_path}/run --environment "
+        f"{tmp_path}/uneven.py:Uneven"
+    )
     launch = ranks.start(*words.split(), cwd=tmp_path, world=2, script=str(script))
     assert launch.wait(120)[0] not in (None, 0)
     assert says in " ".join(launch.output(0).replace("│", " ").split()), launch.output()

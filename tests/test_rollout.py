@@ -210,8 +210,8 @@ def test_a_first_observation_without_room_costs_its_own_episodes_alone(sampler):
     found = rollout([long, Countdowns(1, [1])], sampler, PARAMS, seed=0)
     assert [g.problem_index for g in found.groups] == [1] and len(found.errors) == 2
     assert (
-        f"problem 5 has {limit - 1} tokens, which with max_tokens=3 exceed the model's context of {limit}"
-        in found.errors[0]
+        f"problem 5 has {limit - 1} tokens, which with max_tokens=3 exceed the model's context of "
+        f"{limit}" in found.errors[0]
     )
     long.first = ModelInput.from_ints([3] * (limit - 2))  # the last drawn token is never read
     assert len(rollout([long], sampler, PARAMS, seed=0).groups) == 1

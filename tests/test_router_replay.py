@@ -244,7 +244,9 @@ def test_turns_keep_the_experts_of_the_turn_that_read_them_first():
 def test_a_model_whose_experts_cannot_be_told_is_refused_by_name():
     with pytest.raises(UserError, match="router_replay needs a model with experts"):
         note_experts(make_decoder(model_of("llama")))
-    with pytest.raises(UserError, match=r"PhimoeForCausalLM cannot replay the choice of experts.*turn it off"):
+    with pytest.raises(
+        UserError, match=r"PhimoeForCausalLM cannot replay the choice of experts.*turn it off"
+    ):
         note_experts(make_decoder(model_of("phimoe")))
     learner, data = make_learner(model_of(), router_replay=True), datums(((9, (7,)),))
     data[0].experts = np.zeros((data[0].model_input.length, 6), np.int16)

@@ -162,7 +162,8 @@ def test_rows_that_do_not_fit_or_cannot_be_rendered_are_named_or_left_out(tmp_pa
     tokenizer = llama_like()
     tokenizer.chat_template = str(tokenizer.chat_template).replace(
         "{% for m in messages %}",
-        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}",
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% "
+        "endif %}",
     )
     chat = get_renderer("chat_template", tokenizer)
     rows = [
@@ -350,7 +351,10 @@ def test_rows_of_another_shape_are_answered_with_one_that_would_do(tmp_path):
         assert (
             all(text in str(error.value) for text in says) and str(error.value).count("\n") < 3
         ), (method, file, str(error.value))
-    words = f"kto --dataset {files['pairs']} --data-format preferences --batch-size 4 --steps 1 --eval-every 0 --save-every 0"
+    words = (
+        f"kto --dataset {files['pairs']} --data-format preferences --batch-size 4 --steps 1 "
+        f"--eval-every 0 --save-every 0"
+    )
     assert train(words, tmp_path / "run")
 
 
@@ -358,7 +362,10 @@ def test_rows_of_another_shape_are_answered_with_one_that_would_do(tmp_path):
 def test_a_run_that_skips_goes_on_without_what_is_too_long(tmp_path):
     good = [{"prompt": f"{i}+1=", "response": str(i + 1)} for i in range(8)]
     path = write(tmp_path / "rows.jsonl", *good, {"prompt": "1" * 600, "response": "2"})
-    words = f"sft --dataset {path} --response-column response --batch-size 8 --steps 2 --eval-every 0 --save-every 0"
+    words = (
+        f"sft --dataset {path} --response-column response --batch-size 8 --steps 2 --eval-every 0 "
+        f"--save-every 0"
+    )
     with pytest.raises(UserError, match=r"row 8 of rows/train \(rows.jsonl line 9\) does not fit"):
         train(words, tmp_path / "refused")
     assert not (tmp_path / "refused").exists()

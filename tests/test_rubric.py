@@ -242,7 +242,10 @@ def test_a_rubric_on_the_line():
     assert stage.settings.learned.rubric == (("Is it polite?", 1.0), ("Is it right?", -2.0))
 
 
-SHORT = "grpo --steps 2 --batch-size 2 --group-size 2 --eval-every 0 --max-tokens 4 --rubric-model tiny:ascii --rubric Polite? 1 Right? 2"
+SHORT = (
+    "grpo --steps 2 --batch-size 2 --group-size 2 --eval-every 0 --max-tokens 4 --rubric-model "
+    "tiny:ascii --rubric Polite? 1 Right? 2"
+)
 
 
 @pytest.mark.slow

@@ -175,7 +175,9 @@ def test_a_killed_run_resumes_to_the_same_bits(undisturbed, tmp_path, where):
     )
     assert not (tmp_path / "out" / "checkpoints" / "grpo-final").exists()
     done = run(recipe, "--output-dir", "out", "--resume", cwd=tmp_path)
-    assert ("no complete checkpoint yet" if "before any" in where else "resuming from") in done.stdout
+    assert (
+        "no complete checkpoint yet" if "before any" in where else "resuming from"
+    ) in done.stdout
     assert_same(tmp_path / "out", undisturbed, "grpo")
 
 
@@ -384,7 +386,10 @@ def test_a_reward_that_fails_costs_its_sample_and_one_that_always_fails_ends_the
     assert (
         done.returncode == 2 and "returned nan" in flat and "1 problem: nothing was started" in flat
     )
-    only_right = "def digits(prompt, response, meta):\n    return 1.0 if response == meta['answer'] else 1 / 0\n"
+    only_right = (
+        "def digits(prompt, response, meta):\n    return 1.0 if response == meta['answer'] else 1 "
+        "/ 0\n"
+    )
     (tmp_path / "tests_rewards.py").write_text(only_right)
     done = run(
         recipe,

@@ -413,7 +413,10 @@ def test_data_that_were_changed_are_refused(left_out, tmp_path):
     rows += [{"prompt": "1+" * 3000 + "1=", "response": "3001"}] * left_out
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = f"sft --base-model tiny:addition-small --dataset {data} --response-column response --batch-size 2 --eval-every 0 --steps 3"
+    words = (
+        f"sft --base-model tiny:addition-small --dataset {data} --response-column response "
+        f"--batch-size 2 --eval-every 0 --steps 3"
+    )
     words += " --on-bad-row skip" * left_out
     train(f"{words} --save-every 2", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "sft-final")
@@ -565,8 +568,11 @@ def test_a_damaged_end_of_a_stage_is_made_again_from_the_checkpoint_before(done,
 @pytest.mark.slow
 def test_the_lost_end_of_a_stage_that_a_later_one_begins_from_is_known_at_the_start(tmp_path):
     """Three stages, of which the last begins from the first: resumed in the second."""
-    text = RECIPE.replace("dataset: addition\n", "  - method: grpo\n    name: last\n    base_model: sft\n    steps: 1\n    batch_size: 2\n"
-                          "    group_size: 2\n    eval_every: 0\ndataset: addition\n")  # fmt: skip
+    text = RECIPE.replace(
+        "dataset: addition\n",
+        "  - method: grpo\n    name: last\n    base_model: sft\n    steps: 1\n    batch_size: 2\n"
+        "    group_size: 2\n    eval_every: 0\ndataset: addition\n",
+    )
     folder = tmp_path / "run"
     train(str(recipe(tmp_path, text=text)), folder)
     for name in ("grpo-final", "last-final"):
@@ -620,7 +626,10 @@ runpy.run_path({str(REPO / "train.py")!r}, run_name="__main__")
 
 @pytest.mark.slow
 def test_the_lock_is_given_back_at_every_way_to_end(tmp_path, monkeypatch):
-    words = "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 2 --batch-size 2 --eval-every 0"
+    words = (
+        "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 2 --batch-size "
+        "2 --eval-every 0"
+    )
     train(words, tmp_path / "run")
     assert not list((tmp_path / "run").glob("run.lock*"))
     for raised in (RuntimeError, KeyboardInterrupt, SystemExit, UserError):
@@ -640,7 +649,10 @@ def test_the_lock_is_given_back_at_every_way_to_end(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_that_never_took_a_step_does_not_block_the_next(tmp_path, monkeypatch):
-    words = "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 2 --batch-size 2 --eval-every 0"
+    words = (
+        "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 2 --batch-size "
+        "2 --eval-every 0"
+    )
 
     def fail(self):
         raise RuntimeError("before the first step")
@@ -702,7 +714,10 @@ def test_a_folder_that_cannot_be_is_known_before_work(folder, tmp_path, monkeypa
 def test_a_home_folder_and_dollars_in_names(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    words = "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 2 --batch-size 2 --eval-every 0"
+    words = (
+        "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 2 --batch-size "
+        "2 --eval-every 0"
+    )
     with pytest.raises(FileNotFoundError):  # of the helper, which looks for ~ itself
         train(words, Path("~/a $x^2$ $_{"))
     assert {p.name for p in (tmp_path / "a $x^2$ $_{").iterdir()} >= {"metrics.jsonl", "curves.png"}
@@ -717,7 +732,10 @@ def test_a_broken_plot_backend_never_fails_a_finished_run(tmp_path, monkeypatch,
         raise RuntimeError("no fonts here")
 
     monkeypatch.setattr(plots, "_figure", broken)
-    words = "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 2 --batch-size 2 --eval-every 0"
+    words = (
+        "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 2 --batch-size "
+        "2 --eval-every 0"
+    )
     assert len(train(words, tmp_path / "run")) == 2 and final_weights(tmp_path / "run")
     assert "no curves.png (RuntimeError: no fonts here)" in capsys.readouterr().out
 
@@ -750,7 +768,10 @@ def test_a_tracker_never_ends_a_run(when, tmp_path, monkeypatch, capsys):
     fake.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
     fake.init, fake.Settings = init, dict
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    words = "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 2 --batch-size 2 --eval-every 0"
+    words = (
+        "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 2 --batch-size "
+        "2 --eval-every 0"
+    )
     assert len(train(f"{words} --wandb-project p", tmp_path / "run")) == 2
     said = capsys.readouterr().out
     assert said.count("weights & biases") == (when != "never")
@@ -763,7 +784,8 @@ def test_a_tracker_that_is_not_installed_is_known_before_work(tmp_path, monkeypa
     monkeypatch.setattr(tracker.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RunFolderError, match="pip install wandb"):
         train(
-            "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 2 --wandb-project p",
+            "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 2 "
+            "--wandb-project p",
             tmp_path / "run",
         )
     assert not (tmp_path / "run").exists()

@@ -72,7 +72,10 @@ def test_a_second_process_is_refused_and_told_who_has_it(tmp_path):
         lock.acquire(said.append)
         lock.acquire(said.append)  # twice is once
         who = f"process {process.pid} on {os.uname().nodename}"
-        told = f"{who} had {tmp_path} and did not release it; that process has ended (perhaps it was killed)"
+        told = (
+            f"{who} had {tmp_path} and did not release it; that process has ended (perhaps it was "
+            f"killed)"
+        )
         assert said == [f"{told}. Its lock is taken over; no action is needed"]
         assert left(tmp_path) == ["run.lock"]
         lock.held()
@@ -145,7 +148,10 @@ def test_a_requeued_job_waits_until_it_knows_and_takes_over_its_own_earlier_star
 
 def test_a_heart_that_beats_again_is_alive(tmp_path):
     another_hosts(tmp_path, 5)
-    code = f"import os, time\nfor _ in range(600):\n    time.sleep(0.1)\n    os.utime({str(tmp_path / 'run.lock')!r})"
+    code = (
+        f"import os, time\nfor _ in range(600):\n    time.sleep(0.1)\n    "
+        f"os.utime({str(tmp_path / 'run.lock')!r})"
+    )
     beating = subprocess.Popen([sys.executable, "-c", code])
     with pytest.raises(RunFolderError, match="last heartbeat 0 s ago"):
         RunLock(tmp_path, patient=True, beat=0.5, stale=8.0).acquire()

@@ -28,7 +28,10 @@ from rl.run.plan_needs import launch_of, needs_of
 from rl.settings import RunSettings, parse
 
 SFT = "sft --steps 2 --batch-size 4 --learning-rate 1e-2 --eval-every 0 --max-tokens 4"
-GRPO = "grpo --steps 2 --batch-size 4 --group-size 2 --learning-rate 1e-2 --eval-every 0 --max-tokens 4"
+GRPO = (
+    "grpo --steps 2 --batch-size 4 --group-size 2 --learning-rate 1e-2 --eval-every 0 "
+    "--max-tokens 4"
+)
 
 
 def logits(model) -> torch.Tensor:
@@ -172,8 +175,10 @@ def test_two_runs_with_stages_of_one_name_are_not_mixed_up(adapter, tmp_path):
 def test_a_chain_of_stages_under_other_adapters_is_one_of_merged_weights(tmp_path, said):
     recipe = tmp_path / "chain.yaml"
     recipe.write_text(
-        "stages:\n  - {method: sft, lora_rank: 3}\n  - {method: sft, name: second, lora_rank: 2, train_mlp: no}\n"
-        "  - {method: grpo, group_size: 2}\nlearning_rate: 1e-2\nsteps: 1\nbatch_size: 4\neval_every: 0\nmax_tokens: 4\n"
+        "stages:\n  - {method: sft, lora_rank: 3}\n  - {method: sft, name: second, lora_rank: 2, "
+        "train_mlp: no}\n"
+        "  - {method: grpo, group_size: 2}\nlearning_rate: 1e-2\nsteps: 1\nbatch_size: 4\n"
+        "eval_every: 0\nmax_tokens: 4\n"
     )
     train(str(recipe), tmp_path / "run")
     assert "stage second begins from stage sft: its LoRA adapter of rank 3 is merged" in said()
@@ -210,7 +215,8 @@ def test_what_cannot_be_gone_on_with_is_said_before_anything_is_written(
 def test_a_conflict_of_a_later_stage_is_said_before_the_first_trains(tmp_path):
     recipe = tmp_path / "chain.yaml"
     recipe.write_text(
-        "stages:\n  - {method: sft, lora_rank: 3}\n  - {method: grpo, lora_rank: 2, lora_start: continue}\n"
+        "stages:\n  - {method: sft, lora_rank: 3}\n  - {method: grpo, lora_rank: 2, lora_start: "
+        "continue}\n"
         "steps: 1\nbatch_size: 8\neval_every: 0\nmax_tokens: 4\n"
     )
     with pytest.raises(UserError, match="stage grpo: lora_start continue .* lora_rank 3 -> 2"):

@@ -19,21 +19,44 @@ from rl.sampler.decoder_hf import HFDecoder
 
 FAMILY = {
     "qwen3": ("qwen3", {}),
-    "qwen3, untied, no grouped heads": ("qwen3", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
+    "qwen3, untied, no grouped heads": (
+        "qwen3",
+        {"tie_word_embeddings": False, "num_key_value_heads": 4},
+    ),
     "qwen3, one key head": ("qwen3", {"num_key_value_heads": 1, "attention_bias": True}),
     "qwen2 (bias on q, k, v)": ("qwen2", {}),
     "llama": ("llama", {}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
     "llama 3 rope": (
         "llama",
-        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0,
-                             "high_freq_factor": 4.0, "original_max_position_embeddings": 16}},
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
     ),
-    "qwen2, yarn": ("qwen2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0,
-                                                  "original_max_position_embeddings": 32}}),
-    "llama, linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "qwen2, yarn": (
+        "qwen2",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 2.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "llama, linear rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
     "mistral": ("mistral", {}),
-}  # fmt: skip
+}
 
 
 @torch.inference_mode()

@@ -425,8 +425,15 @@ def test_prompt_logprobs_and_score(kind):
     prompts = random_prompts([9, 40, 1, 22])
     engine = Engine(decoder)
     for prompt in prompts:
-        engine.add(Request(prompt=prompt, num_samples=2, params=SamplingParams(max_tokens=2), include_prompt_logprobs=True,
-                           topk_prompt_logprobs=3))  # fmt: skip
+        engine.add(
+            Request(
+                prompt=prompt,
+                num_samples=2,
+                params=SamplingParams(max_tokens=2),
+                include_prompt_logprobs=True,
+                topk_prompt_logprobs=3,
+            )
+        )
     engine.add(Request(prompt=prompts[0], params=SamplingParams(max_tokens=2)))
     *responses, bare = engine.run()
     assert bare.prompt_logprobs is None and bare.topk_prompt_logprobs is None

@@ -169,8 +169,16 @@ def small_decoder(dtype=torch.bfloat16):
 
     from rl.sampler import make_decoder
 
-    sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-                 vocab_size=1000, tie_word_embeddings=True)  # fmt: skip
+    sizes = dict(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=1000,
+        tie_word_embeddings=True,
+    )
     torch.manual_seed(0)
     return make_decoder(Qwen3ForCausalLM(Qwen3Config(**sizes)).to(dtype).cuda(), kind="fast")
 

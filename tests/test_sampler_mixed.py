@@ -110,8 +110,17 @@ def test_each_model_draws_in_a_mixed_batch_what_it_draws_alone(kind, kernels, mo
         params = SamplingParams(
             max_tokens=4 + i, temperature=0.9 if i % 3 else 0.0, top_p=0.8 if i % 4 == 1 else 1.0
         )
-        requests.append(Request(prompt=prompt, params=params, num_samples=1 + i % 3, seed=3, problem=i, weights=i % 5,
-                                include_prompt_logprobs=i % 2 == 0))  # fmt: skip
+        requests.append(
+            Request(
+                prompt=prompt,
+                params=params,
+                num_samples=1 + i % 3,
+                seed=3,
+                problem=i,
+                weights=i % 5,
+                include_prompt_logprobs=i % 2 == 0,
+            )
+        )
         engine.add(requests[-1])
     for request, response in zip(requests, engine.run(), strict=True):
         check(response, alone([base, *decoders][request.weights], request))
@@ -147,8 +156,15 @@ def test_random_workloads(seed):
             params = SamplingParams(
                 max_tokens=int(rng.integers(1, 12)), temperature=float(rng.choice([0.0, 0.7, 1.0]))
             )
-            request = Request(prompt=prompt[-60:] if name is None else prompt[:60], params=params, seed=seed, problem=len(asked),
-                              num_samples=1 if name else int(rng.integers(1, 4)), conversation=name, weights=newest[model])  # fmt: skip
+            request = Request(
+                prompt=prompt[-60:] if name is None else prompt[:60],
+                params=params,
+                seed=seed,
+                problem=len(asked),
+                num_samples=1 if name else int(rng.integers(1, 4)),
+                conversation=name,
+                weights=newest[model],
+            )
             asked[engine.add(request)] = request
         if rng.random() < 0.15 and asked:
             engine.drop(gone := int(rng.choice(list(asked))))

@@ -117,8 +117,12 @@ def test_the_plan_counts_what_is_held_twice():
     )
     shape = plan.ModelShape(name="x", fast=True, **sizes, **nothing)
     decoder = make_decoder(model, kind="fast")
-    held = sum(one.weight.nbytes for layer in decoder.layers for one in (layer.qkv, layer.out, layer.gate_up, layer.down, decoder.head)
-               if one.packs and one.weight.numel() >= packed.LEAST)  # fmt: skip
+    held = sum(
+        one.weight.nbytes
+        for layer in decoder.layers
+        for one in (layer.qkv, layer.out, layer.gate_up, layer.down, decoder.head)
+        if one.packs and one.weight.numel() >= packed.LEAST
+    )
     launch = plan.Launch(cuda=False, bf16=False, world=1, per_node=1, zero=None, fsdp=False)
     assert held > 0 and plan.packed_copy(shape, launch) == held
     assert (plan.PACKED_LEAST, plan.PACKED_MOST) == (packed.LEAST, packed.MOST)

@@ -126,13 +126,18 @@ def workload(rng: np.random.Generator) -> list[Request]:
     prompts = [rng.integers(0, 14, int(rng.integers(1, 14))).tolist() for _ in range(3)]
     return [
         Request(
-            prompt=prompts[int(rng.integers(3))], num_samples=int(rng.integers(1, 5)), problem=i, seed=4,
+            prompt=prompts[int(rng.integers(3))],
+            num_samples=int(rng.integers(1, 5)),
+            problem=i,
+            seed=4,
             params=SamplingParams(
-                max_tokens=int(rng.integers(1, 12)), temperature=float(rng.choice([0.7, 1.0])), stop=[5] if i % 3 == 0 else None
+                max_tokens=int(rng.integers(1, 12)),
+                temperature=float(rng.choice([0.7, 1.0])),
+                stop=[5] if i % 3 == 0 else None,
             ),
         )
         for i in range(int(rng.integers(1, 6)))
-    ]  # fmt: skip
+    ]
 
 
 def answers(engine: Engine, requests: list[Request]) -> list[list[tuple[list[int], list[float]]]]:

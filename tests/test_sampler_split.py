@@ -331,7 +331,10 @@ def test_heads_and_columns_that_cannot_be_dealt_out():
     model = tiny_model("llama", num_attention_heads=4, num_key_value_heads=2, intermediate_size=48)
     with pytest.raises(
         UserError,
-        match=r"sampler_tp 4 does not divide this model's 2 key-value heads: .* Smaller sizes that do: 1, 2$",
+        match=(
+            r"sampler_tp 4 does not divide this model's 2 key-value heads: .* Smaller sizes that "
+            r"do: 1, 2$"
+        ),
     ):
         on_ranks(4, lambda team: split(model, team))
     odd = tiny_model("llama", num_key_value_heads=4, intermediate_size=50)

@@ -21,10 +21,32 @@ from rl.sampler.weights import Weights
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-WAITS = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.masked_select.default", "aten.unique_dim.default",
-         "aten._unique2.default", "aten.repeat_interleave.Tensor", "aten.lift_fresh.default", "aten.equal.default"}  # fmt: skip
-VIEWS = ("view", "_unsafe_view", "slice", "unsqueeze", "squeeze", "transpose", "t", "split", "select", "detach", "unbind", "empty",
-         "empty_like", "new_empty")  # fmt: skip
+WAITS = {
+    "aten._local_scalar_dense.default",
+    "aten.nonzero.default",
+    "aten.masked_select.default",
+    "aten.unique_dim.default",
+    "aten._unique2.default",
+    "aten.repeat_interleave.Tensor",
+    "aten.lift_fresh.default",
+    "aten.equal.default",
+}
+VIEWS = (
+    "view",
+    "_unsafe_view",
+    "slice",
+    "unsqueeze",
+    "squeeze",
+    "transpose",
+    "t",
+    "split",
+    "select",
+    "detach",
+    "unbind",
+    "empty",
+    "empty_like",
+    "new_empty",
+)
 FROM_NOTHING = {
     "empty",
     "zeros",

@@ -71,7 +71,10 @@ def first_hit_by_full_decoding(tokenizer, strings, tokens) -> int | None:
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_stop_strings_equal_full_decoding(shared_data, name):
     tokenizer = load_tokenizer(shared_data / "tokenizers" / name)
-    text = "The answer is 42.\n\nUser: then 7 and 8, über naïve 日本語 🙂🙂 end   of </answer> text\nObservation: done ."
+    text = (
+        "The answer is 42.\n\nUser: then 7 and 8, über naïve 日本語 🙂🙂 end   of </answer> text\n"
+        "Observation: done ."
+    )
     streams = [tokenizer.encode(text)]
     generator = torch.Generator().manual_seed(0)
     for _ in range(6):  # random ids: partial characters, odd spaces, special tokens

@@ -37,7 +37,10 @@ from rl.settings import RunSettings, parse
 from rl.types import LoraConfig
 
 ADDITION = REPO / "recipes" / "addition.yaml"
-LINE = "grpo --base-model {} --dataset addition --max-tokens 1024 --batch-size 64 --group-size 8 --output-dir /nowhere"
+LINE = (
+    "grpo --base-model {} --dataset addition --max-tokens 1024 --batch-size 64 --group-size 8 "
+    "--output-dir /nowhere"
+)
 
 
 def asked(words: str):
@@ -46,8 +49,25 @@ def asked(words: str):
 
 # ---------------------------------------------------------------------- what a plan counts, by hand
 
-SHAPE = ModelShape(name="x", parameters=1_000_000, trainable=1_000_000, adapters=0, small=0, largest=200_000, layers=2, hidden=64, heads=4,
-                   key_heads=2, head_width=2, mlp=128, vocab=1000, max_context=None, fast=True, windowed=False, unsplit=10_000)  # fmt: skip
+SHAPE = ModelShape(
+    name="x",
+    parameters=1_000_000,
+    trainable=1_000_000,
+    adapters=0,
+    small=0,
+    largest=200_000,
+    layers=2,
+    hidden=64,
+    heads=4,
+    key_heads=2,
+    head_width=2,
+    mlp=128,
+    vocab=1000,
+    max_context=None,
+    fast=True,
+    windowed=False,
+    unsplit=10_000,
+)
 WORK = Work(batch=MicroBatch(1, 8, 8), samples=True, prompts=3, prompt=10, rows=6, answer=5)
 
 
@@ -129,9 +149,9 @@ def large(tmp_path_factory) -> str:
 
 
 def test_a_32b_policy_fits_8_gpus_of_80_gib_with_a_split_sampler(large, capsys):
-    words = (
-        LINE.format(large)
-        + " --lora-rank 32 --gradient-checkpointing --plan --plan-gpus 8 --plan-gpu-memory 80 --plan-zero 3"
+    words = LINE.format(large) + (
+        " --lora-rank 32 --gradient-checkpointing --plan --plan-gpus 8 --plan-gpu-memory 80 "
+        "--plan-zero 3"
     )
     with pytest.raises(
         UserError, match=r"(?s)needs 9\d\.\d GiB .*--sampler-tp 2: \d\d\.\d GiB, fits"
@@ -141,7 +161,10 @@ def test_a_32b_policy_fits_8_gpus_of_80_gib_with_a_split_sampler(large, capsys):
     assert "does not fit" in capsys.readouterr().out and "--sampler-tp 4" not in str(refused.value)
     show(asked(words + " --sampler-tp 2"))
     said = " ".join(capsys.readouterr().out.split())
-    assert "fits:" in said and "by groups of 2 processes, each with its part of weights and cache of a sampler" in said
+    assert (
+        "fits:" in said
+        and "by groups of 2 processes, each with its part of weights and cache of a sampler" in said
+    )
     launch = Launch(cuda=True, bf16=True, world=8, per_node=8, zero=3)
     plans = {k: needs_of(asked(words + f" --sampler-tp {k}"), launch, 512)[0] for k in (1, 2, 4, 8)}
     copies = {
@@ -269,7 +292,8 @@ def test_launches_that_such_a_team_does_not_go_with_are_not_offered(tmp_path):
         ),
         (
             "--sampler-tp 2 --sampler-cache paged",
-            "wait for each other at every step: leave --sampler-cache at auto, or --sampler-tp at 1",
+            "wait for each other at every step: leave --sampler-cache at auto, or --sampler-tp at "
+            "1",
         ),
     ],
 )
@@ -305,7 +329,8 @@ def test_it_holds_for_the_whole_run():
             "qwen3",
             "--sampler-tp 4",
             4,
-            "sampler_tp 4 does not divide this model's 2 key-value heads.*Smaller sizes that do: 1, 2$",
+            "sampler_tp 4 does not divide this model's 2 key-value heads.*Smaller sizes that do: "
+            "1, 2$",
         ),
         (
             "llama50",
@@ -313,14 +338,24 @@ def test_it_holds_for_the_whole_run():
             4,
             "does not divide this model's 2 key-value heads, 50 MLP columns",
         ),
-        ("gpt2", "--sampler-tp 2", 2, "fast decoder .*is not supported by it: leave sampler_tp at 1"),
+        (
+            "gpt2",
+            "--sampler-tp 2",
+            2,
+            "fast decoder .*is not supported by it: leave sampler_tp at 1",
+        ),
         (
             "qwen3",
             "--sampler-tp 2",
             3,
             "does not divide the 3 processes of a machine: use 1, 3",
         ),
-        ("qwen3", "--sampler-tp 2", 1, "over 2 processes of a machine, but only a single process was launched"),
+        (
+            "qwen3",
+            "--sampler-tp 2",
+            1,
+            "over 2 processes of a machine, but only a single process was launched",
+        ),
         (
             "qwen3",
             "--sampler-tp 2 --sampler-ranks 1 --max-steps-off-policy 1",
@@ -350,7 +385,10 @@ def test_a_model_or_launch_that_cannot_be_split_is_refused_before_weights_are_re
 # --------------------------------------------------------------------------------------- whole runs
 
 REWARD = "def score(prompt, response, meta):\n    return float(sum(map(ord, response)) % 5)\n"
-TRAIN = "train.py grpo --base-model tiny:addition --dataset addition --steps 2 --batch-size 4 --group-size 4 --max-tokens 4 --eval-every 0 "
+TRAIN = (
+    "train.py grpo --base-model tiny:addition --dataset addition --steps 2 --batch-size 4 "
+    "--group-size 4 --max-tokens 4 --eval-every 0 "
+)
 TRAIN += "--learning-rate 1e-2 --rollouts-every 1 --save-every 0 --no-eval-greedy --quiet"
 
 

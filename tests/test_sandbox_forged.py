@@ -78,14 +78,20 @@ def test_a_reply_with_a_value_changes_no_argument(sandbox, program):
     grade = sandbox.grade(program, Asserts("", SORTS, "f"))
     assert grade.passed == [False] and grade.reasons[0].startswith("forged"), grade.reasons
     files = {
-        "test_it.py": "from solution import f\ndef test_sorts():\n    xs = [3, 1, 2]\n    assert f(xs) == sorted(xs)\n"
+        "test_it.py": (
+            "from solution import f\ndef test_sorts():\n    xs = [3, 1, 2]\n    assert f(xs) == "
+            "sorted(xs)\n"
+        )
     }
     grade = sandbox.grade(program, Pytest(files), limits=Limits(wall_s=30, total_s=60))
     assert not any(grade.passed) and grade.reasons[-1].startswith("forged"), grade.reasons
 
 
 def test_a_function_that_returns_nothing_changes_what_it_was_given_and_no_other_does(sandbox):
-    program = "def order(xs): xs.sort()\ndef both(xs):\n    xs.sort()\n    return xs\nclass A:\n    def order(self, xs): xs.sort()\n"
+    program = (
+        "def order(xs): xs.sort()\ndef both(xs):\n    xs.sort()\n    return xs\nclass A:\n    def "
+        "order(self, xs): xs.sort()\n"
+    )
     asserts = [
         "xs = [3, 1]\norder(xs)\nassert xs == [1, 3]",
         "xs = [3, 1]\nA().order(xs)\nassert xs == [1, 3]",
@@ -222,7 +228,10 @@ def test_a_program_that_ends_is_no_exception_that_a_test_may_catch(sandbox):
     assert grade.passed == [False, False] and all(
         reason.startswith("exit") for reason in grade.reasons
     ), grade.reasons
-    test = "import pytest\nfrom solution import f\ndef test_a():\n    with pytest.raises(Exception): f(1)\ndef test_b():\n    test_a()\n"
+    test = (
+        "import pytest\nfrom solution import f\ndef test_a():\n    with pytest.raises(Exception): "
+        "f(1)\ndef test_b():\n    test_a()\n"
+    )
     grade = sandbox.grade(
         program, Pytest({"test_it.py": test}), limits=Limits(wall_s=30, total_s=60)
     )
@@ -245,7 +254,7 @@ def test_keys_that_fall_into_one_place_are_given_up():
     colliding = [["i", hex(i * (2**61 - 1))] for i in range(1, 40_000)]
     for message in (["s", *colliding], ["d", *[item for key in colliding for item in (key, 1)]]):
         start = time.thread_time()
-        with pytest.raises(values.Forged, match="one place"):
+        with pytest.raises(values.Forged, match="colliding hashes"):
             values.decode(message)
         assert time.thread_time() - start < 10
     assert len(values.decode(["s", *range(200_000)])) == 200_000
@@ -282,12 +291,28 @@ def test_an_honest_number_of_any_size_is_compared_and_told(sandbox):
 
 def test_honest_values_at_the_bounds_are_never_called_forged(sandbox):
     """What cannot travel is the program's error, told by its own process."""
-    results = ["Decimal('1E+1000000')", "Decimal('sNaN')", "Decimal('NaN123')", "Fraction(1 << 70000, 3)", "range(10**12)",
-               "range(True, 9)", "range(1 << 70)", "deep(390)", "deep(500)", "A", "A()", "Bad()", "(i for i in [1])", "b'x' * 900_000",
-               "type('x' * 5000, (ValueError,), {})"]  # fmt: skip
+    results = [
+        "Decimal('1E+1000000')",
+        "Decimal('sNaN')",
+        "Decimal('NaN123')",
+        "Fraction(1 << 70000, 3)",
+        "range(10**12)",
+        "range(True, 9)",
+        "range(1 << 70)",
+        "deep(390)",
+        "deep(500)",
+        "A",
+        "A()",
+        "Bad()",
+        "(i for i in [1])",
+        "b'x' * 900_000",
+        "type('x' * 5000, (ValueError,), {})",
+    ]
     program = (
-        "from decimal import Decimal\nfrom fractions import Fraction\nclass A: pass\nclass Meta(type):\n    __name__ = 5\n"
-        "class Bad(metaclass=Meta): pass\ndef deep(n):\n    x = []\n    for _ in range(n): x = [x]\n    return x\n"
+        "from decimal import Decimal\nfrom fractions import Fraction\nclass A: pass\nclass "
+        "Meta(type):\n    __name__ = 5\n"
+        "class Bad(metaclass=Meta): pass\ndef deep(n):\n    x = []\n    for _ in range(n): x = "
+        "[x]\n    return x\n"
         f"def f(i): return [{', '.join('lambda: ' + text for text in results)}][i]()\n"
     )
     grade = sandbox.grade(program, Calls("f", [([i], "none of them") for i in range(len(results))]))
@@ -388,7 +413,10 @@ def test_debugging_tells_a_forged_reply_and_goes_on(name):
     match.seed, match.rng, match.row = 1, random.Random(1), {}
     match.start()
     encoded = json.dumps(COMPUTING[name])
-    source = f"def f(a, b): pass\n{TAKE_OVER}\nserve(lambda request: packed({{'id': request['id'], 'value': json.loads({encoded!r})}}))"
+    source = (
+        f"def f(a, b): pass\n{TAKE_OVER}\nserve(lambda request: packed({{'id': request['id'], "
+        f"'value': json.loads({encoded!r})}}))"
+    )
     start = time.monotonic()
     turn = match.step({"content": f"```python\n{source}\n```"})
     assert not turn.done and ", forged: " in turn.messages and len(turn.messages) < 300

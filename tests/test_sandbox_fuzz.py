@@ -44,9 +44,32 @@ _TAGS = [
     "",
 ]
 _TEXTS = [
-    "", "x", "0x5", "-0x" + "f" * 40, "1e9999999999", "1E+999999", "1/0", "1/3", "-1.5", "NaN", "sNaN", "Infinity", "0" * 30, "int",
-    "eval", "2020-01-01", "2020-01-01T25:00", "9999-12-31T23:59:59.999999+23:59", "00", "zz", "\ud800", "\x00", "é", "call", "None",
-]  # fmt: skip
+    "",
+    "x",
+    "0x5",
+    "-0x" + "f" * 40,
+    "1e9999999999",
+    "1E+999999",
+    "1/0",
+    "1/3",
+    "-1.5",
+    "NaN",
+    "sNaN",
+    "Infinity",
+    "0" * 30,
+    "int",
+    "eval",
+    "2020-01-01",
+    "2020-01-01T25:00",
+    "9999-12-31T23:59:59.999999+23:59",
+    "00",
+    "zz",
+    "\ud800",
+    "\x00",
+    "é",
+    "call",
+    "None",
+]
 _NUMBERS = [
     0,
     1,
@@ -157,11 +180,16 @@ def frame(draw: random.Random, number: int) -> bytes:
         message = any_json(draw)
     else:
         value = values.encode(plain(draw))
-        message = draw.choice([
-            {"id": number, "value": value}, {"id": number, "value": None, "arguments": [["l", value]]},
-            {"id": number, "value": value, "arguments": [value]}, {"id": number, "raised": ["A", ["ValueError", "Exception"], "x"]},
-            {"id": number, "value": ["ref", 3, "class", "A", ["ValueError"], True]}, {"call": "f0", "arguments": [value]},
-        ])  # fmt: skip
+        message = draw.choice(
+            [
+                {"id": number, "value": value},
+                {"id": number, "value": None, "arguments": [["l", value]]},
+                {"id": number, "value": value, "arguments": [value]},
+                {"id": number, "raised": ["A", ["ValueError", "Exception"], "x"]},
+                {"id": number, "value": ["ref", 3, "class", "A", ["ValueError"], True]},
+                {"call": "f0", "arguments": [value]},
+            ]
+        )
         if draw.random() < 0.7:
             message = mutated(draw, message)
     return json.dumps(message).encode()

@@ -61,7 +61,10 @@ def test_a_program_that_dies_in_its_second_test_of_ten_earns_a_tenth(sandbox):
 
 
 def test_a_program_that_ends_while_tests_are_collected_fails(sandbox):
-    text = "from solution import f\nFIRST = f(0)\ndef test_a(): assert FIRST == 1\ndef test_b(): assert f(1) == 2\n"
+    text = (
+        "from solution import f\nFIRST = f(0)\ndef test_a(): assert FIRST == 1\ndef test_b(): "
+        "assert f(1) == 2\n"
+    )
     at_import = Pytest({"test_it.py": text})
     assert sandbox.grade(HONEST, at_import).passed == [True, True]
     for text in (
@@ -83,14 +86,19 @@ def test_a_program_that_ends_while_tests_are_collected_fails(sandbox):
 
 
 ROOT = (
-    "def find_zero(xs):\n    low, high = -1.0, 1.0\n    while poly(xs, low) * poly(xs, high) > 0: low, high = low * 2, high * 2\n"
+    "def find_zero(xs):\n    low, high = -1.0, 1.0\n    while poly(xs, low) * poly(xs, high) > 0: "
+    "low, high = low * 2, high * 2\n"
     "    while high - low > 1e-10:\n        middle = (low + high) / 2\n"
-    "        if poly(xs, middle) * poly(xs, low) > 0: low = middle\n        else: high = middle\n    return low\n"
+    "        if poly(xs, middle) * poly(xs, low) > 0: low = middle\n        else: high = middle\n "
+    "   return low\n"
 )
 SOLUTIONS = {
     "32": ROOT,
     "38": "def decode_cyclic(s): return encode_cyclic(encode_cyclic(s))\n",
-    "50": "def decode_shift(s): return ''.join(chr((ord(ch) - 5 - ord('a')) % 26 + ord('a')) for ch in s)\n",
+    "50": (
+        "def decode_shift(s): return ''.join(chr((ord(ch) - 5 - ord('a')) % 26 + ord('a')) for ch "
+        "in s)\n"
+    ),
 }
 
 
@@ -107,11 +115,13 @@ def test_honest_programs_pass_where_helpers_are_the_tests_own(sandbox, number):
 def test_helpers_of_a_head():
     # nothing that a test could call
     assert helpers_of('import math\n\ndef f(x):\n    """Doc."""\n', "f") == ""
-    head = "import math\nN = 3\n\n@staticmethod\ndef g():\n    return 'é'  # kept\n\nasync def f(x):\n    '''Doc.'''\n"
+    head = (
+        "import math\nN = 3\n\n@staticmethod\ndef g():\n    return 'é'  # kept\n\nasync def "
+        "f(x):\n    '''Doc.'''\n"
+    )
     head += "\nclass A:\n    pass\n"
-    assert (
-        helpers_of(head, "f")
-        == "import math\nN = 3\n@staticmethod\ndef g():\n    return 'é'  # kept\nclass A:\n    pass\n"
+    assert helpers_of(head, "f") == (
+        "import math\nN = 3\n@staticmethod\ndef g():\n    return 'é'  # kept\nclass A:\n    pass\n"
     )
     # a head without a body
     assert (
@@ -212,13 +222,21 @@ def test_published_problems_with_a_replaced_helper(shared_data):
 def test_everything_may_be_imported_from_the_program(sandbox, head, test):
     program = (
         "import math\nLIMIT = 5\nclass E(Exception): pass\n"
-        "def f(n): return n * n + 1\ndef g(x):\n    if x == 'x': raise E\n    return [x]\ndef copy(xs): return xs * 2\n"
+        "def f(n): return n * n + 1\ndef g(x):\n    if x == 'x': raise E\n    return [x]\ndef "
+        "copy(xs): return xs * 2\n"
     )
-    files = {"test_it.py": f"{head}\n\n{test}\n", "helper.py": "def check(a, b): return a == b\n", "again.py": "from solution import *\n",
-             "other.py": "from helper import *\ndef unused(): check(1, 2)\n"}  # fmt: skip
+    files = {
+        "test_it.py": f"{head}\n\n{test}\n",
+        "helper.py": "def check(a, b): return a == b\n",
+        "again.py": "from solution import *\n",
+        "other.py": "from helper import *\ndef unused(): check(1, 2)\n",
+    }
     grade = sandbox.grade(program, Pytest(files))
     assert grade.passed == [True], grade.reasons
-    wrong = "import math\nLIMIT = 0\nclass E(Exception): pass\ndef f(n): return 1\ndef g(x): pass\ndef check(a, b): return True\n"
+    wrong = (
+        "import math\nLIMIT = 0\nclass E(Exception): pass\ndef f(n): return 1\ndef g(x): pass\n"
+        "def check(a, b): return True\n"
+    )
     assert not sandbox.grade(wrong, Pytest(files)).all
 
 

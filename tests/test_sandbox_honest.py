@@ -17,7 +17,10 @@ pytestmark = pytest.mark.usefixtures("bubblewrap")
 
 LIMITS = Limits(wall_s=30.0, cpu_s=10.0, total_s=90.0)
 STAR = {
-    "test_it.py": "from solution import *\ndef test_two(): assert f(2) == 5\ndef test_three(): assert sorted([f(3), f(1)]) == [2, 10]\n"
+    "test_it.py": (
+        "from solution import *\ndef test_two(): assert f(2) == 5\ndef test_three(): assert "
+        "sorted([f(3), f(1)]) == [2, 10]\n"
+    )
 }
 
 
@@ -64,8 +67,10 @@ def test_as_many_threads_as_memory_has_room_for(sandbox: Sandbox, memory_mb: int
     """
     threads = (memory_mb - 64) // 8
     text = (
-        f"import threading\nbarrier, r = threading.Barrier({threads}), []\ndef work():\n    barrier.wait()\n    r.append([0] * 10000)\n"
-        f"t = [threading.Thread(target=work) for _ in range({threads})]\n[x.start() for x in t]\n[x.join() for x in t]\nprint(len(r))"
+        f"import threading\nbarrier, r = threading.Barrier({threads}), []\ndef work():\n    "
+        f"barrier.wait()\n    r.append([0] * 10000)\n"
+        f"t = [threading.Thread(target=work) for _ in range({threads})]\n[x.start() for x in t]\n"
+        f"[x.join() for x in t]\nprint(len(r))"
     )
     run = sandbox.run(text, limits=Limits(memory_mb=memory_mb, wall_s=20, cpu_s=10))
     assert run.stdout == f"{threads}\n", run
@@ -73,16 +78,22 @@ def test_as_many_threads_as_memory_has_room_for(sandbox: Sandbox, memory_mb: int
 
 def test_a_program_sees_its_own_processes_alone(sandbox: Sandbox):
     text = (
-        "import os, subprocess\nprint(sorted(n for n in os.listdir('/proc') if not n.isdigit()), os.path.exists('/proc/1'))\n"
+        "import os, subprocess\nprint(sorted(n for n in os.listdir('/proc') if not n.isdigit()), "
+        "os.path.exists('/proc/1'))\n"
         "print([n for n in os.listdir('/proc') if n.isdigit() and int(n) not in (os.getpid(),)])\n"
-        "print(subprocess.run(['cat', '/dev/stdin'], input='x', text=True, capture_output=True).stdout)\n"
+        "print(subprocess.run(['cat', '/dev/stdin'], input='x', text=True, "
+        "capture_output=True).stdout)\n"
     )
     assert sandbox.run(text).stdout == "['self', 'thread-self'] False\n[]\nx\n"
     text = (
-        "for name in ('oom_score_adj', 'coredump_filter'):\n    try: open(f'/proc/self/{name}', 'w').write('0')\n"
+        "for name in ('oom_score_adj', 'coredump_filter'):\n    try: open(f'/proc/self/{name}', "
+        "'w').write('0')\n"
         "    except OSError: print('refused')\n"
     )
-    child = f"import subprocess, sys\nran = subprocess.run([sys.executable, '-c', {text!r}], text=True, capture_output=True)\n"
+    child = (
+        f"import subprocess, sys\nran = subprocess.run([sys.executable, '-c', {text!r}], "
+        f"text=True, capture_output=True)\n"
+    )
     child += "print(ran.stdout, end='')"
     assert sandbox.run(text).stdout == sandbox.run(child).stdout == "refused\nrefused\n"
 
@@ -132,18 +143,25 @@ def installed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["first-one", "first_one"])
 def test_packages_may_be_imported_with_what_they_require(installed, name):
-    importing = "try:\n    import {0}\n    print({0}.VALUE)\nexcept ImportError as error: print(error.name)\n"
+    importing = (
+        "try:\n    import {0}\n    print({0}.VALUE)\nexcept ImportError as error: "
+        "print(error.name)\n"
+    )
     text = "".join(importing.format(module) for module in ("first_one", "second", "third"))
     with Sandbox(workers=1, packages=[name]) as sandbox:
         assert sandbox.packages == (name,)
         assert sandbox.run(text).stdout == "3\n4\nthird\n"
-        child = f"import subprocess, sys\nprint(subprocess.run([sys.executable, '-c', {text!r}], text=True, capture_output=True).stdout)"
+        child = (
+            f"import subprocess, sys\nprint(subprocess.run([sys.executable, '-c', {text!r}], "
+            f"text=True, capture_output=True).stdout)"
+        )
         assert sandbox.run(child).stdout == "3\n4\nthird\n\n"
         # the tests' own setup may import them too
         tests = Asserts("import second", ["assert f() == second.VALUE == 4"])
         assert sandbox.grade("from second import VALUE\ndef f(): return VALUE", tests).all
         writing = sandbox.run(
-            "import first_one, os\nopen(os.path.join(os.path.dirname(first_one.__file__), 'x'), 'w')"
+            "import first_one, os\nopen(os.path.join(os.path.dirname(first_one.__file__), 'x'), "
+            "'w')"
         )
         assert "Read-only file system" in writing.stderr
         with sandbox.session() as python:
@@ -158,7 +176,7 @@ def test_packages_that_are_not_there_are_named():
         Sandbox(packages=["no-such-package"])
     with pytest.raises(UserError, match="names such as numpy, got '../x'"):
         Sandbox(packages=["../x"])
-    with pytest.raises(UserError, match="offers packages of its own"):
+    with pytest.raises(UserError, match="provides its packages itself"):
         Sandbox("http://127.0.0.1:1", packages=["scipy"])
     with Sandbox(workers=1, packages=[]) as sandbox:
         assert "ModuleNotFoundError" in sandbox.run("import numpy").stderr

@@ -135,19 +135,23 @@ def test_no_hostile_program_gets_anything(sandbox, planted):
             with lock:
                 if any(found.passed):
                     faults.append(
-                        f"{program.family} {program.name} ({program.style}) has a reward: {found.reasons}"
+                        f"{program.family} {program.name} ({program.style}) has a reward: "
+                        f"{found.reasons}"
                     )
                 if any("SECRET-" in text for text in (printed, *found.reasons)):
                     faults.append(
-                        f"{program.family} {program.name} ({program.style}) has a secret: {found.reasons} {printed}"
+                        f"{program.family} {program.name} ({program.style}) has a secret: "
+                        f"{found.reasons} {printed}"
                     )
                 if any(reason.startswith("lost") for reason in found.reasons):
                     faults.append(
-                        f"{program.family} {program.name} ({program.style}) ended its sandbox: {found.reasons}"
+                        f"{program.family} {program.name} ({program.style}) ended its sandbox: "
+                        f"{found.reasons}"
                     )
                 if found.wall_s > LIMITS.total_s + 1.0 and program.style != "pytest":
                     faults.append(
-                        f"{program.family} {program.name} ({program.style}) took {took:.1f} s: {found.reasons}"
+                        f"{program.family} {program.name} ({program.style}) took {took:.1f} s: "
+                        f"{found.reasons}"
                     )
 
     threads = [threading.Thread(target=work) for _ in range(2)]

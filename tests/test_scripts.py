@@ -115,7 +115,8 @@ def test_help_imports_nothing_heavy(name: str, tmp_path: Path):
     code = (
         "import runpy, sys; sys.argv[1:] = ['--help']\n"
         f"try: runpy.run_path({str(REPO / name)!r}, run_name='__main__')\n"
-        "except SystemExit as end: print(end.code, [m for m in ('torch', 'transformers', 'rl.models') if m in sys.modules])"
+        "except SystemExit as end: print(end.code, [m for m in ('torch', 'transformers', "
+        "'rl.models') if m in sys.modules])"
     )
     out = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
@@ -228,7 +229,8 @@ def test_evaluate_asks_before_it_imports_what_a_folder_of_somebody_else_names(
     shutil.copytree(run, stolen)
     work.mkdir()
     (tmp_path / "evil.py").write_text(
-        "import pathlib; pathlib.Path('touched').touch()\ndef f(prompt, response, meta):\n    return 1.0\n"
+        "import pathlib; pathlib.Path('touched').touch()\ndef f(prompt, response, meta):\n    "
+        "return 1.0\n"
     )
     config = json.loads((stolen / "config.json").read_text())
     for stage in config["stages"]:

@@ -168,7 +168,8 @@ def shifted(names, by):
 def test_a_mask_or_logprobs_shifted_by_one(run, monkeypatch, names, by):
     monkeypatch.setattr(module, "trajectory_to_datums", shifted(names, by))
     with pytest.raises(
-        SelfTestFailed, match="not the tokens that were sampled|not the logprobs of the sampled tokens"
+        SelfTestFailed,
+        match="not the tokens that were sampled|not the logprobs of the sampled tokens",
     ):
         run()
 
@@ -248,7 +249,8 @@ def test_moved_tensors_are_all_of_them_or_as_many_as_memory_holds(monkeypatch):
 
 
 WORDS = (
-    "--base-model tiny:addition-small --dataset addition --steps 2 --batch-size 4 --group-size 2 --max-tokens 4 --learning-rate 1e-3 "
+    "--base-model tiny:addition-small --dataset addition --steps 2 --batch-size 4 --group-size 2 "
+    "--max-tokens 4 --learning-rate 1e-3 "
     "--entropy-coef 0.05"
 )
 

@@ -90,7 +90,8 @@ def seen(tmp_path_factory):
     python = os.environ.get("WHETSTONE_TEST_SDK")
     if not python:
         pytest.skip(
-            "WHETSTONE_TEST_SDK names no Python with the tinker SDK (pip install -r requirements-sdk.txt into a venv of its own)"
+            "WHETSTONE_TEST_SDK names no Python with the tinker SDK (pip install -r "
+            "requirements-sdk.txt into a venv of its own)"
         )
     with server(tmp_path_factory.mktemp("served"), keys=KEYS, token_budget=BUDGET) as one:
         _breaks_once(one.tenants)

@@ -120,8 +120,13 @@ def test_logprobs_of_several_targets_a_position_are_the_same_in_both_forms(wires
 def test_a_sample_is_the_same_in_both_forms(wires, tmp_path):
     sampler = wires.sampler(wires.model(), 1)
     targets = {"data": [9, -1, 3, 90], "dtype": "int64", "shape": [2, 2]}
-    asks = [{}, {"prompt_logprobs": True}, {"topk_prompt_logprobs": 3, "prompt_logprobs": True}, {"target_prompt_logprobs": targets},
-            {"prompt_logprobs": True, "prompt_logprobs_last_n": 1}]  # fmt: skip
+    asks = [
+        {},
+        {"prompt_logprobs": True},
+        {"topk_prompt_logprobs": 3, "prompt_logprobs": True},
+        {"target_prompt_logprobs": targets},
+        {"prompt_logprobs": True, "prompt_logprobs_last_n": 1},
+    ]
     seen = []
     for seq, asked in enumerate(asks):
         raw, plain = both(
@@ -198,10 +203,13 @@ def test_a_sample_is_the_same_in_both_forms(wires, tmp_path):
 def test_what_has_no_protobuf_is_json_in_both_and_so_is_every_refusal(wires):
     model = wires.model()
     wires.output(wires.ask(model, 1, texts()))
-    asked = [wires.step(model, 2), wires.post("save_weights", model_id=model, seq_id=3, path="a"),
-             wires.post("save_weights_for_sampler", model_id=model, seq_id=4, path="b"),
-             wires.post("save_weights_for_sampler", model_id=model, seq_id=5, sampling_session_seq_id=3),
-             wires.post("save_weights_external", model_id=model, seq_id=6, path="c")]  # fmt: skip
+    asked = [
+        wires.step(model, 2),
+        wires.post("save_weights", model_id=model, seq_id=3, path="a"),
+        wires.post("save_weights_for_sampler", model_id=model, seq_id=4, path="b"),
+        wires.post("save_weights_for_sampler", model_id=model, seq_id=5, sampling_session_seq_id=3),
+        wires.post("save_weights_external", model_id=model, seq_id=6, path="c"),
+    ]
     path = wires.wait(asked[1])["path"]
     asked += [
         wires.post("load_weights", model_id=model, seq_id=7, path=path, optimizer=True),

@@ -37,8 +37,33 @@ STRANGE = [
     "image",
     "1e999",
 ]
-WILD = [*EXTREME, *STRANGE, None, True, False, 1e308, -1e308, 1e-320, float("nan"), float("inf"), 0.5, [], {}, [[]], [None], {"": None},
-        [1e308], [2**63], [-1], ["\ud800"], {"type": "image"}, {"tokens": [5]}, [[5, 6]] * 3, {"chunks": []}, [4, 5] * 500]  # fmt: skip
+WILD = [
+    *EXTREME,
+    *STRANGE,
+    None,
+    True,
+    False,
+    1e308,
+    -1e308,
+    1e-320,
+    float("nan"),
+    float("inf"),
+    0.5,
+    [],
+    {},
+    [[]],
+    [None],
+    {"": None},
+    [1e308],
+    [2**63],
+    [-1],
+    ["\ud800"],
+    {"type": "image"},
+    {"tokens": [5]},
+    [[5, 6]] * 3,
+    {"chunks": []},
+    [4, 5] * 500,
+]
 
 
 def places(tree, at=()):
@@ -271,8 +296,11 @@ class Fuzzer:
             "n": 1,
         }
         call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]},
-                    {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "so"}]}]  # fmt: skip
+        messages = [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "so"}]},
+        ]
         asked = {"logprobs": True, "top_logprobs": 1, "return_token_ids": True}
         chat = {"model": BASE, "messages": messages, **asked, **drawing}
         text = {"model": BASE, "prompt": [[5, 6], [7, 8]], "echo": True, "logprobs": 1, **drawing}
@@ -301,24 +329,62 @@ class Fuzzer:
             f"training_runs/{self.model}/checkpoints/weights/kept",
         )
         found = {
-            "client/config": {"sdk_version": "0.38.0"}, "client/dynamic_config": {}, "telemetry": {"events": [{"a": 1}]},
-            "create_session": {"tags": ["a"], "display_name": "x", **words}, "session_heartbeat": session,
+            "client/config": {"sdk_version": "0.38.0"},
+            "client/dynamic_config": {},
+            "telemetry": {"events": [{"a": 1}]},
+            "create_session": {"tags": ["a"], "display_name": "x", **words},
+            "session_heartbeat": session,
             "sessions/{session_id}/finish": {"reason": {"type": "success"}},
-            "create_model": {**made, "model_seq_id": self.number, "optimizer_config": {"type": "adamw"}},
-            "unload_model": {"model_id": self.model}, "get_info": {"model_id": self.model},
-            "optim_step": {**model, "adam_params": adam}, "save_weights": {**model, "path": f"a{self.seq}", "ttl_seconds": 3600, **words},
-            "save_weights_for_sampler": {**model, "path": f"b{self.seq}", "kind": "snapshot", "sampling_session_seq_id": self.number},
-            "save_weights_external": {**model, "path": f"c{self.seq}", "age_encryption_recipients": []},
-            "load_weights": {**model, "path": self.path, "optimizer": True}, "retrieve_future": {"request_id": f"{self.model}:1"},
-            "cancel_future": {"request_id": f"{self.model}:1"}, "create_custom_loss": {"a": 1}, "copy_weights": {"path": self.path},
-            "retrieve_futures": {"request_ids": [f"{self.model}:1"]}, "auth/token": {"a": 1},
-            "create_sampling_session": {**session, "sampling_session_seq_id": self.number, "model_path": self.path},
-            "join_sampling_session": {"sampling_session_id": self.sampler}, "asample": sample, "weights_info": {"tinker_path": self.path},
-        }  # fmt: skip
+            "create_model": {
+                **made,
+                "model_seq_id": self.number,
+                "optimizer_config": {"type": "adamw"},
+            },
+            "unload_model": {"model_id": self.model},
+            "get_info": {"model_id": self.model},
+            "optim_step": {**model, "adam_params": adam},
+            "save_weights": {**model, "path": f"a{self.seq}", "ttl_seconds": 3600, **words},
+            "save_weights_for_sampler": {
+                **model,
+                "path": f"b{self.seq}",
+                "kind": "snapshot",
+                "sampling_session_seq_id": self.number,
+            },
+            "save_weights_external": {
+                **model,
+                "path": f"c{self.seq}",
+                "age_encryption_recipients": [],
+            },
+            "load_weights": {**model, "path": self.path, "optimizer": True},
+            "retrieve_future": {"request_id": f"{self.model}:1"},
+            "cancel_future": {"request_id": f"{self.model}:1"},
+            "create_custom_loss": {"a": 1},
+            "copy_weights": {"path": self.path},
+            "retrieve_futures": {"request_ids": [f"{self.model}:1"]},
+            "auth/token": {"a": 1},
+            "create_sampling_session": {
+                **session,
+                "sampling_session_seq_id": self.number,
+                "model_path": self.path,
+            },
+            "join_sampling_session": {"sampling_session_id": self.sampler},
+            "asample": sample,
+            "weights_info": {"tinker_path": self.path},
+        }
         found = {("POST", f"/api/v1/{name}"): body for name, body in found.items()}
-        gets = ("get_server_capabilities", "training_runs", run, f"{run}/checkpoints", "checkpoints", f"{one}/archive",
-                f"{one}/external_weights_urls", "files/1/x/y/weights/z/w", f"samplers/{self.sampler}", "sessions",
-                f"sessions/{self.wire.session}")  # fmt: skip
+        gets = (
+            "get_server_capabilities",
+            "training_runs",
+            run,
+            f"{run}/checkpoints",
+            "checkpoints",
+            f"{one}/archive",
+            f"{one}/external_weights_urls",
+            "files/1/x/y/weights/z/w",
+            f"samplers/{self.sampler}",
+            "sessions",
+            f"sessions/{self.wire.session}",
+        )
         found |= {("GET", f"/api/v1/{name}"): {} for name in gets}
         found |= {
             ("PUT", f"/api/v1/{one}/ttl"): {"ttl_seconds": 3600},
@@ -523,6 +589,9 @@ def test_wild_values_are_refused_and_nobody_else_notices(tmp_path, caplog):
         refused,
         fuzzer.failed,
     )
-    calm = [(method, route.path) for method, route in known
-            if not any(method == one and route.path_regex.match(path) for one, path in fuzzer.sent)]  # fmt: skip
+    calm = [
+        (method, route.path)
+        for method, route in known
+        if not any(method == one and route.path_regex.match(path) for one, path in fuzzer.sent)
+    ]
     assert not calm, f"routes that nothing wild was sent to: {calm}"

@@ -235,8 +235,18 @@ def test_whoever_hangs_up_is_drawn_for_no_longer(tmp_path):
                 sent.append(message)
 
             path = "/v1/completions"
-            scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "http_version": "1.1",
-                     "headers": [(b"x-api-key", KEYS[0].encode())], "scheme": "http", "server": ("s", 1), "root_path": ""}  # fmt: skip
+            scope = {
+                "type": "http",
+                "method": "POST",
+                "path": path,
+                "raw_path": path.encode(),
+                "query_string": b"",
+                "http_version": "1.1",
+                "headers": [(b"x-api-key", KEYS[0].encode())],
+                "scheme": "http",
+                "server": ("s", 1),
+                "root_path": "",
+            }
             answering = asyncio.create_task(one.app(scope, receive, send))
             await asyncio.to_thread(began.wait, 60)
             gone.set()

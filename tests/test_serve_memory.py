@@ -179,7 +179,7 @@ def test_bytes_are_bounded_and_shared_like_everything_else(tmp_path):
                 8 - len(taken)
             )
             assert 2 <= len(taken) <= 4, "about half of the bytes"
-            assert "your part" in answers[-1].text and "--held-bytes" in answers[-1].text
+            assert "your share" in answers[-1].text and "--held-bytes" in answers[-1].text
             assert send(other, theirs, 1).status_code == 200
         for answer in taken:
             assert len(greedy.output(answer.json())[0]) == 100
@@ -242,8 +242,14 @@ def test_a_model_is_made_once_even_where_its_answer_has_been_forgotten(tmp_path)
                  for seq, verb in enumerate(("create_model", "load_weights"))]  # fmt: skip
         wires.wait(wires.post("load_weights", **calls[1][1]))
         trained = wires.output(wires.ask(made, 4, texts(), forward_only=True))
-        answers = [{"model_id": made, "type": "create_model"},
-                   {"model_id": f"{wires.session}:train:1", "path": bodies[1]["path"], "type": "load_weights"}]  # fmt: skip
+        answers = [
+            {"model_id": made, "type": "create_model"},
+            {
+                "model_id": f"{wires.session}:train:1",
+                "path": bodies[1]["path"],
+                "type": "load_weights",
+            },
+        ]
         one.book.models[made].written = False  # as with no --durable
 
         def again(wires, served):

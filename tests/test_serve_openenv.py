@@ -30,8 +30,13 @@ def learn_to_begin(wires, model, prompt, tokens, steps=8):
     """After the prompt one of these tokens follows, the first more often: next tokens that are
     unlike, as the checker wants to see them.
     """
-    data = [Datum(ModelInput.from_ints(prompt), {"target_tokens": [*prompt[1:], token], "weights": np.eye(len(prompt))[-1]})
-            for token in tokens]  # fmt: skip
+    data = [
+        Datum(
+            ModelInput.from_ints(prompt),
+            {"target_tokens": [*prompt[1:], token], "weights": np.eye(len(prompt))[-1]},
+        )
+        for token in tokens
+    ]
     for step in range(steps):
         wires.ask(model, 2 * step + 1, data)
         wires.wait(wires.step(model, 2 * step + 2, learning_rate=0.05))
@@ -44,7 +49,8 @@ def seen(tmp_path_factory, shared_data):
     python = os.environ.get("WHETSTONE_TEST_SDK")
     if not python:
         pytest.skip(
-            "WHETSTONE_TEST_SDK names no Python with openenv (pip install -r requirements-sdk.txt into a venv of its own)"
+            "WHETSTONE_TEST_SDK names no Python with openenv (pip install -r requirements-sdk.txt "
+            "into a venv of its own)"
         )
     scripted = Endpoint(
         ScriptedDesk(lambda *_: CALL, "chat_template", str(shared_data / "tokenizers" / "qwen3"))

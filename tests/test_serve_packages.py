@@ -9,8 +9,14 @@ REPO = Path(__file__).resolve().parent.parent
 
 
 def test_a_missing_package_is_named_with_its_remedy():
-    hides = "import importlib.util as u, runpy, sys; f = u.find_spec; u.find_spec = lambda n, *p: None if n == 'starlette' else f(n, *p); "
-    runs = f"sys.argv = ['serve.py', '--base-model', 'tiny:ascii']; runpy.run_path({str(REPO / 'serve.py')!r}, run_name='__main__')"
+    hides = (
+        "import importlib.util as u, runpy, sys; f = u.find_spec; u.find_spec = lambda n, *p: "
+        "None if n == 'starlette' else f(n, *p); "
+    )
+    runs = (
+        f"sys.argv = ['serve.py', '--base-model', 'tiny:ascii']; "
+        f"runpy.run_path({str(REPO / 'serve.py')!r}, run_name='__main__')"
+    )
     done = subprocess.run(
         [sys.executable, "-c", hides + runs], cwd=REPO, capture_output=True, text=True, timeout=120
     )

@@ -45,7 +45,7 @@ def test_an_address_that_cannot_be_had_is_named(tmp_path):
     for begins in (lambda: None, lambda: listen_soon(taken), first.listen):
         begins()
         if begins is first.listen or not first.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR):
-            with pytest.raises(UserError, match=f"--port {port}: somebody has it already"):
+            with pytest.raises(UserError, match=f"--port {port}: the port is in use"):
                 take_address(at(tmp_path, port=port))
     # the server ends first, and its side of this waits on
     with socket.create_connection(("127.0.0.1", port), 5) as client:
@@ -89,7 +89,10 @@ def certificate(tmp_path_factory):
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl to make a certificate with")
     folder = tmp_path_factory.mktemp("tls")
-    made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1 -keyout key -out cert"
+    made = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext "
+        "subjectAltName=IP:127.0.0.1 -keyout key -out cert"
+    )
     subprocess.run(made.split(), cwd=folder, check=True, capture_output=True)
     subprocess.run(
         "openssl genrsa -out other 2048".split(), cwd=folder, check=True, capture_output=True
@@ -110,7 +113,7 @@ def test_files_of_tls_that_do_not_fit_are_named(certificate, tmp_path):
     for pair in wrong:
         with pytest.raises(UserError, match="not a certificate and its key"):
             check_certificate(*pair)
-    with pytest.raises(UserError, match="--tls-key .*nothing: there is no such file"):
+    with pytest.raises(UserError, match="--tls-key .*nothing: no such file, or it cannot be read"):
         check_certificate(cert, tmp_path / "nothing")
 
 
@@ -342,8 +345,18 @@ def test_a_taken_port_is_said_in_a_box_and_nothing_is_written(tmp_path):
 def test_an_architecture_that_sampler_tp_cannot_split_is_refused_before_loading(tmp_path):
     tiny_model("gpt2").config.save_pretrained(tmp_path)  # a configuration without weights
     unset = dict.fromkeys(("keys_file", "tls_cert", "tls_key", "renderer", "body_bytes"))
-    args = argparse.Namespace(**unset, base_model=[f"m={tmp_path}"], output_dir=str(tmp_path / "out"), host="127.0.0.1", port=0,
-                              seed=0, resume=False, durable=False, sampler_tp=2, stop_grace=60.0)  # fmt: skip
+    args = argparse.Namespace(
+        **unset,
+        base_model=[f"m={tmp_path}"],
+        output_dir=str(tmp_path / "out"),
+        host="127.0.0.1",
+        port=0,
+        seed=0,
+        resume=False,
+        durable=False,
+        sampler_tp=2,
+        stop_grace=60.0,
+    )
     settings = settings_of(args)
     assert settings.worker.sampler.tp == 2
     with pytest.raises(UserError, match="fast decoder .*is none of these"):

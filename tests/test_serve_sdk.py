@@ -25,7 +25,8 @@ def seen(tmp_path_factory) -> dict:
     python = os.environ.get("WHETSTONE_TEST_SDK")
     if not python:
         pytest.skip(
-            "WHETSTONE_TEST_SDK names no Python with the tinker SDK (pip install -r requirements-sdk.txt into a venv of its own)"
+            "WHETSTONE_TEST_SDK names no Python with the tinker SDK (pip install -r "
+            "requirements-sdk.txt into a venv of its own)"
         )
     folder = tmp_path_factory.mktemp("served")
     command = [
@@ -135,8 +136,16 @@ def test_the_sdk_sees_what_the_clients_in_this_process_see_to_the_bit(seen, tmp_
 
 
 def test_what_is_refused_raises_at_once_in_the_sdk_and_says_why(seen):
-    said = {"datum": "500", "after it": "not run", "loss": "stable_reinforce", "base": "no/such-model", "path": "tinker://",
-            "image": "an image", "draws": "prompt_alt_tokens_k", "prompt": "999"}  # fmt: skip
+    said = {
+        "datum": "500",
+        "after it": "not run",
+        "loss": "stable_reinforce",
+        "base": "no/such-model",
+        "path": "tinker://",
+        "image": "an image",
+        "draws": "prompt_alt_tokens_k",
+        "prompt": "999",
+    }
     for name, text in said.items():
         kind, message, *rest = seen["refused"][name]
         assert text in message and "Traceback" not in message, (name, seen["refused"][name])

@@ -62,7 +62,7 @@ def test_one_key_cannot_take_all_sessions_models_and_open_requests(tmp_path):
         assert (
             len(sessions) == 2
             and answer.status_code == 429
-            and "your part" in answer.text
+            and "your share" in answer.text
             and "--sessions" in answer.text
         )
         other.open()

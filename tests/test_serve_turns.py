@@ -163,8 +163,14 @@ def test_one_key_that_floods_refuses_itself_alone(tmp_path):
             for i in range(20):
                 adam = {"adam_params": {"learning_rate": 0.0}}
                 if i % 4 == 0:
-                    send("asample", sampling_session_id=sampler, seq_id=i, num_samples=1, sampling_params={"max_tokens": 2},
-                         prompt={"chunks": [{"type": "encoded_text", "tokens": [4, 5]}]})  # fmt: skip
+                    send(
+                        "asample",
+                        sampling_session_id=sampler,
+                        seq_id=i,
+                        num_samples=1,
+                        sampling_params={"max_tokens": 2},
+                        prompt={"chunks": [{"type": "encoded_text", "tokens": [4, 5]}]},
+                    )
                 elif i % 4 == 1:
                     send("optim_step", model_id=models[0], seq_id=2 + i // 4, **adam)
                 else:  # whose number comes too early
@@ -173,7 +179,7 @@ def test_one_key_that_floods_refuses_itself_alone(tmp_path):
             assert len(taken) == 5 and len(refused) == 15
             assert all(
                 one.status_code == 429
-                and "your part" in one.text
+                and "your share" in one.text
                 and one.headers["retry-after"] == "1"
                 for one in refused
             )

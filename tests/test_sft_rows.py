@@ -178,7 +178,10 @@ def test_sft_without_a_reward_measures_held_out_rows_keeps_the_best_and_counts_e
     rows = [{"prompt": f"{a}+{a}=", "completion": str(2 * a)} for a in range(10, 60)]
     rows[7]["completion"] = "1" * 40  # left out, and no part of an epoch
     path = write(tmp_path / "rows.jsonl", rows)
-    words = f"sft --dataset {path} --epochs 2 --batch-size 8 --eval-every 3 --learning-rate 3e-3 --max-row-tokens 20"
+    words = (
+        f"sft --dataset {path} --epochs 2 --batch-size 8 --eval-every 3 --learning-rate 3e-3 "
+        f"--max-row-tokens 20"
+    )
     log = train(words, tmp_path / "run")
     assert log[-1]["step"] == math.ceil(2 * 44 / 8) == 11
     losses = {row["step"]: row["test/loss"] for row in log if "test/loss" in row}

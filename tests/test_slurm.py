@@ -75,7 +75,10 @@ STAND_INS = {
         RANK=$SLURM_NODEID "$@" || exit 1""",
     "python": f"""echo "trained $*"; [[ -n ${{LISTEN:-}} ]] && exec {sys.executable} -c "$LISTEN"; exit "${{EXIT_CODE:-0}}" """,
 }
-LISTEN = "import signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75)); print('ready', flush=True); time.sleep(60)"
+LISTEN = (
+    "import signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75)); "
+    "print('ready', flush=True); time.sleep(60)"
+)
 
 
 def start(
@@ -128,7 +131,10 @@ def test_every_process_gets_the_rendezvous_of_the_first_node_and_the_line(tmp_pa
         ):  # fmt: skip
             assert piece in line
     logs = tmp_path / "root" / "runs" / "whetstone-70012" / "logs" / "70012-0"
-    line = "train.py recipes/x.yaml --system-prompt two words --output-dir runs/whetstone-70012 --auto-resume --stop-grace 240"
+    line = (
+        "train.py recipes/x.yaml --system-prompt two words --output-dir runs/whetstone-70012 "
+        "--auto-resume --stop-grace 240"
+    )
     assert [(logs / f"rank-{rank}.log").read_text() for rank in (0, 1)] == [f"trained {line}\n"] * 2
 
 
@@ -144,11 +150,22 @@ def test_the_runs_folder_is_the_one_asked_for_and_logs_of_each_start_are_apart(t
     }
 
 
-@pytest.mark.parametrize(("code", "starts", "requeued", "said"), [
-    ("75", "0", True, "requeuing"),
-    ("75", "2", False, "not requeued after 2 restarts; to go on, submit again with --output-dir runs/whetstone-70012"),
-    ("2", "0", False, "failed with code 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "starts", "requeued", "said"),
+    [
+        ("75", "0", True, "requeuing"),
+        (
+            "75",
+            "2",
+            False,
+            (
+                "not requeued after 2 restarts; to go on, submit again with --output-dir "
+                "runs/whetstone-70012"
+            ),
+        ),
+        ("2", "0", False, "failed with code 1"),
+    ],
+)
 def test_only_a_run_that_saved_is_requeued_and_not_for_ever(tmp_path, code, starts, requeued, said):
     done = job(tmp_path, EXIT_CODE=code, SLURM_RESTART_COUNT=starts, WHETSTONE_MAX_RESTARTS="2")
     assert done.returncode == (75 if code == "75" else 1) and said in done.stdout
@@ -286,7 +303,8 @@ def test_a_job_that_slurm_warns_and_requeues_ends_as_if_undisturbed(tmp_path):
         if shutil.which(name, path=slurm_cluster.PATH) is None
     ]
     assert not missing, (
-        f"WHETSTONE_TEST_SLURM=1 needs {', '.join(missing)}: apt-get install slurm-wlm munge, or unset it"
+        f"WHETSTONE_TEST_SLURM=1 needs {', '.join(missing)}: apt-get install slurm-wlm munge, or "
+        f"unset it"
     )
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(folder=tmp_path))
     (tmp_path / "slow_reward.py").write_text(REWARD)

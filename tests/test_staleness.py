@@ -213,9 +213,11 @@ class Loop:
     def __init__(self, plan: Plan, done: int = 0, state=None):
         self.plan, self.done, self.seed, self.name = plan, done, STAGE_SEED, "grpo"
         flow = SimpleNamespace(
-            max_steps_off_policy=plan.bound, on_stale="resample" if plan.redraw else "wait", recompute_cache=plan.recompute_cache,
+            max_steps_off_policy=plan.bound,
+            on_stale="resample" if plan.redraw else "wait",
+            recompute_cache=plan.recompute_cache,
             sampler_ranks=int(plan.far),
-        )  # fmt: skip
+        )
         self.loop = SimpleNamespace(batch_size=plan.size, steps=plan.steps)
         self.settings = SimpleNamespace(flow=flow)
         self.given = SimpleNamespace(

@@ -154,7 +154,10 @@ def test_a_datum_of_unknown_origin_asks_and_one_that_says_is_believed(client):
     unknown = random_datums(1)[0]
     with pytest.raises(
         ValueError,
-        match=r"temperatures \[1.0, 0.7\], and a datum is not a sample.*Datum\(..., temperature=...\)",
+        match=(
+            r"temperatures \[1.0, 0.7\], and a datum is not a sample.*Datum\(..., "
+            r"temperature=...\)"
+        ),
     ):
         client.forward([unknown], "ppo").result()
     said = Datum(unknown.model_input, unknown.loss_fn_inputs, temperature=0.7)

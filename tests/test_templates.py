@@ -21,8 +21,21 @@ from rl.renderers.parsing import split_calls, split_channels
 
 COUNT = 200
 WORDS = (
-    "yes", "no", "12", "the answer is", "(a+b)*c", "what?", "x = 1", "-3.5e2", "a: b", "é 数 🙂", "Straße", "שלום", "{{ x }}", "a\n\nb",
-)  # fmt: skip
+    "yes",
+    "no",
+    "12",
+    "the answer is",
+    "(a+b)*c",
+    "what?",
+    "x = 1",
+    "-3.5e2",
+    "a: b",
+    "é 数 🙂",
+    "Straße",
+    "שלום",
+    "{{ x }}",
+    "a\n\nb",
+)
 FOLDER = {
     "qwen2.5": {},
     "qwen3": {},
@@ -31,14 +44,36 @@ FOLDER = {
 }
 # Of the package: what it says of its thoughts and calls, as far as they are read back.
 PACKAGE = {
-    "cohere": "", "cohere2": "", "gemma": "", "gemma3": "", "llama3": "", "phi3": "", "phi3_5": "", "lfm2": "", "lfm2_v2": "calls",
-    "qwen2_5": "calls", "qwen2_5_vl": "", "qwen3": "thoughts calls", "qwen3_instruct_2507": "calls", "qwen3_vl": "calls",
-    "qwen3_5_think": "thoughts calls", "qwen3_5_nothink": "calls", "qwen3_6": "thoughts calls", "qwen3_8": "thoughts calls",
-    "llama3_1": "calls one_call", "llama3_2": "calls one_call", "gptoss": "thoughts calls one_call",
-    "gemma4": "thoughts_of_calls calls", "gemma4_v5": "thoughts calls", "glm4moe": "thoughts calls", "deepseekv3": "",
-    "deepseek_r1_distill": "", "lfm2_2_5": "calls",
-    "nemotron_3_nano": "", "nemotron_3_super": "",
-}  # fmt: skip
+    "cohere": "",
+    "cohere2": "",
+    "gemma": "",
+    "gemma3": "",
+    "llama3": "",
+    "phi3": "",
+    "phi3_5": "",
+    "lfm2": "",
+    "lfm2_v2": "calls",
+    "qwen2_5": "calls",
+    "qwen2_5_vl": "",
+    "qwen3": "thoughts calls",
+    "qwen3_instruct_2507": "calls",
+    "qwen3_vl": "calls",
+    "qwen3_5_think": "thoughts calls",
+    "qwen3_5_nothink": "calls",
+    "qwen3_6": "thoughts calls",
+    "qwen3_8": "thoughts calls",
+    "llama3_1": "calls one_call",
+    "llama3_2": "calls one_call",
+    "gptoss": "thoughts calls one_call",
+    "gemma4": "thoughts_of_calls calls",
+    "gemma4_v5": "thoughts calls",
+    "glm4moe": "thoughts calls",
+    "deepseekv3": "",
+    "deepseek_r1_distill": "",
+    "lfm2_2_5": "calls",
+    "nemotron_3_nano": "",
+    "nemotron_3_super": "",
+}
 _SPECIAL = re.compile(
     r"<\|[^|<>\s'\"]+\|>|<\|[a-z_]+>|<[a-z_]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>|</s>|<s>|\[gMASK\]|<sop>|</?think>|</?tool_call>|</?tool_response>"
 )
@@ -281,7 +316,8 @@ def test_calls_by_parts_are_read_by_their_types():
         }
     }
     text = (
-        "So.\n\n<tool_call>\n<function=f>\n<parameter=n>\n7\n</parameter>\n<parameter=s>\n7\n</parameter>\n<parameter=l>\n[1, 2]\n"
+        "So.\n\n<tool_call>\n<function=f>\n<parameter=n>\n7\n</parameter>\n<parameter=s>\n7\n"
+        "</parameter>\n<parameter=l>\n[1, 2]\n"
         "</parameter>\n<parameter=m>\n7\n8\n</parameter>\n</function>\n</tool_call>"
     )
     call = {
@@ -300,7 +336,8 @@ def test_calls_by_parts_are_read_by_their_types():
 
 def test_messages_with_channels_are_read_by_hand():
     text = (
-        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>I add.<|end|><|start|>assistant to="
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>I "
+        "add.<|end|><|start|>assistant to="
         'functions.f<|channel|>commentary json<|message|>{"a": 2}'
     )
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 2}}}

@@ -69,11 +69,16 @@ def requests_of(rng: np.random.Generator) -> list[Request]:
     lengths = rng.integers(1, 9, 8).tolist()
     return [
         Request(
-            prompt=prompt, num_samples=int(rng.choice([1, 1, 3])), seed=int(rng.integers(99)), problem=i,
-            params=SamplingParams(max_tokens=int(rng.integers(2, 14)), temperature=float(rng.choice([0.8, 1.0]))),
+            prompt=prompt,
+            num_samples=int(rng.choice([1, 1, 3])),
+            seed=int(rng.integers(99)),
+            problem=i,
+            params=SamplingParams(
+                max_tokens=int(rng.integers(2, 14)), temperature=float(rng.choice([0.8, 1.0]))
+            ),
         )
         for i, prompt in enumerate(random_prompts(lengths, seed=int(rng.integers(1 << 20))))
-    ]  # fmt: skip
+    ]
 
 
 def play(decoders, seed: int, events: Events) -> list[tuple[Request, SampledSequence]]:

@@ -126,7 +126,10 @@ def test_a_plan_is_the_same_with_and_without_helpers(tmp_path):
     AutoConfig.for_model(
         "qwen2", **sizes, intermediate_size=18_944, tie_word_embeddings=False
     ).save_pretrained(tmp_path / "model")
-    words = f"train.py grpo --plan --base-model {tmp_path / 'model'} --lora-rank 32 --batch-size 64 --group-size 8 --max-tokens 1024"
+    words = (
+        f"train.py grpo --plan --base-model {tmp_path / 'model'} --lora-rank 32 --batch-size 64 "
+        f"--group-size 8 --max-tokens 1024"
+    )
     words += " --dataset addition --reward exact_match --plan-gpus 1 --plan-gpu-memory 80"
     cores, said = sorted(os.sched_getaffinity(0)), []
     for mine in (cores, cores[:1]):

@@ -35,18 +35,37 @@ def tiny(kind: str):
     }
     heads = {"num_key_value_heads": 1}
     build = {
-        "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**small, **heads, tie_word_embeddings=False)),
-        "llama tied": lambda: t.LlamaForCausalLM(t.LlamaConfig(**small, **heads, tie_word_embeddings=True)),
-        "qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**small, **heads, head_dim=8, tie_word_embeddings=True)),
-        "qwen2": lambda: t.Qwen2ForCausalLM(t.Qwen2Config(**small, **heads, tie_word_embeddings=False)),
+        "llama": lambda: t.LlamaForCausalLM(
+            t.LlamaConfig(**small, **heads, tie_word_embeddings=False)
+        ),
+        "llama tied": lambda: t.LlamaForCausalLM(
+            t.LlamaConfig(**small, **heads, tie_word_embeddings=True)
+        ),
+        "qwen3": lambda: t.Qwen3ForCausalLM(
+            t.Qwen3Config(**small, **heads, head_dim=8, tie_word_embeddings=True)
+        ),
+        "qwen2": lambda: t.Qwen2ForCausalLM(
+            t.Qwen2Config(**small, **heads, tie_word_embeddings=False)
+        ),
         "mistral": lambda: t.MistralForCausalLM(t.MistralConfig(**small, **heads)),
         "gemma2": lambda: t.Gemma2ForCausalLM(t.Gemma2Config(**small, **heads, head_dim=8)),
-        "gpt2": lambda: t.GPT2LMHeadModel(t.GPT2Config(vocab_size=24, n_embd=16, n_layer=2, n_head=2, n_positions=32)),
+        "gpt2": lambda: t.GPT2LMHeadModel(
+            t.GPT2Config(vocab_size=24, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+        ),
         "gpt_neox": lambda: t.GPTNeoXForCausalLM(t.GPTNeoXConfig(**small)),
         "phi": lambda: t.PhiForCausalLM(t.PhiConfig(**small)),
-        "opt": lambda: t.OPTForCausalLM(t.OPTConfig(vocab_size=24, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32,
-                                                    word_embed_proj_dim=16, max_position_embeddings=32)),
-    }  # fmt: skip
+        "opt": lambda: t.OPTForCausalLM(
+            t.OPTConfig(
+                vocab_size=24,
+                hidden_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                ffn_dim=32,
+                word_embed_proj_dim=16,
+                max_position_embeddings=32,
+            )
+        ),
+    }
     torch.manual_seed(0)
     return build[kind]()
 

@@ -410,40 +410,91 @@ def _policy_gradient(
     """
     required = (*_RL, "logprobs") if logprobs else _RL
     return LossSpec(
-        fn, required, fields if logprobs else ("logprobs", *fields), config, fused_kind=fused_kind, needs_advantages=needs_advantages,
-        as_sampled=True, terms=True, masked=masked,
-    )  # fmt: skip
+        fn,
+        required,
+        fields if logprobs else ("logprobs", *fields),
+        config,
+        fused_kind=fused_kind,
+        needs_advantages=needs_advantages,
+        as_sampled=True,
+        terms=True,
+        masked=masked,
+    )
 
 
 LOSSES: dict[str, LossSpec] = {
-    "cross_entropy": LossSpec(cross_entropy, ("target_tokens",), ("weights",), ("token_accuracy",), soft_targets=True),
+    "cross_entropy": LossSpec(
+        cross_entropy, ("target_tokens",), ("weights",), ("token_accuracy",), soft_targets=True
+    ),
     "importance_sampling": _policy_gradient(
         importance_sampling, needs_advantages=True, fused_kind="importance_sampling", logprobs=False
     ),
-    "ppo": _policy_gradient(ppo, needs_advantages=True, fused_kind="ppo", fields=_CLIP, config=_CLIP),
-    "cispo": _policy_gradient(cispo, needs_advantages=True, fused_kind="cispo", fields=_CLIP, config=_CLIP),
-    "dro": _policy_gradient(dro, needs_advantages=False, fused_kind="dro", config=("beta",), masked=True),
-    "gspo": _policy_gradient(gspo, needs_advantages=True, fused_kind="gspo", fields=_CLIP, config=_CLIP, masked=True),
-    "value": LossSpec(
-        value, ("target_tokens", "returns"), ("advantages", "logprobs", *(name for name in TERM_FIELDS if name != "returns")),
-        ("value_clip",), masked=True, values=True, logprobs=False,
+    "ppo": _policy_gradient(
+        ppo, needs_advantages=True, fused_kind="ppo", fields=_CLIP, config=_CLIP
     ),
-    "dpo": LossSpec(pair_losses.dpo, *_PAIR, ("beta", "label_smoothing", "length_normalise"), group=2, unit="group"),
+    "cispo": _policy_gradient(
+        cispo, needs_advantages=True, fused_kind="cispo", fields=_CLIP, config=_CLIP
+    ),
+    "dro": _policy_gradient(
+        dro, needs_advantages=False, fused_kind="dro", config=("beta",), masked=True
+    ),
+    "gspo": _policy_gradient(
+        gspo, needs_advantages=True, fused_kind="gspo", fields=_CLIP, config=_CLIP, masked=True
+    ),
+    "value": LossSpec(
+        value,
+        ("target_tokens", "returns"),
+        ("advantages", "logprobs", *(name for name in TERM_FIELDS if name != "returns")),
+        ("value_clip",),
+        masked=True,
+        values=True,
+        logprobs=False,
+    ),
+    "dpo": LossSpec(
+        pair_losses.dpo,
+        *_PAIR,
+        ("beta", "label_smoothing", "length_normalise"),
+        group=2,
+        unit="group",
+    ),
     "ipo": LossSpec(pair_losses.ipo, *_PAIR, ("beta", "length_normalise"), group=2, unit="group"),
-    "orpo": LossSpec(preference_losses.orpo, ("target_tokens", "mask"), (), ("beta",), group=2, unit="group"),
-    "simpo": LossSpec(preference_losses.simpo, ("target_tokens", "mask"), (), ("beta", "gamma"), group=2, unit="group"),
+    "orpo": LossSpec(
+        preference_losses.orpo, ("target_tokens", "mask"), (), ("beta",), group=2, unit="group"
+    ),
+    "simpo": LossSpec(
+        preference_losses.simpo,
+        ("target_tokens", "mask"),
+        (),
+        ("beta", "gamma"),
+        group=2,
+        unit="group",
+    ),
     "kto": LossSpec(
-        preference_losses.kto, ("target_tokens", "mask", "ref_logprobs", "labels"), (),
-        ("beta", "kl", "desirable_weight", "undesirable_weight"), unit="group",
+        preference_losses.kto,
+        ("target_tokens", "mask", "ref_logprobs", "labels"),
+        (),
+        ("beta", "kl", "desirable_weight", "undesirable_weight"),
+        unit="group",
     ),
     "bradley_terry": LossSpec(
-        pair_losses.bradley_terry, ("target_tokens", "mask"), (), ("centre_coef",), group=2, values=True, logprobs=False, unit="group"
+        pair_losses.bradley_terry,
+        ("target_tokens", "mask"),
+        (),
+        ("centre_coef",),
+        group=2,
+        values=True,
+        logprobs=False,
+        unit="group",
     ),
     "ilql": LossSpec(
-        q_losses.ilql, ("target_tokens", "mask", "logprobs", "advantages", "returns"), (),
-        ("tau", "cql_coef", "value_coef", "expectile"), masked=True, values=True,
+        q_losses.ilql,
+        ("target_tokens", "mask", "logprobs", "advantages", "returns"),
+        (),
+        ("tau", "cql_coef", "value_coef", "expectile"),
+        masked=True,
+        values=True,
     ),
-}  # fmt: skip
+}
 # the loss that forward_backward_custom runs
 CUSTOM = LossSpec(
     custom,
