@@ -695,8 +695,8 @@ MUTANTS = [
     ),
     M(
         "rl/schedules.py",
-        "done = min(1.0, (step - warmup) / max(1, total - warmup))",
-        "done = min(1.0, step / max(1, total))",
+        "progress = min(1.0, (step - warmup) / max(1, total - warmup))",
+        "progress = min(1.0, step / max(1, total))",
         "the schedule's start",
         "schedules loop_parts",
     ),
@@ -1253,8 +1253,8 @@ MUTANTS = [
     ),
     M(
         "rl/rewards/workers.py",
-        "if any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted)",
-        'if name.startswith(tuple(pattern.rstrip("*") for pattern in wanted))',
+        "if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)",
+        'if name.startswith(tuple(pattern.rstrip("*") for pattern in patterns))',
         "outside: names that begin like one of the list are handed over",
         "reward_workers",
     ),

@@ -1,4 +1,4 @@
-"""Signed links to saved files: a link needs no key, and counts for the tenant that created it."""
+"""Sign links to saved files: a link needs no key, and counts for the tenant that created it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import secrets
 import time
 from collections.abc import Iterable
 
-LINKS = "/api/v1/files/"  # a link's path: LINKS, expiry, signature, and the place of the file
+LINKS = "/api/v1/files/"  # a link's path: LINKS, expiry, signature, and the path of the file
 
 
 class Links:
-    """Signs paths of files with a secret that ends with the server.
+    """Sign paths of files with a secret that lives as long as the server.
 
     The signature covers the owner. The link itself names neither the owner nor the key.
     """
@@ -21,7 +21,11 @@ class Links:
         self._secret = secrets.token_bytes(32)
 
     def path(self, owner: str, expires: int, place: str) -> str:
-        """Return the path of a link that `owner` creates. `expires`: Unix seconds."""
+        """Return the URL path of a link that `owner` creates.
+
+        expires    Unix time in seconds
+        place      <model id>/<kind>/<checkpoint>/<file>
+        """
         return f"{LINKS}{expires}/{self._sign(owner, expires, place)}/{place}"
 
     def valid(self, owner: str, path: str) -> bool:
@@ -36,10 +40,14 @@ class Links:
         )
 
     def owner(self, path: str, owners: Iterable[str]) -> str | None:
-        """Return which of `owners` created the link; None if none did, or if it has expired."""
+        """Return the member of `owners` that created the link, or None.
+
+        The result is None if none of them created it, or if the link has expired.
+        """
         matches = [owner for owner in owners if self.valid(owner, path)]
         return matches[0] if matches else None
 
     def _sign(self, owner: str, expires: int, place: str) -> str:
+        """Return the signature of a link, an HMAC-SHA256 in hexadecimal."""
         text = f"{owner} {expires} {place}"
         return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()

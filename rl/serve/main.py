@@ -1,4 +1,4 @@
-"""From the command line to a server that listens, and to its end."""
+"""Start the server from the command line, run it, and shut it down."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ KEYS = "WHETSTONE_SERVE_KEYS"
 
 
 def settings_of(args: argparse.Namespace) -> ServeSettings:
-    """What the command line says, and the keys of a file or the environment. Raises UserError."""
+    """Return the settings of the command line, with the keys of a file and the environment.
+
+    Raises UserError if the keys file cannot be read, or if a setting has a wrong value.
+    """
     keys = [key.strip() for key in os.environ.get(KEYS, "").split(",")]
     if args.keys_file:
         try:
@@ -50,9 +53,10 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
             ]
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
-                f"--keys-file {args.keys_file} cannot be read: {getattr(error, 'strerror', None) or error}"
+                f"--keys-file {args.keys_file} cannot be read: "
+                f"{getattr(error, 'strerror', None) or error}"
             ) from error
-    given = {
+    limits = {
         name: value for name in vars(Limits()) if (value := getattr(args, name, None)) is not None
     }
     return ServeSettings(
@@ -70,14 +74,14 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
         durable=args.durable,
         renderer=args.renderer,
         stop_grace=args.stop_grace,
-        limits=Limits(**given),
+        limits=Limits(**limits),
         worker=WorkerSettings(sampler=SamplerSettings(tp=args.sampler_tp)),
     )
 
 
 @dataclass
 class Served:
-    """A server's parts: who computes, who is there, what was asked."""
+    """Hold the parts of a server: engine, session store, models, pending requests, HTTP app."""
 
     desk: Desk
     book: Book
@@ -87,17 +91,20 @@ class Served:
 
     @classmethod
     def of(cls, settings: ServeSettings) -> Served:
-        """Makes them (other ranks serve rank 0 in here, and end here). UserError for a folder that
-        another server wrote.
+        """Create the parts of a server.
+
+        Ranks other than 0 serve rank 0 inside this call and exit in it. Raises UserError if the
+        output folder was written by another server and `settings.resume` is off.
         """
         book = Book(settings.output_dir, settings.limits)
         if book.found_there() and not settings.resume:
             raise UserError(
-                f"{settings.output_dir} holds what another server wrote: --resume goes on with it, or give another folder"
+                f"{settings.output_dir} was written by another server: pass --resume to continue "
+                "it, or choose another folder"
             )
-        together = settings.worker.sampler.tp
-        for base in settings.bases if together > 1 else ():  # before anything is loaded
-            check_team_holds(Skeleton(base.where, base.tokenizer, None).shape, together)
+        tp_size = settings.worker.sampler.tp
+        for base in settings.bases if tp_size > 1 else ():  # before weights are loaded
+            check_team_holds(Skeleton(base.where, base.tokenizer, None).shape, tp_size)
         worker = replace(settings.worker, share_bases=True)
         desk = Desk(
             ServiceClient(output_dir=settings.output_dir, seed=settings.seed, settings=worker),
@@ -114,13 +121,13 @@ class Served:
             book.read_again({base.name: base for base in settings.bases})
             for model in book.models.values():
                 if model.last is not None:
-                    told = Promise(
+                    last_request = Promise(
                         f"{model.model_id}:{model.last['seq']}",
                         model.owner,
                         "optim_step",
                         session=model.session,
                     )
-                    promises.add(settled(told, model.last["result"]))
+                    promises.add(settled(last_request, model.last["result"]))
         parts, links = (desk, book, tenants, promises), Links()
         routes = [
             *Tinker(*parts).routes(),
@@ -131,32 +138,35 @@ class Served:
         return cls(*parts, make_app(desk, routes, links))
 
     async def look_after(self) -> None:
-        """From time to time: sessions that nobody keeps alive, numbers that never come."""
+        """Call `look` every second, until cancelled."""
         while True:
             await asyncio.sleep(1.0)
             try:
                 self.look()
-            except Exception as error:  # boundary: a full disk, say; the next look is a second away
+            except Exception as error:  # boundary: for example a full disk; retried in 1 s
                 log.error(
-                    "looking after sessions failed",
+                    "upkeep of sessions failed",
                     extra={"error": type(error).__name__},
                     exc_info=error,
                 )
 
     def look(self) -> None:
+        """Skip lost numbers, remove expired results, and end sessions without a heartbeat."""
         self.tenants.pass_gaps()
         self.promises.sweep()
-        silent = time.monotonic() - self.desk.settings.limits.session_seconds
+        silent_since = time.monotonic() - self.desk.settings.limits.session_seconds
         for session in [
-            one
-            for one in list(self.book.sessions.values())
-            if one.finished is None and one.beat < silent
+            candidate
+            for candidate in list(self.book.sessions.values())
+            if candidate.finished is None and candidate.beat < silent_since
         ]:
             end_session(self.desk, self.tenants, session, "silent")
 
     def end(self, seconds: float = 90.0) -> None:
-        """Finish what runs, for a third of `seconds`, write the models, and answer the rest with
-        "try again".
+        """Shut the server down within `seconds`.
+
+        Let running work finish for a third of `seconds`, answer waiting requests with "try again",
+        and write the models.
         """
         end = time.monotonic() + seconds
         self.desk.end(seconds / 3)
@@ -167,44 +177,46 @@ class Served:
 
 
 def exit_in_time(seconds: float) -> threading.Timer:
-    """End the process after so many seconds, whatever still runs in it: a load, a long kernel, a
-    disk that hangs.
-    """
+    """End the process after `seconds`, even if a load, a long kernel or a disk access hangs."""
 
-    def leave() -> None:
+    def exit_process() -> None:
         log.error(
-            "the server did not end in time: what had not been written is lost",
+            "the server did not shut down in time: everything not yet written is lost",
             extra={"seconds": seconds},
         )
         logging.shutdown()
         os._exit(1)
 
-    timer = threading.Timer(seconds, leave)
+    timer = threading.Timer(seconds, exit_process)
     timer.daemon = True
     timer.start()
     return timer
 
 
 def main(args: argparse.Namespace) -> int:
-    """Serves until it is asked to stop."""
+    """Serve until SIGTERM or SIGINT, then return exit code 0.
+
+    Raises UserError if a setting, the certificate, the address or the output folder is unusable.
+    """
     settings = settings_of(args)
     check_certificate(settings.tls_cert, settings.tls_key)
-    # the other ranks work for the first
-    taken = take_address(settings) if os.environ.get("RANK", "0") == "0" else None
+    # only rank 0 listens; the other ranks execute its calls
+    sockets = take_address(settings) if os.environ.get("RANK", "0") == "0" else None
     _log_lines()
     served = Served.of(settings)
     served.desk.start()
-    asyncio.run(_serve(served, settings, taken or []))
+    asyncio.run(_serve(served, settings, sockets or []))
     return 0
 
 
 async def _serve(served: Served, settings: ServeSettings, taken: list[socket.socket]) -> None:
+    """Run uvicorn on the bound sockets until a signal arrives, then shut down."""
     import uvicorn
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            yield  # ours are set below
+            yield  # the signal handlers are installed below
 
     config = uvicorn.Config(
         served.app,
@@ -217,37 +229,45 @@ async def _serve(served: Served, settings: ServeSettings, taken: list[socket.soc
         access_log=False,
         lifespan="off",
         server_header=False,
-        # for answers that are on their way
+        # for responses that are being sent
         timeout_graceful_shutdown=max(1, int(settings.stop_grace / 6)),
     )
     server = Server(config)
     loop = asyncio.get_running_loop()
-    ended: asyncio.Event = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
+    stop_requested: asyncio.Event = asyncio.Event()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, stop_requested.set)
     listen_soon(taken)
-    serving = asyncio.create_task(server.serve(taken))
-    while not server.started and not serving.done():
+    serve_task = asyncio.create_task(server.serve(taken))
+    while not server.started and not serve_task.done():
         await asyncio.sleep(0.01)
     if server.started:
-        where = _address(server, settings)
-        log.info("listening", extra={"address": where})
-        print(f"serving {', '.join(base.name for base in settings.bases)} at {where}", flush=True)
-    stopping, looking = asyncio.create_task(ended.wait()), asyncio.create_task(served.look_after())
-    await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    looking.cancel()
+        address = _address(server, settings)
+        log.info("listening", extra={"address": address})
+        print(f"serving {', '.join(base.name for base in settings.bases)} at {address}", flush=True)
+    stop_task, upkeep_task = (
+        asyncio.create_task(stop_requested.wait()),
+        asyncio.create_task(served.look_after()),
+    )
+    await asyncio.wait({serve_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
+    upkeep_task.cancel()
     exit_in_time(settings.stop_grace)
     await asyncio.to_thread(served.end, settings.stop_grace)
     server.should_exit = True
-    await serving
+    await serve_task
 
 
 def _address(server: Any, settings: ServeSettings) -> str:
+    """Return the URL at which the server listens."""
     host, port = server.servers[0].sockets[0].getsockname()[:2]
-    return f"{'https' if settings.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+    return (
+        f"{'https' if settings.tls_cert else 'http'}://"
+        f"{f'[{host}]' if ':' in host else host}:{port}"
+    )
 
 
 def _log_lines() -> None:
+    """Write the server's log to stderr as JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     logger = logging.getLogger("whetstone.serve")

@@ -1,8 +1,7 @@
-"""What was asked for and may be asked after: each request once, its answer again for a while, all
-of it within so many bytes.
+"""Store requests and their results within a limit of bytes.
 
-A request counts with the bytes of its body until it has run, and with the bytes of its answer from
-then on.
+Each request runs once. Its result can be fetched again for a while. A request counts with the
+bytes of its body until it has run, and with the bytes of its result afterwards.
 """
 
 from __future__ import annotations
@@ -24,42 +23,47 @@ from rl.serve.stored import StoredAnswer, stored
 
 @dataclass
 class Promise:
-    """A request that was taken. `digest`: of its body, so that what is sent again under its number
-    is known to be the same (empty: an earlier server took it).
+    """Hold a request that the server accepted.
+
+    `digest` is the digest of its body. It tells a repeated request from another request under the
+    same id. It is empty if an earlier server accepted the request.
     """
 
     request_id: str
     owner: str
     what: str
     digest: bytes = b""
-    # of the work; the result is dropped once it is stored
+    # of the work; the result is dropped after it has been encoded
     done: Future = field(default_factory=Future)
     session: str = ""
     sequence_ids: list[str] | None = None
     tenant: str = ""
-    size: int = 0  # bytes that are held for it
-    ready: Future = field(default_factory=Future)  # gets the stored answer, and never an error
-    finished: float | None = None  # when the answer was stored
-    told: float | None = None  # when the answer was sent last
+    size: int = 0  # bytes that it holds in memory
+    # resolves to the encoded result; never holds an exception
+    ready: Future = field(default_factory=Future)
+    finished: float | None = None  # time.monotonic() at which the result was stored
+    told: float | None = None  # time.monotonic() at which the result was last sent
 
     @property
     def answer(self) -> StoredAnswer:
+        """Return the encoded result. Raises TimeoutError if the request has not finished."""
         return self.ready.result(0)
 
     async def wait(self, seconds: float) -> bool:
-        """Whether its answer is there within `seconds`."""
+        """Wait up to `seconds` for the result. Return whether it is available."""
         if not self.ready.done():
             await asyncio.wait([asyncio.wrap_future(self.ready)], timeout=seconds)
         return self.ready.done()
 
 
 class Promises:
-    """By request id. Only the owner is answered: to another one there is no such request.
+    """Store requests by request id. For any owner but the request's, the id is unknown.
 
-    keep_seconds    how long an answer is kept that nobody asked for
-    told_seconds    how long an answer is kept that was sent: a client whose connection broke asks
-    again held_bytes      of all requests and answers; where they do not suffice, answers that
-    nobody asked for in `told_seconds` go
+    keep_seconds    seconds for which a result that was never fetched is kept
+    told_seconds    seconds for which a result is kept after it was sent, so that a client can fetch
+                    it again after a broken connection
+    held_bytes      limit on the bytes of all requests and results; if they exceed it, results that
+                    were not fetched within `told_seconds` are removed
     """
 
     def __init__(self, keep_seconds: float, told_seconds: float = 60.0, held_bytes: int = 2**30):
@@ -77,53 +81,65 @@ class Promises:
 
     @property
     def held(self) -> int:
-        """Bytes that are held for all tenants."""
+        """Return the bytes held for all tenants."""
         with self._lock:
             return self._held.total()
 
     def known(self, request_id: str, digest: bytes) -> Promise | None:
-        """The promise of that id, where the same was asked for before. Refused (409 would be tried
-        again: 400) for something else.
+        """Return the stored request of this id, or None if the id is new.
+
+        Raises Refused (400) if the stored request has another digest. The status is not 409,
+        because clients retry a 409.
         """
         promise = self._all.get(request_id)
         if promise is not None and promise.digest and promise.digest != digest:
             raise Refused(
                 400,
-                f"{request_id} was asked for before, and was something else: a number stands for one request",
+                f"{request_id} was used before for something else: use a new number for each "
+                "request",
             )
         return promise
 
     def check_room(self, tenant: str, size: int) -> None:
-        """Raise Refused (429) if a request of `size` bytes exceeds the bytes that are held, or the
-        tenant's part of them.
+        """Raise Refused (429) if `size` more bytes exceed `held_bytes` or the tenant's share.
+
+        Results of the tenant that were not fetched in time are removed first.
         """
-        # oldest last; a scan of everything, so only where it is needed
-        late: list[Promise] | None = None
+        # oldest last; computed only if needed, because it scans all requests
+        stale: list[Promise] | None = None
         while (refusal := self._refusal(tenant, size)) is not None:
-            late = (
+            stale = (
                 [promise for promise in self._late() if promise.tenant == tenant][::-1]
-                if late is None
-                else late
+                if stale is None
+                else stale
             )
-            if not late:
+            if not stale:
                 raise refusal
-            self._forget(late.pop())
+            self._forget(stale.pop())
 
     def _refusal(self, tenant: str, size: int) -> Refused | None:
+        """Return the error for `size` more bytes of a tenant, or None if they fit."""
         with self._lock:
-            total, mine = self._held.total(), self._held[tenant]
-        if not mine and total + size <= self.held_bytes:
-            return None  # a tenant that holds nothing may have one request
+            total, tenant_bytes = self._held.total(), self._held[tenant]
+        if not tenant_bytes and total + size <= self.held_bytes:
+            return None  # a tenant without requests may have a single large request
         try:
-            what = "bytes held of requests and of answers that were not fetched (--held-bytes)"
+            what = "bytes of requests and of results that were not fetched (--held-bytes)"
             check_share(
-                what, self.held_bytes, total, mine, self.others(tenant), more=size, retry_after=1.0
+                what,
+                self.held_bytes,
+                total,
+                tenant_bytes,
+                self.others(tenant),
+                more=size,
+                retry_after=1.0,
             )
         except Refused as refusal:
             return refusal
         return None
 
     def add(self, promise: Promise) -> Promise:
+        """Store a request, and encode its result as soon as its work is done."""
         self._all[promise.request_id] = promise
         with self._lock:
             self._held[promise.tenant] += promise.size
@@ -132,9 +148,7 @@ class Promises:
         return promise
 
     def _store(self, promise: Promise, done: Future) -> None:
-        """Keep the bytes of a result in the place of the result. Runs on the thread that settled
-        `done`.
-        """
+        """Replace a result by its encoded bytes. Runs on the thread that resolved `done`."""
         answer = stored(done, promise.what)
         with self._lock:
             if promise.request_id in self._all:
@@ -142,21 +156,28 @@ class Promises:
                 promise.size = len(answer.body)
         promise.finished = time.monotonic()
         promise.ready.set_result(answer)
-        # only now: whoever cancels `done` must not meet a `ready` that is still open
+        # last, so that cancelling `done` never cancels an unresolved `ready`
         promise.done = promise.ready
 
     def find(self, request_id: str, owner: str) -> Promise:
+        """Return a request. Raises Refused (410) if the id is unknown or has another owner."""
         promise = self._all.get(request_id)
         if promise is None or promise.owner != owner:
-            kept = f"answers are kept for {self.told_seconds:.0f} s after they were sent, unsent ones for {self.keep_seconds:.0f} s"
+            retention = (
+                f"results are kept for {self.told_seconds:.0f} s after they were sent, unsent "
+                f"results for {self.keep_seconds:.0f} s"
+            )
             raise Refused(
-                410, f"unknown request id: it has expired ({kept}), or was of an earlier server"
+                410,
+                f"unknown request id: it has expired ({retention}), or belongs to an earlier "
+                "server",
             )
         return promise
 
     def sweep(self) -> None:
-        """Forget expired answers, at most every so often. A request that never ends keeps no other
-        one.
+        """Remove expired results, at most every `told_seconds` / 64.
+
+        A request that never ends does not delay the removal of others.
         """
         now = time.monotonic()
         if now - self._swept < self.told_seconds / 64:
@@ -164,25 +185,30 @@ class Promises:
         self._swept = now
         for promise in list(self._all.values()):
             if promise.told is not None:
-                late = now - promise.told >= self.told_seconds
+                expired = now - promise.told >= self.told_seconds
             else:
-                late = promise.finished is not None and now - promise.finished >= self.keep_seconds
-            if late:
+                expired = (
+                    promise.finished is not None and now - promise.finished >= self.keep_seconds
+                )
+            if expired:
                 self._forget(promise)
         for promise in self._late() if self.held > self.held_bytes else ():
             if self.held > self.held_bytes:
                 self._forget(promise)
 
     def _late(self) -> list[Promise]:
-        """The answers that nobody asked for in `told_seconds`, the oldest first."""
-        late = time.monotonic() - self.told_seconds
+        """Return the requests with results not fetched within `told_seconds`, oldest first."""
+        stale_before = time.monotonic() - self.told_seconds
         return [
-            one
-            for one in list(self._all.values())
-            if one.told is None and one.finished is not None and one.finished < late
+            promise
+            for promise in list(self._all.values())
+            if promise.told is None
+            and promise.finished is not None
+            and promise.finished < stale_before
         ]
 
     def _forget(self, promise: Promise) -> None:
+        """Remove a request and subtract its bytes. Do nothing if it was removed before."""
         with self._lock:
             if self._all.pop(promise.request_id, None) is None:
                 return
@@ -192,11 +218,12 @@ class Promises:
 
 
 def digest_of(*parts: bytes) -> bytes:
+    """Return the 16-byte BLAKE2b digest of the parts, joined by zero bytes."""
     return hashlib.blake2b(b"\0".join(parts), digest_size=16).digest()
 
 
 def settled(promise: Promise, result: Any = None, error: BaseException | None = None) -> Promise:
-    """The same with its answer, which was known when it was asked for."""
+    """Resolve a request whose result or error is already known, and return the request."""
     if error is None:
         promise.done.set_result(result)
     else:

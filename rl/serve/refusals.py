@@ -1,6 +1,4 @@
-"""What a client is told when it does not get what it asked for: a status, a sentence, whose fault
-it is. Never a traceback.
-"""
+"""Turn errors into HTTP responses: status, message and category. A traceback is never sent."""
 
 from __future__ import annotations
 
@@ -8,12 +6,15 @@ from typing import Literal
 
 from rl.errors import UserError
 
-Category = Literal["user", "server", "unknown"]  # the SDK raises at once for the first, and says so
+# the SDK raises immediately for "user", and reports the error as the caller's
+Category = Literal["user", "server", "unknown"]
 
 
 class Refused(Exception):
-    """An answer with this HTTP status. `category` as in Tinker's failed futures; `retry_after`
-    seconds where another try may work.
+    """Signal that a request is refused, with an HTTP status and a message.
+
+    `category` is the category of Tinker's failed futures. `retry_after` is the number of seconds
+    after which a retry may succeed, or None.
     """
 
     def __init__(self, status: int, message: str, *, retry_after: float | None = None):
@@ -24,16 +25,19 @@ class Refused(Exception):
 
     @property
     def category(self) -> Category:
+        """Return "user" for a status below 500, otherwise "server"."""
         return "user" if self.status < 500 else "server"
 
 
 class Interrupted(Exception):
-    """The server ends before this was run: it was not, and may be asked for again."""
+    """Signal that the server shut down before it ran a request. The client may retry it."""
 
 
 def told(error: BaseException, what: str) -> tuple[str, Category]:
-    """(message, category) of what failed, for whoever asked. What is not the caller's to mend is
-    named, not shown.
+    """Return (message, category) of an error, for the client that sent the request.
+
+    Of an error that the caller cannot fix, the message holds only the type. `what` is the verb that
+    failed.
     """
     if isinstance(error, Refused):
         return error.message, error.category
@@ -45,8 +49,9 @@ def told(error: BaseException, what: str) -> tuple[str, Category]:
 
 
 def drop_traceback(error: BaseException | None) -> None:
-    """Clear the tracebacks of an error and its causes, so that a stored error keeps no request body
-    alive.
+    """Clear the tracebacks of an error and its causes.
+
+    Otherwise a stored error would keep a request body in memory.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

@@ -1,5 +1,7 @@
-"""Tinker's REST part: what there is (runs, checkpoints, sessions), removing it, its time to live,
-and taking it along.
+"""Serve the REST part of Tinker's protocol.
+
+Its routes list runs, checkpoints and sessions, delete checkpoints, set their time to live, and
+download them.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ from rl.serve.tenants import Tenants
 Answer = Callable[[Request], Awaitable[Response]]
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 _LINK_SECONDS = 3600
-_PIECE = 2**20  # bytes of a file that are sent at once
-ARCHIVE = "archive.tar"  # in a link: all files of the folder
+_PIECE = 2**20  # bytes read and sent per chunk of a file
+ARCHIVE = "archive.tar"  # file name in a link that means all files of the folder
 
 
 class Rest:
-    """What is answered under /api/v1 to those who look after what was saved."""
+    """Hold the handlers under /api/v1 that inspect and manage saved weights."""
 
     def __init__(self, desk: Desk, book: Book, tenants: Tenants, promises: Promises, links: Links):
         self.desk = desk
@@ -46,20 +48,21 @@ class Rest:
         self.links = links
 
     def routes(self) -> list[Route]:
-        one = "training_runs/{model_id}/checkpoints/{kind}/{name}"
+        """Return the routes of the REST part."""
+        checkpoint_path = "training_runs/{model_id}/checkpoints/{kind}/{name}"
         table: list[tuple[str, str, Answer]] = [
             ("GET", "get_server_capabilities", self.capabilities),
             ("GET", "training_runs", self.runs),
             ("GET", "training_runs/{model_id}", self.run),
             ("GET", "training_runs/{model_id}/checkpoints", self.checkpoints),
             ("GET", "checkpoints", self.all_checkpoints),
-            ("DELETE", one, self.delete),
-            ("PUT", one + "/ttl", self.ttl),
-            ("GET", one + "/archive", self.archive),
-            ("GET", one + "/external_weights_urls", self.file_urls),
+            ("DELETE", checkpoint_path, self.delete),
+            ("PUT", checkpoint_path + "/ttl", self.ttl),
+            ("GET", checkpoint_path + "/archive", self.archive),
+            ("GET", checkpoint_path + "/external_weights_urls", self.file_urls),
             ("GET", "files/{expires}/{sign}/{model_id}/{kind}/{name}/{file:path}", self.file),
-            ("POST", one + "/publish", _no_others),
-            ("DELETE", one + "/publish", _no_others),
+            ("POST", checkpoint_path + "/publish", _no_others),
+            ("DELETE", checkpoint_path + "/publish", _no_others),
             ("POST", "weights_info", self.weights_info),
             ("GET", "samplers/{sampler_id}", self.sampler),
             ("GET", "sessions", self.sessions),
@@ -70,27 +73,31 @@ class Rest:
         ]
 
     async def capabilities(self, request: Request) -> Response:
-        lengths = await self.desk.run(request.state.owner, "capabilities", self.desk.bases)
+        """Return the base models and their context lengths."""
+        bases = await self.desk.run(request.state.owner, "capabilities", self.desk.bases)
         models = [
             {
-                "model_name": one.name,
-                "max_context_length": one.max_context,
+                "model_name": base.name,
+                "max_context_length": base.max_context,
                 "trainable": True,
                 "sampleable": True,
             }
-            for one in lengths
+            for base in bases
         ]
         return JsonAnswer({"supported_models": models})
 
     # ---------------------------------------------------------------------------- runs, checkpoints
 
     def _run(self, model: Model) -> dict[str, Any]:
-        found = sorted(
-            (self._checkpoint(model, *one) for one in self.book.checkpoints(model)),
-            key=lambda one: one["time"],
+        """Return a training run as Tinker's JSON describes it."""
+        checkpoints = sorted(
+            (self._checkpoint(model, *entry) for entry in self.book.checkpoints(model)),
+            key=lambda entry: entry["time"],
         )
         last = {
-            kind: next((one for one in reversed(found) if one["checkpoint_type"] == kind), None)
+            kind: next(
+                (entry for entry in reversed(checkpoints) if entry["checkpoint_type"] == kind), None
+            )
             for kind in ("training", "sampler")
         }
         return {
@@ -107,8 +114,9 @@ class Rest:
         }
 
     def _checkpoint(self, model: Model, kind: str, folder: Path) -> dict[str, Any]:
+        """Return a checkpoint as Tinker's JSON describes it."""
         saved = RestClient().get_training_run_by_tinker_path(str(folder)).result().last_checkpoint
-        assert saved is not None  # the folder was just found to be a checkpoint's
+        assert saved is not None  # the folder has just been identified as a checkpoint
         return {
             "checkpoint_id": f"{kind}/{folder.name}",
             "checkpoint_type": _TYPES[kind],
@@ -121,60 +129,73 @@ class Rest:
         }
 
     async def runs(self, request: Request) -> Response:
+        """Return a page of the owner's training runs, the most recently used first."""
         models = sorted(
             self.book.models_of(request.state.owner),
             key=lambda model: model.last_request,
             reverse=True,
         )
         page, cursor = _page(request, models)
-        shown = await asyncio.to_thread(lambda: [self._run(model) for model in page])
-        return JsonAnswer({"training_runs": shown, "cursor": cursor})
+        records = await asyncio.to_thread(lambda: [self._run(model) for model in page])
+        return JsonAnswer({"training_runs": records, "cursor": cursor})
 
     async def run(self, request: Request) -> Response:
+        """Return a training run."""
         return JsonAnswer(await asyncio.to_thread(self._run, self._model(request)))
 
     def _model(self, request: Request) -> Model:
+        """Return the model of the path. Raises Refused (404) if the owner has no such model."""
         model = self.book.models.get(request.path_params["model_id"])
         if model is None or model.owner != request.state.owner:
-            raise Refused(404, f"there is no training run {request.path_params['model_id'][:80]!r}")
+            raise Refused(404, f"unknown training run {request.path_params['model_id'][:80]!r}")
         return model
 
     async def checkpoints(self, request: Request) -> Response:
+        """Return the checkpoints of a training run."""
         model = self._model(request)
-        found = await asyncio.to_thread(
-            lambda: [self._checkpoint(model, *one) for one in self.book.checkpoints(model)]
-        )
-        return JsonAnswer({"checkpoints": found})
-
-    async def all_checkpoints(self, request: Request) -> Response:
-        models = self.book.models_of(request.state.owner)
-        found = await asyncio.to_thread(
+        checkpoints = await asyncio.to_thread(
             lambda: [
-                self._checkpoint(model, *one)
-                for model in models
-                for one in self.book.checkpoints(model)
+                self._checkpoint(model, *location) for location in self.book.checkpoints(model)
             ]
         )
-        page, cursor = _page(request, sorted(found, key=lambda one: one["time"], reverse=True))
+        return JsonAnswer({"checkpoints": checkpoints})
+
+    async def all_checkpoints(self, request: Request) -> Response:
+        """Return a page of the checkpoints of all runs of the owner, the newest first."""
+        models = self.book.models_of(request.state.owner)
+        checkpoints = await asyncio.to_thread(
+            lambda: [
+                self._checkpoint(model, *entry)
+                for model in models
+                for entry in self.book.checkpoints(model)
+            ]
+        )
+        page, cursor = _page(
+            request, sorted(checkpoints, key=lambda entry: entry["time"], reverse=True)
+        )
         return JsonAnswer({"checkpoints": page, "cursor": cursor})
 
     def _folder(self, request: Request) -> Path:
-        where = request.path_params
+        """Return the folder of the checkpoint of the path."""
+        params = request.path_params
         return self.book.folder_of(
-            f"tinker://{where['model_id']}/{where['kind']}/{where['name']}", request.state.owner
+            f"tinker://{params['model_id']}/{params['kind']}/{params['name']}", request.state.owner
         )[1]
 
     async def delete(self, request: Request) -> Response:
+        """Delete a checkpoint."""
         await asyncio.to_thread(lambda: checkpoint.remove(self._folder(request)))
         return Response(status_code=204)
 
     async def ttl(self, request: Request) -> Response:
+        """Set or remove the time to live of a checkpoint, in seconds."""
         body = await Body.of(request)
         seconds = body.maybe_whole("ttl_seconds", 1)
         await asyncio.to_thread(lambda: checkpoint.expire(self._folder(request), seconds))
         return Response(status_code=204)
 
     async def weights_info(self, request: Request) -> Response:
+        """Return the base model and the LoRA settings of saved weights."""
         body = await Body.of(request)
         path = body.text("tinker_path")
         model, folder = await asyncio.to_thread(self.book.folder_of, path, request.state.owner)
@@ -187,11 +208,12 @@ class Rest:
         }
         return JsonAnswer({"base_model": model.base.name, **flags})
 
-    # ------------------------------------------------------------------------------ taking it along
+    # ------------------------------------------------------------------------------------ downloads
 
     async def archive(self, request: Request) -> Response:
-        """A redirect to a link for the folder as a tar file, which needs no key and works for an
-        hour.
+        """Return a redirect to a link to the folder as a tar file.
+
+        The link needs no key and expires after an hour.
         """
         folder = await asyncio.to_thread(self._folder, request)
         await asyncio.to_thread(checkpoint.verify, folder)
@@ -203,7 +225,7 @@ class Rest:
         return Response(status_code=302, headers=headers)
 
     async def file_urls(self, request: Request) -> Response:
-        """A link for each file that needs no key, and works for an hour."""
+        """Return a link for each file. A link needs no key and expires after an hour."""
         folder = await asyncio.to_thread(self._folder, request)
         expires, hidden = int(time.time()) + _LINK_SECONDS, (checkpoint.MANIFEST, "state.json")
         names = [
@@ -219,54 +241,65 @@ class Rest:
         )
 
     def _link(self, request: Request, expires: int, name: str) -> str:
-        where = request.path_params
-        place = f"{where['model_id']}/{where['kind']}/{where['name']}/{name}"
+        """Return a signed URL of a file of the path's checkpoint. `expires`: Unix seconds."""
+        params = request.path_params
+        place = f"{params['model_id']}/{params['kind']}/{params['name']}/{name}"
         path = self.links.path(request.state.owner, expires, place)
         return f"{str(request.base_url).rstrip('/')}{path}"
 
     async def file(self, request: Request) -> Response:
-        where = request.path_params
-        model = self.book.models.get(where["model_id"])
-        known = model is not None and self.links.valid(model.owner, request.scope["path"])
-        if model is None or not known or where["kind"] not in KINDS:
-            raise Refused(404, "the link is none of this server's, or has expired")
-        tinker_path = f"tinker://{model.model_id}/{where['kind']}/{where['name']}"
+        """Return the file of a signed link, or the folder as a tar file.
+
+        Raises Refused (404) if the link is invalid or expired, or if the file does not exist.
+        """
+        params = request.path_params
+        model = self.book.models.get(params["model_id"])
+        valid = model is not None and self.links.valid(model.owner, request.scope["path"])
+        if model is None or not valid or params["kind"] not in KINDS:
+            raise Refused(404, "the link was not created by this server, or it has expired")
+        tinker_path = f"tinker://{model.model_id}/{params['kind']}/{params['name']}"
         _, folder = await asyncio.to_thread(self.book.folder_of, tinker_path, model.owner)
-        if where["file"] == ARCHIVE:
+        if params["file"] == ARCHIVE:
             headers = {"content-disposition": f'attachment; filename="{folder.name}.tar"'}
-            pieces = tar_of(folder)
+            chunks = tar_of(folder)
             try:
-                await asyncio.to_thread(next, pieces)
-            except OSError as error:  # somebody removed it in between
-                raise Refused(404, f"there is nothing at {tinker_path}") from error
-            return StreamingResponse(pieces, media_type="application/x-tar", headers=headers)
-        file = (folder / where["file"]).resolve()
+                await asyncio.to_thread(next, chunks)
+            except OSError as error:  # removed in the meantime
+                raise Refused(404, f"no checkpoint at {tinker_path}") from error
+            return StreamingResponse(chunks, media_type="application/x-tar", headers=headers)
+        file = (folder / params["file"]).resolve()
         if not file.is_file() or not file.is_relative_to(folder.resolve()):
-            raise Refused(404, "there is no such file")
+            raise Refused(404, "the checkpoint has no such file")
         return FileResponse(file)
 
-    # --------------------------------------------------------------------------------- who is there
+    # ----------------------------------------------------------------------- samplers and sessions
 
     async def sampler(self, request: Request) -> Response:
+        """Return the base model of a sampling session and the path of its weights."""
         sampler = self.book.sampler(request.path_params["sampler_id"], request.state.owner)
         path = None
         if sampler.path is not None:
-            model_id = f"{sampler.path.parent.parent.parent.name}:train:{sampler.path.parent.parent.name.removeprefix('train-')}"
+            model_id = (
+                f"{sampler.path.parent.parent.parent.name}:train:"
+                f"{sampler.path.parent.parent.name.removeprefix('train-')}"
+            )
             path = f"tinker://{model_id}/{sampler.path.parent.name}/{sampler.path.name}"
         return JsonAnswer(
             {"sampler_id": sampler.sampler_id, "base_model": sampler.base.name, "model_path": path}
         )
 
     async def sessions(self, request: Request) -> Response:
-        mine = [
+        """Return a page of the owner's session ids, the newest first."""
+        session_ids = [
             session.session_id
             for session in list(self.book.sessions.values())
             if session.owner == request.state.owner
         ]
-        page, _ = _page(request, mine[::-1])
+        page, _ = _page(request, session_ids[::-1])
         return JsonAnswer({"sessions": page})
 
     async def session(self, request: Request) -> Response:
+        """Return the training runs and sampling sessions of a session."""
         session = self.book.session(
             request.path_params["session_id"], request.state.owner, alive=False
         )
@@ -276,25 +309,28 @@ class Rest:
             if model.session == session.session_id
         ]
         samplers = [
-            one.sampler_id
-            for one in list(self.book.samplers.values())
-            if one.session == session.session_id
+            sampler.sampler_id
+            for sampler in list(self.book.samplers.values())
+            if sampler.session == session.session_id
         ]
-        found = {
+        ids = {
             "training_run_ids": models,
             "sampler_ids": samplers,
             "user_metadata": session.user_metadata,
         }
-        return JsonAnswer({**found, "display_name": session.display_name})
+        return JsonAnswer({**ids, "display_name": session.display_name})
 
 
 def files_of(folder: Path) -> list[Path]:
+    """Return all files below `folder`, sorted by path."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def tar_of(folder: Path) -> Iterator[bytes]:
-    """Yield a tar file of a folder, a piece at a time; no copy is written. With the first piece, an
-    empty one, all files are open.
+    """Yield a tar file of a folder in chunks. No copy is written to disk.
+
+    The first chunk is empty. When it has been yielded, all files are open. Raises
+    FileNotFoundError if the folder has no manifest, and OSError if a file shrinks meanwhile.
     """
     with contextlib.ExitStack() as stack:
         opened = [
@@ -309,26 +345,29 @@ def tar_of(folder: Path) -> Iterator[bytes]:
             status = os.fstat(file.fileno())
             info.size, info.mtime = status.st_size, int(status.st_mtime)
             yield info.tobuf(tarfile.PAX_FORMAT)
-            left = info.size
-            while left:
-                piece = file.read(min(left, _PIECE))
-                if not piece:
-                    raise OSError(f"{name} became shorter while it was sent")
-                left -= len(piece)
-                yield piece
+            remaining = info.size
+            while remaining:
+                chunk = file.read(min(remaining, _PIECE))
+                if not chunk:
+                    raise OSError(f"{name} became shorter while it was being sent")
+                remaining -= len(chunk)
+                yield chunk
             yield bytes(-info.size % tarfile.BLOCKSIZE)
     yield bytes(2 * tarfile.BLOCKSIZE)
 
 
 def _page(request: Request, found: list[Any]) -> tuple[list[Any], dict[str, int]]:
-    """What `limit` and `offset` ask for, and where that lies in the whole."""
-    asked = {
+    """Return the items that `limit` and `offset` select, and the cursor (with the total count).
+
+    Raises Refused (400) if either is not a whole number.
+    """
+    requested = {
         name: request.query_params.get(name, default)
         for name, default in (("limit", "20"), ("offset", "0"))
     }
-    if not all(value.isdigit() and len(value) < 10 for value in asked.values()):
-        raise Refused(400, f"limit and offset are whole numbers, got {asked}")
-    limit, offset = int(asked["limit"]), int(asked["offset"])
+    if not all(value.isdigit() and len(value) < 10 for value in requested.values()):
+        raise Refused(400, f"limit and offset must be whole numbers, got {requested}")
+    limit, offset = int(requested["limit"]), int(requested["offset"])
     return found[offset : offset + limit], {
         "offset": offset,
         "limit": limit,
@@ -337,8 +376,10 @@ def _page(request: Request, found: list[Any]) -> tuple[list[Any], dict[str, int]
 
 
 def _moment(seconds: float) -> str:
+    """Return a Unix time as ISO 8601 text in UTC."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 async def _no_others(request: Request) -> Response:
-    raise Refused(400, "not done here: publishing; what a key saved is that key's")
+    """Raise Refused (400): checkpoints cannot be published."""
+    raise Refused(400, "publishing is not supported here: a checkpoint belongs to its key")

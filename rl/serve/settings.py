@@ -1,4 +1,4 @@
-"""What a server is started with."""
+"""Define the settings of a server."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from pathlib import Path
 from rl.clients import WorkerSettings
 from rl.errors import UserError
 
-LOCAL = "local"  # the owner of everything where no keys are asked for
+LOCAL = "local"  # the owner of everything if the server has no keys
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True)
 class ServedBase:
-    """A base model under the name that clients ask for, and where it is (a hub name, a folder,
-    tiny:<preset>).
+    """Hold a base model: the name that clients request, and its source.
+
+    `where` is a hub name, a folder or `tiny:<preset>`.
     """
 
     name: str
@@ -25,7 +26,7 @@ class ServedBase:
 
     @classmethod
     def parse(cls, text: str) -> ServedBase:
-        """Of NAME, NAME=WHERE or NAME=WHERE,TOKENIZER."""
+        """Parse NAME, NAME=WHERE or NAME=WHERE,TOKENIZER. Raises UserError for other text."""
         name, _, rest = text.partition("=")
         where, _, tokenizer = rest.partition(",")
         if not name or (rest and not where):
@@ -37,37 +38,40 @@ class ServedBase:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one server takes on at once. Beyond it a request is refused by name, at once, and what
-    is running goes on.
+    """Hold the limits of a server.
+
+    A request beyond a limit is refused immediately, with the limit's name. Running requests
+    continue.
     """
 
     body_bytes: int = 256 * 2**20
-    header_seconds: float = 20.0  # for a request's line and headers to come
-    body_seconds: float = 60.0  # for its body to come, and a second more for every 64 KiB
+    header_seconds: float = 20.0  # timeout for the request line and headers
+    body_seconds: float = 60.0  # timeout for the body, plus a second for every 64 KiB received
     open_requests: int = 2048
-    queued: int = 4096  # requests that were taken and have not begun
-    tokens: int = 4_000_000  # of one request: prompt and answers, or all datums
+    queued: int = 4096  # accepted requests that have not started
+    tokens: int = 4_000_000  # of a request: prompt and samples, or all datums
     sessions: int = 256
-    models: int = 64  # training clients of all sessions, in memory or written out
+    models: int = 64  # training clients of all sessions, in memory or on disk
     models_in_memory: int = 8
-    samplers: int = 4096  # sampling sessions; beyond, the oldest of whoever has most are forgotten
+    # sampling sessions; beyond it, the oldest sessions of the tenant that has most are removed
+    samplers: int = 4096
     samplers_in_memory: int = 64
-    poll_seconds: float = 25.0  # the longest that a poll is held; the SDK gives up after 45
-    result_seconds: float = 3600.0  # how long an answer is kept that nobody asked for
-    told_seconds: float = 60.0  # how long an answer that was sent can be asked for again
-    held_bytes: int = 2**30  # of requests that wait and of answers that are kept
-    session_seconds: float = 900.0  # without a heartbeat: what it has in memory is given back
+    poll_seconds: float = 25.0  # longest wait of a poll; the SDK gives up after 45 s
+    result_seconds: float = 3600.0  # time for which a result that was never fetched is kept
+    told_seconds: float = 60.0  # time for which a result can be fetched again after it was sent
+    held_bytes: int = 2**30  # bytes of waiting requests and stored results
+    session_seconds: float = 900.0  # without a heartbeat, until the session's memory is freed
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not value > 0:
-                raise UserError(
-                    f"--{name.replace('_', '-')} is {value}: a server that takes nothing serves nobody; give more than 0"
-                )
+                raise UserError(f"--{name.replace('_', '-')} is {value}: it must be greater than 0")
 
 
 @dataclass(frozen=True)
 class ServeSettings:
+    """Hold the settings of a server, and check them. Raises UserError if a value is wrong."""
+
     bases: tuple[ServedBase, ...]
     output_dir: Path
     host: str = "127.0.0.1"
@@ -85,42 +89,47 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         if not self.bases:
-            raise UserError("there is nothing to serve: give --base-model, such as Qwen/Qwen3-0.6B")
+            raise UserError("no model to serve: pass --base-model, such as Qwen/Qwen3-0.6B")
         names = [base.name for base in self.bases]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise UserError(f"--base-model {twice[0]} is given twice: a name stands for one model")
+        duplicates = sorted({name for name in names if names.count(name) > 1})
+        if duplicates:
+            raise UserError(f"--base-model {duplicates[0]} occurs twice: each name must be unique")
         if self.host not in LOOPBACK and not self.keys:
             raise UserError(
-                f"--host {self.host} can be reached by others, who could train and sample here: give keys (--keys-file, or "
-                "WHETSTONE_SERVE_KEYS)"
+                f"--host {self.host} can be reached from other machines, which could train and "
+                "sample here: set keys "
+                "(--keys-file, or WHETSTONE_SERVE_KEYS)"
             )
         if not self.stop_grace >= 1:
-            raise UserError(
-                f"--stop-grace is a number of seconds of at least 1, got {self.stop_grace}"
-            )
+            raise UserError(f"--stop-grace must be at least 1 second, got {self.stop_grace}")
         if not 0 <= self.port <= 65535:
-            raise UserError(f"--port is 0 (any that is free) to 65535, got {self.port}")
+            raise UserError(f"--port must be 0 (any free port) to 65535, got {self.port}")
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise UserError("TLS takes both --tls-cert and --tls-key")
-        short = [key for key in self.keys if len(key) < 16]
-        if short:
+            raise UserError("TLS needs both --tls-cert and --tls-key")
+        short_keys = [key for key in self.keys if len(key) < 16]
+        if short_keys:
             raise UserError(
-                f"a key has {len(short[0])} characters: at least 16, such as tml-$(openssl rand -hex 24)"
+                f"a key has {len(short_keys[0])} characters: it needs at least 16, such as "
+                "tml-$(openssl rand -hex 24)"
             )
 
     def base(self, name: str | None) -> ServedBase:
-        """The base of that name, the first without one. Raises UserError, which names those there
-        are.
+        """Return the base model called `name`, or the first base model if `name` is None.
+
+        Raises UserError, which lists the served base models, if the name is unknown.
         """
         for base in self.bases:
             if name in (None, base.name):
                 return base
         raise UserError(
-            f"there is no base model {name!r} here: {', '.join(base.name for base in self.bases)}"
+            f"unknown base model {name!r}: this server has "
+            f"{', '.join(base.name for base in self.bases)}"
         )
 
 
 def owner_of(key: str) -> str:
-    """What is noted of a key: enough to tell tenants apart, too little to get in with."""
+    """Return the owner id of a key, 16 hexadecimal digits of its SHA-256.
+
+    The id distinguishes tenants but does not grant access.
+    """
     return hashlib.sha256(b"whetstone owner " + key.encode()).hexdigest()[:16]

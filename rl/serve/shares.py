@@ -1,10 +1,9 @@
-"""One rule of fairness for everything that tenants share: the queue, sessions, models, samplers,
-open requests, bytes.
+"""Limit each tenant's share of a resource: queue, sessions, models, samplers, open requests, bytes.
 
-While there are other tenants, each may hold half of what they leave free, so that whoever comes
-next finds room. (Routers bound flows that share a buffer by this rule: Choudhury and Hahne,
-"Dynamic queue length thresholds for shared-memory packet switches", 1998, with their factor at 1.)
-A tenant is a key, or a session where the server has no keys.
+While other tenants exist, each tenant may hold half of the capacity that the others do not use, so
+that capacity remains for the next tenant. (Routers limit flows that share a buffer by this rule:
+Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998, with
+their factor at 1.) A tenant is a key, or a session if the server has no keys.
 """
 
 from __future__ import annotations
@@ -18,8 +17,10 @@ T = TypeVar("T")
 
 
 def part_of(limit: int, total: int, mine: int) -> int:
-    """Return how much of `limit` a tenant may hold that holds `mine` of the `total` that is taken.
-    At least 1.
+    """Return the amount of `limit` that a tenant may hold, at least 1.
+
+    total    amount that all tenants hold
+    mine     amount that the tenant holds
     """
     return max(1, (limit - (total - mine)) // 2)
 
@@ -34,23 +35,31 @@ def check_share(
     more: int = 1,
     retry_after: float = 5.0,
 ) -> None:
-    """Raise Refused (429) if `more` does not fit beside the `total` that is taken, or exceeds the
-    tenant's part.
+    """Raise Refused (429) if `more` exceeds the free capacity or the tenant's share.
 
-    `others`: whether other tenants may ask. `what` names the resource, and its flag, in the plural.
+    what      the resource, in the plural, with its flag
+    limit     capacity of the server
+    total     amount that all tenants hold
+    mine      amount that the tenant holds
+    others    whether other tenants exist
     """
     if total + more > limit:
-        text = f"there are {total} {what}, and {limit} are the most of this server: try again later"
+        text = f"this server holds {total} {what}, and its limit is {limit}: try again later"
         raise Refused(429, text, retry_after=retry_after)
-    part = part_of(limit, total, mine)
-    if others and mine + more > part:
-        text = f"{mine} of the {what} are yours, and {part} is your part of what others use too: try again later"
+    share = part_of(limit, total, mine)
+    if others and mine + more > share:
+        text = (
+            f"{mine} of the {what} are yours, and your share is {share} while other tenants "
+            "exist: try again later"
+        )
         raise Refused(429, text, retry_after=retry_after)
 
 
 def surplus(holders: Mapping[T, str], oldest_first: Iterable[T], count: int) -> list[T]:
-    """Choose `count` items to give up: each time the oldest one of the tenant that holds most.
-    `holders`: the tenant of each item.
+    """Return `count` items to evict: repeatedly the oldest item of the tenant that holds most.
+
+    holders         the tenant of each item
+    oldest_first    the items that may be evicted
     """
     counts: dict[str, int] = {}
     for tenant in holders.values():

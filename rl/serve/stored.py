@@ -1,5 +1,7 @@
-"""Answers as bytes: a finished request keeps what travels, in protobuf where its kind has one, and
-no object, request or traceback.
+"""Encode results as bytes: a finished request keeps only the encoded response.
+
+It keeps no object, request or traceback. The encoding is protobuf if the result has a message
+type, otherwise JSON.
 """
 
 from __future__ import annotations
@@ -23,19 +25,20 @@ Kind = Literal["outputs", "samples", "json", "error", "interrupted"]
 
 @dataclass(frozen=True)
 class StoredAnswer:
-    """An encoded answer. `kind`: what `body` holds."""
+    """Hold an encoded result. `kind` is the type of `body`."""
 
     kind: Kind
     body: bytes
 
     def response(self, protobuf: bool) -> Response:
-        """Return the answer in the form that a client takes. Raises Refused (503) if the server
-        ended before it ran the request.
+        """Return the HTTP response, in protobuf or in JSON.
+
+        Raises Refused (503) if the server shut down before it ran the request.
         """
         if self.kind == "interrupted":
             raise Refused(
                 503,
-                "the server is shutting down, and had not begun with this: try again",
+                "the server is shutting down and has not started this request: try again",
                 retry_after=5.0,
             )
         if self.kind in ("json", "error"):
@@ -48,14 +51,14 @@ class StoredAnswer:
 
 
 def stored(done: Future, what: str) -> StoredAnswer:
-    """Encode what a finished future holds. An error is kept as its message and category."""
+    """Encode the result of a finished future. An error is kept as its message and category."""
     if done.cancelled():
-        return _error("it was cancelled", "user")
+        return _error("the request was cancelled", "user")
     error = done.exception()
     if error is None:
         try:
             return _encoded(done.result())
-        except Exception as caught:  # boundary: a result that cannot be written is an answer too
+        except Exception as caught:  # boundary: a failed encoding is a result too
             error = caught
     if isinstance(error, Interrupted):
         return StoredAnswer("interrupted", b"")
@@ -63,6 +66,7 @@ def stored(done: Future, what: str) -> StoredAnswer:
 
 
 def _encoded(result: Any) -> StoredAnswer:
+    """Encode a result. Raises ValueError or TypeError if it cannot be encoded."""
     if isinstance(result, ForwardBackwardOutput):
         return StoredAnswer("outputs", convert.forward_backward_output(result))
     if isinstance(result, SampleResponse):
@@ -73,6 +77,7 @@ def _encoded(result: Any) -> StoredAnswer:
 
 
 def _error(message: str, category: Category) -> StoredAnswer:
+    """Encode an error. The message is cut to 10,000 characters."""
     return StoredAnswer(
         "error", json.dumps({"error": message[:10_000], "category": category}).encode("ascii")
     )

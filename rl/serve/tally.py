@@ -1,5 +1,6 @@
-"""What a server has done, for Prometheus:
-https://prometheus.io/docs/instrumenting/exposition_formats (text, 0.0.4).
+"""Count the work of a server, and render it for Prometheus.
+
+The format is https://prometheus.io/docs/instrumenting/exposition_formats (text, 0.0.4).
 """
 
 from __future__ import annotations
@@ -8,28 +9,28 @@ import threading
 from collections.abc import Callable, Mapping
 
 _HELP = {
-    "requests_total": ("counter", "Answers, by route and status."),
-    "request_seconds_total": ("counter", "Time spent on answers, by route."),
-    "sampled_tokens_total": ("counter", "Tokens drawn."),
-    "prompt_tokens_total": ("counter", "Prompt tokens read."),
-    "trained_tokens_total": ("counter", "Tokens of datums that went forward, or forward and back."),
-    "work_total": ("counter", "Verbs that were executed, by verb and outcome."),
-    "work_seconds_total": ("counter", "Time spent executing, by verb."),
+    "requests_total": ("counter", "Responses, by route and status."),
+    "request_seconds_total": ("counter", "Seconds spent on responses, by route."),
+    "sampled_tokens_total": ("counter", "Tokens sampled."),
+    "prompt_tokens_total": ("counter", "Prompt tokens processed."),
+    "trained_tokens_total": ("counter", "Tokens of datums in forward and forward_backward calls."),
+    "work_total": ("counter", "Verbs executed, by verb and outcome."),
+    "work_seconds_total": ("counter", "Seconds spent executing, by verb."),
     "written_out_total": (
         "counter",
-        "Models that were written to disk to make room, and read back, by which.",
+        "Models written to disk to free memory, and models read back, by which.",
     ),
-    "open_requests": ("gauge", "Requests being answered now."),
-    "queued": ("gauge", "Requests that were taken and have not begun."),
-    "held_bytes": ("gauge", "Bytes of requests that wait and of answers that are kept."),
-    "sessions": ("gauge", "Sessions that are alive."),
-    "models": ("gauge", "Training clients, by where they are."),
+    "open_requests": ("gauge", "Requests in progress."),
+    "queued": ("gauge", "Accepted requests that have not started."),
+    "held_bytes": ("gauge", "Bytes of waiting requests and stored results."),
+    "sessions": ("gauge", "Live sessions."),
+    "models": ("gauge", "Training clients, by location (memory or disk)."),
     "samplers": ("gauge", "Sampling sessions."),
 }
 
 
 class Tally:
-    """Counters that any thread adds to, and gauges that are asked for when somebody looks."""
+    """Hold counters, which any thread may increase, and gauges, which are read when rendered."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,22 +38,24 @@ class Tally:
         self.gauges: dict[str, Callable[[], Mapping[str, float] | float]] = {}
 
     def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
+        """Increase a counter by `amount`."""
         key = tuple(sorted(labels.items()))
         with self._lock:
             counts = self._counts.setdefault(name, {})
             counts[key] = counts.get(key, 0.0) + amount
 
     def value(self, name: str, **labels: str) -> float:
+        """Return the value of a counter, 0 if it was never increased."""
         with self._lock:
             return self._counts.get(name, {}).get(tuple(sorted(labels.items())), 0.0)
 
     def page(self) -> str:
-        """All of it as a scraper reads it."""
+        """Return all counters and gauges as Prometheus text."""
         with self._lock:
-            counts = {name: dict(found) for name, found in self._counts.items()}
-        for name, ask in self.gauges.items():
-            found = ask()
-            table = found if isinstance(found, Mapping) else {"": found}
+            counts = {name: dict(values) for name, values in self._counts.items()}
+        for name, read_gauge in self.gauges.items():
+            values = read_gauge()
+            table = values if isinstance(values, Mapping) else {"": values}
             counts[name] = {
                 ((("state", label),) if label else ()): value for label, value in table.items()
             }
@@ -61,7 +64,9 @@ class Tally:
             kind, text = _HELP[name]
             lines += [f"# HELP whetstone_{name} {text}", f"# TYPE whetstone_{name} {kind}"]
             for key, value in sorted(counts[name].items()):
-                labels = ",".join(f'{label}="{_escaped(said)}"' for label, said in key)
+                labels = ",".join(
+                    f'{label}="{_escaped(label_value)}"' for label, label_value in key
+                )
                 lines.append(
                     f"whetstone_{name}{{{labels}}} {value:g}"
                     if labels
@@ -71,4 +76,5 @@ class Tally:
 
 
 def _escaped(text: str) -> str:
+    """Escape a label value."""
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -1,5 +1,6 @@
-"""What the desk's thread does for tenants: their models in memory or written out, their requests in
-order, their samplers.
+"""Manage the models and samplers of tenants, and run their requests in order.
+
+Models are in memory or written to disk. The work runs on the thread of `Desk`.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ from rl.types import AdamParams, Datum
 
 Steps = Generator[None, None, Any]
 SAVED = "sampler_weights"
-# of weights that were saved for samplers, so that the sampler that comes next needs not read them
+# snapshots of weights saved for samplers that stay in memory, so that the next sampler need not
+# read them
 _KEPT_SNAPSHOTS = 8
-_GAP_SECONDS = 10.0  # how long a number that an earlier server took is waited for
+_GAP_SECONDS = 10.0  # wait for a sequence number that an earlier server may have used
 
 
 class Tenants:
-    """Executes verbs on models. Everything that is a generator runs on the desk's thread, a slice
-    at a time.
+    """Execute verbs on models.
+
+    A method that returns a generator runs on the thread of `Desk`, a slice at a time.
     """
 
     def __init__(self, desk: Desk, book: Book):
@@ -46,7 +49,7 @@ class Tenants:
         )
 
     def others(self, tenant: str) -> bool:
-        """Whether somebody else may ask: another key, or another session that is alive."""
+        """Return whether another tenant exists: another key, or another live session."""
         if self.desk.settings.keys:
             return len(self.desk.settings.keys) > 1
         return any(
@@ -55,17 +58,23 @@ class Tenants:
         )
 
     def _where(self) -> dict[str, float]:
-        held = sum(model.client is not None for model in list(self.book.models.values()))
-        return {"in_memory": float(held), "written_out": float(len(self.book.models) - held)}
+        """Return the number of models in memory and of models written to disk."""
+        loaded = sum(model.client is not None for model in list(self.book.models.values()))
+        return {"in_memory": float(loaded), "written_out": float(len(self.book.models) - loaded)}
 
     # --------------------------------------------------------------------------- requests, in order
 
     def ask(self, model: Model, seq: int, promise: Promise, work: Callable[[], Steps]) -> None:
-        """Queues what a model is asked, in the order of `seq`: what comes before its turn waits for
-        it.
+        """Queue a request of a model, in the order of `seq`.
+
+        A request that arrives before its predecessors waits for them. A number that was used before
+        gives an error as the result. Raises Refused (429) if the queue is full.
         """
         if seq < model.next_seq:
-            message = f"{model.model_id} was asked its request {seq} before, and has forgotten the answer; it goes on with {model.next_seq}"
+            message = (
+                f"{model.model_id} has already run its request {seq}, and the result has expired; "
+                f"the next seq_id is {model.next_seq}"
+            )
             promise.done.set_exception(Refused(400, message))
             return
         tenant = self.desk.tenant(model.owner, model.session)
@@ -83,7 +92,7 @@ class Tenants:
         self.release(model)
 
     def release(self, model: Model) -> None:
-        """Gives what can run now to the desk."""
+        """Submit the requests that no longer wait for an earlier number."""
         while model.next_seq in model.waiting:
             model.gap_since = None
             job = model.waiting.pop(model.next_seq)
@@ -94,26 +103,29 @@ class Tenants:
             model.gap_since = model.gap_since or time.monotonic()
 
     def pass_gaps(self) -> None:
-        """Requests that an earlier server answered, and whose effect it lost, never come again:
-        says so rather than wait for them.
+        """Skip numbers that an earlier server used and whose effect was lost.
+
+        Their requests never arrive again. After 10 s the model's next update fails with an error
+        that says so, instead of waiting forever.
         """
         for model in list(self.book.models.values()):
             if model.gap_since is not None and time.monotonic() - model.gap_since > _GAP_SECONDS:
                 model.failed = model.failed or (
-                    "the server was started again since, and what was accumulated before is gone: repeat the forward_backward of this step"
+                    "the server was restarted, and the gradients accumulated before are lost: "
+                    "repeat the forward_backward of this step"
                 )
                 model.next_seq, model.gap_since = min(model.waiting), None
                 self.release(model)
 
     def give_up_waiting(self) -> None:
-        """The server ends: what waits for an earlier number is answered with "try again"."""
+        """Answer the requests that wait for an earlier number with "try again": the server ends."""
         for model in list(self.book.models.values()):
             for job in self.taken_back(model):
                 if job.done.set_running_or_notify_cancel():
                     job.done.set_exception(Interrupted())
 
     def taken_back(self, model: Model) -> list[Job]:
-        """What waits for an earlier number, no longer."""
+        """Remove the requests that wait for an earlier number, and return them."""
         waiting, model.waiting = list(model.waiting.values()), {}
         for job in waiting:
             self.desk.turns.early(job.tenant, -1)
@@ -121,6 +133,7 @@ class Tenants:
 
     @staticmethod
     def _run(model: Model, seq: int, work: Callable[[], Steps]) -> Steps:
+        """Run the work of request `seq`, and mark the model as busy meanwhile."""
         model.busy, model.ran = True, seq
         try:
             return (yield from work())
@@ -131,7 +144,10 @@ class Tenants:
     # ----------------------------------------------------------------------------- models in memory
 
     def create(self, model: Model, make: Callable[[], TrainingClient]) -> Steps:
-        """`make` in the room that is made for it. A model that cannot be made leaves no files."""
+        """Create a model with `make`, after evicting others if memory is full.
+
+        If it cannot be created, its files are removed and its waiting requests fail.
+        """
         yield
         fresh = not model.folder.exists()
         self._make_room()
@@ -143,7 +159,7 @@ class Tenants:
         except BaseException as error:
             self.let_go(model)
             self.book.forget_model(model, fresh)
-            for job in self.taken_back(model):  # nobody would find them any more
+            for job in self.taken_back(model):  # the model is no longer known
                 if job.done.set_running_or_notify_cancel():
                     job.done.set_exception(
                         UserError(f"{model.model_id} could not be made: {error}")
@@ -152,12 +168,17 @@ class Tenants:
         return model.answer
 
     def client_of(self, model: Model) -> TrainingClient:
-        """The model's client, read back where it was written out."""
+        """Return the model's client, and read the model from disk if it was written out.
+
+        Raises UserError if the model was only in memory when an earlier server ended.
+        """
         if model.client is None:
             if not model.written:
                 raise UserError(
-                    f"{model.model_id} was in memory alone when the server ended: make a training client from what was saved of it "
-                    "(rest_client.list_checkpoints), and start the server with --durable to lose none"
+                    f"{model.model_id} was only in memory when the server ended: create a "
+                    "training client from one of its checkpoints "
+                    "(rest_client.list_checkpoints), and start the server with --durable to keep "
+                    "models across restarts"
                 )
             self._make_room()
             model.client = self.desk.service.create_training_client_from_state_with_optimizer(
@@ -167,24 +188,28 @@ class Tenants:
         return model.client
 
     def _make_room(self) -> None:
-        """Write out the least recently used model of the tenant that holds most, until one more
-        fits. One with a gradient stays.
+        """Write models to disk until another model fits into memory.
+
+        Each time, the least recently used model of the tenant that holds most is written. A model
+        with a gradient or with running work stays in memory.
         """
-        held = [model for model in list(self.book.models.values()) if model.client is not None]
+        loaded = [model for model in list(self.book.models.values()) if model.client is not None]
         idle = sorted(
-            (model for model in held if not model.gradient and not model.busy),
+            (model for model in loaded if not model.gradient and not model.busy),
             key=lambda model: model.used,
         )
         tenants = {model.model_id: tenant_of(model) for model in idle}
-        count = len(held) + 1 - self.desk.settings.limits.models_in_memory
+        count = len(loaded) + 1 - self.desk.settings.limits.models_in_memory
         for model in [self.book.models[name] for name in surplus(tenants, list(tenants), count)]:
             self.write_out(model)
             self.let_go(model)
             self.desk.tally.add("written_out_total", which="written_out")
 
     def write_out(self, model: Model) -> None:
-        """The model as it is now into `live/`, with how far it came and what its last update was
-        answered, which the next server may have to tell again; nothing where it lies there already.
+        """Write the model into `live/`, unless its current state is already there.
+
+        The metadata holds the next number and the result of the last update, which the next server
+        may have to send again.
         """
         if model.client is None or model.written:
             return
@@ -193,11 +218,12 @@ class Tenants:
         model.written = True
 
     def commit(self, model: Model, what: str, gradient: bool = False) -> None:
-        """With --durable: write a change of the model to the disk before it is answered, or undo
-        it. `gradient`: it ended one.
+        """Write a change of the model to disk before its result is sent. Only with --durable.
 
-        Raises Refused (507) if writing failed. The model is then what lies in `live/`, the state
-        before the change.
+        `gradient`: the change consumed a gradient.
+
+        Raises Refused (507) if writing failed. The change is then undone: the model is read from
+        `live/`, which holds the state before the change.
         """
         if not self.desk.settings.durable:
             return
@@ -207,7 +233,7 @@ class Tenants:
             log_unwritten(model.model_id, error)
             saved = self.book.live_state(model)
             if saved is not None and saved["next_seq"] == model.ran + 1:
-                model.written = True  # the new folder is in its place: what failed came after that
+                model.written = True  # the new folder is complete: a later step failed
                 return
             if saved is None:
                 raise Refused(
@@ -217,21 +243,25 @@ class Tenants:
             self.let_go(model)
             model.written, model.last = True, saved["last"]
             if gradient:
-                model.lost = f"{what} was undone, and the gradient before it is gone: repeat the forward_backward of that step"
-            text = f"the server could not write the model ({type(error).__name__}: its disk may be full), so {what} was undone"
+                model.lost = (
+                    f"{what} was undone, and its gradient is lost: repeat the forward_backward of "
+                    "that step"
+                )
+            text = (
+                f"the server could not write the model ({type(error).__name__}: its disk may be "
+                f"full), so {what} was undone"
+            )
             raise Refused(507, f"{text}: the weights and the optimizer are as before") from error
 
     @staticmethod
     def let_go(model: Model) -> None:
-        """Gives a model's memory back."""
+        """Free the memory of a model."""
         if model.client is not None:
             model.client.release()
             model.client = None
 
     def end_session(self, session_id: str) -> Steps:
-        """Gives back what a session has in memory: a gradient that nobody will step on is dropped,
-        the models are written out.
-        """
+        """Free the memory of a session: drop gradients, write models to disk, remove samplers."""
         yield
         for model in [
             model for model in list(self.book.models.values()) if model.session == session_id
@@ -241,27 +271,31 @@ class Tenants:
                 self.write_out(model)
                 self.let_go(model)
         for sampler in [
-            one for one in list(self.book.samplers.values()) if one.session == session_id
+            candidate
+            for candidate in list(self.book.samplers.values())
+            if candidate.session == session_id
         ]:
             sampler.client = None
             self.book.samplers.pop(sampler.sampler_id, None)
 
     def _drop_half(self, model: Model, why: str) -> None:
+        """Drop the gradient of a step that was not finished. The step's update will fail."""
         if model.client is not None and model.gradient:
             drop_gradients(model.client)
             model.gradient, model.written = False, False
             model.failed = (
-                f"what was accumulated is gone, for {why}: repeat the forward_backward of this step"
+                f"the accumulated gradients are lost, because {why}: repeat the forward_backward "
+                "of this step"
             )
 
     def write_all(self) -> None:
-        """Before the server ends. The desk's thread has ended: this one is the only one left."""
+        """Write all models before the server ends. The thread of `Desk` must have ended."""
         for model in list(self.book.models.values()):
             if model.client is not None:
                 try:
                     self._drop_half(model, "the server ended")
                     self.write_out(model)
-                except Exception as error:  # boundary: the models after this one are written
+                except Exception as error:  # boundary: the other models are still written
                     log_unwritten(model.model_id, error)
 
     # ---------------------------------------------------------------------------------------- verbs
@@ -272,8 +306,9 @@ class Tenants:
         read: Callable[[], tuple[list[Datum], str, dict[str, Any]]],
         backward: bool,
     ) -> Steps:
-        """A slice is a micro-batch. What it cannot read, or what fails, fails the update that
-        follows as well.
+        """Run a forward, or a forward and backward pass. A slice is a micro-batch.
+
+        If reading the data or the pass fails, the next update fails too.
         """
         try:
             data, loss_fn, config = read()
@@ -289,11 +324,16 @@ class Tenants:
             raise
         self.desk.tally.add(
             "trained_tokens_total",
-            sum(len(one.array) for row in output.loss_fn_outputs for one in list(row.values())[:1]),
+            sum(
+                len(tensor.array)
+                for row in output.loss_fn_outputs
+                for tensor in list(row.values())[:1]
+            ),
         )
         return output
 
     def optim_step(self, model: Model, params: AdamParams) -> Steps:
+        """Update the weights. Raises UserError if a forward_backward of the step failed."""
         yield
         failed, model.failed = model.failed, None
         client = self.client_of(model)
@@ -312,6 +352,7 @@ class Tenants:
     def save_state(
         self, model: Model, name: str, ttl: int | None, overwrite: bool, words: dict[str, str]
     ) -> Steps:
+        """Save weights and optimizer state. `ttl`: time to live in seconds."""
         yield
         client = self.client_of(model)
         client.save_state(
@@ -322,6 +363,7 @@ class Tenants:
     def save_for_sampler(
         self, model: Model, name: str, ttl: int | None, words: dict[str, str]
     ) -> Steps:
+        """Save weights for sampling, and keep a snapshot in memory. `ttl`: seconds."""
         yield
         client, folder = self.client_of(model), model.folder / "sampler_weights"
         client.save_weights_for_sampler(
@@ -336,7 +378,7 @@ class Tenants:
         }
 
     def save_external(self, model: Model, name: str, ttl: int | None) -> Steps:
-        """Whole weights as a Hugging Face folder: the adapter merged into its base."""
+        """Save the full weights as a Hugging Face folder, with the adapter merged into its base."""
         yield
         client = self.client_of(model)
         folder = model.folder / "external_weights"
@@ -349,6 +391,7 @@ class Tenants:
         }
 
     def snapshot(self, model: Model, sampler: Sampler) -> Steps:
+        """Give a sampling session the current weights. Nothing is written to disk."""
         yield
         sampler.client = self.client_of(model).save_weights_and_get_sampling_client().result()
         self.book.add_sampler(sampler)
@@ -356,6 +399,7 @@ class Tenants:
         return {"sampling_session_id": sampler.sampler_id, "type": "save_weights_for_sampler"}
 
     def load(self, model: Model, folder: Path, with_optimizer: bool, path: str) -> Steps:
+        """Load saved weights into a model, and drop its gradient and its errors."""
         yield
         client = self.client_of(model)
         model.written = False
@@ -370,18 +414,20 @@ class Tenants:
     # ------------------------------------------------------------------------------------- samplers
 
     def sampling_client(self, sampler: Sampler) -> SamplingClient:
-        """The client of a sampling session, made or read again where it has none. On the desk's
-        thread.
+        """Return the client of a sampling session, and create it from its weights if needed.
+
+        Runs on the thread of `Desk`. Raises Refused (404) if the session's snapshot was freed.
         """
         if sampler.client is None:
             if sampler.snapshot:
                 raise Refused(
                     404,
-                    f"the weights of {sampler.sampler_id} were given back to make room: make a new sampling client",
+                    f"the weights of {sampler.sampler_id} were freed because memory was full: "
+                    "create a new sampling client",
                 )
-            kept = self._saved.get(sampler.path) if sampler.path is not None else None
-            if kept is not None:
-                sampler.client = kept
+            saved_client = self._saved.get(sampler.path) if sampler.path is not None else None
+            if saved_client is not None:
+                sampler.client = saved_client
             elif sampler.path is not None:
                 checkpoint.verify(sampler.path)
                 sampler.client = self.desk.service.create_sampling_client(
@@ -393,56 +439,69 @@ class Tenants:
         return sampler.client
 
     def _forget_samplers(self) -> None:
-        held = sorted(
-            (one for one in list(self.book.samplers.values()) if one.client is not None),
-            key=lambda one: one.used,
+        """Free samplers beyond `samplers_in_memory`, by tenant and least recent use."""
+        loaded = sorted(
+            (
+                sampler
+                for sampler in list(self.book.samplers.values())
+                if sampler.client is not None
+            ),
+            key=lambda sampler: sampler.used,
         )
         by_id, tenants = (
-            {one.sampler_id: one for one in held},
-            {one.sampler_id: tenant_of(one) for one in held},
+            {sampler.sampler_id: sampler for sampler in loaded},
+            {sampler.sampler_id: tenant_of(sampler) for sampler in loaded},
         )
         for name in surplus(
-            tenants, list(tenants), len(held) - self.desk.settings.limits.samplers_in_memory
+            tenants, list(tenants), len(loaded) - self.desk.settings.limits.samplers_in_memory
         ):
             by_id[name].client = None
 
     def by_name(self, model: str, owner: str) -> Callable[[], SamplingClient] | None:
-        """A resolver of the desk: a sampling session's id, or a tinker:// path."""
+        """Resolve a model name of a request: a sampling session's id, or a tinker:// path.
+
+        Return a function that creates the client, or None for any other name. `Desk` calls this
+        resolver.
+        """
         if model in self.book.samplers:
             sampler = self.book.sampler(model, owner)
             return lambda: self.sampling_client(sampler)
         if not model.startswith("tinker://"):
             return None
-        found, folder = self.book.folder_of(model, owner)
+        source, folder = self.book.folder_of(model, owner)
         ids: Sequence[str] = [
-            one.sampler_id
-            for one in list(self.book.samplers.values())
-            if one.path == folder and one.owner == owner
+            candidate.sampler_id
+            for candidate in list(self.book.samplers.values())
+            if candidate.path == folder and candidate.owner == owner
         ]
-        sampler_id = ids[0] if ids else f"{found.model_id}:{folder.parent.name}:{folder.name}"
-        known = self.book.samplers.get(sampler_id)
-        of_path = known or self.book.add_sampler(
-            Sampler(sampler_id, owner, found.session, found.base, folder)
+        sampler_id = ids[0] if ids else f"{source.model_id}:{folder.parent.name}:{folder.name}"
+        existing = self.book.samplers.get(sampler_id)
+        path_sampler = existing or self.book.add_sampler(
+            Sampler(sampler_id, owner, source.session, source.base, folder)
         )
-        return lambda: self.sampling_client(of_path)
+        return lambda: self.sampling_client(path_sampler)
 
     def names(self, owner: str) -> list[tuple[str, ServedBase]]:
-        """What `by_name` finds for this owner: weights that were saved for samplers, by their
-        paths.
+        """Return the names that `by_name` resolves for this owner: weights saved for samplers.
+
+        Each entry is the tinker:// path and the base model.
         """
-        found = [
+        saved = [
             (model, folder)
             for model in self.book.models_of(owner)
             for kind, folder in self.book.checkpoints(model)
             if kind == SAVED
         ]
         return [
-            (self.book.path_of(model, SAVED, folder.name), model.base) for model, folder in found
+            (self.book.path_of(model, SAVED, folder.name), model.base) for model, folder in saved
         ]
 
 
 def end_session(desk: Desk, tenants: Tenants, session: Session, reason: str) -> None:
-    """What has not begun fails, what it holds in memory is given back; the first reason stays."""
+    """End a session: fail its waiting requests and free its memory.
+
+    Do nothing if the session has ended before; its first reason stays.
+    """
     if session.finished is not None:
         return
     session.finished = reason
@@ -451,7 +510,9 @@ def end_session(desk: Desk, tenants: Tenants, session: Session, reason: str) -> 
         model for model in list(tenants.book.models.values()) if model.session == session.session_id
     ]:
         for job in tenants.taken_back(model):
-            job.done.set_exception(Refused(410, f"its session has ended ({reason})"))
+            job.done.set_exception(
+                Refused(410, f"the session of this request has ended ({reason})")
+            )
     desk.submit(
         session.owner,
         f"{session.session_id}:end",

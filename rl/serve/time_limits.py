@@ -1,4 +1,4 @@
-"""How long a client may take to send a request: its head (request line and headers), and its body."""
+"""Limit the time in which a client sends a request: head (request line and headers), and body."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from typing import Any
 
 from rl.serve.refusals import Refused
 
-# bytes a second of a body: every one of them gives its sender that much more time
+# lowest accepted rate of a body, in bytes per second: each byte extends the timeout by its inverse
 _LEAST_RATE = 65_536
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 def limited_protocol(header_seconds: float) -> type[asyncio.Protocol]:
-    """Return uvicorn's HTTP protocol, which closes a connection whose request's head has not come
-    after so many seconds.
+    """Return uvicorn's HTTP protocol with a timeout for the head of a request.
 
-    uvicorn itself limits only how long a connection idles after an answer.
+    It closes a connection if the head has not arrived after `header_seconds`. uvicorn itself limits
+    only the idle time of a connection after a response.
     """
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        """Close connections with a late head."""
+
         _head_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
@@ -34,9 +36,8 @@ def limited_protocol(header_seconds: float) -> type[asyncio.Protocol]:
             super().data_received(data)
             if self._answers():
                 self._stop_timer()
-            elif (
-                self._head_timer is None
-            ):  # the first bytes of another request; the rest of them does not move its limit
+            elif self._head_timer is None:
+                # the first bytes of the next request; further bytes do not extend its timeout
                 self._head_timer = self.loop.call_later(header_seconds, self._head_is_late)
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -44,7 +45,7 @@ def limited_protocol(header_seconds: float) -> type[asyncio.Protocol]:
             super().connection_lost(exc)
 
         def _answers(self) -> bool:
-            """Whether a head has come whose request is not answered yet."""
+            """Return whether a request has a complete head and no complete response."""
             return self.cycle is not None and not self.cycle.response_complete
 
         def _stop_timer(self) -> None:
@@ -61,30 +62,31 @@ def limited_protocol(header_seconds: float) -> type[asyncio.Protocol]:
 
 
 def bounded(receive: Receive, limit: int, seconds: float) -> Receive:
-    """Return a `receive` that raises Refused for a body of more than `limit` bytes (413), and for
-    one that is too slow (408).
+    """Return a `receive` that limits size and duration of a body.
 
-    A body has `seconds`, and a second more for every 64 KiB that have come.
+    It raises Refused (413) for a body of more than `limit` bytes, and Refused (408) for a slow
+    body. The timeout is `seconds`, plus a second for every 64 KiB received.
     """
-    length, whole, begin = 0, False, time.monotonic()
+    length, complete, start = 0, False, time.monotonic()
 
     async def next_message() -> MutableMapping[str, Any]:
-        nonlocal length, whole
-        if whole:
-            # waits for the client to hang up, for as long as the answer takes
+        nonlocal length, complete
+        if complete:
+            # waits for the client to disconnect, while the response is computed
             return await receive()
-        left = begin + seconds + length / _LEAST_RATE - time.monotonic()
+        remaining = start + seconds + length / _LEAST_RATE - time.monotonic()
         try:
-            message = await asyncio.wait_for(receive(), max(left, 0.001))
+            message = await asyncio.wait_for(receive(), max(remaining, 0.001))
         except TimeoutError:
             raise Refused(
                 408,
-                f"only {length} bytes of the body came in {time.monotonic() - begin:.0f} s: send it faster",
+                f"received only {length} bytes of the body in {time.monotonic() - start:.0f} s: "
+                "send it faster",
             ) from None
         length += len(message.get("body", b""))
-        whole = message["type"] != "http.request" or not message.get("more_body", False)
+        complete = message["type"] != "http.request" or not message.get("more_body", False)
         if length > limit:
-            raise Refused(413, f"a body may have {limit} bytes here: send less at once")
+            raise Refused(413, f"a body may have at most {limit} bytes: send less at once")
         return message
 
     return next_message

@@ -1,5 +1,6 @@
-"""Tinker's protocol, as its SDK (0.38) speaks it: sessions, models, requests with a number, and
-answers that are asked after.
+"""Serve the training part of Tinker's protocol, as its SDK (0.38) uses it.
+
+It has sessions, models, numbered requests, and results for which clients poll.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from rl.serve.settings import LOOPBACK
 from rl.serve.stored import PROTOBUF
 from rl.serve.tenants import Tenants, end_session
 
-_SECONDS = 10 * 366 * 86400  # the longest that a checkpoint may be told to stay
-# of an answer that is turned into JSON on the event loop; larger ones take a thread
+_SECONDS = 10 * 366 * 86400  # longest time to live of a checkpoint, in seconds
+# largest result that is converted to JSON on the event loop; larger results use a thread
 _BYTES_AT_ONCE = 16384
 Answer = Callable[[Request], Awaitable[Response]]
 
 
 class Tinker:
-    """What is answered under /api/v1 to those who train."""
+    """Hold the handlers under /api/v1 for training."""
 
     def __init__(self, desk: Desk, book: Book, tenants: Tenants, promises: Promises):
         self.desk = desk
@@ -46,6 +47,7 @@ class Tinker:
         self.promises = promises
 
     def routes(self) -> list[Route]:
+        """Return the routes for training, including the unsupported ones."""
         posts: dict[str, Answer] = {
             "client/config": self.config,
             "client/dynamic_config": self.dynamic_config,
@@ -65,13 +67,13 @@ class Tinker:
             "retrieve_future": self.retrieve_future,
             "cancel_future": self.cancel_future,
             "create_custom_loss": _not_done(
-                "custom losses that run on the server: forward_backward_custom runs them in the script"
+                "custom losses on the server: forward_backward_custom runs them in your script"
             ),
             "copy_weights": _not_done(
-                "copying weights: what was saved lies in the output folder, and any session of its key can load it"
+                "copying weights: every session of the same key can load the saved weights"
             ),
-            "retrieve_futures": _not_done("many answers at once: retrieve_future gives each"),
-            "auth/token": _not_done("exchanging a key for a token: keys are taken as they are"),
+            "retrieve_futures": _not_done("retrieving many results at once: use retrieve_future"),
+            "auth/token": _not_done("exchanging a key for a token: send the key itself"),
         }
         return [
             Route(f"/api/v1/{path}", answer, methods=["POST"]) for path, answer in posts.items()
@@ -80,13 +82,15 @@ class Tinker:
     # ------------------------------------------------------------------------------------- sessions
 
     async def config(self, request: Request) -> Response:
-        """What the SDK may do here: chunks in parallel, keys as they are, bodies compressed where
-        they come from another machine.
+        """Return the SDK's feature flags.
+
+        Chunks are sent in parallel, keys are sent directly, and bodies from other machines are
+        compressed.
         """
-        far = self.desk.settings.host not in LOOPBACK and reads_zstd()
+        compress = self.desk.settings.host not in LOOPBACK and reads_zstd()
         flags = {
             "pjwt_auth_enabled": False,
-            "proto_compress_fwdbwd": far,
+            "proto_compress_fwdbwd": compress,
             "parallel_fwdbwd_chunks": True,
         }
         return JsonAnswer(
@@ -94,14 +98,16 @@ class Tinker:
         )
 
     async def dynamic_config(self, request: Request) -> Response:
+        """Return the SDK's settings that may change while it runs."""
         return JsonAnswer({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
 
     async def telemetry(self, request: Request) -> Response:
-        """Taken, and kept nowhere."""
+        """Accept telemetry and discard it."""
         await request.body()
         return JsonAnswer({"status": "accepted"})
 
     async def create_session(self, request: Request) -> Response:
+        """Create a session."""
         body = await Body.of(request)
         owner, words, name = (
             request.state.owner,
@@ -112,11 +118,13 @@ class Tinker:
         return JsonAnswer({"type": "create_session", "session_id": session.session_id})
 
     async def heartbeat(self, request: Request) -> Response:
+        """Record a heartbeat of a session."""
         body = await Body.of(request)
         self.book.session(body.text("session_id"), request.state.owner)
         return JsonAnswer({"type": "session_heartbeat"})
 
     async def finish(self, request: Request) -> Response:
+        """End a session, with the client's reason."""
         body = await Body.of(request)
         session = self.book.session(
             request.path_params["session_id"], request.state.owner, alive=False
@@ -128,11 +136,16 @@ class Tinker:
     # --------------------------------------------------------------------------------------- models
 
     async def create_model(self, request: Request) -> Response:
+        """Queue the creation of a LoRA training client.
+
+        Raises Refused (400) if the request lacks a LoRA or names another optimizer than AdamW.
+        """
         body = await Body.of(request)
         lora = Body(
             _need(
                 body.maybe("lora_config", dict),
-                "lora_config: full fine-tuning is not done over the network, a LoRA is",
+                "lora_config: only LoRA training is supported over the network, not full "
+                "fine-tuning",
             )
         )
         session = self.book.session(body.text("session_id"), request.state.owner)
@@ -140,9 +153,9 @@ class Tinker:
         optimizer = (body.maybe("optimizer_config", dict) or {}).get("type", "adamw")
         if optimizer != "adamw":
             raise Refused(
-                400, f"there is AdamW alone here, got the optimizer {str(optimizer)[:40]!r}"
+                400, f"only AdamW is supported here, got the optimizer {str(optimizer)[:40]!r}"
             )
-        asked = {
+        lora_flags = {
             name: lora.fields.get(name, True)
             for name in ("train_mlp", "train_attn", "train_unembed")
         }
@@ -151,7 +164,7 @@ class Tinker:
         def make() -> TrainingClient:
             service = self.desk.service
             return service.create_lora_training_client(
-                base.where, rank, seed, **asked, tokenizer=base.tokenizer
+                base.where, rank, seed, **lora_flags, tokenizer=base.tokenizer
             )
 
         return self._created(
@@ -167,7 +180,11 @@ class Tinker:
         raw: bytes,
         answer: dict[str, str],
     ) -> Response:
-        """A model under its number in its session, made once however often it is asked for."""
+        """Create the model of a number in its session, once, even if the request is repeated.
+
+        Raises Refused (400) if the number was used for another request, and Refused (429) if the
+        queue is full.
+        """
         seq = body.whole("model_seq_id")
         request_id, digest = f"{session.session_id}:train:{seq}:0", digest_of(raw)
         promise = self.promises.known(request_id, digest)
@@ -177,15 +194,16 @@ class Tinker:
                 f"{session.session_id}:train:{seq}",
             )
             self.desk.turns.check_room(tenant)
-            known = self.book.models.get(model_id)
-            if known is not None and known.digest and known.digest != digest.hex():
+            existing = self.book.models.get(model_id)
+            if existing is not None and existing.digest and existing.digest != digest.hex():
                 raise Refused(
                     400,
-                    f"{model_id} was made for another request: a model_seq_id stands for one model of its session",
+                    f"{model_id} was created by another request: use a new model_seq_id for each "
+                    "model of a session",
                 )
-            # there is nothing of what was in memory alone when an earlier server ended: it is made
-            # once more
-            if known is not None and (known.written or not known.resumed):
+            # a model that was only in memory when an earlier server ended no longer exists: it is
+            # created again
+            if existing is not None and (existing.written or not existing.resumed):
                 promise = Promise(
                     request_id,
                     session.owner,
@@ -194,7 +212,7 @@ class Tinker:
                     session=session.session_id,
                     tenant=tenant,
                 )
-                self.promises.add(settled(promise, known.answer))
+                self.promises.add(settled(promise, existing.answer))
                 return JsonAnswer({"request_id": request_id, "model_id": model_id})
             model = self.book.add_model(session, seq, base, body.words("user_metadata"))
             model.digest, model.answer = digest.hex(), {"model_id": model_id, **answer}
@@ -220,15 +238,16 @@ class Tinker:
         )
 
     async def unload_model(self, request: Request) -> Response:
+        """Write a model to disk and free its memory."""
         body = await Body.of(request)
         model = self.book.model(body.text("model_id"), request.state.owner)
 
-        def away() -> None:
+        def unload() -> None:
             self.tenants.write_out(model)
             self.tenants.let_go(model)
 
         await self.desk.run(
-            model.owner, "unload_model", away, self.desk.tenant(model.owner, model.session)
+            model.owner, "unload_model", unload, self.desk.tenant(model.owner, model.session)
         )
         promise = Promise(
             f"{model.model_id}:unload:{time.monotonic_ns()}", model.owner, "unload_model"
@@ -237,6 +256,7 @@ class Tinker:
         return JsonAnswer({"request_id": promise.request_id, "model_id": model.model_id})
 
     async def get_info(self, request: Request) -> Response:
+        """Return architecture, tokenizer and LoRA rank of a model."""
         body = await Body.of(request)
         model = self.book.model(body.text("model_id"), request.state.owner)
         tenant = self.desk.tenant(model.owner, model.session)
@@ -247,17 +267,17 @@ class Tinker:
             tokenizer_place, model.base, info["tokenizer"], self.book.root
         )
         data = {"arch": info["arch"], "model_name": model.base.name, "tokenizer_id": place}
-        found = {
+        fields = {
             "type": "get_info",
             "model_id": model.model_id,
             "model_data": data,
             "model_name": model.base.name,
         }
         return JsonAnswer(
-            {**found, "is_lora": info["lora_rank"] is not None, "lora_rank": info["lora_rank"]}
+            {**fields, "is_lora": info["lora_rank"] is not None, "lora_rank": info["lora_rank"]}
         )
 
-    # ----------------------------------------------------------------------- requests with a number
+    # --------------------------------------------------------------------------- numbered requests
 
     def _ask(
         self,
@@ -268,10 +288,15 @@ class Tinker:
         work: Callable[[], Generator[None, None, Any]],
         size: int | None = None,
     ) -> Response:
-        """Takes a model's request once, whatever number of times it comes. What is wrong with its
-        values is its answer.
+        """Queue a model's request once, even if it is repeated. Return its id.
 
-        `raw`: its body, or a digest of it with the body's `size`.
+        A wrong value in the request becomes its result.
+
+        raw     the body, or a digest of the body
+        size    bytes of the body, if `raw` is a digest
+
+        Raises Refused: 503 if the server is shutting down, 429 if a limit is reached, 400 if the
+        number was used for another request.
         """
         request_id, digest = f"{model.model_id}:{seq}", digest_of(what.encode(), raw)
         size = len(raw) if size is None else size
@@ -294,62 +319,69 @@ class Tinker:
         return JsonAnswer({"request_id": request_id, "model_id": model.model_id})
 
     async def forward_backward(self, request: Request) -> Response:
+        """Queue a forward, or a forward and backward pass, from a protobuf body.
+
+        Raises Refused (415) for another content type, and Refused (400) for a `seq_id` below 1.
+        """
         raw = await request.body()
         if not request.headers.get("content-type", "").startswith(PROTOBUF):
             raise Refused(
                 415,
-                f"forward_backward takes {PROTOBUF}, as the SDK from 0.30 on sends it: upgrade tinker",
+                f"forward_backward takes {PROTOBUF}, which the SDK sends since 0.30: upgrade "
+                "tinker",
             )
-        encoding, most = (
+        encoding, max_bytes = (
             request.headers.get("content-encoding", ""),
             self.desk.settings.limits.body_bytes,
         )
 
         def parse() -> tuple[Any, bytes, int]:
-            body = expanded(raw, encoding, most)
+            body = expanded(raw, encoding, max_bytes)
             return wire.parse("ForwardBackwardRequest", body), digest_of(raw), len(body)
 
         message, digest, size = await asyncio.to_thread(parse)
         model = self.book.model(message.model_id, request.state.owner)
         if message.seq_id < 1:
-            raise Refused(400, f"seq_id is at least 1, got {message.seq_id}")
+            raise Refused(400, f"seq_id must be at least 1, got {message.seq_id}")
         backward = not message.forward_only
 
         def read() -> tuple[list[Any], str, dict[str, Any]]:
             tokens = sum(
                 len(chunk.encoded_text.tokens) // 4
-                for one in message.data
-                for chunk in one.model_input
+                for datum in message.data
+                for chunk in datum.model_input
             )
             if tokens > self.desk.settings.limits.tokens:
                 raise BadRequestError(
-                    f"{tokens} tokens at once, and this server takes {self.desk.settings.limits.tokens}: send less"
+                    f"the request has {tokens} tokens, and this server takes "
+                    f"{self.desk.settings.limits.tokens}: send less"
                 )
             convert.check_cells(message.data)
             return (
-                [convert.datum(one) for one in message.data],
+                [convert.datum(datum) for datum in message.data],
                 message.loss_fn,
                 convert.loss_config(message),
             )
 
-        what = "forward_backward" if backward else "forward"
+        verb = "forward_backward" if backward else "forward"
         return self._ask(
             model,
             message.seq_id,
-            what,
+            verb,
             digest,
             lambda: self.tenants.forward_backward(model, read, backward),
             size,
         )
 
     async def optim_step(self, request: Request) -> Response:
+        """Queue an update of the weights."""
         body = await Body.of(request)
         model, seq = self._numbered(body, request)
 
         def work() -> Generator[None, None, Any]:
             if body.fields.get("optimizer_params") is not None:
                 raise BadRequestError(
-                    "there is AdamW alone here: optim_step takes types.AdamParams"
+                    "only AdamW is supported here: optim_step takes types.AdamParams"
                 )
             return self.tenants.optim_step(
                 model, convert.adam_params(body.fields.get("adam_params"))
@@ -358,9 +390,11 @@ class Tinker:
         return self._ask(model, seq, "optim_step", await request.body(), lambda: _late(work))
 
     def _numbered(self, body: Body, request: Request) -> tuple[Model, int]:
+        """Return the model and the sequence number of a request."""
         return self.book.model(body.text("model_id"), request.state.owner), body.whole("seq_id", 1)
 
     async def save_weights(self, request: Request) -> Response:
+        """Queue saving weights and optimizer state."""
         body = await Body.of(request)
         model, seq = self._numbered(body, request)
 
@@ -371,13 +405,17 @@ class Tinker:
         return self._ask(model, seq, "save_weights", await request.body(), lambda: _late(work))
 
     async def save_weights_for_sampler(self, request: Request) -> Response:
+        """Queue saving weights for sampling, or a new sampling session of the current weights.
+
+        Without a `path`, the weights become a sampling session and are not saved.
+        """
         body = await Body.of(request)
         model, seq = self._numbered(body, request)
 
         def work() -> Generator[None, None, Any]:
             if body.fields.get("kind", "snapshot") != "snapshot":
                 raise BadRequestError(
-                    "kind is 'snapshot' here: make a new sampling client after each update"
+                    "kind is 'snapshot' here: create a new sampling client after each update"
                 )
             if body.fields.get("path") is not None:
                 return self.tenants.save_for_sampler(
@@ -385,32 +423,33 @@ class Tinker:
                 )
             sampler_id = f"{model.session}:sample:{body.whole('sampling_session_seq_id')}"
             if sampler_id in self.book.samplers:
-                raise BadRequestError(f"there is a sampling session {sampler_id} already")
+                raise BadRequestError(f"the sampling session {sampler_id} already exists")
             return self.tenants.snapshot(
                 model, Sampler(sampler_id, model.owner, model.session, model.base, snapshot=True)
             )
 
-        # the SDK counts its sampling sessions anew for each try: one whose answer was lost comes
-        # again with another number of those
-        same = {
+        # the SDK increments the number of its sampling session for each try: if a response was
+        # lost, the repeated request has another number
+        payload = {
             name: value for name, value in body.fields.items() if name != "sampling_session_seq_id"
         }
         return self._ask(
             model,
             seq,
             "save_weights_for_sampler",
-            json.dumps(same, sort_keys=True).encode(),
+            json.dumps(payload, sort_keys=True).encode(),
             lambda: _late(work),
         )
 
     async def save_weights_external(self, request: Request) -> Response:
+        """Queue saving the merged weights as a Hugging Face folder."""
         body = await Body.of(request)
         model, seq = self._numbered(body, request)
 
         def work() -> Generator[None, None, Any]:
             if body.fields.get("age_encryption_recipients"):
                 raise BadRequestError(
-                    "weights are not encrypted here: leave age_encryption_recipients out"
+                    "encryption of weights is not supported here: omit age_encryption_recipients"
                 )
             return self.tenants.save_external(model, _name(body, seq), _ttl(body))
 
@@ -419,6 +458,7 @@ class Tinker:
         )
 
     async def load_weights(self, request: Request) -> Response:
+        """Queue loading saved weights into a model, or into a new model if none is named."""
         body = await Body.of(request)
         owner, path, with_optimizer = request.state.owner, body.text("path"), body.flag("optimizer")
         kinds = ("weights",) if with_optimizer else ("weights", "sampler_weights")
@@ -443,7 +483,7 @@ class Tinker:
         optimizer = (body.maybe("optimizer_config", dict) or {}).get("type", "adamw")
         if optimizer != "adamw":
             raise Refused(
-                400, f"there is AdamW alone here, got the optimizer {str(optimizer)[:40]!r}"
+                400, f"only AdamW is supported here, got the optimizer {str(optimizer)[:40]!r}"
             )
 
         def make() -> TrainingClient:
@@ -458,10 +498,10 @@ class Tinker:
             session, body, base, make, await request.body(), {"path": path, "type": "load_weights"}
         )
 
-    # -------------------------------------------------------------------------------------- answers
+    # -------------------------------------------------------------------------------------- results
 
     async def retrieve_future(self, request: Request) -> Response:
-        """The answer, or 408 when it is not there after a while; the SDK asks again."""
+        """Return the result of a request, or 408 after `poll_seconds`; the SDK then polls again."""
         body = await Body.of(request)
         promise = self.promises.find(body.text("request_id"), request.state.owner)
         if not await promise.wait(self.desk.settings.limits.poll_seconds):
@@ -474,7 +514,7 @@ class Tinker:
         return await asyncio.to_thread(answer.response, protobuf)
 
     async def cancel_future(self, request: Request) -> Response:
-        """Of a sample that nobody wants any more; what trains runs on."""
+        """Cancel a sample request. A request that trains is not cancelled."""
         body = await Body.of(request)
         promise = self.promises.find(body.text("request_id"), request.state.owner)
         if promise.what == "sample":
@@ -483,35 +523,44 @@ class Tinker:
 
 
 def _late(work: Callable[[], Generator[None, None, Any]]) -> Generator[None, None, Any]:
-    """Reads what was asked for when its turn has come: what is wrong with it is its answer, and
-    leaves no gap in the numbers.
+    """Call `work` only when the request is scheduled, and run the generator that it returns.
+
+    A wrong value then becomes the request's result, and leaves no gap in the sequence numbers.
     """
     return (yield from work())
 
 
 def _not_done(what: str) -> Answer:
+    """Return a handler that raises Refused (400): `what` is not supported."""
+
     async def refuse(request: Request) -> Response:
-        raise Refused(400, f"not done here: {what}")
+        raise Refused(400, f"not supported here: {what}")
 
     return refuse
 
 
 def _need(found: Any, what: str) -> Any:
+    """Return a value. Raises Refused (400), which names the field `what`, if the value is None."""
     if found is None:
         raise Refused(400, f"the body lacks {what}")
     return found
 
 
 def _name(body: Body, seq: int) -> str:
+    """Return the name of a checkpoint, `step-<seq>` by default.
+
+    Raises BadRequestError if the name has other characters than letters, digits, '.', '_' and '-'.
+    """
     name = body.maybe("path", str)
     if name is None:
         return f"step-{seq:06d}"
     if not checkpoint.is_name(name):
         raise BadRequestError(
-            f"a checkpoint's name is letters, digits, '.', '_' and '-', got {name[:80]!r}"
+            f"a checkpoint's name consists of letters, digits, '.', '_' and '-', got {name[:80]!r}"
         )
     return name
 
 
 def _ttl(body: Body) -> int | None:
+    """Return the time to live of a checkpoint in seconds, or None."""
     return body.maybe_whole("ttl_seconds", 1, _SECONDS)

@@ -1,10 +1,10 @@
-"""Whose turn it is: work waits in lanes, one a model, and lanes take turns, first among owners and
-then among an owner's lanes.
+"""Schedule the work of all owners fairly.
 
-Work is a generator that gives way between slices. Samples are no lane: all that wait are taken
-together, after each slice.
+Work waits in lanes, a lane per model. The queue serves owners in turn, and each owner's lanes in
+turn. Work is a generator that yields between slices. Samples have no lane: after each slice, all
+waiting samples are taken together.
 
-The queue is shared by the rule of `rl/serve/shares.py`.
+`rl/serve/shares.py` limits each tenant's share of the queue.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Work = Callable[[], Generator[None, None, Any]]
 
 @dataclass
 class Job:
-    """Something to be done for `owner`. `done` gets what the generator returns, or its error."""
+    """Hold a unit of work of `owner`. `done` resolves to the generator's return value or error."""
 
     owner: str
     lane: str
@@ -31,37 +31,38 @@ class Job:
     work: Work
     done: Future = field(default_factory=Future)
     begun: Generator[None, None, Any] | None = None
-    tenant: str = ""  # who is counted for it; the owner where nobody else is named
+    tenant: str = ""  # tenant for which the job counts; the owner if empty
 
 
 @dataclass
 class SampleJob:
-    """A sample that waits to be drawn together with others. `client()` is asked for on the thread
-    that draws.
+    """Hold a sample request that waits to be batched with others.
+
+    `client()` is called on the sampling thread.
     """
 
     owner: str
     client: Callable[[], Any]
     arguments: dict[str, Any]
     done: Future = field(default_factory=Future)
-    prompt_tokens: int = 0  # once it has been read
-    drawn_by: Any = None  # the client, once it has been asked for
-    # is told what its samples have drawn so far, on the thread that draws
+    prompt_tokens: int = 0  # set when the prompt has been read
+    drawn_by: Any = None  # the result of `client()`, set when it has been called
+    # receives the tokens sampled so far; called on the sampling thread
     show: Callable[[dict[int, Any]], None] | None = None
-    tenant: str = ""  # as of a `Job`
+    tenant: str = ""  # as in `Job`
 
 
 class Turns:
-    """Bounded: `limit` jobs and samples that wait. Filled by any thread, emptied by one.
+    """Queue up to `limit` jobs and samples. Any thread adds work; a single thread takes it.
 
-    `others(tenant)`: whether there are more of them, who may ask at any time.
+    `others(tenant)` returns whether other tenants exist, which may send requests at any time.
     """
 
     def __init__(self, limit: int):
         self.limit = limit
         self.others: Callable[[str], bool] = lambda tenant: False
-        self._held: Counter[str] = Counter()  # how much of what waits is each tenant's
-        # what else each has asked for, whose turn has not come
+        self._held: Counter[str] = Counter()  # waiting jobs and samples by tenant
+        # requests by tenant that wait for an earlier number, outside the queue
         self._early: Counter[str] = Counter()
         self.changed = threading.Condition()
         self._owners: OrderedDict[str, OrderedDict[str, deque[Job]]] = OrderedDict()
@@ -72,27 +73,34 @@ class Turns:
         return self._waiting + len(self._samples)
 
     def check_room(self, tenant: str, more: int = 1, *, next_one: bool = False) -> None:
-        """Raises Refused (429) where the queue is full, or this tenant's part of it.
+        """Raise Refused (429) if the queue is full, or if the tenant's share of it is.
 
-        `next_one`: what others of its own wait for, which came before their turn: these are not
-        counted, since they stay until it comes.
+        `next_one`: the request is the next number of a model, and later numbers wait for it. These
+        are then not counted, because they stay until this request has arrived.
         """
         with self.changed:
             if len(self) + more > self.limit // 2:
                 self._forget_gone()
-            all_wait, held, beside = (
+            total, tenant_total, others_queued = (
                 len(self),
                 self._held[tenant],
-                any(one != tenant for one in self._held),
+                any(other != tenant for other in self._held),
             )
             early = 0 if next_one else self._early[tenant]
-        what = "requests that wait (--queued)"
-        others = beside or self.others(tenant)
+        resource = "waiting requests (--queued)"
+        others = others_queued or self.others(tenant)
         check_share(
-            what, self.limit, all_wait + early, held + early, others, more=more, retry_after=1.0
+            resource,
+            self.limit,
+            total + early,
+            tenant_total + early,
+            others,
+            more=more,
+            retry_after=1.0,
         )
 
     def add(self, job: Job) -> None:
+        """Append a job to its lane."""
         with self.changed:
             job.tenant = job.tenant or job.owner
             self._owners.setdefault(job.owner, OrderedDict()).setdefault(job.lane, deque()).append(
@@ -103,6 +111,7 @@ class Turns:
             self.changed.notify()
 
     def add_sample(self, job: SampleJob) -> None:
+        """Queue a sample. Raises Refused (429) if the queue, or the tenant's share, is full."""
         job.tenant = job.tenant or job.owner
         self.check_room(job.tenant)
         with self.changed:
@@ -111,46 +120,45 @@ class Turns:
             self.changed.notify()
 
     def early(self, tenant: str, more: int) -> None:
-        """So many more (or less) that a tenant has asked for wait for something else before they
-        can wait here.
-        """
+        """Add `more` (may be negative) to the tenant's requests that wait for an earlier number."""
         with self.changed:
             self._early[tenant] += more
             if not self._early[tenant]:
                 del self._early[tenant]
 
     def _left(self, job: Job | SampleJob) -> None:
-        """One less of its tenant's waits. Within `changed`."""
+        """Subtract a job from its tenant's count. The caller holds `changed`."""
         self._held[job.tenant] -= 1
         if not self._held[job.tenant]:
             del self._held[job.tenant]
 
     def _forget_gone(self) -> None:
-        """Samples that nobody waits for any more give their places back. Within `changed`."""
-        gone = [job for job in self._samples if job.done.cancelled()]
-        if gone:
+        """Remove cancelled samples. The caller holds `changed`."""
+        cancelled = [job for job in self._samples if job.done.cancelled()]
+        if cancelled:
             self._samples = deque(job for job in self._samples if not job.done.cancelled())
-            for job in gone:
+            for job in cancelled:
                 self._left(job)
 
     def samples(self) -> list[SampleJob]:
-        """All samples that wait, whoever asked: they are drawn together."""
+        """Remove all waiting samples from the queue, and return them."""
         with self.changed:
             self._forget_gone()
-            taken = list(self._samples)
+            samples = list(self._samples)
             self._samples.clear()
-            for job in taken:
+            for job in samples:
                 self._left(job)
-            return taken
+            return samples
 
     def only_samples(self) -> bool:
-        """Whether samples wait and nothing else does."""
+        """Return whether samples wait and no other work does."""
         with self.changed:
             return bool(self._samples) and not self._owners
 
     def next(self) -> Job | None:
-        """The job whose turn it is; it stays at the head of its lane until `finish`, and its owner
-        and lane go to the back.
+        """Return the next job, or None. Its owner and its lane move to the end of the order.
+
+        The job stays at the head of its lane until `finish`.
         """
         with self.changed:
             if not self._owners:
@@ -162,6 +170,7 @@ class Turns:
             return jobs[0]
 
     def finish(self, job: Job) -> None:
+        """Remove a finished job from the head of its lane."""
         with self.changed:
             lanes = self._owners[job.owner]
             lanes[job.lane].popleft()
@@ -173,12 +182,12 @@ class Turns:
                 del self._owners[job.owner]
 
     def drain(self) -> tuple[list[Job], list[SampleJob]]:
-        """Everything that has not begun, taken out: the server ends."""
+        """Remove and return all work that has not started, because the server ends."""
         with self.changed:
             lanes_of_all, self._owners = self._owners, OrderedDict()
             samples, self._samples = list(self._samples), deque()
             self._waiting = 0
-            taken: list[Job] = []
+            jobs_removed: list[Job] = []
             for owner, lanes in lanes_of_all.items():
                 for lane, jobs in lanes.items():
                     if jobs[0].begun is not None:
@@ -186,9 +195,9 @@ class Turns:
                             [jobs.popleft()]
                         )
                         self._waiting += 1
-                    taken += jobs
-            for job in taken:
+                    jobs_removed += jobs
+            for job in jobs_removed:
                 self._left(job)
             for sample in samples:
                 self._left(sample)
-            return taken, samples
+            return jobs_removed, samples

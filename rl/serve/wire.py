@@ -1,10 +1,11 @@
-"""The protobuf messages of Tinker's protocol, from a table:
-https://protobuf.dev/programming-guides/encoding tells how they travel.
+"""Define the protobuf messages of Tinker's protocol from a table.
 
-A line is a message: its name, then `field number type`, with `*` for a list, `?` for one whose
-absence is told, `{}` for a map of strings, and `a|b` after the type for a member of a oneof. Names
-and numbers are those of tinker 0.38 (tests/test_serve_sdk.py holds this table to the package's own
-descriptors).
+https://protobuf.dev/programming-guides/encoding describes the encoding.
+
+A line is a message: its name, then `field number type`. `*` before the type marks a list, `?` an
+optional field with explicit presence, `{}` a map with string keys. `type|name` makes the field a
+member of the oneof `name`. Names and numbers are from tinker 0.38 (tests/test_serve_sdk.py compares
+this table with the package's descriptors).
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ EncodedTextChunk: tokens 1 bytes
 ImageChunk: data 1 bytes, format 2 string, expected_tokens 3 ?int32, override_dimensions 4 ?ImageDimensions
 ImageDimensions: width 1 uint32, height 2 uint32
 DmelChunk: dmel 1 bytes
-"""
+"""  # noqa: E501
 
 
 def schema() -> descriptor_pb2.FileDescriptorProto:
-    """The table as protobuf's own description of a file."""
+    """Return the table as a protobuf file descriptor."""
     file = descriptor_pb2.FileDescriptorProto(
         name="tinker_public.proto", package=PACKAGE, syntax="proto3"
     )
@@ -77,33 +78,37 @@ def schema() -> descriptor_pb2.FileDescriptorProto:
                 kind = _map_entry(message, field_name, kind[2:])
             _set_type(field, kind.lstrip("*?"))
             if oneof:
-                names = [one.name for one in message.oneof_decl]
+                names = [declaration.name for declaration in message.oneof_decl]
                 field.oneof_index = names.index(oneof) if oneof in names else len(names)
                 if oneof not in names:
                     message.oneof_decl.add(name=oneof)
             elif kind[0] == "?":
                 optional.append(field)
-        for single in optional:  # protobuf wants these after the real ones
-            single.proto3_optional, single.oneof_index = True, len(message.oneof_decl)
-            message.oneof_decl.add(name=f"_{single.name}")
+        for optional_field in optional:  # protobuf requires synthetic oneofs after the real ones
+            optional_field.proto3_optional, optional_field.oneof_index = (
+                True,
+                len(message.oneof_decl),
+            )
+            message.oneof_decl.add(name=f"_{optional_field.name}")
     return file
 
 
 def _map_entry(message: descriptor_pb2.DescriptorProto, field: str, kind: str) -> str:
-    """The nested message that a map is made of; the type to give the field."""
+    """Add the nested message of a map's entries, and return the type name for the map field."""
     entry = message.nested_type.add(
         name="".join(part.capitalize() for part in field.split("_")) + "Entry"
     )
     entry.options.map_entry = True
-    for number, (name, of) in enumerate((("key", "string"), ("value", kind)), start=1):
-        one = entry.field.add(
+    for number, (name, type_name) in enumerate((("key", "string"), ("value", kind)), start=1):
+        member = entry.field.add(
             name=name, number=number, label=descriptor_pb2.FieldDescriptorProto.LABEL_OPTIONAL
         )
-        _set_type(one, of)
+        _set_type(member, type_name)
     return f"{message.name}.{entry.name}"
 
 
 def _set_type(field: descriptor_pb2.FieldDescriptorProto, kind: str) -> None:
+    """Set the type of a field. A lower-case `kind` is a scalar, otherwise a message or an enum."""
     if kind[0].islower():
         field.type = field.Type.Value(f"TYPE_{kind.upper()}")
         return
@@ -112,7 +117,8 @@ def _set_type(field: descriptor_pb2.FieldDescriptorProto, kind: str) -> None:
 
 
 def _classes() -> dict[str, Any]:
-    # of our own: the package's file of this name may be loaded beside it
+    """Return the message classes by name."""
+    # a separate pool, because tinker's file of the same name may be loaded in this process
     pool = descriptor_pool.DescriptorPool()
     file = pool.AddSerializedFile(schema().SerializeToString())
     names = list((file or pool.FindFileByName("tinker_public.proto")).message_types_by_name)
@@ -126,14 +132,15 @@ MESSAGES = _classes()
 
 
 def parse(name: str, body: bytes) -> Any:
-    """The message that `body` holds. Refused (400) where it holds none."""
+    """Parse `body` as the message `name`. Raises Refused (400) if it cannot be parsed."""
     try:
         return MESSAGES[name].FromString(body)
     except (DecodeError, ValueError, RecursionError):
         raise Refused(
-            400, f"the body is no protobuf {name}: it was cut off, or is something else"
+            400, f"the body is not a protobuf {name}: it is truncated, or has another format"
         ) from None
 
 
 def make(name: str) -> Message:
+    """Return an empty message."""
     return MESSAGES[name]()
