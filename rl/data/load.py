@@ -1,6 +1,4 @@
-"""`load_problems`: a source by name or path, and rows of any of the usual shapes, to a
-`ProblemSet`.
-"""
+"""Load a data source, by name or path and in any common row format, as a `ProblemSet`."""
 
 from __future__ import annotations
 
@@ -72,27 +70,42 @@ def load_problems(
     stream: bool = False,
     image_column: str | None = None,
 ) -> ProblemSet:
-    """Problems from a source.
+    """Load a data source as a `ProblemSet`.
 
-    source: "addition" or "addition:noise=0.7" (generated; so are "countdown", "oneliners" and
-    "shapes"); a file (.jsonl, .json, .csv,
-        .tsv, .gz of these, .parquet, .arrow); a folder (rl.data.folders.find_files); a name of rl.data.catalogue ("mbpp"); else a hub name,
-        with `config` if the data set has several. Of a file whose rows tell their split (MBPP's task_id) those of `split` are read.
-    format: "columns" (prompt, response and answer in the named columns; a prompt may be text or a
-    list of messages), "text" (learnt
-        as it stands), "messages" and "sharegpt" (a chat; a last message of the assistant is the response), "alpaca" (instruction,
-        input, output), "gsm8k" (question, answer ending in "#### N"), "math" (problem, solution or answer), "preferences" (two answers
-        to a prompt, see rl.data.formats.Preferences), "unpaired" (an answer and whether it is good); programs to write: "mbpp",
-        "humaneval", "apps", "livecodebench" (rl.data.code_formats). "auto": by the columns of the first good row.
-    answer_column: reaches the reward as meta["answer"]. The default one may be absent, a column
-    named by you may not; None: no
-        answer. All other columns reach it under their own names.
-    limit: the first that many rows. system_prompt: the first message where there is none. tag: the
-    name in metrics; default the source's. on_bad_row: "error" names the bad rows (bad JSON, missing
-    column, wrong type, empty prompt) by file and line; "skip" logs
-        them and goes on.
-    prompt_template, prompt_suffix: see rl.data.prompts.Dress. image_column: see
-    rl.data.images.RowImages. stream: rows are read when they are asked for (rl.data.streamed).
+    source: one of
+        - a generated set: "addition" or "addition:noise=0.7"; also "countdown", "oneliners",
+          "shapes";
+        - a file: .jsonl, .json, .csv, .tsv, .gz of these, .parquet or .arrow. If the rows of a file
+          name their split (MBPP's task_id), only the rows of `split` are read;
+        - a folder (rl.data.folders.find_files);
+        - a name of rl.data.catalogue ("mbpp");
+        - otherwise a hub name, with `config` if the data set has several.
+    format: one of
+        - "columns": prompt, response and answer in the named columns. A prompt may be text or a
+          list of messages;
+        - "text": trained on as it is, without a prompt;
+        - "messages" and "sharegpt": a chat; if its last message is the assistant's, that message is
+          the response;
+        - "alpaca": instruction, input, output;
+        - "gsm8k": question, answer ending in "#### N";
+        - "math": problem, solution or answer;
+        - "preferences": two answers to a prompt, see rl.data.formats.Preferences;
+        - "unpaired": an answer and whether it is good;
+        - "mbpp", "humaneval", "apps", "livecodebench": programs to write (rl.data.code_formats);
+        - "auto": chosen by the columns of the first good row.
+    answer_column: the column that reaches the reward as meta["answer"]. The default column may be
+        absent, a column that the caller names may not. None: no answer. All other columns reach the
+        reward under their names.
+    limit: the number of rows to read, from the first; None: all rows.
+    system_prompt: the first message of a prompt that has no system message.
+    tag: the name in metrics; default: the name of the source.
+    on_bad_row: "error" raises an error that lists the bad rows (bad JSON, missing column, wrong
+        type, empty prompt) by file and line; "skip" logs the bad rows and continues.
+    prompt_template, prompt_suffix: see rl.data.prompts.Dress.
+    image_column: see rl.data.images.RowImages.
+    stream: read each row when it is accessed (rl.data.streamed).
+
+    Raises UserError if an option is invalid, or if the source cannot be read or has no rows.
     """
     _check_options(format, on_bad_row, limit)
     name, _, options = str(source).partition(":")
@@ -113,16 +126,16 @@ def load_problems(
     named |= dict(chosen_column=chosen_column, rejected_column=rejected_column)
     dress = Dress(system_prompt, prompt_template, prompt_suffix, answer_column)
     if stream:
-        found = _streamed(
+        streamed = _streamed(
             str(source), split, config, (format, named, dress, tag, on_bad_row), image_column
         )
-        return found if limit is None else found.first(limit)
+        return streamed if limit is None else streamed.first(limit)
     rows, label = _rows(str(source), split, config)
     images = RowImages(image_column)
-    # of rows that tell theirs; elsewhere it is chosen already
-    wanted = split if Path(source).expanduser().is_file() else None
+    # Rows of a file may name their split; other sources were read by split.
+    file_split = split if Path(source).expanduser().is_file() else None
     problems = _problems(
-        rows, format, named, limit, dress, tag or label, BadRows(on_bad_row), wanted, images
+        rows, format, named, limit, dress, tag or label, BadRows(on_bad_row), file_split, images
     )
     if not problems:
         raise UserError(f"{source} (split {split!r}) holds no row")
@@ -131,18 +144,20 @@ def load_problems(
 
 def _check_options(format: str, on_bad_row: str, limit: int | None) -> None:
     if format not in FORMATS:
-        raise UserError(f"format is one of {', '.join(FORMATS)}; got {format!r}")
+        raise UserError(f"format must be one of {', '.join(FORMATS)}; got {format!r}")
     if on_bad_row not in ("error", "skip"):
-        raise UserError(f"on_bad_row is 'error' or 'skip', got {on_bad_row!r}")
+        raise UserError(f"on_bad_row must be 'error' or 'skip', got {on_bad_row!r}")
     if limit is not None and limit < 1:
-        raise UserError(f"limit is at least 1 (None: all rows), got {limit}")
+        raise UserError(f"limit must be at least 1 (None: all rows), got {limit}")
 
 
 def _streamed(
     source: str, split: str, config: str | None, how: tuple[Any, ...], image_column: str | None
 ) -> Streamed:
-    """Rows that are read when they are asked for. `how`: format, columns, dress, tag, what becomes
-    of bad rows.
+    """Open a source whose rows are read on access.
+
+    how: (format, columns by setting, dress, tag, on_bad_row).
+    Raises UserError if the source holds no row or its first row is bad.
     """
     format, named, dress, tag, on_bad_row = how
     paths, label = _paths(source, split, config)
@@ -163,16 +178,19 @@ def _streamed(
 
 
 def _first_columns(row: Row) -> Mapping[str, Any]:
+    """Return the columns of a stream's first row. Raises UserError if that row is bad."""
     if isinstance(row.columns, BadRow):
         raise UserError(
-            f"{row.place}: {row.columns}; the first row of a stream tells what shape the others have"
+            f"{row.place}: {row.columns}; the first row of a stream determines the format of all "
+            "rows, so it must be valid"
         )
     return row.columns
 
 
 def tells_splits(source: str | Path, *, format: DataFormat = "auto", **named: str | None) -> bool:
-    """Whether this is a file whose first good row tells the published split that it is of. `named`:
-    its columns, by `load_problems`.
+    """Return whether the source is a file whose first good row names its published split.
+
+    named: the column arguments of `load_problems`.
     """
     if not Path(source).expanduser().is_file():
         return False
@@ -191,20 +209,22 @@ def tells_splits(source: str | Path, *, format: DataFormat = "auto", **named: st
 
 
 def scored_by(source: str) -> str | None:
-    """The reward that scores a data set of a short name (or its hub name), a generated one, or a
-    file of programs to write; else None.
+    """Return the name of the reward that scores a source; None if no reward is known for it.
+
+    Known sources: catalogued data sets (by short name or hub name), generated sets, and files of
+    programs to write.
     """
     if (name := source.partition(":")[0]) in GENERATED_REWARDS:
         return GENERATED_REWARDS[name]
     if Path(source).expanduser().is_file():
         first = _first(source)
         return "code_tests" if first is not None and looks_like(first) is not None else None
-    found = None if Path(source).expanduser().exists() else known(source)
-    return None if found is None else found.reward
+    entry = None if Path(source).expanduser().exists() else known(source)
+    return None if entry is None else entry.reward
 
 
 def _first(source: str) -> Mapping[str, Any] | None:
-    """The columns of a file's first good row."""
+    """Return the columns of a file's first good row; None if it has no good row."""
     return next(
         (
             row.columns
@@ -216,7 +236,7 @@ def _first(source: str) -> Mapping[str, Any] | None:
 
 
 def _options(text: str) -> dict[str, str]:
-    """ "a=1,b=2" to {"a": "1", "b": "2"}."""
+    """Parse "a=1,b=2" to {"a": "1", "b": "2"}."""
     return {
         key.strip(): value.strip()
         for key, _, value in (part.partition("=") for part in text.split(",") if part)
@@ -224,12 +244,12 @@ def _options(text: str) -> dict[str, str]:
 
 
 def _rows(source: str, split: str, config: str | None) -> tuple[Iterator[Row], str]:
-    """The rows of a path or hub name, and the name to call them by."""
+    """Return the rows of a path or hub name, and the label of the source."""
     if not _is_there(source):
         label = source.rpartition("/")[2]
-        if (there := known(source)) is not None:
+        if (entry := known(source)) is not None:
             return read_hub(
-                there.hub, there.config if config is None else config, there.split(source, split)
+                entry.hub, entry.config if config is None else config, entry.split(source, split)
             ), label
         return read_hub(source, config, split), label
     paths, label = _paths(source, split, config)
@@ -237,22 +257,28 @@ def _rows(source: str, split: str, config: str | None) -> tuple[Iterator[Row], s
 
 
 def _paths(source: str, split: str, config: str | None) -> tuple[list[Path], str]:
-    """The files of a path, and the name to call them by. UserError where it is none."""
+    """Return the data files of a path, and the label of the source.
+
+    Raises UserError if the path is no file or folder, or has an unknown suffix.
+    """
     path = Path(source).expanduser()
     if path.is_dir():
         return find_files(path, split, config), path.resolve().name
     if not path.is_file():
         raise UserError(
-            f"{source} is no file or folder, and no other data can be read row by row: leave out stream"
+            f"{source} is no file or folder, and only files can be streamed: "
+            "remove the setting stream"
         )
     if not path.name.endswith(FILE_SUFFIXES):
-        raise UserError(f"data file {path} has none of the suffixes {', '.join(FILE_SUFFIXES)}")
+        raise UserError(f"data file {path} must have a suffix among {', '.join(FILE_SUFFIXES)}")
     return [path], path.name.split(".")[0]
 
 
 def _is_there(source: str) -> bool:
-    """Whether a source is a file or folder; UserError for what looks like one, or like a generated
-    set, and is none.
+    """Return whether a source is an existing file or folder.
+
+    Raises UserError if the source looks like a path that does not exist, or like a misspelled name
+    of a generated or catalogued set.
     """
     path = Path(source).expanduser()
     if path.exists():
@@ -263,20 +289,24 @@ def _is_there(source: str) -> bool:
         or source.count("/") > 1
     )
     if looks_like_path:
-        raise UserError(f"data file or folder {source} does not exist (seen from {Path.cwd()})")
+        raise UserError(
+            f"data file or folder {source} does not exist (current directory: {Path.cwd()})"
+        )
     if known(source) is not None:
         return False
-    near = difflib.get_close_matches(
+    close_matches = difflib.get_close_matches(
         source.partition(":")[0], [*GENERATED, *CATALOGUE], n=1, cutoff=0.75
     )
-    if near and "/" not in source:
-        raise UserError(f"no data source is named {source!r}: did you mean {near[0]!r}?")
+    if close_matches and "/" not in source:
+        raise UserError(f"no data source is named {source!r}: did you mean {close_matches[0]!r}?")
     return False
 
 
 def _format_of(columns: Mapping[str, Any], named: Mapping[str, str | None]) -> str:
-    """Which format a row has, by its columns; columns that were named are what is wanted, there or
-    not.
+    """Return the format of a row, by its columns.
+
+    The result is "columns" if the caller named a prompt or response column, even one that the row
+    lacks.
     """
     if named["prompt_column"] != "prompt" or named["response_column"] is not None:
         return "columns"
@@ -302,7 +332,7 @@ def _format_of(columns: Mapping[str, Any], named: Mapping[str, str | None]) -> s
 def _row_format(
     format: str, columns: Mapping[str, Any], named: Mapping[str, str | None]
 ) -> RowFormat:
-    """The reader of rows, settled by the first one."""
+    """Return the reader of all rows, chosen by the columns of the first row."""
     if format == "auto":
         format = _format_of(columns, named)
     answer = named["answer_column"]
@@ -338,8 +368,9 @@ def _problems(
     split: str | None,
     images: RowImages,
 ) -> list[Problem]:
-    """Read rows into problems; raises, or logs, for the bad ones at the end. `split`: rows that
-    tell theirs are of this one.
+    """Convert rows to problems. Bad rows are raised or logged after the last row.
+
+    split: skip rows that name another split; None: keep all rows.
     """
     problems: list[Problem] = []
     reader: RowFormat | None = None
@@ -353,21 +384,25 @@ def _problems(
             if split is not None and reader.split_of(row.columns) not in (None, split):
                 continue
             reads = reader.read_all(row.columns)
-            images.folder, shown = row.folder, images.of_the_column(row.columns)
-            asked_all = [images(dress(read.messages, row.columns), row.columns) for read in reads]
+            images.folder, image_columns = row.folder, images.of_the_column(row.columns)
+            prompts = [images(dress(read.messages, row.columns), row.columns) for read in reads]
         except BadRow as error:
             bad.add(row.place, error)
             continue
-        for number, (asked, (_, meta, response, rejected)) in enumerate(
-            zip(asked_all, reads, strict=True), start=1
+        for number, (prompt, (_, meta, response, rejected)) in enumerate(
+            zip(prompts, reads, strict=True), start=1
         ):
             place = row.place if len(reads) == 1 else f"{row.place}, instance {number}"
             chat = is_chat(row.columns, named["prompt_column"])
             meta = (
-                {key: value for key, value in meta.items() if key not in shown} if shown else meta
+                {key: value for key, value in meta.items() if key not in image_columns}
+                if image_columns
+                else meta
             )
             problems.append(
-                Problem(asked, meta, response, tag, len(problems), rejected, place=place, chat=chat)
+                Problem(
+                    prompt, meta, response, tag, len(problems), rejected, place=place, chat=chat
+                )
             )
     bad.settle(len(problems), named, "" if reader is None else reader.example, problems)
     return problems if limit is None else problems[:limit]

@@ -1,4 +1,4 @@
-"""`ProblemSet`: problems in an order that is a function of the seed and the step alone."""
+"""Define `ProblemSet`: problems in an order that depends only on the seed and the step."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Variant = Callable[[Problem, int], Problem]
 
 
 class ProblemSet(Sequence[Problem]):
-    """Problems with an endless, shuffled order: each epoch is a permutation of all of them, drawn
-    from (seed, epoch).
+    """Hold problems in an endless, shuffled order.
 
-    `variant(problem, epoch)`, where given, makes the problem's form in an epoch (noise, for
-    instance); indexing and iterating give that of epoch 0.
+    Each epoch is a permutation of all problems, generated from (seed, epoch).
+    variant: if set, `variant(problem, epoch)` returns the problem's form in that epoch (with noise,
+    for instance). Indexing and iteration return the form of epoch 0.
     """
 
-    is_lazy = False  # whether rows are read when they are asked for
+    is_lazy = False  # whether rows are read on access
 
     def __init__(
         self, problems: Sequence[Problem], *, name: str = "problems", variant: Variant | None = None
     ):
         if not len(problems):
-            raise ValueError(f"data set {name!r} holds no problem; at least one is needed")
+            raise ValueError(f"data set {name!r} holds no problem; at least 1 is required")
         self.name = name
         self._problems: Sequence[Problem] = problems if self.is_lazy else list(problems)
         self._variant = variant
@@ -54,27 +54,27 @@ class ProblemSet(Sequence[Problem]):
         return (self.at(index) for index in range(len(self)))
 
     def at(self, index: int, epoch: int = 0) -> Problem:
-        """Problem `index` as it is in `epoch`."""
+        """Return problem `index` in its form of `epoch`."""
         problem = self._problems[index]
         return self._variant(problem, epoch) if self._variant is not None else problem
 
     @property
     def tags(self) -> list[str]:
-        """The names of the data sets that its problems are from."""
+        """Return the sorted names of the data sets that the problems come from."""
         return sorted({problem.tag for problem in self._problems})
 
     def first(self, count: int) -> ProblemSet:
-        """The first `count` problems (all, if there are fewer), with the same variants."""
+        """Return the first `count` problems (at most all of them), with the same variants."""
         return ProblemSet(self._problems[:count], name=self.name, variant=self._variant)
 
     def subset(self, indices: Sequence[int]) -> ProblemSet:
-        """The problems at these places, with the same variants."""
+        """Return the problems at these indices, with the same variants."""
         return ProblemSet(
             [self._problems[i] for i in indices], name=self.name, variant=self._variant
         )
 
     def with_rows(self, rows: Mapping[int, Problem]) -> ProblemSet:
-        """The same with other problems at some places."""
+        """Return a copy of the set with the problems at some indices replaced."""
         return ProblemSet(
             [rows.get(i, p) for i, p in enumerate(self._problems)],
             name=self.name,
@@ -82,21 +82,26 @@ class ProblemSet(Sequence[Problem]):
         )
 
     def checked(self, check: Callable[[Problem], Problem], on_bad_row: str) -> ProblemSet:
-        """Of rows that are read when they are asked for: the same, each put through `check` then."""
+        """Return a lazy set that applies `check` to each problem on access.
+
+        Raises NotImplementedError if the rows of this set are not read on access.
+        """
         raise NotImplementedError(
-            f"the rows of {self.name} are all there: rl.data.good_rows checks them"
+            f"the rows of {self.name} are already loaded: check them with rl.data.good_rows"
         )
 
     def batch(self, step: int, batch_size: int, seed: int) -> list[Problem]:
-        """The problems of step `step` (from 0): positions step * batch_size and on of the chained
-        epochs.
+        """Return the `batch_size` problems of step `step` (from 0).
 
-        Nothing is dropped at an epoch's end: the batch goes on into the next one (so there it may
-        hold a problem twice). Resuming needs the step and nothing else.
+        The batch covers the positions from step * batch_size of the concatenated epochs.
+        No problem is dropped at the end of an epoch: the batch continues into the next epoch, and
+        may then hold a problem twice. Resuming needs only the step.
+        Raises ValueError if step or seed is negative or batch_size is below 1.
         """
         if step < 0 or batch_size < 1 or seed < 0:
             raise ValueError(
-                f"step and seed are at least 0, batch_size at least 1; got {step=}, {seed=}, {batch_size=}"
+                f"step and seed must be at least 0, batch_size at least 1; "
+                f"got {step=}, {seed=}, {batch_size=}"
             )
         problems = []
         for position in range(step * batch_size, (step + 1) * batch_size):
@@ -105,13 +110,14 @@ class ProblemSet(Sequence[Problem]):
         return problems
 
     def epoch(self, step: int, batch_size: int) -> float:
-        """How many epochs lie before step `step`."""
+        """Return the number of epochs (a fraction) before step `step`."""
         return step * batch_size / len(self)
 
     def _order(self, seed: int, epoch: int) -> np.ndarray:
+        """Return the permutation of an epoch, shape (len(self),). At most 4 are cached."""
         key = (seed, epoch)
         if key not in self._orders:
-            # two neighbouring epochs, for training and for one other use
+            # two adjacent epochs, for training and for another use
             while len(self._orders) >= 4:
                 del self._orders[next(iter(self._orders))]
             self._orders[key] = np.random.Generator(np.random.Philox([seed, epoch])).permutation(
@@ -121,8 +127,9 @@ class ProblemSet(Sequence[Problem]):
 
 
 def joined(sets: Sequence[ProblemSet]) -> ProblemSet:
-    """All problems of several sets as one, numbered on; their tags still tell where each is from.
-    One set is itself.
+    """Concatenate several sets, with consecutive indices; each problem keeps its tag.
+
+    A single set is returned unchanged.
     """
     if len(sets) == 1:
         return sets[0]
