@@ -347,7 +347,7 @@ def test_a_text_that_is_no_unicode_is_the_programs_own_mistake(sandbox):
         "import sys\nprint(len(sys.stdin.buffer.read()))", Dialogues([("\ud800", "3")])
     ).all
     assert sandbox.run("x = 1\0").returncode == 1
-    with pytest.raises(UserError, match="no Python"):
+    with pytest.raises(UserError, match="not valid Python"):
         sandbox.grade("def f(x): return x", Asserts("", ["assert f('\ud800')"]))
 
 

@@ -1,5 +1,6 @@
-"""Compare a program's value with the expected value. Both are plain data, compared outside the
-sandbox.
+"""Compare a program's value with the expected value.
+
+Both are plain data, compared outside the sandbox.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ def exact(value: Any, expected: Any) -> bool:
 
 
 def trimmed(value: Any, expected: Any) -> bool:
-    """Compare texts line by line, ignoring spaces at line ends and empty lines at the end. Compare
-    other values as `exact` does.
+    """Compare texts line by line, ignoring spaces at line ends and empty lines at the end.
+
+    Compare other values as `exact` does.
     """
     if isinstance(value, str) and isinstance(expected, str):
         return _lines(value) == _lines(expected)
@@ -33,8 +35,9 @@ def trimmed(value: Any, expected: Any) -> bool:
 
 
 def tokens(value: Any, expected: Any) -> bool:
-    """Compare texts word by word, ignoring the amount of space between words. Compare other values
-    as `exact` does.
+    """Compare texts word by word, ignoring the amount of space between words.
+
+    Compare other values as `exact` does.
     """
     if isinstance(value, str) and isinstance(expected, str):
         return value.split() == expected.split()
@@ -56,8 +59,9 @@ def floats(value: Any, expected: Any) -> bool:
 
 
 def sets(value: Any, expected: Any) -> bool:
-    """Compare in any order: lines of texts, or items of a list, tuple, set or deque. Each item has
-    to occur equally often.
+    """Compare in any order: lines of texts, or items of a list, tuple, set or deque.
+
+    Each item has to occur equally often.
     """
     if isinstance(value, str) and isinstance(expected, str):
         return sorted(line.split() for line in _lines(value)) == sorted(
@@ -109,9 +113,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _typed(items: Any) -> set[tuple[type, Any]]:
-    """Return the items with their types, since 1, 1.0 and True are the same set item and the same
-    key.
-    """
+    """Return the items with their types, since 1, 1.0 and True are the same set item and key."""
     return {(type(item), item) for item in items}
 
 

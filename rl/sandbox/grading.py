@@ -159,9 +159,7 @@ def compared(compare: Compare, value: Any, expected: Any) -> Verdict:
 
 
 def _ended(reply: dict[str, Any], limits: Limits, serving: bool = False) -> Verdict | None:
-    """Return the failed verdict of a program that ended early, None if the test may go on to
-    compare.
-    """
+    """Return a failed verdict if a program did not end as its test requires, else None."""
     if "ended" not in reply:
         return None
     by = reply["by"]

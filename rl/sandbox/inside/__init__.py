@@ -1,4 +1,4 @@
-"""The processes that run in isolation: the zygote, a run's monitor, init, candidate and tester.
+"""Run programs in isolation, in these processes: zygote, a run's monitor, init, candidate, tester.
 
-They import only the standard library and each other.
+The modules import only the standard library and each other.
 """

@@ -1,5 +1,6 @@
-"""Send and receive JSON messages with a length prefix, over a socket or a pair of pipes, with
-optional file descriptors.
+"""Send and receive JSON messages with a length prefix, over a socket or a pair of pipes.
+
+File descriptors can be sent with a message.
 """
 
 from __future__ import annotations

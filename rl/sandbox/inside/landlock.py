@@ -1,5 +1,6 @@
-"""Restrict the file system, sockets and signals of a program by Landlock (package sandlock), on
-hosts that refuse namespaces.
+"""Restrict the file system, sockets and signals of a program by Landlock.
+
+Uses the package sandlock, on hosts that refuse namespaces.
 """
 
 from __future__ import annotations

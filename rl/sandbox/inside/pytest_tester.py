@@ -1,5 +1,6 @@
-"""Run test files of pytest in the tester's process. The program's module is a reference to the
-candidate's module.
+"""Run test files of pytest in the tester's process.
+
+The program's module is a reference to the candidate's module.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Verdicts:
     """Report the outcome of each test, setup and teardown included, as a pytest plugin."""
 
     def __init__(self, say: Callable[[bool, str], None], tell: Callable[[int], None]):
-        """`say` takes each verdict, `tell` the number of verdicts to expect, before the first test
-        runs.
+        """Store the callbacks: `say` takes each verdict, `tell` the number of verdicts to expect,
+        before the first test runs.
         """
         self.say, self.tell, self.failed, self.count = say, tell, dict[str, str](), 0
 

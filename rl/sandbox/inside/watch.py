@@ -1,6 +1,4 @@
-"""Watch a run for the monitor: its output, its end, and the resources that its processes use
-together.
-"""
+"""Watch a run for the monitor: its output, its end, and the resources of all its processes."""
 
 from __future__ import annotations
 
