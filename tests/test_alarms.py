@@ -125,7 +125,7 @@ def jitter(middle: float):
     [
         (fault(v1=-0.02), {"kl_0.01"}, "0.02, above 0.01"),
         (fault(v2=0.3), {"kl_0.01", "kl_0.1"}, "0.3, above 0.1"),
-        (fault(v1=2.0), {"kl_0.01", "kl_0.1", "kl_1"}, "stop, go back"),
+        (fault(v1=2.0), {"kl_0.01", "kl_0.1", "kl_1"}, "stop, return to a checkpoint"),
         (fault(v2=0.3, age=1.5), {"kl_0.01", "kl_0.1"}, "(tokens are 1.5 updates old on average)"),
         (fault(norm=30.0), {"grad_norm"}, "Lower learning_rate"),
         (fault(v1=math.nan), {"kl_0.01", "kl_0.1", "kl_1"}, "is nan, above 1"),

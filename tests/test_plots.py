@@ -118,7 +118,7 @@ def test_odd_folders_draw(tmp_path: Path) -> None:
     with pytest.raises(plots.NothingToDraw, match="none"):
         plots.draw(none, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
-    with pytest.raises(FileNotFoundError, match="give a run's folder"):
+    with pytest.raises(FileNotFoundError, match="expected a run's folder"):
         plots.draw(tmp_path / "absent", tmp_path / "x.png")
     with pytest.raises(ValueError, match="1 labels for 2 runs"):
         plots.draw([one, two], tmp_path / "x.png", labels=["a"])
@@ -189,7 +189,7 @@ def test_where_the_picture_goes(tmp_path: Path) -> None:
         failed = plot(str(folder), *words)
         assert failed.returncode == 2 and (
             "expected the suffix .png, .svg, .pdf" in failed.stderr
-            or "give one of them" in failed.stderr
+            or "pass only one of them" in failed.stderr
         )
         assert not (tmp_path / "a.xyz").exists() and not (tmp_path / "y.png").exists()
 
