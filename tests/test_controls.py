@@ -367,7 +367,7 @@ def test_settings_that_mean_nothing_are_refused():
         (["--overlong-share", "1.5"], "--overlong-share"),
         (
             ["--dynamic-sampling", "3", "--group-size", "1", "--advantage", "none"],
-            "--dynamic-sampling looks",
+            "--dynamic-sampling selects",
         ),
         (["--truncated-is", "0"], "--truncated-is"),
         (["--variant", "dapoo"], "dapo"),
@@ -394,7 +394,7 @@ WITHOUT_EFFECT = [
         "curriculum is success",
         "--curriculum steps",
     ),
-    ("ppo --critic-learning-rate 1e-4", "give --critic-model", "--critic-model policy"),
+    ("ppo --critic-learning-rate 1e-4", "set --critic-model", "--critic-model policy"),
     (
         "ppo --critic-model policy --value-coef 0.5",
         "leave --critic-model out",

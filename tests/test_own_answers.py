@@ -151,7 +151,7 @@ def test_which_answers_are_chosen_by_hand():
     for wrong in (dict(keep=4, group_size=4), dict(keep=9)):
         with pytest.raises(ValueError, match="all of them"):
             SelectionSettings(**wrong)
-    with pytest.raises(ValueError, match="leave it out"):
+    with pytest.raises(ValueError, match="leave out precompute_reference"):
         OnlinePreferenceSettings(precompute_reference=True)
 
 

@@ -1,4 +1,6 @@
-"""Models beside the policy that score: reference, teacher, reward model, comparison."""
+"""Provide models that score the policy's samples: reference, teacher, reward model, comparison,
+rubric.
+"""
 
 from rl.judges.comparison import (
     Comparison,

@@ -1,7 +1,7 @@
-"""A language model as the judge of two answers: it is shown both, and the probabilities with which
-it says A, B or tie are read.
+"""Judge two answers with a language model: it is shown both, and the probabilities of the labels A,
+B and tie are read.
 
-Every pair is shown in both orders and the two readings are averaged, since models favour a place.
+Every pair is shown in both orders and the two readings are averaged, since models favor a position.
 Nothing is sampled.
 """
 
@@ -25,7 +25,7 @@ _ROLES = {"user": "User", "assistant": "Assistant", "system": "System"}
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two answers to one conversation."""
+    """Hold two answers to the same conversation."""
 
     messages: Sequence[Message]
     first: str
@@ -34,10 +34,10 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Probabilities that the first answer is better, the second is, or neither, which add up to 1,
-    over both orders.
+    """Hold the probabilities that the first answer is better, the second is, or neither. They sum
+    to 1 and are averaged over both orders.
 
-    `consistent`: whether the likeliest label means the same in both orders.
+    `consistent` tells whether the likeliest label means the same in both orders.
     """
 
     first: float
@@ -47,11 +47,11 @@ class Verdict:
 
 
 def comparison_of(first: Sequence[Message], second: Sequence[Message]) -> Comparison:
-    """Make the comparison of two conversations that each end in an answer.
+    """Return the comparison of two conversations that each end in an answer.
 
-    What both begin with is the conversation, shown once; what follows is each one's answer: its
-    last message, or several with their roles where either went on for more turns. Thoughts of
-    earlier turns are left out, as those of an answer are.
+    Their common beginning is the conversation, shown once. The rest of each is its answer: its last
+    message, or several messages with their roles if either continued for more turns. Thoughts of
+    earlier turns are dropped, as are those of an answer.
     """
     shared = 0
     while shared < min(len(first), len(second)) - 1 and first[shared] == second[shared]:
@@ -65,33 +65,37 @@ def comparison_of(first: Sequence[Message], second: Sequence[Message]) -> Compar
 
 
 def _with_role(message: Message) -> str:
+    """Return a message as text with its role, without thoughts."""
     content = str(message["content"])
-    shown = split_thoughts(content)[0].strip() if message["role"] == "assistant" else content
-    return f"{_ROLES.get(message['role'], message['role'])}: {shown}"
+    text = split_thoughts(content)[0].strip() if message["role"] == "assistant" else content
+    return f"{_ROLES.get(message['role'], message['role'])}: {text}"
 
 
 def swapped(one: Comparison) -> Comparison:
+    """Return the comparison with its answers in the other order."""
     return Comparison(one.messages, one.second, one.first)
 
 
 def comparison_messages(one: Comparison) -> list[Message]:
-    """The prompt to which a judge answers A, B or tie. A conversation of one message stands without
-    its role.
+    """Return the prompt to which a judge answers A, B or tie. A conversation of a single message is
+    shown without its role.
 
-    Answers stand without their thoughts and the space around them: so they come out of a sampler,
-    and so rows are shown too.
+    Answers are shown without their thoughts and surrounding whitespace: a sampler returns them in
+    this form, and rows are shown in the same form.
     """
-    asked = conversation_text(one.messages)
+    conversation = conversation_text(one.messages)
     first, second = (split_thoughts(answer)[0].strip() for answer in (one.first, one.second))
     text = (
-        f"[Conversation]\n{asked}\n\n[Answer A]\n{first}\n\n[Answer B]\n{second}\n\n"
+        f"[Conversation]\n{conversation}\n\n[Answer A]\n{first}\n\n[Answer B]\n{second}\n\n"
         "Which answer is better? Say A, B or tie.\n"
     )
     return [{"role": "user", "content": text}]
 
 
 def conversation_text(messages: Sequence[Message]) -> str:
-    """A conversation as a judge is shown it: of one message its text, else each with its role."""
+    """Return a conversation as shown to a judge: the text of a single message, else each message
+    with its role.
+    """
     messages = texts(messages)
     if len(messages) == 1:
         return str(messages[0]["content"])
@@ -99,37 +103,43 @@ def conversation_text(messages: Sequence[Message]) -> str:
 
 
 def verdict_examples(one: Comparison, renderer: Any) -> list[tuple[ModelInput, np.ndarray]]:
-    """Tokens and weights (1 on the verdict) of each label in each order: A, B, tie; A, B, tie."""
+    """Return tokens and weights (1 on the verdict) of each label in each order: A, B, tie; A, B,
+    tie.
+    """
     return [
         renderer.build_supervised_example(
-            [*comparison_messages(shown), {"role": "assistant", "content": label}]
+            [*comparison_messages(ordered), {"role": "assistant", "content": label}]
         )
-        for shown in (one, swapped(one))
+        for ordered in (one, swapped(one))
         for label in LABELS
     ]
 
 
 class ComparisonModel:
-    """A judge: `client` samples nothing, it scores the labels. `renderer`: the judge's own."""
+    """Judge comparisons. `client` scores the labels and samples nothing; `renderer` is the judge's
+    renderer.
+    """
 
     def __init__(self, client: SamplingClient, renderer: Any):
         self.client, self.renderer = client, renderer
 
     def verdicts(self, comparisons: Sequence[Comparison]) -> list[Verdict]:
-        """One for each comparison; six sequences are scored for it (two orders, three labels), all
-        in one call.
+        """Return a verdict for each comparison. Six sequences are scored per comparison (two
+        orders, three labels), all in a single call.
         """
         examples = [
-            example for one in comparisons for example in verdict_examples(one, self.renderer)
+            example
+            for comparison in comparisons
+            for example in verdict_examples(comparison, self.renderer)
         ]
-        found = self.client.compute_logprobs_many(
+        logprobs = self.client.compute_logprobs_many(
             [ModelInput.from_ints(tokens.to_ints()) for tokens, _ in examples]
         ).result()
-        # log P of the label and its end mark; the first token's logprob is None, and it is never
-        # part of a label
+        # log P of the label and its end token. The first token's logprob is None; it is never part
+        # of a label.
         logp = [
             sum(lp for lp, w in zip(lps[1:], weights[1:], strict=True) if w and lp is not None)
-            for lps, (_, weights) in zip(found, examples, strict=True)
+            for lps, (_, weights) in zip(logprobs, examples, strict=True)
         ]
         return [
             _verdict(*np.asarray(logp[i : i + 6]).reshape(2, 3)) for i in range(0, len(logp), 6)
@@ -137,7 +147,9 @@ class ComparisonModel:
 
 
 def _verdict(shown: np.ndarray, shown_swapped: np.ndarray) -> Verdict:
-    """From log P of (A, B, tie) in each order, which are made to add up to 1 over the three."""
+    """Return the verdict from log P of (A, B, tie) in each order, normalized to sum to 1 over the
+    three.
+    """
     p, q = (np.exp(x - np.logaddexp.reduce(x)) for x in (shown, shown_swapped))
     same = {0: 1, 1: 0, 2: 2}[int(p.argmax())] == int(q.argmax())
     return Verdict(float(p[0] + q[1]) / 2, float(p[1] + q[0]) / 2, float(p[2] + q[2]) / 2, same)

@@ -1,4 +1,4 @@
-"""Rewards that see a whole episode, beside what its environment gave: scored when all of a batch
+"""Add rewards that score whole episodes to the environment's rewards, after all episodes of a batch
 have ended.
 """
 
@@ -14,12 +14,14 @@ from rl.types import Message
 
 
 def episode_of(trajectory: Trajectory, tag: str = "problem") -> Episode:
-    """A trajectory as a reward sees it: what was said to the model and what it answered, in order."""
+    """Return a trajectory as a reward receives it: the messages to the model and its answers, in
+    order.
+    """
     messages: list[Message] = []
     turns = []
-    for number, turn in enumerate(trajectory.transitions):
-        logs = turn.logs
-        told = logs.get(
+    for number, transition in enumerate(trajectory.transitions):
+        logs = transition.logs
+        new_messages = logs.get(
             "told",
             logs.get(
                 "messages",
@@ -27,16 +29,16 @@ def episode_of(trajectory: Trajectory, tag: str = "problem") -> Episode:
             ),
         )
         if number and "told" not in logs and "messages" in logs:
-            messages = []  # the whole conversation so far stands in this turn's log
-        messages += [dict(message) for message in told]
+            messages = []  # this turn's log holds the whole conversation so far
+        messages += [dict(message) for message in new_messages]
         messages.append({"role": "assistant", "content": str(logs.get("response", ""))})
         turns.append(
             Turn(
                 str(logs.get("response", "")),
-                turn.reward,
-                len(turn.ac.tokens),
-                turn.ac.stop_reason,
-                dict(turn.metrics),
+                transition.reward,
+                len(transition.ac.tokens),
+                transition.ac.stop_reason,
+                dict(transition.metrics),
             )
         )
     return Episode(messages, turns, tag)
@@ -45,20 +47,20 @@ def episode_of(trajectory: Trajectory, tag: str = "problem") -> Episode:
 def with_episode_rewards(
     rollouts: Rollouts, scorer: Scorer | None, metas: Mapping[int, Mapping[str, Any]] | None = None
 ) -> Rollouts:
-    """The rollouts with the scorer's reward added on each episode's end. One that fails costs its
-    episode, and is among the errors.
+    """Return the rollouts with the scorer's reward added at each episode's end.
 
-    `metas`: by the problem's index, what the reward gets as meta.
+    An episode for which the scorer fails is removed and its error reported. `metas` maps a
+    problem's index to the reward's meta.
     """
     if scorer is None:
         return rollouts
     pending = [
-        [_submit(scorer, one, group, metas or {}) for one in group.trajectories_G]
+        [_submit(scorer, member, group, metas or {}) for member in group.trajectories_G]
         for group in rollouts.groups
     ]
     groups, errors = [], list(rollouts.errors)
-    for group, waiting in zip(rollouts.groups, pending, strict=True):
-        scores = [one.result() for one in waiting]
+    for group, futures in zip(rollouts.groups, pending, strict=True):
+        scores = [member.result() for member in futures]
         errors += [score.error for score in scores if score.error is not None]
         kept = [i for i, score in enumerate(scores) if score.reward is not None]
         if kept:
@@ -69,14 +71,20 @@ def with_episode_rewards(
 def _submit(
     scorer: Scorer, one: Trajectory, group: TrajectoryGroup, metas: Mapping[int, Mapping[str, Any]]
 ) -> Any:
+    """Submit an episode to the scorer. Returns a future."""
     episode = episode_of(one, group.tag)
-    asked = next((str(m["content"]) for m in reversed(episode.messages) if m["role"] == "user"), "")
-    return scorer.submit(asked, episode.turns[-1].response, metas.get(group.problem_index), episode)
+    prompt = next(
+        (str(m["content"]) for m in reversed(episode.messages) if m["role"] == "user"), ""
+    )
+    return scorer.submit(
+        prompt, episode.turns[-1].response, metas.get(group.problem_index), episode
+    )
 
 
 def _rewarded(
     group: TrajectoryGroup, kept: Sequence[int], scores: Sequence[Any]
 ) -> TrajectoryGroup:
+    """Return a group's kept episodes with their scores added."""
     return replace(
         group,
         trajectories_G=[group.trajectories_G[i] for i in kept],

@@ -1,9 +1,9 @@
-"""Rewards from a model in the loop: a reward model's scores of whole episodes, or a language
-model's comparisons within groups.
+"""Compute rewards with a model in the loop: a reward model's scores of whole episodes, or a
+language model's comparisons within groups.
 
-Both score what was sampled after it was sampled, a batch at a time, and their scores become part of
-the group's rewards: whatever comes after (advantages, shaping, metrics, KL in the reward) does not
-know where a reward is from.
+Both score samples after sampling, a batch at a time, and their scores become part of the group's
+rewards. Later steps (advantages, shaping, metrics, KL in the reward) do not depend on the source of
+a reward.
 """
 
 from __future__ import annotations
@@ -29,25 +29,28 @@ if TYPE_CHECKING:
 
 
 class GroupScorer(Protocol):
-    """`scores_alone`: whether an answer without others to be compared with has a score."""
+    """Score the episodes of groups.
+
+    `scores_alone` tells whether a single answer, without others for comparison, has a score.
+    """
 
     scores_alone: bool
 
     def scores(self, groups: Sequence[TrajectoryGroup]) -> Sequence[Sequence[float | Score]]:
-        """A score for each episode, [P][G]; a `Score` has metrics as well, or no reward where the
-        judge failed on this one.
+        """Return a score for each episode, [P][G]. A `Score` also has metrics, or no reward if the
+        judge failed on the episode.
         """
         ...
 
 
 class RewardModel:
-    """A model with a value head: an episode's score is the value at its answer's end mark; of one
-    cut off, at its last token.
+    """Score episodes with a model with a value head: the value at the answer's end token or, if the
+    answer was cut off, at its last token.
 
-    `renderer`: what it was trained with. An answer is read as `renderer.judged` gives it, token for
-    token as in training. `shares_vocabulary`: whether the policy's token ids mean the same to it;
-    else it reads texts alone.
-    `policy_renderer`: the renderer of the policy's episodes; None: only their prompts tell.
+    `renderer` is the renderer of its training. An answer is encoded by `renderer.judged`, token for
+    token as in training. `shares_vocabulary` tells whether the policy's token ids mean the same to
+    this model; else it reads only texts. `policy_renderer` is the renderer of the policy's
+    episodes; None: formats are compared only by the prompts.
     """
 
     scores_alone = True
@@ -74,64 +77,70 @@ class RewardModel:
         )
 
     def scores(self, groups: Sequence[TrajectoryGroup]) -> list[list[float]]:
-        whole = [one for group in groups for one in self._read(group)]
+        """Return the score of each episode, [P][G]. Raises UserError if an episode is too long or a
+        score is not finite.
+        """
+        whole = [item for group in groups for item in self._read(group)]
         limit = self.client.info["max_context"]
-        longest = max((one.length for one in whole), default=0)
+        longest = max((item.length for item in whole), default=0)
         if limit is not None and longest > limit:
             raise UserError(
-                f"the reward model {self.name} reads at most {limit} tokens, an episode has {longest}: lower max_tokens, or take "
-                "a reward model of a longer context"
+                f"the reward model {self.name} reads at most {limit} tokens, an episode has "
+                f"{longest}: lower max_tokens, or use a reward model with a longer context"
             )
-        found = scores_of(self.client, whole)
-        if not all(math.isfinite(score) for score in found):
+        values = scores_of(self.client, whole)
+        if not all(math.isfinite(score) for score in values):
             raise UserError(
-                f"the reward model {self.name} gave {sum(not math.isfinite(s) for s in found)} scores that are not finite"
+                f"the reward model {self.name} returned "
+                f"{sum(not math.isfinite(s) for s in values)} scores that are not finite"
             )
-        scores = iter(found)
+        scores = iter(values)
         return [[next(scores) for _ in group.trajectories_G] for group in groups]
 
     def _read(self, group: TrajectoryGroup) -> list[ModelInput]:
-        """What it reads of each episode: all that was read and said, where the policy's prompt is
-        what it would see itself.
+        """Return the input of each episode: the policy's tokens, if the policy's prompt equals this
+        model's rendering of it.
 
-        Of a policy with another renderer or vocabulary it reads the conversation and the answer's
-        text in its own.
+        For a policy with another renderer or vocabulary, return the conversation and the answer's
+        text in this model's rendering.
         """
-        found: list[ModelInput] = []
-        prompts: dict[int, ModelInput] = {}  # by conversation, which a group's episodes share
-        told: list[Sequence[Message]] = []  # alive, so that no two have one id
+        inputs: list[ModelInput] = []
+        prompts: dict[
+            int, ModelInput
+        ] = {}  # by id of the conversation, which a group's episodes share
+        conversations: list[Sequence[Message]] = []  # kept alive, so that ids stay unique
         for trajectory in group.trajectories_G:
             last = trajectory.transitions[-1]
             prompt, answer = last.ob, last.ac.tokens
-            own_texts = not self.shares_vocabulary or (
+            reads_text = not self.shares_vocabulary or (
                 "told" in last.logs and not self.shares_format
             )
             messages = (
-                episode_of(trajectory).messages[:-1] if own_texts else last.logs.get("messages")
+                episode_of(trajectory).messages[:-1] if reads_text else last.logs.get("messages")
             )
             if messages is not None:
-                told.append(messages)
+                conversations.append(messages)
                 if id(messages) not in prompts:
                     prompts[id(messages)] = self.renderer.build_generation_prompt(messages)
-                own = prompts[id(messages)]
+                rendered = prompts[id(messages)]
                 if not self.shares_vocabulary or (prompt.flat(), prompt.placed()) != (
-                    own.flat(),
-                    own.placed(),
+                    rendered.flat(),
+                    rendered.placed(),
                 ):
                     prompt, answer = (
-                        own,
+                        rendered,
                         self._said(
                             messages, str(last.logs["response"]), last.ac.stop_reason == "stop"
                         ),
                     )
-            found.append(
+            inputs.append(
                 ModelInput.of(self.renderer.judged(prompt.flat(), answer).flat(), prompt.placed())
             )
-        return found
+        return inputs
 
     def _said(self, messages: Sequence[Message], response: str, ended: bool) -> list[int]:
-        """The text of an answer in this model's own tokens; without the end mark where it was cut
-        off.
+        """Return the text of an answer in this model's tokens, without the end token if the answer
+        was cut off.
         """
         message = {"role": "assistant", "content": response}
         example, weights = self.renderer.build_supervised_example([*messages, message])
@@ -140,20 +149,25 @@ class RewardModel:
 
 
 def _same_format(one: Renderer, other: Renderer) -> bool:
-    """Return whether two renderers of one vocabulary write a conversation of several turns alike."""
+    """Return whether two renderers of the same vocabulary encode a conversation of several turns
+    equally.
+    """
     roles = ("user", "assistant", "user", "assistant")
-    turns: list[Message] = [{"role": role, "content": ""} for role in roles]  # of any vocabulary
+    turns: list[Message] = [
+        {"role": role, "content": ""} for role in roles
+    ]  # works with any vocabulary
     prompts = [r.build_generation_prompt(turns[:-1]).flat() for r in (one, other)]
     examples = [r.build_supervised_example(turns)[0].flat() for r in (one, other)]
     return prompts[0] == prompts[1] and examples[0] == examples[1]
 
 
 class ComparedInGroup:
-    """A judge: an episode's score is the share of its group that it is preferred to, a tie being
-    half: 0 to 1, mean 1/2.
+    """Score an episode with a judge by the share of its group to which it is preferred, a tie
+    counting half: 0 to 1, mean 1/2.
 
-    An episode of several turns is compared as a whole, from where it parts from the other. Equal
-    episodes tie without being shown. An answer alone in its group scores 1/2.
+    An episode of several turns is compared as a whole, from the first difference to the other
+    episode. Equal episodes tie without being shown. An answer without others in its group scores
+    1/2.
     """
 
     scores_alone = False
@@ -162,22 +176,23 @@ class ComparedInGroup:
         self.judge = judge
 
     def scores(self, groups: Sequence[TrajectoryGroup]) -> list[list[float]]:
-        asked: list[tuple[int, int, int]] = []
+        """Return the score of each episode, [P][G]."""
+        pairs: list[tuple[int, int, int]] = []
         comparisons: list[Comparison] = []
         for g, group in enumerate(groups):
             whole = [episode_of(trajectory).messages for trajectory in group.trajectories_G]
             for i, j in combinations(range(len(whole)), 2):
                 if whole[i] != whole[j]:
-                    asked.append((g, i, j))
+                    pairs.append((g, i, j))
                     comparisons.append(comparison_of(whole[i], whole[j]))
-        # win[g][i]: how many others i is preferred to; equal answers share the point
+        # wins[g][i]: number of others to which i is preferred; equal answers share the point
         wins = [
             [(len(group.trajectories_G) - 1) / 2] * len(group.trajectories_G) for group in groups
         ]
         for start in range(0, len(comparisons), AT_ONCE):
             part = slice(start, start + AT_ONCE)
             for (g, i, j), verdict in zip(
-                asked[part], self.judge.verdicts(comparisons[part]), strict=True
+                pairs[part], self.judge.verdicts(comparisons[part]), strict=True
             ):
                 ahead = (verdict.first - verdict.second) / 2
                 wins[g][i] += ahead
@@ -189,9 +204,9 @@ class ComparedInGroup:
 
 
 class LearnedRewards:
-    """Puts a scorer's scores into groups. `other_weight`: of the rewards that the environments
-    gave; 0 measures them alone.
+    """Add a scorer's scores to groups.
 
+    `other_weight` is the weight of the environments' rewards; with 0 they are only measured.
     Metrics of each episode: `reward/learned` and `reward/given`.
     """
 
@@ -200,56 +215,62 @@ class LearnedRewards:
         self.seconds = 0.0
 
     def take_seconds(self) -> dict[str, float]:
-        """Seconds that judging took since this was last asked."""
+        """Return the seconds spent on judging since the last call."""
         taken, self.seconds = {"learned": self.seconds}, 0.0
         return taken
 
     @property
     def scores_alone(self) -> bool:
+        """Return whether the scorer scores a single answer without others."""
         return self.scorer.scores_alone
 
     def __call__(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """The same groups, rewarded: each episode's score on its end, each step's own reward times
-        `other_weight`.
+        """Return the groups with rewards: each episode's score at its end, plus each step's
+        environment reward times `other_weight`.
         """
         return self.judge(groups)[0]
 
     def judge(self, groups: Sequence[TrajectoryGroup]) -> tuple[list[TrajectoryGroup], list[str]]:
-        """The groups, rewarded, without the episodes on which the judge failed, and a text for each
-        of these.
+        """Return (the groups with rewards, without the episodes on which the judge failed; an error
+        message for each of these).
         """
-        begin, found, errors = time.perf_counter(), [], []
+        begin, rewarded, errors = time.perf_counter(), [], []
         scores_P_G = self.scorer.scores(groups)
         self.seconds += time.perf_counter() - begin
         for group, scores in zip(groups, scores_P_G, strict=True):
-            scores_G = [one if isinstance(one, Score) else Score(float(one)) for one in scores]
-            errors += [
-                f"{one.error} (problem {group.problem_index})"
-                for one in scores_G
-                if one.reward is None
+            scores_G = [
+                score if isinstance(score, Score) else Score(float(score)) for score in scores
             ]
-            members = [i for i, one in enumerate(scores_G) if one.reward is not None]
+            errors += [
+                f"{score.error} (problem {group.problem_index})"
+                for score in scores_G
+                if score.reward is None
+            ]
+            members = [i for i, score in enumerate(scores_G) if score.reward is not None]
             if members:
-                found.append(self._rewarded(group, members, scores_G))
-        return found, errors
+                rewarded.append(self._rewarded(group, members, scores_G))
+        return rewarded, errors
 
     def _rewarded(
         self, group: TrajectoryGroup, members: Sequence[int], scores_G: Sequence[Score]
     ) -> TrajectoryGroup:
-        given_G = group.get_total_rewards()
+        """Return the group's `members` with their scores added."""
+        environment_G = group.get_total_rewards()
         trajectories, finals, metrics = [], [], []
         for i in members:
-            one, score = group.trajectories_G[i], scores_G[i]
-            assert score.reward is not None  # so they were chosen
-            turns = [replace(t, reward=t.reward * self.other_weight) for t in one.transitions]
-            trajectories.append(replace(one, transitions=turns))
+            trajectory, score = group.trajectories_G[i], scores_G[i]
+            assert score.reward is not None  # `members` have a reward
+            turns = [
+                replace(t, reward=t.reward * self.other_weight) for t in trajectory.transitions
+            ]
+            trajectories.append(replace(trajectory, transitions=turns))
             finals.append(group.final_rewards_G[i] * self.other_weight + score.reward)
             metrics.append(
                 {
                     **group.metrics_G[i],
                     **score.metrics,
                     "reward/learned": score.reward,
-                    "reward/given": given_G[i],
+                    "reward/given": environment_G[i],
                 }
             )
         return replace(
@@ -258,8 +279,10 @@ class LearnedRewards:
 
 
 def judged(rollouts: Rollouts, rewards: LearnedRewards | None, *, alone: bool = False) -> Rollouts:
-    """The rollouts with a model's judgement as their reward; as they are without one. `alone`:
-    answers stand in no group.
+    """Return the rollouts with a model's scores added to their rewards; unchanged without such a
+    model.
+
+    With `alone`, answers have no group: a scorer that compares answers is skipped.
     """
     if rewards is None or not rollouts.groups or (alone and not rewards.scores_alone):
         return rollouts

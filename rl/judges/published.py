@@ -1,5 +1,5 @@
-"""Published reward models (`...ForSequenceClassification`, one output), and several reward models
-at once.
+"""Score with published reward models (`...ForSequenceClassification`, a single output), and with
+several reward models at once.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class PublishedRewardModel:
-    """A classifier with one output: an episode's score is its logit for the conversation with the
-    last answer at its end.
+    """Score episodes with a classifier with a single output: the logit of the conversation that
+    ends in the last answer.
 
-    The conversation is rendered from its messages with the model's own tokenizer and chat template.
-    An answer that was cut off is rendered like any other, since a template knows no such answers;
-    `cut_off_penalty` prices that.
+    The conversation is rendered from its messages with the model's tokenizer and chat template. An
+    answer that was cut off is rendered like any other, since a template has no form for such
+    answers; use `cut_off_penalty` to penalize them.
     """
 
     scores_alone = True
@@ -36,20 +36,26 @@ class PublishedRewardModel:
         self.renderer = ConversationRenderer(client.get_tokenizer(), name)
 
     def scores(self, groups: Sequence[TrajectoryGroup]) -> list[list[float]]:
+        """Return the score of each episode, [P][G]. Raises UserError if an input is too long or a
+        score is not finite.
+        """
         episodes = [
             episode_of(trajectory) for group in groups for trajectory in group.trajectories_G
         ]
         inputs = [tuple(self.renderer.build_conversation(episode.messages)) for episode in episodes]
         self._check_length(max(map(len, inputs), default=0))
-        distinct = list(dict.fromkeys(inputs))  # equal answers to one conversation are read once
-        found: list[float] = []
+        distinct = list(
+            dict.fromkeys(inputs)
+        )  # equal answers to the same conversation are scored once
+        values: list[float] = []
         for start in range(0, len(distinct), AT_ONCE):
-            found += self.client.compute_scores(distinct[start : start + AT_ONCE]).result()
-        if not all(math.isfinite(score) for score in found):
+            values += self.client.compute_scores(distinct[start : start + AT_ONCE]).result()
+        if not all(math.isfinite(score) for score in values):
             raise UserError(
-                f"the reward model {self.name} gave {sum(not math.isfinite(s) for s in found)} scores that are not finite"
+                f"the reward model {self.name} returned "
+                f"{sum(not math.isfinite(s) for s in values)} scores that are not finite"
             )
-        score_of = dict(zip(distinct, found, strict=True))
+        score_of = dict(zip(distinct, values, strict=True))
         scores = (score_of[tokens] for tokens in inputs)
         return [[next(scores) for _ in group.trajectories_G] for group in groups]
 
@@ -57,17 +63,18 @@ class PublishedRewardModel:
         limit = self.client.info["max_context"]
         if limit is not None and longest > limit:
             raise UserError(
-                f"the reward model {self.name} reads at most {limit} tokens, a conversation with its answer has {longest}: lower "
-                "max_tokens, or take a reward model of a longer context"
+                f"the reward model {self.name} reads at most {limit} tokens, a conversation with "
+                f"its answer has {longest}: lower max_tokens, or use a reward model with a longer "
+                "context"
             )
 
 
 class WeightedRewardModels:
-    """Several reward models at once: an episode's score is the weighted sum of theirs; each is a
-    metric, `reward/learned/<name>`.
+    """Score with several reward models: an episode's score is the weighted sum of their scores, and
+    each score is a metric, `reward/learned/<name>`.
 
-    models   (name, scorer, weight); the last part of a name that looks like a path is what the
-    metric is called
+    `models` are (name, scorer, weight). The metric's name is the last part of a name that looks
+    like a path.
     """
 
     scores_alone = True
@@ -81,6 +88,7 @@ class WeightedRewardModels:
         ]
 
     def scores(self, groups: Sequence[TrajectoryGroup]) -> list[list[Score]]:
+        """Return the weighted score of each episode, [P][G]."""
         tables = [scorer.scores(groups) for _, scorer, _ in self.models]
         weights = [weight for _, _, weight in self.models]
         return [
@@ -92,8 +100,9 @@ class WeightedRewardModels:
         ]
 
     def _together(self, scores: Sequence[float | Score], weights: Sequence[float]) -> Score:
+        """Return the weighted sum of an episode's scores."""
         values = [float(score) for score in scores if not isinstance(score, Score)]
-        assert len(values) == len(weights)  # reward models give numbers
+        assert len(values) == len(weights)  # reward models return numbers
         metrics = {
             f"reward/learned/{name}": value for name, value in zip(self.names, values, strict=True)
         }

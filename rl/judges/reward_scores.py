@@ -1,6 +1,4 @@
-"""How a reward model's scores are read, the one way for its own held-out pairs and for what a
-policy samples.
-"""
+"""Read a reward model's scores, in the same way for held-out pairs and for the policy's samples."""
 
 from __future__ import annotations
 
@@ -12,16 +10,16 @@ from rl.types import ModelInput
 if TYPE_CHECKING:
     from rl.clients import TrainingClient
 
-AT_ONCE = 512  # sequences in one call
+AT_ONCE = 512  # sequences per call
 
 
 def scores_of(client: TrainingClient, inputs: Sequence[ModelInput]) -> list[float]:
-    """The score of each input (`Renderer.judged`): the value at its last position, where the
-    Bradley-Terry loss reads it too.
+    """Return the score of each input (`Renderer.judged`): the value at its last position, which the
+    Bradley-Terry loss reads too.
     """
-    found: list[float] = []
+    scores: list[float] = []
     for i in range(0, len(inputs), AT_ONCE):
-        found += [
+        scores += [
             float(values[-1]) for values in client.compute_values(inputs[i : i + AT_ONCE]).result()
         ]
-    return found
+    return scores

@@ -1,9 +1,9 @@
-"""A language model as the judge of one answer by a rubric: several questions, each with its weight.
+"""Judge an answer with a language model by a rubric: several questions with weights.
 
-Two ways to read an answer to a question. "yes_no": the question is put so that yes is good, and the
-probability of "yes" against "no" is read; nothing is sampled. "score": the judge writes what it
-thinks, and the last "Score: N" in it is read, N from 0 to a scale. Either way all questions about
-all answers of a batch are one batch for the judge.
+`reading` selects the way to read an answer to a question. "yes_no": the question is phrased so that
+yes is good, and the probability of "yes" against "no" is read; nothing is sampled. "score": the
+judge writes its reasoning, and the last "Score: N" in it is read, N from 0 to a scale. In both ways
+all questions about all answers of a batch form a single batch for the judge.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SCORE = re.compile(r"score\s*(?:is|:|=)?\s*\**\s*(-?\d+(?:\.\d+)?)", re.IGNOREC
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One line of a rubric. `name`: in metrics (rubric/<name>)."""
+    """Hold a line of a rubric. `name` is its metric (rubric/<name>)."""
 
     text: str
     weight: float = 1.0
@@ -44,11 +44,11 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Rubric:
-    """Questions and how their answers are read. The score of an answer is the weighted mean over
-    questions, 0 to 1.
+    """Hold the questions and the way their answers are read. The score of an answer is the weighted
+    mean over questions, 0 to 1.
 
-    A negative weight counts what is bad: (sum of w * reading) / (sum of |w|), so from -1 to 1 with
-    such. `scale`: the best N of "score".
+    A negative weight marks a fault: (sum of w * reading) / (sum of |w|), so the score is from -1 to
+    1 with negative weights. `scale` is the best N of "score".
     """
 
     questions: tuple[Question, ...]
@@ -59,18 +59,19 @@ class Rubric:
     def __post_init__(self) -> None:
         if not self.questions or not sum(abs(question.weight) for question in self.questions):
             raise UserError(
-                "a rubric has at least one question with a weight other than 0, such as {'Is the answer polite?': 1}"
+                "a rubric needs a question with a weight other than 0, such as "
+                "{'Is the answer polite?': 1}"
             )
         for question in self.questions:
             if not question.text.strip():
-                raise UserError("a rubric's question is a text, got an empty one")
+                raise UserError("a rubric's question must be a non-empty text, got ''")
 
     @classmethod
     def of(
         cls, weights: Sequence[tuple[str, float]], reading: Reading = "yes_no", **settings: Any
     ) -> Rubric:
-        """From texts and weights; their names are made from their first words, and are told apart
-        by a number where they meet.
+        """Create a rubric from texts and weights. A name consists of the text's first words, with a
+        number if names coincide.
         """
         questions: list[Question] = []
         for text, weight in weights:
@@ -85,36 +86,41 @@ class Rubric:
 def rubric_messages(
     messages: Sequence[Message], answer: str, question: Question, rubric: Rubric
 ) -> list[Message]:
-    """The prompt to which a judge answers. The answer stands without its thoughts and the space
-    around it.
+    """Return the prompt to which a judge answers. The answer is shown without its thoughts and
+    surrounding whitespace.
     """
-    how = "Say yes or no."
+    instruction = "Say yes or no."
     if rubric.reading == "score":
-        how = f'Think, then end with "Score: N", where N is a number from 0 (not at all) to {rubric.scale:g} (entirely).'
-    shown = split_thoughts(answer)[0].strip()
-    text = f"[Conversation]\n{conversation_text(messages)}\n\n[Answer]\n{shown}\n\n[Question]\n{question.text.strip()} {how}\n"
+        instruction = (
+            'Think, then end with "Score: N", where N is a number from 0 (not at all) to '
+            f"{rubric.scale:g} (entirely)."
+        )
+    answer_text = split_thoughts(answer)[0].strip()
+    text = (
+        f"[Conversation]\n{conversation_text(messages)}\n\n[Answer]\n{answer_text}\n\n"
+        f"[Question]\n{question.text.strip()} {instruction}\n"
+    )
     return [{"role": "user", "content": text}]
 
 
 def read_score(text: str, scale: float) -> float | None:
-    """The last "Score: N" of a judge's text as a share of the scale; None where there is none, or N
-    is not on the scale.
+    """Return the last "Score: N" of a judge's text as a share of the scale; None without a score,
+    or if N is not on the scale.
 
-    "Score: 7/10" counts as 7. What stands in thoughts does not count.
+    "Score: 7/10" counts as 7. Text in thoughts does not count.
     """
-    found = _SCORE.findall(split_thoughts(text)[0])
-    if not found:
+    matches = _SCORE.findall(split_thoughts(text)[0])
+    if not matches:
         return None
-    value = float(found[-1])
+    value = float(matches[-1])
     return value / scale if 0 <= value <= scale else None
 
 
 class RubricJudge:
-    """Scores episodes by a rubric: a `Score` for each, without a reward where a reading failed.
-    `renderer`: the judge's own.
+    """Score episodes by a rubric: a `Score` for each, without a reward if a reading failed.
 
-    `seed`: of what is sampled (reading "score"); a text is a function of it and of the prompt, so
-    equal answers read alike.
+    `renderer` is the judge's renderer. `seed` is the seed of samples (reading "score"). A sampled
+    text is a function of the seed and the prompt, so equal answers get equal scores.
     """
 
     scores_alone = True
@@ -123,16 +129,22 @@ class RubricJudge:
         self.client, self.renderer, self.rubric, self.seed = client, renderer, rubric, seed
 
     def scores(self, groups: Sequence[TrajectoryGroup]) -> list[list[Score]]:
-        asked = [_asked(trajectory) for group in groups for trajectory in group.trajectories_G]
+        """Return the score of each episode, [P][G]."""
+        episodes = [_asked(trajectory) for group in groups for trajectory in group.trajectories_G]
         questions = self.rubric.questions
-        unlike: dict[tuple[str, str], int] = {}  # equal answers to one conversation are read once
+        distinct: dict[
+            tuple[str, str], int
+        ] = {}  # equal answers to the same conversation are read once
         places = [
-            unlike.setdefault((repr(messages), answer), len(unlike)) for messages, answer in asked
+            distinct.setdefault((repr(messages), answer), len(distinct))
+            for messages, answer in episodes
         ]
-        first = {place: one for place, one in reversed(list(zip(places, asked, strict=True)))}
+        first = {
+            place: episode for place, episode in reversed(list(zip(places, episodes, strict=True)))
+        }
         prompts = [
             rubric_messages(*first[i], question, self.rubric)
-            for i in range(len(unlike))
+            for i in range(len(distinct))
             for question in questions
         ]
         read = self._yes_no(prompts) if self.rubric.reading == "yes_no" else self._written(prompts)
@@ -142,6 +154,7 @@ class RubricJudge:
         return [[next(scores) for _ in group.trajectories_G] for group in groups]
 
     def _score(self, readings: Sequence[float | None]) -> Score:
+        """Return an answer's score from the readings of all questions."""
         questions = self.rubric.questions
         if any(reading is None for reading in readings):
             missed = [
@@ -162,7 +175,7 @@ class RubricJudge:
         )
 
     def _yes_no(self, prompts: Sequence[list[Message]]) -> list[float | None]:
-        """P(yes) / (P(yes) + P(no)), each word with its end mark."""
+        """Return P(yes) / (P(yes) + P(no)) of each prompt, each word with its end token."""
         examples = [
             self.renderer.build_supervised_example(
                 [*prompt, {"role": "assistant", "content": word}]
@@ -174,8 +187,8 @@ class RubricJudge:
         for start in range(0, len(examples), AT_ONCE):
             part = examples[start : start + AT_ONCE]
             self._check_length(max(tokens.length for tokens, _ in part))
-            found = self.client.compute_logprobs_many([tokens for tokens, _ in part]).result()
-            for values, (_, weights) in zip(found, part, strict=True):
+            logprobs = self.client.compute_logprobs_many([tokens for tokens, _ in part]).result()
+            for values, (_, weights) in zip(logprobs, part, strict=True):
                 logp.append(
                     sum(
                         lp
@@ -190,10 +203,10 @@ class RubricJudge:
         ]
 
     def _written(self, prompts: Sequence[list[Message]]) -> list[float | None]:
-        """What is read of texts that the judge samples at temperature 1: one stream for each
+        """Return the scores in texts that the judge samples at temperature 1: a stream for each
         prompt, a function of its tokens.
         """
-        from rl.sampler import Request  # with torch, which the settings do without
+        from rl.sampler import Request  # imports torch, which settings avoid
 
         params = SamplingParams(
             max_tokens=self.rubric.max_tokens,
@@ -204,7 +217,7 @@ class RubricJudge:
         for prompt in prompts:
             tokens = self.renderer.build_generation_prompt(prompt).to_ints()
             self._check_length(len(tokens) + self.rubric.max_tokens - 1)
-            asked = Request(
+            request = Request(
                 prompt=tokens,
                 num_samples=1,
                 params=params,
@@ -212,21 +225,23 @@ class RubricJudge:
                 problem=derive_seed("rubric", *tokens),
                 first_index=0,
             )
-            requests.append(asked)
-        found: list[float | None] = []
+            requests.append(request)
+        values: list[float | None] = []
         for start in range(0, len(requests), AT_ONCE):
             responses, _ = self.client.sample_many(requests[start : start + AT_ONCE]).result()
             for response in responses:
                 message, _ = self.renderer.parse_response(response.sequences[0].tokens)
-                found.append(read_score(str(message["content"]), self.rubric.scale))
-        return found
+                values.append(read_score(str(message["content"]), self.rubric.scale))
+        return values
 
     def _check_length(self, length: int) -> None:
+        """Raise UserError if a prompt of this length exceeds the judge's context."""
         limit = self.client.info["max_context"]
         if limit is not None and length > limit:
             raise UserError(
-                f"the rubric's judge {self.client.info['base_model']} reads at most {limit} tokens, a conversation with its answer and a "
-                f"question has {length}: lower max_tokens or rubric_max_tokens, or take a judge of a longer context"
+                f"the rubric's judge {self.client.info['base_model']} reads at most {limit} "
+                f"tokens, a conversation with its answer and a question has {length}: lower "
+                "max_tokens or rubric_max_tokens, or use a judge with a longer context"
             )
 
 

@@ -1,5 +1,5 @@
-"""Logprobs of a datum's targets under another model than the one that is trained: a reference, a
-teacher.
+"""Compute logprobs of a datum's targets under a model other than the trained model, such as a
+reference model or a teacher.
 """
 
 from __future__ import annotations
@@ -17,104 +17,113 @@ if TYPE_CHECKING:
 
 
 def full_tokens(datum: Datum) -> list[int]:
-    """The sequence that a datum was shifted from: its input, and the last target. Of text alone:
-    see `full_input`.
+    """Return the sequence from which a datum was shifted: its input plus the last target. For text
+    only; see `full_input`.
     """
     return full_input(datum).to_ints()
 
 
 def full_input(datum: Datum) -> ModelInput:
-    """The same, with its images."""
+    """Return the same sequence with its images. Raises ValueError for soft targets."""
     targets = datum.loss_fn_inputs["target_tokens"].array
     if targets.ndim != 1:
-        raise ValueError(f"soft targets of shape {targets.shape} are no sequence")
+        raise ValueError(
+            f"expected targets of shape [T], got soft targets of shape {targets.shape}"
+        )
     return ModelInput.of([*datum.model_input.flat(), int(targets[-1])], datum.model_input.placed())
 
 
 class TokenScorer(Protocol):
-    """What scores given tokens: a reference, a teacher."""
+    """Score fixed tokens: a reference model or a teacher."""
 
     def logprobs(self, datums: Sequence[Datum], temperature: float = 1.0) -> list[np.ndarray]:
-        """log p of each datum's target tokens under softmax(logits / temperature), float32 [T]
-        each.
+        """Return log p of each datum's target tokens under softmax(logits / temperature), float32
+        [T] each.
         """
         ...
 
     def release(self) -> None:
-        """Gives its memory back."""
+        """Free the scorer's memory."""
 
 
 class FrozenScorer:
-    """Another model's weights, or earlier ones of the policy, held by a sampling client."""
+    """Score with another model's weights, or earlier weights of the policy, held by a sampling
+    client.
+    """
 
     def __init__(self, client: SamplingClient):
         self.client = client
 
     def logprobs(self, datums: Sequence[Datum], temperature: float = 1.0) -> list[np.ndarray]:
+        """Return log p of each datum's target tokens."""
         values = self.client.compute_logprobs_many(
             [full_input(d) for d in datums], temperature
         ).result()
         return [np.asarray(logprobs[1:], dtype=np.float32) for logprobs in values]
 
     def release(self) -> None:
+        """Free the sampling client's memory."""
         self.client.release()
 
 
 class BaseScorer:
-    """The base model under the policy's LoRA adapter: no weights of its own, the arithmetic of the
-    learner itself.
+    """Score with the base model under the policy's LoRA adapter: no further weights, and exactly
+    the learner's arithmetic.
     """
 
     def __init__(self, policy: TrainingClient):
         self.policy = policy
 
     def logprobs(self, datums: Sequence[Datum], temperature: float = 1.0) -> list[np.ndarray]:
+        """Return log p of each datum's target tokens with the adapter disabled."""
         bare = [
             Datum(d.model_input, {"target_tokens": d.loss_fn_inputs["target_tokens"]})
             for d in datums
         ]
         for datum, whole in zip(bare, datums, strict=True):
-            # tells where the prompt ends, so that micro-batches are those of the policy
+            # marks the end of the prompt, so that micro-batches equal those of the policy
             if "mask" in whole.loss_fn_inputs:
                 datum.loss_fn_inputs["weights"] = whole.loss_fn_inputs["mask"]
         output = self.policy.forward(
             bare, "cross_entropy", {"temperature": temperature}, adapters=False
         ).result()
-        return [one["logprobs"].array for one in output.loss_fn_outputs]
+        return [row["logprobs"].array for row in output.loss_fn_outputs]
 
     def release(self) -> None:
-        """Nothing is its own."""
+        """Do nothing: the weights belong to the policy."""
 
 
 def check_vocabulary(
     student: TrainingClient, other: SamplingClient | TrainingClient, name: str
 ) -> None:
-    """Raises UserError, naming tokens, unless both give every token the same id: logprobs are
-    compared id by id.
+    """Raise UserError, with the tokens, unless both models give every token the same id: logprobs
+    are compared id by id.
 
-    Without tokenizers the sizes of the vocabularies must agree; with them they may not (rows of
-    padding).
+    Without tokenizers the sizes of the vocabularies must agree; with tokenizers the sizes may
+    differ (padding rows).
     """
     tokenizers = student.info["tokenizer"], other.info["tokenizer"]
     if tokenizers[0] is None or tokenizers[1] is None:
         sizes = student.info["vocab_size"], other.info["vocab_size"]
         if sizes[0] != sizes[1]:
             raise UserError(
-                f"the {name} has {sizes[1]} tokens, the policy {sizes[0]}: logprobs are compared token by token"
+                f"the {name} has {sizes[1]} tokens, the policy {sizes[0]}: logprobs are compared "
+                "token by token"
             )
         return
     difference = vocabulary_difference(*(tokenizer.get_vocab() for tokenizer in tokenizers))
     if difference:
         raise UserError(
-            f"the {name} has another vocabulary than the policy: {difference}. Choose one of the policy's family"
+            f"the {name} has another vocabulary than the policy: {difference}. Choose a model of "
+            "the policy's family"
         )
 
 
 def shares_vocabulary(
     student: TrainingClient, other: SamplingClient | TrainingClient, name: str
 ) -> bool:
-    """Return whether both give every token the same id. Raises UserError if a tokenizer is missing
-    and the sizes differ.
+    """Return whether both models give every token the same id. Raises UserError if a tokenizer is
+    missing and the sizes differ.
     """
     tokenizers = student.info["tokenizer"], other.info["tokenizer"]
     if tokenizers[0] is None or tokenizers[1] is None:
@@ -124,22 +133,24 @@ def shares_vocabulary(
 
 
 def vocabulary_difference(mine: Mapping[str, int], theirs: Mapping[str, int]) -> str:
-    """In words, which tokens differ; "" where none does."""
+    """Describe the tokens that differ; "" if none does."""
     mine, theirs = (
         dict(sorted(vocabulary.items(), key=lambda item: item[1])) for vocabulary in (mine, theirs)
     )
     moved = [
-        f"{token!r} is {i} here and {theirs[token]} there"
+        f"{token!r} is {i} in the policy's and {theirs[token]} in the other"
         for token, i in mine.items()
         if theirs.get(token, i) != i
     ]
-    only_here = [repr(token) for token in mine if token not in theirs]
-    only_there = [repr(token) for token in theirs if token not in mine]
-    found = (
+    only_policy = [repr(token) for token in mine if token not in theirs]
+    only_other = [repr(token) for token in theirs if token not in mine]
+    differences = (
         (moved, "have other ids"),
-        (only_here, "are the policy's alone"),
-        (only_there, "are the other's alone"),
+        (only_policy, "are only in the policy's"),
+        (only_other, "are only in the other"),
     )
     return "; ".join(
-        f"{len(tokens)} tokens {what} ({', '.join(tokens[:4])})" for tokens, what in found if tokens
+        f"{len(tokens)} tokens {description} ({', '.join(tokens[:4])})"
+        for tokens, description in differences
+        if tokens
     )

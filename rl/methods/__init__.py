@@ -1,5 +1,5 @@
-"""The methods: three hooks and their settings, a file or two a method (`ppo.py`,
-`ppo_settings.py`); what they share is in `steps.py`.
+"""Provide the training methods: three hooks and their settings, one or two files per method
+(`ppo.py`, `ppo_settings.py`). Their shared parts are in `steps.py`.
 """
 
 from rl.methods.base import EvaluatesRows, Models, Progress

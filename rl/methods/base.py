@@ -1,5 +1,5 @@
-"""What a method is: settings, and three hooks (what these share is in rl.methods.steps). No torch
-here.
+"""Define the interface of a method: settings and three hooks. rl.methods.steps holds their shared
+parts. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Models:
-    """The clients a method has at hand. `policy` is always there; `others` are what the method
-    asked its `Hosts` for.
+    """Hold the clients that a method uses.
+
+    `policy` is always set. `others` holds the models that the method requested from its `Hosts`.
     """
 
     policy: TrainingClient
@@ -30,86 +31,91 @@ class Models:
 
     @property
     def reference(self) -> TokenScorer:
-        """Return the reference. Raises UserError where the method's class did not declare that it
-        needs one.
+        """Return the reference model.
+
+        Raises UserError if the method's class did not declare that it needs a reference model.
         """
         if "reference" not in self.others:
             raise UserError(
-                "the method scores with a reference model, and its class made none: give it a static method clients(settings, hosts) "
-                'that returns {"reference": hosts.beginning()} (rl/methods/grpo.py has one), or leave out kl_coef'
+                "the method scores with a reference model, but its class created none: add a "
+                "static method clients(settings, hosts) "
+                'that returns {"reference": hosts.beginning()} (see rl/methods/grpo.py), or leave '
+                "out kl_coef"
             )
         return self.others["reference"]
 
     @property
     def critic(self) -> TrainingClient | None:
+        """Return the critic, or None if the method has none."""
         return self.others.get("critic")
 
     @property
     def rewards(self) -> LearnedRewards | None:
-        """What rewards answers beside (or instead of) the environments, where the method asked for
-        it.
+        """Return the model that scores answers in addition to (or instead of) the environments, or
+        None.
         """
         return self.others.get("rewards")
 
     @property
     def opponents(self) -> Any:
-        """Who plays seats that are not the policy's (rl.run.opponents), where the stage has an
-        environment.
+        """Return the players of the seats that the policy does not take (rl.run.opponents), or None
+        if the stage has no environment.
         """
         return self.others.get("opponents")
 
     @property
     def learning(self) -> dict[str, TrainingClient]:
-        """Those beside the policy that learn, and are saved with it: the critic, where there is
-        one.
+        """Return the models that train together with the policy and are saved with it: the critic,
+        if any.
         """
         return {name: self.others[name] for name in ("critic",) if name in self.others}
 
 
 class Hosts(Protocol):
-    """What a method's other models are made with, at the beginning of its stage and again after a
-    resume.
+    """Create the other models of a method when its stage begins, and again after a resume.
 
-    `tags`: the names of the stage's data sets.
+    `tags` are the names of the stage's data sets.
     """
 
     policy: TrainingClient
     tags: Sequence[str]
 
     def beginning(self) -> TokenScorer:
-        """The policy as it was before the stage's first step: the base under a fresh adapter, else
-        frozen weights.
+        """Return the policy as it was before the stage's first step.
+
+        This is the base model under a fresh adapter, else a frozen copy of the weights.
         """
         ...
 
     def load(self, target: str) -> SamplingClient:
-        """The final weights of an earlier stage (by its name), of a run's folder, or those of a
-        model folder or hub name.
+        """Load the final weights of an earlier stage (by name) or of a run's folder, or the weights
+        of a model folder or hub name.
 
-        The base model under the policy's own adapter is not loaded once more.
+        The base model under the policy's adapter is not loaded a second time.
         """
         ...
 
     def rewards(self, learned: LearnedRewardSettings) -> dict[str, LearnedRewards]:
-        """The model whose judgement is the reward, as `rewards` in `Models.others`; nothing where
-        none is named.
+        """Return the model that judges answers under the key `rewards` of `Models.others`; {} if
+        the settings name none.
         """
         ...
 
     def critic(self, base_model: str) -> TrainingClient:
-        """A model of its own with a value head, as `critic` in `Models.others`: saved with the
-        policy, and resumed with it.
+        """Return a separate model with a value head, the `critic` of `Models.others`. It is saved
+        and resumed together with the policy.
 
-        `base_model`: a hub name, a model folder or tiny:<preset>; "policy": the weights that the
-        stage begins from.
+        `base_model` is a hub name, a model folder or tiny:<preset>; "policy" selects the weights
+        from which the stage begins.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a stage is: batch `batch` of `steps`. `seed`: the stage's, for what `learn` draws at
-    random.
+    """Hold the position in a stage: batch `batch` of `steps`.
+
+    `seed` is the stage's seed for the random choices of `learn`.
     """
 
     batch: int
@@ -118,12 +124,16 @@ class Progress:
 
 
 class Method(Protocol):
-    """`online`: whether it samples (credit) or reads (datums)."""
+    """Define the hooks of every method.
+
+    `online` is True for a method that samples (and has `credit`), False for a method that reads
+    rows (and has `datums`).
+    """
 
     online: bool
 
     def state(self) -> dict[str, Any]:
-        """What must survive a resume, as readable JSON."""
+        """Return the state that must survive a resume, as readable JSON."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None: ...
@@ -143,36 +153,36 @@ class OfflineMethod(Method, Protocol):
     def datums(
         self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
     ) -> list[Datum]:
-        """`seed`: of the batch, for what is drawn at random."""
+        """Return the datums of a batch of rows. `seed` is the batch's seed for random choices."""
         ...
 
 
 class EvaluatesRows(abc.ABC):
-    """A method that measures held-out rows itself, besides (or instead of) sampling answers to
-    them.
+    """Base class of methods that measure held-out rows themselves, in addition to (or instead of)
+    sampling answers to them.
 
-    `headline`: the metric that sums a run up. `keeps_value_head`: whether its best weights are
-    nothing without the value head.
+    `headline` is the metric that summarizes a run. `keeps_value_head` tells whether the best
+    weights are useless without the value head.
     """
 
     headline: str
     keeps_value_head = False
 
     def begin(self, rows: Iterable[Problem], renderer: Any, models: Models) -> None:  # noqa: B027  (nothing, by default)
-        """Called before the first step, and after a resume, with every row that the stage trains on
-        or evaluates.
+        """Prepare for all rows on which the stage trains or evaluates. Called before the first step
+        and after a resume.
         """
 
     def longest(self, row: Problem, renderer: Any) -> int:
-        """Tokens of the longest sequence that a row makes, where that is more than its prompt and
-        one answer; else 0.
+        """Return the number of tokens of the longest sequence that a row makes, if that can exceed
+        its prompt plus one answer; else 0.
         """
         return 0
 
     def remark(self, rows: Sequence[Problem], renderer: Any) -> str | None:
-        """What is to be said of the rows to train on before the first step."""
+        """Return a message about the training rows, printed before the first step, or None."""
         return None
 
     @abc.abstractmethod
     def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
-        """`test/...` metrics."""
+        """Return the `test/...` metrics of held-out rows."""

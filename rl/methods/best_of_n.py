@@ -1,10 +1,10 @@
-"""Best of n: several answers to each problem, and supervised fine-tuning on the best (rejection
+"""Implement best-of-n: sample several answers to each problem and fine-tune on the best (rejection
 sampling fine-tuning).
 
 RAFT (Dong et al., arXiv 2304.06767, algorithm 1); Llama 2's rejection sampling (arXiv 2307.09288,
 section 3.2); with `min_reward` RFT (Yuan et al., arXiv 2308.01825) and STaR's filter (arXiv
-2203.14465). The loss is the mean over the kept answers' tokens of -log p, at the temperature that
-they were drawn at, so that it is the sampler's own distribution that is fitted to them.
+2203.14465). The loss is the mean of -log p over the kept answers' tokens, at the sampling
+temperature, so that the distribution that samples is fitted to them.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from rl.types import Datum
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionSettings:
-    """Which answers are learnt."""
+    """Configure the answers that are learned."""
 
     group_size: Annotated[int, Range(1, 10**6)] = 8
     """Answers sampled for each problem: the n."""
     keep: Annotated[int, Range(1, 10**6)] = 1
-    """So many of them are learnt, the best first; of equals those drawn first."""
+    """Number of answers learned per group, the best first; of equal answers those sampled first."""
     min_reward: Annotated[float | None, Range(-1e9, 1e9)] = None
-    """Learn no answer that earns less, such as 1 where a right answer earns 1. By default a group whose answers all earn the same is left out."""
+    """Learn no answer with a lower reward, such as 1 if a correct answer has reward 1. By default a group of answers with equal rewards is dropped."""  # noqa: E501
 
     def __post_init__(self) -> None:
         check_ranges(self)
         if self.keep >= self.group_size and self.min_reward is None:
             raise ValueError(
-                f"keep {self.keep} of group_size {self.group_size} answers is all of them, whatever they earn: raise group_size, lower "
-                "keep, or give min_reward"
+                f"keep {self.keep} of group_size {self.group_size} answers selects all of them, "
+                "whatever their rewards: raise group_size, lower keep, or set min_reward"
             )
 
 
@@ -76,12 +76,13 @@ class BestOfNSettings:
 
     @property
     def learning_rate(self) -> float:
-        given = self.optim.learning_rate
-        return given if given is not None else (1e-4 if self.model.lora_rank else 1e-5)
+        """Return the learning rate: as set, else 1e-4 with LoRA, 1e-5 without."""
+        rate = self.optim.learning_rate
+        return rate if rate is not None else (1e-4 if self.model.lora_rank else 1e-5)
 
 
 def chosen(rewards_G: Sequence[float], how: SelectionSettings) -> list[int]:
-    """The members of a group that are learnt, the best first."""
+    """Return the members of a group that are learned, the best first."""
     if how.min_reward is None and len(set(rewards_G)) == 1:
         return []
     best = sorted(range(len(rewards_G)), key=lambda i: -rewards_G[i])[: how.keep]
@@ -89,7 +90,7 @@ def chosen(rewards_G: Sequence[float], how: SelectionSettings) -> list[int]:
 
 
 class BestOfN:
-    """The hooks of `best_of_n`."""
+    """Implement `best_of_n`."""
 
     online = True
 
@@ -97,12 +98,12 @@ class BestOfN:
         self.settings = settings
         self.group_size = settings.selection.group_size
         self.shaper = RewardShaper(settings.shaping, settings.sampling.max_tokens)
-        self._drawn: list[Datum] = []  # the batch's kept answers with the sampler's logprobs
+        self._drawn: list[Datum] = []  # the batch's kept answers with the behavior logprobs
         self._metrics: dict[str, float] = {}
 
     def credit(self, groups: Sequence[TrajectoryGroup], models: Models) -> list[Datum]:
-        """The kept answers. Where there are none: one of the first group with weights of 0, which
-        nothing is learnt from.
+        """Return the kept answers as datums. If no answer is kept, return an answer of the first
+        group with weights of 0, which has no gradient.
         """
         rewards_P_G = self.shaper.totals(groups)
         kept = [
@@ -116,28 +117,37 @@ class BestOfN:
         }
         if kept:
             self._metrics["reward/kept"] = mean([rewards_P_G[p][i] for p, i in kept])
-        drawn: list[Datum] = []
+        datums: list[Datum] = []
         for p, i in kept or [(0, 0)]:
             trajectory = groups[p].trajectories_G[i]
             trajectory.advantage = 1.0 if kept else 0.0
-            drawn += trajectory_to_datums(trajectory)
-        self._drawn = drawn if kept else []
-        weights = [datum.loss_fn_inputs["mask" if kept else "advantages"] for datum in drawn]
-        targets = [datum.loss_fn_inputs["target_tokens"] for datum in drawn]
+            datums += trajectory_to_datums(trajectory)
+        self._drawn = datums if kept else []
+        weights = [datum.loss_fn_inputs["mask" if kept else "advantages"] for datum in datums]
+        targets = [datum.loss_fn_inputs["target_tokens"] for datum in datums]
         return [
             d.with_inputs({"target_tokens": t, "weights": w})
-            for d, t, w in zip(drawn, targets, weights, strict=True)
+            for d, t, w in zip(datums, targets, weights, strict=True)
         ]
 
     def learn(
         self, models: Models, datums: Sequence[Datum], progress: Progress
     ) -> dict[str, float]:
+        """Update the policy in a single pass over the kept answers."""
         settings = self.settings
         config = {"temperature": settings.sampling.temperature}
         metrics = one_pass(
-            models, datums, loss="cross_entropy", config=config, normalise="tokens", optim=settings.optim, loop=settings.loop,
-            progress=progress, peak=settings.learning_rate, drawn=self._drawn,
-        )  # fmt: skip
+            models,
+            datums,
+            loss="cross_entropy",
+            config=config,
+            normalise="tokens",
+            optim=settings.optim,
+            loop=settings.loop,
+            progress=progress,
+            peak=settings.learning_rate,
+            drawn=self._drawn,
+        )
         self._drawn = []
         return {**metrics, **self.shaper.metrics, **self._metrics}
 

@@ -1,12 +1,12 @@
-"""Distillation: a student learns to answer as its teacher does.
+"""Implement distillation: a student learns to answer as its teacher does.
 
-On-policy (learn_from student): the student's own samples, each token credited with -(log student -
-log teacher), so that the expected gradient is that of the reverse KL(student || teacher) (Agarwal
-et al., arXiv 2306.13649; Gu et al., arXiv 2306.08543). Off-policy (learn_from teacher or data):
+On-policy (learn_from student): the student's samples, with the token advantage -(log student - log
+teacher), so that the expected gradient is that of the reverse KL(student || teacher) (Agarwal et
+al., arXiv 2306.13649; Gu et al., arXiv 2306.08543). Off-policy (learn_from teacher or data):
 answers that the teacher sampled, or that the data holds, with
-    alpha T^2 KL(teacher_T || student_T) + (1 - alpha) cross-entropy             (Hinton et al., arXiv 1503.02531, section 2)
-a token, where _T is softmax(logits / T) and the teacher's distribution is that of its
-`teacher_top_k` likeliest tokens.
+    alpha T^2 KL(teacher_T || student_T) + (1 - alpha) cross-entropy
+per token (Hinton et al., arXiv 1503.02531, section 2), where _T is softmax(logits / T) and the
+teacher's distribution is that of its `teacher_top_k` likeliest tokens.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 class Distill:
-    """Method class of `distill`: its training hooks and the models that a run loads for them.
-    Subclasses inherit both.
+    """Implement `distill`: its training hooks and the models that a run loads for them. Subclasses
+    inherit both.
     """
 
     reads = staticmethod(reads)
@@ -41,30 +41,34 @@ class Distill:
 
     @staticmethod
     def clients(settings: DistillSettings, hosts: Hosts) -> dict[str, Any]:
-        """Load the teachers by data set, each of the student's vocabulary; a teacher named twice is
-        loaded once.
+        """Load the teachers by data set, each with the student's vocabulary. A teacher that is
+        named twice is loaded once.
+
+        Raises UserError if a data set has no teacher, or a teacher no data set.
         """
         named = named_teachers(settings)
-        missing, unknown = (
+        uncovered, unknown = (
             [tag for tag in hosts.tags if tag not in named and "" not in named],
             sorted(set(named) - {"", *hosts.tags}),
         )
-        if missing or unknown:
-            what = (
-                f"no teacher for the data set {missing[0]}"
-                if missing
-                else f"no data set is called {unknown[0]}"
+        if uncovered or unknown:
+            problem = (
+                f"no teacher for the data set {uncovered[0]}"
+                if uncovered
+                else f"unknown data set {unknown[0]}"
             )
             raise UserError(
-                f"{what}: --teacher names one for {', '.join(named)}, and the data sets are {', '.join(hosts.tags)}"
+                f"{problem}: --teacher names teachers for {', '.join(named)}, the data sets are "
+                f"{', '.join(hosts.tags)}"
             )
-        loaded = {where: hosts.load(where) for where in dict.fromkeys(named.values())}
-        for where, teacher in loaded.items():
-            check_vocabulary(hosts.policy, teacher, f"teacher {where}")
-        return {"teachers": {tag: loaded[where] for tag, where in named.items()}}
+        loaded = {target: hosts.load(target) for target in dict.fromkeys(named.values())}
+        for target, teacher in loaded.items():
+            check_vocabulary(hosts.policy, teacher, f"teacher {target}")
+        return {"teachers": {tag: loaded[target] for tag, target in named.items()}}
 
     @staticmethod
     def weights(settings: DistillSettings) -> list[str]:
+        """Return the names of the teachers' weights."""
         return list(named_teachers(settings).values())
 
     def __init__(self, settings: DistillSettings):
@@ -77,10 +81,10 @@ class Distill:
     # ------------------------------------------------------------------------------------ on-policy
 
     def credit(self, groups: Sequence[TrajectoryGroup], models: Models) -> list[Datum]:
-        """Each token's advantage: -(log student - log teacher), both as sampled; with kl_discount,
-        later tokens' as well.
+        """Return datums with each token's advantage: -(log student - log teacher), both as sampled;
+        with kl_discount, plus those of later tokens.
         """
-        found: list[Datum] = []
+        credited: list[Datum] = []
         by_teacher: dict[str, list[TrajectoryGroup]] = {}
         for group in groups:
             by_teacher.setdefault(teacher_of(models, group.tag), []).append(group)
@@ -88,7 +92,7 @@ class Distill:
         for name, members in by_teacher.items():
             trajectories = [trajectory for group in members for trajectory in group.trajectories_G]
             for trajectory in trajectories:
-                trajectory.advantage = 0.0  # the tokens' own replace it below
+                trajectory.advantage = 0.0  # replaced by token advantages below
             datums_N = [trajectory_to_datums(trajectory) for trajectory in trajectories]
             flat = [datum for datums in datums_N for datum in datums]
             teacher = iter(
@@ -116,28 +120,28 @@ class Distill:
                     advantages = np.zeros(len(mask), dtype=np.float32)
                     advantages[mask] = part
                     datum.loss_fn_inputs["advantages"] = TensorData(advantages)
-            found += flat
-        every = np.concatenate(gaps).astype(np.float64)
-        # of one sequence: the sum of its tokens' gaps is an unbiased estimate of KL(student ||
-        # teacher) over whole answers
+            credited += flat
+        all_gaps = np.concatenate(gaps).astype(np.float64)
+        # The sum of the gaps of a sequence is an unbiased estimate of KL(student || teacher) over
+        # whole answers.
         self._metrics = {
-            "teacher/kl_per_token": float(every.mean()),
-            "teacher/kl_per_answer": float(every.sum() / len(gaps)),
+            "teacher/kl_per_token": float(all_gaps.mean()),
+            "teacher/kl_per_answer": float(all_gaps.sum() / len(gaps)),
         }
-        return found
+        return credited
 
     # ----------------------------------------------------------------------------------- off-policy
 
     def datums(
         self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
     ) -> list[Datum]:
-        """Sequences with soft targets [T, K + 1]: the teacher's likeliest tokens, and in the last
-        column the answer's own.
+        """Return sequences with soft targets [T, K + 1]: the teacher's likeliest tokens and, in the
+        last column, the answer's token.
         """
         by_teacher: dict[str, list[Problem]] = {}
         for row in rows:
             by_teacher.setdefault(teacher_of(models, row.tag), []).append(row)
-        found: list[Datum] = []
+        datums: list[Datum] = []
         for name, members in by_teacher.items():
             client = models.others["teachers"][name]
             if self.how.learn_from == "data":
@@ -147,23 +151,23 @@ class Distill:
                 ]
             else:
                 plain = self._sampled(members, renderer, client, seed)
-            how = self.how
-            found += soft_targets(
+            options = self.how
+            datums += soft_targets(
                 client,
                 plain,
-                top_k=how.teacher_top_k,
-                alpha=how.alpha,
-                temperature=how.distill_temperature,
+                top_k=options.teacher_top_k,
+                alpha=options.alpha,
+                temperature=options.distill_temperature,
             )
-        return found
+        return datums
 
     def _sampled(
         self, rows: Sequence[Problem], renderer: Any, teacher: SamplingClient, seed: int
     ) -> list[Datum]:
-        """The teacher's answers to the rows, as supervised datums.
+        """Sample the teacher's answers to the rows, as supervised datums.
 
-        A sample's random stream is a function of (seed, problem, index in its group): not of the
-        rows beside it.
+        The random stream of a sample is a function of (seed, problem, index in its group), not of
+        the other rows of the batch.
         """
         from rl.episodes import group_streams
         from rl.sampler import Request
@@ -175,7 +179,7 @@ class Distill:
             stop=renderer.get_stop_sequences(),
         )
         prompts = [renderer.build_generation_prompt(row.messages) for row in rows]
-        # two data sets may count alike
+        # rows of two data sets may have the same index
         streams = group_streams([derive_seed(row.tag, row.index) for row in rows])
         requests = [
             Request(
@@ -203,8 +207,8 @@ class Distill:
     def learn(
         self, models: Models, datums: Sequence[Datum], progress: Progress
     ) -> dict[str, float]:
-        """On-policy: importance sampling, the mean over tokens. Off-policy: the mixture, as
-        `optim/loss`, `optim/kl`, `optim/ce`.
+        """Update the policy in a single pass. On-policy: importance sampling, the mean over tokens.
+        Off-policy: the mixture, as `optim/loss`, `optim/kl`, `optim/ce`.
         """
         settings = self.settings
         if self.online:
@@ -240,9 +244,9 @@ class Distill:
         return metrics | ({"optim/skipped_nonfinite": sums["skipped"]} if sums["skipped"] else {})
 
     def _mixture(self, models: Models, datums: Sequence[Datum]) -> dict[str, float]:
-        """Accumulates the gradient of an optimizer step; sums over its tokens.
+        """Accumulate the gradient of an optimizer step. Returns sums over its tokens.
 
-        Two temperatures are two forwards: the soft columns at T, the answer's own at 1.
+        Two temperatures need two forward passes: the soft columns at T, the answer's token at 1.
         """
         alpha, t = self.how.alpha, self.how.distill_temperature
         tokens = sum(int((d.loss_fn_inputs["weights"].array != 0).any(1).sum()) for d in datums)
@@ -260,7 +264,7 @@ class Distill:
             )
         for name, future in pending.items():
             value = future.result().metrics["loss:sum"]
-            if name == "kl":  # cross-entropy to the teacher, less the teacher's entropy
+            if name == "kl":  # cross-entropy to the teacher minus the teacher's entropy
                 weights = np.concatenate(
                     [d.loss_fn_inputs["weights"].array[:, :-1] for d in datums]
                 ).astype(np.float64)
@@ -278,7 +282,7 @@ class Distill:
 
 
 def _with_later(gap_T: np.ndarray, discount: float) -> np.ndarray:
-    """Each token's gap plus those after it, `discount` less for each step."""
+    """Return each token's gap plus the later gaps, discounted by `discount` per position."""
     if discount == 0.0:
         return gap_T
     total, backwards = 0.0, []
@@ -289,7 +293,7 @@ def _with_later(gap_T: np.ndarray, discount: float) -> np.ndarray:
 
 
 def _columns(datum: Datum, which: slice) -> Datum:
-    """A datum with some columns of its soft targets."""
+    """Return a datum with some columns of its soft targets."""
     return Datum(
         datum.model_input,
         {name: data.array[:, which] for name, data in datum.loss_fn_inputs.items()},
@@ -304,11 +308,11 @@ def soft_targets(
     alpha: float,
     temperature: float,
 ) -> list[Datum]:
-    """Supervised datums with targets and weights [T, K + 1].
+    """Return supervised datums with targets and weights [T, K + 1].
 
     Columns 0 to K - 1: the teacher's K likeliest tokens x_k with weight alpha T^2 p_k, p = softmax
     over them of log p / T. Column K: the token itself with weight 1 - alpha. Positions of weight 0
-    keep weight 0. alpha 0 asks no teacher (K = 1).
+    keep weight 0. With alpha 0 the teacher is not called (K = 1).
     """
     from rl.sampler import Request
 
@@ -323,7 +327,7 @@ def soft_targets(
         ]
         responses, _ = teacher.sample_many(requests).result()
         pairs_D = [(response.topk_prompt_logprobs or [])[1:] for response in responses]
-    found = []
+    labeled = []
     for datum, pairs_T in zip(datums, pairs_D, strict=True):
         mask = datum.loss_fn_inputs["weights"].array != 0
         tokens_TK = np.asarray([[token for token, _ in pairs] for pairs in pairs_T], dtype=np.int64)
@@ -337,17 +341,17 @@ def soft_targets(
             [tokens_TK, datum.loss_fn_inputs["target_tokens"].array[:, None]], axis=1
         )
         weights = np.concatenate([p_TK, ((1 - alpha) * mask)[:, None]], axis=1)
-        found.append(
+        labeled.append(
             Datum(
                 datum.model_input, {"target_tokens": targets, "weights": weights.astype(np.float32)}
             )
         )
-    return found
+    return labeled
 
 
 # ----------------------------------------------------------------------------------------- teachers
 
 
 def teacher_of(models: Models, tag: str) -> str:
-    """The name under which the teacher of a data set stands in `models.others["teachers"]`."""
+    """Return the key of a data set's teacher in `models.others["teachers"]`."""
     return tag if tag in models.others["teachers"] else ""

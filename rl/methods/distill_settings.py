@@ -1,4 +1,6 @@
-"""What `distill` may be told, and what it says of teachers and answers. No torch here."""
+"""Define the settings of `distill` and the functions that read its teachers and answers from them.
+This module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -24,54 +26,56 @@ from rl.settings import (
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationSettings:
-    """Whom to learn from, and how."""
+    """Configure the teachers and the way to learn from them."""
 
     teacher: tuple[str, ...] = ()
-    """A run's folder, a folder of weights, a hub name, or the name of an earlier stage of the recipe. With several data sets (more_datasets) either one for all, or DATASET=TEACHER for each."""
+    """A run's folder, a folder of weights, a hub name, or the name of an earlier stage of the recipe. With several data sets (more_datasets) either a single teacher for all, or DATASET=TEACHER for each."""
     learn_from: Literal["student", "teacher", "data"] = "student"
-    """Whose answers are learnt on. student: its own, by reverse KL (on-policy). teacher: the teacher's samples. data: the responses in the data."""
+    """Source of the answers. student: the student's samples, by reverse KL (on-policy). teacher: the teacher's samples. data: the responses in the data."""
     group_size: Annotated[int, Range(1, 10**6)] = 4
     """Answers sampled for each prompt (student, teacher)."""
     kl_discount: Share = 0.0
-    """On-policy: a token is also credited with later tokens' divergence, this much less for each. 0: each with its own alone; 1: the gradient of the whole answer's KL, of more variance."""
+    """On-policy: a token's advantage also includes later tokens' divergence, multiplied by this per position. 0: only the token's divergence; 1: the gradient of the whole answer's KL, of higher variance."""
     alpha: Share = 0.5
     """Off-policy: weight of the KL to the teacher; the rest is cross-entropy on the answer's tokens."""
     distill_temperature: Annotated[float, Range(1e-3, 100)] = 2.0
-    """Off-policy: both distributions are softened by it in the KL, which is scaled by its square."""
+    """Off-policy: temperature of both distributions in the KL, which is scaled by its square."""
     teacher_top_k: Annotated[int, Range(1, 10**6)] = 64
-    """Off-policy: the teacher's likeliest tokens at each position, renormalised, stand for its distribution."""
+    """Off-policy: the teacher's distribution is that of its likeliest tokens at each position, this many, renormalized."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        on_policy, why = self.learn_from == "student", f"learn_from is {self.learn_from}"
-        only_with(self, ("kl_discount",), on_policy, why, "set learn_from to student")
+        on_policy, reason = self.learn_from == "student", f"learn_from is {self.learn_from}"
+        only_with(self, ("kl_discount",), on_policy, reason, "set learn_from to student")
         only_with(
             self,
             ("alpha", "distill_temperature", "teacher_top_k"),
             not on_policy,
-            why,
+            reason,
             "set learn_from to teacher or data",
         )
         only_with(
             self,
             ("group_size",),
             self.learn_from != "data",
-            why,
+            reason,
             "set learn_from to student or teacher",
         )
 
 
 def _data() -> DataSettings:
+    """Return data settings without a reward function."""
     return DataSettings(reward=None)
 
 
 def _sampling() -> SamplingSettings:
+    """Return sampling settings at temperature 1."""
     return SamplingSettings(temperature=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillSettings:
-    """Distillation: learn to answer as a teacher does, from one's own answers or the teacher's."""
+    """Distillation: learn to answer as a teacher does, from the student's answers or the teacher's."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=_data)
@@ -83,11 +87,13 @@ class DistillSettings:
 
     def __post_init__(self) -> None:
         check_substeps(self)
-        why = "it looks for groups whose answers differ in reward, and distill learns from every answer"
-        only_with(self.sampling, ("dynamic_sampling",), False, why, "use grpo")
+        reason = "it selects groups with different rewards, and distill learns from every answer"
+        only_with(self.sampling, ("dynamic_sampling",), False, reason, "use grpo")
         if self.distillation.learn_from != "student":
-            why = f"learn_from is {self.distillation.learn_from}, and the student plays no episodes"
-            only_with(self.flow, ("episodes",), False, why, "set learn_from to student")
+            reason = (
+                f"learn_from is {self.distillation.learn_from}, so the student plays no episodes"
+            )
+            only_with(self.flow, ("episodes",), False, reason, "set learn_from to student")
             without_samples(
                 self, f"with learn_from {self.distillation.learn_from} the student answers nothing"
             )
@@ -96,29 +102,31 @@ class DistillSettings:
 
     @property
     def learning_rate(self) -> float:
-        given = self.optim.learning_rate
-        return given if given is not None else (2e-4 if self.model.lora_rank else 2e-5)
+        """Return the learning rate: as set, else 2e-4 with LoRA, 2e-5 without."""
+        rate = self.optim.learning_rate
+        return rate if rate is not None else (2e-4 if self.model.lora_rank else 2e-5)
 
 
 def named_teachers(settings: DistillSettings) -> dict[str, str]:
-    """Data set ("" : all others) to teacher. Raises UserError where none is named, or one data set
-    has two.
+    """Return the teacher of each data set ("": all other data sets). Raises UserError if no teacher
+    is named, or if a data set has two.
     """
-    found: dict[str, str] = {}
+    teachers: dict[str, str] = {}
     for word in settings.distillation.teacher:
-        tag, equals, where = word.partition("=")
-        tag, where = (tag, where) if equals else ("", word)
-        if tag in found:
+        tag, equals, target = word.partition("=")
+        tag, target = (tag, target) if equals else ("", word)
+        if tag in teachers:
             raise UserError(
-                f"two teachers for {tag or 'all data sets'}: {found[tag]} and {where}; with several data sets write DATASET=TEACHER"
+                f"two teachers for {tag or 'all data sets'}: {teachers[tag]} and {target}; with several data sets write DATASET=TEACHER"
             )
-        found[tag] = where
-    if not found:
+        teachers[tag] = target
+    if not teachers:
         raise UserError(
             "distill needs a teacher: --teacher with a run's folder, a folder of weights or a hub name"
         )
-    return found
+    return teachers
 
 
 def reads(settings: DistillSettings) -> tuple[str, ...]:
+    """Return the answers of a row (fields of Problem) from which the method learns."""
     return ("response",) if settings.distillation.learn_from == "data" else ()

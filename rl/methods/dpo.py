@@ -1,7 +1,7 @@
-"""DPO: learn from pairs of answers which of two is preferred, without a reward model (Rafailov et
-al., arXiv 2305.18290).
+"""Implement DPO: learn from pairs of answers which of the two is preferred, without a reward model
+(Rafailov et al., arXiv 2305.18290).
 
-The losses, DPO with its conservative form and IPO, stand in rl.losses.pairs.
+The losses, DPO with its conservative form and IPO, are in rl.losses.pairs.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from rl.settings import (
 from rl.types import AdamParams, Datum, Problem, TensorData
 
 ACCURACY = "test/rewards/accuracies"
-_AT_ONCE = 512  # datums scored in one call when the reference is precomputed
+_AT_ONCE = 512  # datums scored per call when the reference is precomputed
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceSettings:
-    """How a preference becomes a gradient."""
+    """Configure the way a preference becomes a gradient."""
 
     beta: Annotated[float, Range(1e-6, 1e6, why="such as 0.1")] = 0.1
-    """How strongly the policy is held to the reference; implicit rewards are beta (log policy - log reference). For ipo the regularisation tau."""
+    """Strength of the pull to the reference; implicit rewards are beta (log policy - log reference). For ipo the regularization tau."""  # noqa: E501
     loss: Literal["dpo", "ipo"] = "dpo"
-    """dpo: -log sigmoid of the reward margin (arXiv 2305.18290). ipo: squared distance of the margin to 1 / (2 beta), which does not overfit certain preferences (arXiv 2310.12036)."""
+    """dpo: -log sigmoid of the reward margin (arXiv 2305.18290). ipo: squared distance of the margin to 1 / (2 beta), which does not overfit certain preferences (arXiv 2310.12036)."""  # noqa: E501
     label_smoothing: Annotated[
         float, Range(0, 0.5, below=True, why="the chance of a wrong label")
     ] = 0.0
-    """Chance that a label is wrong, below 0.5 (conservative DPO); with loss dpo."""
+    """Probability that a label is wrong, below 0.5 (conservative DPO); with loss dpo."""
     length_normalise: bool | None = None
-    """Margins of means over an answer's tokens instead of sums; by default with ipo alone, as its authors do."""
+    """Take margins of means over an answer's tokens instead of sums; by default only with ipo, as its authors do."""  # noqa: E501
     reference_model: str | None = None
-    """A run's folder, model folder, hub name or earlier stage of the recipe to hold the policy to; by default the policy as it was before the first step (under a fresh LoRA adapter: the base with the adapter off, which takes no memory)."""
+    """A run's folder, model folder, hub name or earlier stage of the recipe as the reference; by default the policy as it was before the first step (under a fresh LoRA adapter: the base with the adapter off, which takes no memory)."""  # noqa: E501
     reference_free: bool = False
     """No reference: rewards are beta log policy."""
     precompute_reference: bool = False
-    """Score every row by the reference once, before the first step, and give its memory back; else each batch as it comes."""
+    """Score every row with the reference once, before the first step, and free its memory; otherwise score each batch during training."""  # noqa: E501
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -68,11 +68,13 @@ class PreferenceSettings:
         if self.reference_free and (self.precompute_reference or self.reference_model):
             other = "reference_model" if self.reference_model else "precompute_reference"
             raise ValueError(
-                f"reference_free means no reference, and {other} asks for one: give one of them"
+                f"reference_free means no reference, but {other} needs a reference: set either of "
+                "the two"
             )
 
 
 def _loop() -> RowLoopSettings:
+    """Return loop settings that keep the checkpoint with the best accuracy."""
     return RowLoopSettings(keep_best=ACCURACY)
 
 
@@ -93,13 +95,14 @@ class DpoSettings:
 
     @property
     def learning_rate(self) -> float:
-        given = self.optim.learning_rate
-        return given if given is not None else (5e-6 if self.model.lora_rank else 5e-7)
+        """Return the learning rate: as set, else 5e-6 with LoRA, 5e-7 without."""
+        rate = self.optim.learning_rate
+        return rate if rate is not None else (5e-6 if self.model.lora_rank else 5e-7)
 
 
 class Dpo(EvaluatesRows):
-    """Method class of `dpo`: its training hooks and the models that a run loads for them.
-    Subclasses inherit both.
+    """Implement `dpo`: its training hooks and the models that a run loads for them. Subclasses
+    inherit both.
     """
 
     online = False
@@ -110,7 +113,7 @@ class Dpo(EvaluatesRows):
 
     @staticmethod
     def clients(settings: Any, hosts: Hosts) -> dict[str, Any]:
-        """Make the reference, unless there is none."""
+        """Create the reference model, unless the settings exclude it."""
         preference = settings.preference
         if preference.reference_free:
             return {}
@@ -122,12 +125,14 @@ class Dpo(EvaluatesRows):
 
     @staticmethod
     def keeps_beginning(settings: Any) -> bool:
+        """Return whether the reference model is the policy as it was before the stage."""
         return (
             not settings.preference.reference_free and settings.preference.reference_model is None
         )
 
     @staticmethod
     def weights(settings: Any) -> list[str]:
+        """Return the name of the reference model's weights, if they are loaded."""
         named = settings.preference.reference_model
         return [] if named is None else [named]
 
@@ -136,8 +141,8 @@ class Dpo(EvaluatesRows):
         self._reference: dict[Any, np.ndarray] = {}  # precomputed, by prompt and answer
 
     def begin(self, rows: Iterable[Problem], renderer: Any, models: Models) -> None:
-        """With precompute_reference: scores all rows in an order that a resume does not change, and
-        lets the reference go.
+        """With precompute_reference: score all rows in an order that a resume does not change, then
+        release the reference model.
         """
         if not self.settings.preference.precompute_reference:
             return
@@ -149,15 +154,15 @@ class Dpo(EvaluatesRows):
         }
         keys, datums = list(pairs), list(pairs.values())
         for i in range(0, len(keys), _AT_ONCE):
-            found = models.reference.logprobs(datums[i : i + _AT_ONCE])
-            self._reference.update(zip(keys[i : i + _AT_ONCE], found, strict=True))
+            scored = models.reference.logprobs(datums[i : i + _AT_ONCE])
+            self._reference.update(zip(keys[i : i + _AT_ONCE], scored, strict=True))
         models.others.pop("reference").release()
 
     def datums(
         self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
     ) -> list[Datum]:
-        """Two datums a row, the preferred answer's first, with the reference's logprobs of their
-        tokens.
+        """Return two datums per row, the preferred answer's first, with the reference logprobs of
+        their tokens.
         """
         pairs = [datum for row in rows for datum in pair_datums(row, renderer, self.settings.data)]
         settings = self.settings.preference
@@ -172,23 +177,27 @@ class Dpo(EvaluatesRows):
         return pairs
 
     def _precomputed(self, datum: Datum) -> np.ndarray:
-        found = self._reference.get(_key(datum))
-        if found is None:
+        """Return the precomputed reference logprobs of a datum. Raises ValueError if the datum was
+        not scored.
+        """
+        logprobs = self._reference.get(_key(datum))
+        if logprobs is None:
             raise ValueError(
-                "a row is trained on that was not to be foreseen: leave out precompute_reference"
+                "a training row was not scored before the first step: leave out "
+                "precompute_reference"
             )
-        return found
+        return logprobs
 
     def learn(
         self, models: Models, datums: Sequence[Datum], progress: Progress
     ) -> dict[str, float]:
-        """One pass over the pairs; `optim/loss` and `rewards/...` are means over them, taken before
-        each update.
+        """Update the policy in a single pass over the pairs. `optim/loss` and `rewards/...` are
+        means over pairs, measured before each update.
         """
         settings, params = self.settings, self._params(progress)
         pairs = [datums[i : i + 2] for i in range(0, len(datums), 2)]
         sums: dict[str, float] = {}
-        norms, watched = [], {}
+        norms, extra = [], {}
         for i, part in enumerate(substeps(pairs, settings.optim.num_substeps)):
             flat = [datum for pair in part for datum in pair]
             forward = models.policy.forward_backward(
@@ -196,48 +205,51 @@ class Dpo(EvaluatesRows):
             )
             update = models.policy.optim_step(params).result().metrics or {}
             if i == 0:
-                watched = self._watched(
-                    flat, [one["logprobs"].array for one in forward.result().loss_fn_outputs]
+                extra = self._watched(
+                    flat, [row["logprobs"].array for row in forward.result().loss_fn_outputs]
                 )
             for name, value in forward.result().metrics.items():
                 sums[name] = sums.get(name, 0.0) + value
             norms.append(update["grad_norm"])
             sums["skipped"] = sums.get("skipped", 0.0) + update.get("skipped_nonfinite", 0.0)
-        found = pair_metrics(sums)
+        means = pair_metrics(sums)
         metrics = {
             "optim/lr": params.learning_rate,
-            "optim/loss": found.pop("loss"),
-            **found,
+            "optim/loss": means.pop("loss"),
+            **means,
             "optim/grad_norm": largest(norms),
         }
-        metrics |= {"optim/tokens": action_tokens(datums), **expert_metrics(sums), **watched}
+        metrics |= {"optim/tokens": action_tokens(datums), **expert_metrics(sums), **extra}
         if sums["skipped"]:
             metrics["optim/skipped_nonfinite"] = sums["skipped"]
         return metrics
 
     def _params(self, progress: Progress) -> AdamParams:
+        """Return the optimizer settings of this batch."""
         settings = self.settings
         return adam_params(settings.optim, settings.loop, progress.batch, settings.learning_rate)
 
     def _watched(self, datums: Sequence[Datum], logprobs: Sequence[Any]) -> dict[str, float]:
-        """What the first substep's logprobs tell beside the loss."""
+        """Return additional metrics of the first substep's logprobs."""
         return {}
 
     def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
-        """The same means on held-out pairs, as `test/loss` and `test/rewards/...`."""
+        """Return the same means on held-out pairs, as `test/loss` and `test/rewards/...`."""
 
-        def measured(members: Sequence[Problem]) -> dict[str, float]:
+        def compute_means(members: Sequence[Problem]) -> dict[str, float]:
             pairs = self.datums(members, renderer, models, 0)
             return pair_metrics(
                 models.policy.forward(pairs, self._loss(), self._config()).result().metrics
             )
 
-        return by_tag(rows, measured)
+        return by_tag(rows, compute_means)
 
     def _loss(self) -> str:
+        """Return the name of the loss."""
         return self.settings.preference.loss
 
     def _config(self) -> dict[str, float]:
+        """Return the config of the loss."""
         settings = self.settings.preference
         config = {"beta": settings.beta}
         if settings.length_normalise is not None:
@@ -254,19 +266,23 @@ class Dpo(EvaluatesRows):
 
 
 def _key(datum: Datum) -> Any:
+    """Return the datum's sequence and images as a dict key."""
     whole = full_input(datum)
     return tuple(whole.flat()), whole.placed()
 
 
 def pair_datums(row: Problem, renderer: Any, data: Any = None) -> list[Datum]:
-    """The preferred answer and the other as two datums, whose `mask` is 1 on the tokens of the
-    answer and its end.
+    """Return the preferred answer and the other as two datums with `mask` 1 on the answer's tokens
+    and its end.
+
+    Raises ValueError if either answer is missing.
     """
     datums = []
     for answer in (row.response, row.rejected):
         if answer is None:
             raise ValueError(
-                f"row {row.index} of {row.tag} is no pair: it has {'no rejected' if row.response else 'no preferred'} answer"
+                f"row {row.index} of {row.tag} is not a pair: it has "
+                f"{'no rejected' if row.response else 'no preferred'} answer"
             )
         model_input, weights = renderer.build_supervised_example(
             [*row.messages, {"role": "assistant", "content": answer}]
@@ -278,7 +294,7 @@ def pair_datums(row: Problem, renderer: Any, data: Any = None) -> list[Datum]:
 
 
 def pair_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """A pair loss's sums as means over pairs: loss, `rewards/chosen`, `rejected`, `margins`,
+    """Return a pair loss's sums as means over pairs: loss, `rewards/chosen`, `rejected`, `margins`,
     `accuracies`, `logps/...`.
     """
     pairs = max(1.0, sums.get("pairs:sum", 0.0))

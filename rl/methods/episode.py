@@ -1,5 +1,5 @@
-"""An episode's action tokens as one array: what runs from token to token over turns (advantages,
-discounts) works on it.
+"""Arrange an episode's action tokens as a single array, for computations that run from token to
+token over turns (advantages, discounts).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from rl.types import Datum
 
 
 class EpisodeTokens:
-    """The action tokens of one episode as one array in the order of its turns, however they lie in
-    datums.
+    """Arrange the action tokens of an episode as a single array in the order of its turns,
+    independent of their distribution over datums.
 
-    `turns_D`: the turns whose actions each datum holds. An episode that goes back to an earlier
-    conversation has turns that do not follow each other in one datum. `turns_N`: how many tokens
-    each turn's action has. Raises ValueError if the datums' masks disagree.
+    `turns_D` are the turns of which each datum holds the actions. An episode that returns to an
+    earlier conversation has datums with non-consecutive turns. `turns_N` is the number of action
+    tokens of each turn. Raises ValueError if the datums' masks disagree.
     """
 
     def __init__(
@@ -30,10 +30,11 @@ class EpisodeTokens:
         self.count = int(sum(mask.sum() for mask in self.masks))
         if self.count != self.ends_N[-1]:
             raise ValueError(
-                f"the episode's turns have {self.ends_N[-1]} action tokens, its datums' masks {self.count}"
+                f"the episode's turns have {self.ends_N[-1]} action tokens, its datums' masks "
+                f"{self.count}"
             )
         self.last_part = next(d for d, turns in enumerate(turns_D) if turns[-1] == len(turns_N) - 1)
-        # for each action token in the order of the datums, its place in the order of the turns
+        # position in the order of the turns of each action token in the order of the datums
         ranges = [
             range(self.ends_N[turn] - turns_N[turn], self.ends_N[turn])
             for turns in turns_D
@@ -42,8 +43,9 @@ class EpisodeTokens:
         self.places = np.array([place for turn in ranges for place in turn], dtype=np.int64)
 
     def actions(self, fields: Sequence[np.ndarray]) -> np.ndarray:
-        """One field's values at the actions, float64; of each datum at least as many values as it
-        has positions.
+        """Return a field's values at the actions, float64 [tokens].
+
+        Each datum's field has at least as many values as the datum has positions.
         """
         values = np.zeros(self.count)
         values[self.places] = np.concatenate(
@@ -55,19 +57,19 @@ class EpisodeTokens:
         return values
 
     def rewards(self, rewards_N: Sequence[float]) -> np.ndarray:
-        """Each turn's reward on the last token of its action."""
+        """Return rewards [tokens]: each turn's reward on the last token of its action."""
         rewards = np.zeros(self.count)
         np.add.at(rewards, np.maximum(self.ends_N - 1, 0), rewards_N)
         return rewards
 
     def datums(self, **fields: np.ndarray) -> list[Datum]:
-        """The datums with these fields at their actions, 0 elsewhere."""
+        """Return the datums with these fields at their actions, 0 elsewhere."""
         ends = np.cumsum([mask.sum() for mask in self.masks])[:-1]
-        found = []
+        datums = []
         columns = {name: np.split(values[self.places], ends) for name, values in fields.items()}
         for d, (datum, mask) in enumerate(zip(self.parts, self.masks, strict=True)):
             spread = {name: np.zeros(len(mask)) for name in fields}
             for name, column in columns.items():
                 spread[name][mask] = column[d]
-            found.append(with_fields(datum, **spread))
-        return found
+            datums.append(with_fields(datum, **spread))
+        return datums

@@ -1,7 +1,8 @@
-"""GRPO: several answers to each problem, each credited with how much better it is than its group.
+"""Implement GRPO: sample several answers to each problem and compare each answer's reward with its
+group's.
 
-Shao et al., arXiv 2402.03300, by default with Dr. GRPO's advantage (centred, not divided by the
-standard deviation; arXiv 2503.20783) and no KL term; its variants and REINFORCE are settings of the
+Shao et al., arXiv 2402.03300, by default with Dr. GRPO's advantage (centered, not divided by the
+standard deviation; arXiv 2503.20783) and no KL term. Its variants and REINFORCE are settings of the
 same three hooks.
 """
 
@@ -28,14 +29,18 @@ from rl.types import Datum
 
 
 def adaptive_kl(settings: GrpoSettings) -> AdaptiveKL:
-    """The price of KL to a reference: off, 0.1 once a reference is named, or as given."""
+    """Return the KL coefficient with its adaptation: `kl_coef` if set, else 0.1 if a reference
+    model is named, else 0.
+    """
     kl = settings.kl
-    given = kl.kl_coef if kl.kl_coef is not None else 0.0 if kl.reference_model is None else 0.1
-    return AdaptiveKL(given, kl.kl_target, kl.kl_rate)
+    coefficient = (
+        kl.kl_coef if kl.kl_coef is not None else 0.0 if kl.reference_model is None else 0.1
+    )
+    return AdaptiveKL(coefficient, kl.kl_target, kl.kl_rate)
 
 
 class PolicyGradient:
-    """Method class of `grpo` and `reinforce`: its training hooks and the models that a run loads
+    """Implement `grpo` and `reinforce`: its training hooks and the models that a run loads
     for them. Subclasses inherit both.
     """
 
@@ -44,7 +49,7 @@ class PolicyGradient:
 
     @staticmethod
     def clients(settings: GrpoSettings, hosts: Hosts) -> dict[str, Any]:
-        """Make the reference, where there is a price on the KL to it."""
+        """Create the reference model, if the KL to it has a coefficient."""
         named = settings.kl.reference_model
         if not adaptive_kl(settings).active:
             return {}
@@ -56,10 +61,12 @@ class PolicyGradient:
 
     @staticmethod
     def keeps_beginning(settings: GrpoSettings) -> bool:
+        """Return whether the reference model is the policy as it was before the stage."""
         return adaptive_kl(settings).active and settings.kl.reference_model is None
 
     @staticmethod
     def weights(settings: GrpoSettings) -> list[str]:
+        """Return the name of the reference model's weights, if it is loaded."""
         named = settings.kl.reference_model
         return [] if named is None or not adaptive_kl(settings).active else [named]
 
@@ -68,7 +75,9 @@ class PolicyGradient:
         self.group_size: int = settings.policy_gradient.group_size
         self.estimator = ADVANTAGES[settings.policy_gradient.advantage]
         self._memories = {
-            one.state_key: one.fn() for one in ADVANTAGES.values() if one.state_key is not None
+            estimator.state_key: estimator.fn()
+            for estimator in ADVANTAGES.values()
+            if estimator.state_key is not None
         }
         self.shaper = RewardShaper(settings.shaping, settings.sampling.max_tokens)
         self.kl = adaptive_kl(settings)
@@ -77,22 +86,24 @@ class PolicyGradient:
     def credit(
         self, groups: Sequence[TrajectoryGroup], models: Models, *, at_least_one: bool = True
     ) -> list[Datum]:
-        """Advantages over each answer's tokens. Groups without signal are left out; if all are, one
-        is kept (`at_least_one`).
+        """Return datums with advantages over each answer's tokens.
+
+        Groups without signal are dropped. If no group has signal, the first group is kept
+        (`at_least_one`).
         """
-        how = self.settings.policy_gradient
-        if how.step_rewards == "sum":
+        options = self.settings.policy_gradient
+        if options.step_rewards == "sum":
             rewards_P_G_N = [
                 [[total] for total in totals_G] for totals_G in self.shaper.totals(groups)
             ]
         else:
             rewards_P_G_N = self.shaper.steps(groups)
-        if how.step_rewards == "to_go":
+        if options.step_rewards == "to_go":
             rewards_P_G_N = [
-                [returns_to_go(steps, how.reward_discount) for steps in rewards_G_N]
+                [returns_to_go(steps, options.reward_discount) for steps in rewards_G_N]
                 for rewards_G_N in rewards_P_G_N
             ]
-        cells = compared(rewards_P_G_N, by_turn=how.step_rewards == "to_go")
+        cells = compared(rewards_P_G_N, by_turn=options.step_rewards == "to_go")
         rewards_C_K = [[rewards_P_G_N[p][g][n] for g, n in members] for p, _, members in cells]
         keys_C = [
             f"{groups[p].tag}/{groups[p].problem_index}" + (f"/turn {turn}" if turn else "")
@@ -106,12 +117,12 @@ class PolicyGradient:
         for group, advantages_G_N in zip(groups, rewards_P_G_N, strict=True):
             for trajectory, advantages_N in zip(group.trajectories_G, advantages_G_N, strict=True):
                 self._credit(trajectory, advantages_N)
-        learnt = {
+        trained = {
             p
             for (p, _, _), rewards_K in zip(cells, rewards_C_K, strict=True)
             if self._keeps(rewards_K)
         }
-        kept = sorted(learnt) or [0][: int(at_least_one)]
+        kept = sorted(trained) or [0][: int(at_least_one)]
         datums = [
             datum
             for i in kept
@@ -121,8 +132,8 @@ class PolicyGradient:
         return self._held_near_reference(datums, models) if self.kl.active else datums
 
     def _held_near_reference(self, datums: list[Datum], models: Models) -> list[Datum]:
-        """The KL to the reference charged to the advantages, or the reference's logprobs for the
-        term in the loss.
+        """Charge the KL to the reference to the advantages, or add the reference's logprobs for the
+        KL term of the loss.
         """
         ref_D = models.reference.logprobs(datums, self.settings.sampling.temperature)
         charged, self._kl_metrics = penalised(
@@ -152,6 +163,7 @@ class PolicyGradient:
         )
 
     def _credit(self, trajectory: Trajectory, advantages_N: Sequence[float]) -> None:
+        """Store the advantages of a trajectory's turns in the trajectory."""
         pg = self.settings.policy_gradient
         if pg.step_rewards == "sum":
             (trajectory.advantage,) = advantages_N
@@ -163,8 +175,10 @@ class PolicyGradient:
         trajectory.advantage = trajectory.advantages_N[0]
 
     def _keeps(self, rewards_K: Sequence[float]) -> bool:
-        """Whether a group is trained on: all are, unless nothing but its members against each other
-        makes a gradient.
+        """Return whether a group is trained on.
+
+        A group is dropped only if the comparison of its members is the only source of gradient and
+        all rewards are equal.
         """
         pg = self.settings.policy_gradient
         return (
@@ -177,6 +191,7 @@ class PolicyGradient:
     def learn(
         self, models: Models, datums: Sequence[Datum], progress: Progress
     ) -> dict[str, float]:
+        """Update the policy in a single pass over the prepared datums. Then adapt kl_coef."""
         settings, pg = self.settings, self.settings.policy_gradient
         datums, before = self.prepared(datums, models)
         metrics = one_pass(
@@ -197,26 +212,25 @@ class PolicyGradient:
 
     @property
     def loss(self) -> str:
+        """Return the name of the loss."""
         return self.settings.policy_gradient.loss
 
     def prepared(
         self, datums: Sequence[Datum], models: Models
     ) -> tuple[Sequence[Datum], dict[str, float]]:
-        """Credited datums as the loss takes them: corrected, weighed by their sequence; and what
-        was measured on the way.
-        """
+        """Return (datums as the loss expects them, metrics): corrected and weighted by sequence."""
         settings, pg = self.settings, self.settings.policy_gradient
         before: dict[str, float] = {}
         if pg.truncated_is is not None:
             datums, before = truncated_importance_sampling(
                 models, datums, pg.truncated_is, settings.sampling.temperature
             )
-        elif (how := settings.correction).active:
+        elif (options := settings.correction).active:
             datums, before = corrected_datums(
                 models,
                 datums,
-                correction(how),
-                against_learner=how.against_learner,
+                correction(options),
+                against_learner=options.against_learner,
                 temperature=settings.sampling.temperature,
             )
         if settings.interpolates:
@@ -226,6 +240,7 @@ class PolicyGradient:
         return datums, before
 
     def loss_config(self) -> dict[str, Any]:
+        """Return the config of the loss."""
         settings, pg = self.settings, self.settings.policy_gradient
         config: dict[str, Any] = {"temperature": settings.sampling.temperature}
         for name, key in coefficients_of(pg.loss).items():
@@ -244,7 +259,7 @@ class PolicyGradient:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         for key, memory in self._memories.items():
-            if key in state:  # else the estimator is newer than the checkpoint
+            if key in state:  # otherwise the estimator is newer than the checkpoint
                 memory.load_state(state[key])
         self.shaper.load_state(state["reward_statistics"])
         self.kl.coefficient = state["kl_coef"]
@@ -253,17 +268,17 @@ class PolicyGradient:
 def compared(
     rewards_P_G_N: Sequence[Sequence[Sequence[float]]], *, by_turn: bool
 ) -> list[tuple[int, int, list[tuple[int, int]]]]:
-    """Return which rewards an estimator compares with each other, as cells (group p, turn, members
-    (g, n)).
+    """Return the rewards that an estimator compares with each other, as cells (group p, turn,
+    members (g, n)).
 
-    `by_turn`: those of a group at the same turn, of the members that have one; else all rewards of
-    a group are one cell.
+    With `by_turn`, a cell holds the rewards of a group at the same turn, of the members that have
+    that turn; else a cell holds all rewards of a group.
     """
     cells = []
     for p, rewards_G_N in enumerate(rewards_P_G_N):
-        every = [(g, n) for g, steps in enumerate(rewards_G_N) for n in range(len(steps))]
-        turns = range(max((n for _, n in every), default=0) + 1) if by_turn else range(1)
+        entries = [(g, n) for g, steps in enumerate(rewards_G_N) for n in range(len(steps))]
+        turns = range(max((n for _, n in entries), default=0) + 1) if by_turn else range(1)
         cells += [
-            (p, turn, [(g, n) for g, n in every if n == turn or not by_turn]) for turn in turns
+            (p, turn, [(g, n) for g, n in entries if n == turn or not by_turn]) for turn in turns
         ]
     return cells

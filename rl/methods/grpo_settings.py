@@ -1,5 +1,5 @@
-"""What `grpo` may be told: how rewards become gradients, and the published variants as sets of
-settings. No torch here.
+"""Define the settings of `grpo`: the way rewards become gradients, and the published variants as
+sets of settings. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rl.settings import (
     unflatten,
 )
 
-# Flat settings of each variant; what is given on the line or in a recipe wins over them.
+# Flat settings of each variant; settings of the command line or a recipe override them.
 VARIANTS: dict[str, dict[str, Any]] = {
     "grpo": {"advantage": "mean_std", "normalise": "sequence_means"},
     "dr_grpo": {"advantage": "mean", "normalise": "constant"},
@@ -64,13 +64,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 if TYPE_CHECKING:
     Advantage = str
 else:
-    # every estimator of the registry, read by the command line
+    # all estimators of the registry, read by the command line
     Advantage = Literal[tuple(ADVANTAGES)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradientSettings:
-    """How rewards become gradients."""
+    """Configure the way rewards become gradients."""
 
     variant: (
         Literal[
@@ -85,34 +85,36 @@ class PolicyGradientSettings:
         ]
         | None
     ) = None
-    """A published set of settings; any that you give wins over it. grpo: arXiv 2402.03300, token means within each answer. dr_grpo: 2503.20783, no std, constant length. dapo: 2503.14476, higher upper clip, token mean, overlong penalty, dynamic sampling. gspo: 2507.18071, one ratio a sequence. cispo: 2506.13585, clipped weights (bounds of 2510.13786). rloo: 2402.14740, leave one out. reinforce_plus_plus: 2501.03262, one answer, normalised over the batch; _baseline: the group's mean first."""
+    """A published set of settings; explicit settings override it. grpo: arXiv 2402.03300, token means within each answer. dr_grpo: 2503.20783, no std, constant length. dapo: 2503.14476, higher upper clip, token mean, overlong penalty, dynamic sampling. gspo: 2507.18071, one ratio per sequence. cispo: 2506.13585, clipped weights (bounds of 2510.13786). rloo: 2402.14740, leave-one-out baseline. reinforce_plus_plus: 2501.03262, one answer, normalized over the batch; _baseline: the group's mean first."""
     group_size: Annotated[int, Range(1, 10**6)] = 8
     """Answers sampled for each problem."""
     advantage: Advantage = "mean"
-    """Reward minus: the group's mean (Dr. GRPO); that, divided by the group's std (GRPO); the mean of the others (RLOO); the group's mean, divided by the batch's std (REINFORCE++-baseline); the batch's mean, divided by its std (REINFORCE++); a running mean over batches (REINFORCE); the problem's own running mean; nothing."""
+    """Reward minus: the group's mean (Dr. GRPO); that, divided by the group's std (GRPO); the mean of the others (RLOO); the group's mean, divided by the batch's std (REINFORCE++-baseline); the batch's mean, divided by its std (REINFORCE++); a running mean over batches (REINFORCE); the problem's running mean; nothing."""
     step_rewards: Literal["sum", "to_go", "process_supervision"] = "sum"
-    """Of episodes with several turns. sum: credit each turn with the episode's total. to_go: with the rewards from it on, compared with those of the group at the same turn. process_supervision: compare every single reward with all of the group's, and add up from each turn on (arXiv 2402.03300, section 4.1.3); where numbers of turns differ, episodes with equal totals are then credited differently."""
+    """For episodes with several turns. sum: every turn gets the episode's total reward. to_go: each turn gets the rewards from that turn on, compared with those of the group at the same turn. process_supervision: compare every reward with all rewards of the group, then sum from each turn on (arXiv 2402.03300, section 4.1.3); if numbers of turns differ, episodes with equal totals then get different advantages."""
     reward_discount: Share = 1.0
-    """to_go, process_supervision: rewards k turns later count this to the power of k."""
+    """to_go, process_supervision: rewards k turns later are multiplied by this to the power of k."""
     loss: Literal["ppo", "importance_sampling", "cispo", "gspo"] = "ppo"
     """Loss on the tokens of an answer."""
     clip_low: Annotated[float, Range(0, 1, why="a ratio, not an epsilon: such as 0.8")] = 0.8
-    """Ratios below this earn no gradient where the advantage is negative (ppo, gspo; cispo: weights are cut off there). A ratio, not an epsilon."""
+    """Ratios below this have no gradient if the advantage is negative (ppo, gspo; cispo: weights are clipped to it). A ratio, not an epsilon."""
     clip_high: Annotated[float, Range(1, 1e9, why="a ratio, not an epsilon: such as 1.2")] = 1.2
-    """Ratios above this earn no gradient where the advantage is positive (ppo, gspo; cispo: weights are cut off there)."""
+    """Ratios above this have no gradient if the advantage is positive (ppo, gspo; cispo: weights are clipped to it)."""
     normalise: Literal["tokens", "sequences", "sequence_means", "constant", "sum"] = "tokens"
-    """The summed loss is divided by the optimizer step's action tokens; its sequences; each sequence's tokens, then the sequences (GRPO); its sequences times max_tokens (Dr. GRPO); or nothing."""
+    """The summed loss is divided by: the optimizer step's action tokens; its sequences; each sequence's tokens, then the sequences (GRPO); its sequences times max_tokens (Dr. GRPO); or nothing."""
     truncated_is: Annotated[float | None, Range(0, 1e6, above=True, why="a cap, such as 2")] = None
-    """Weigh each token by min(this, learner's / sampler's probability) before the step, and take ratios against the learner (truncated importance sampling, Yao et al. 2025, such as 2): for a sampler of lower precision, or several substeps. Short for correction truncate with this as correction_high."""
+    """Weight each token by min(this, learner's / sampler's probability) before the step, and take ratios against the learner (truncated importance sampling, Yao et al. 2025, such as 2): for a sampler of lower precision, or several substeps. Short for correction truncate with this as correction_high."""
 
     entropy_coef: Weight = 0.0
-    """Bonus for the policy's entropy at each token, such as 0.01: keeps it exploring."""
+    """Bonus for the policy's entropy at each token, such as 0.01: keeps the policy exploring."""
     kl_discount: Share = 1.0
-    """kl_placement reward: a token is charged for the KL of those k later times this to the power of k; 1: all of the answer's rest, 0: its own alone."""
+    """kl_placement reward: a token is charged for the KL of the tokens k positions later times this to the power of k; 1: the whole rest of the answer, 0: only the token itself."""
 
     def __new__(cls, **given: Any) -> Self:
-        """Raises ValueError for a variant without its settings: some belong to other sections, so
-        naming it here would not be enough.
+        """Create the settings.
+
+        Raises ValueError for a variant without its settings: some of them belong to other sections,
+        so naming the variant here would not be enough.
         """
         if (variant := given.get("variant")) is not None:
             missing = [
@@ -122,7 +124,7 @@ class PolicyGradientSettings:
             ]
             if missing:
                 raise ValueError(
-                    f"variant {variant!r} names settings that are not given here: {', '.join(missing)}. All of its settings, those "
+                    f"variant {variant!r} requires settings that were not passed: {', '.join(missing)}. All of its settings, those "
                     f"of other sections included, come from rl.methods.grpo_settings.variant_settings({variant!r}, ...)"
                 )
         return super().__new__(cls)
@@ -130,19 +132,21 @@ class PolicyGradientSettings:
     def __post_init__(self) -> None:
         check_ranges(self)
         if self.advantage not in ADVANTAGES:
-            raise ValueError(f"advantage is one of {', '.join(ADVANTAGES)}; got {self.advantage!r}")
+            raise ValueError(
+                f"unknown advantage {self.advantage!r}: expected {', '.join(ADVANTAGES)}"
+            )
         if self.group_size == 1 and ADVANTAGES[self.advantage].compares_members:
             raise ValueError(
-                f"a group of one has no one to be compared with: advantage {self.advantage!r} is always 0. "
+                f"a group of 1 answer has no other answers to compare with: advantage {self.advantage!r} is always 0. "
                 "Set group_size to 2 or more, or advantage to running_mean"
             )
         for name in ("clip_low", "clip_high", "entropy_coef"):
-            does = "does not clip" if name != "entropy_coef" else "adds no entropy bonus"
+            effect = "does not clip" if name != "entropy_coef" else "adds no entropy bonus"
             only_with(
                 self,
                 (name,),
                 name in coefficients_of(self.loss),
-                f"loss {self.loss} {does}",
+                f"loss {self.loss} {effect}",
                 "set loss to ppo, cispo or gspo",
             )
         only_with(
@@ -155,10 +159,10 @@ class PolicyGradientSettings:
 
 
 def coefficients_of(loss: str) -> dict[str, str]:
-    """Return which settings the loss reads, each with the key of its config.
+    """Return the settings that the loss reads, mapped to the keys of its config.
 
-    A built-in loss is looked up here, without torch. Any other loss declares its keys in its
-    entry of `rl.losses.LOSSES`. Raises BadRequestError for a loss that has no entry.
+    A built-in loss is looked up here, without torch. Any other loss declares its keys in its entry
+    of `rl.losses.LOSSES`. Raises BadRequestError for a loss without an entry.
     """
     keys = {
         "clip_low": "clip_low_threshold",
@@ -169,7 +173,7 @@ def coefficients_of(loss: str) -> dict[str, str]:
         return keys
     if loss == "importance_sampling":
         return {"entropy_coef": keys["entropy_coef"]}
-    from rl.losses import get_loss  # whoever registered the loss has imported torch
+    from rl.losses import get_loss  # registering the loss has already imported torch
 
     known = get_loss(loss).known_config
     return {name: key for name, key in keys.items() if key in known}
@@ -177,8 +181,8 @@ def coefficients_of(loss: str) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoSettings:
-    """Group-relative policy optimization: sample a group for each problem, credit each answer
-    against its group.
+    """Group-relative policy optimization: sample a group of answers to each problem and compare
+    each answer with its group.
     """
 
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -200,17 +204,17 @@ class GrpoSettings:
         check_compared(self, self.policy_gradient.group_size)
         if self.sampling.dynamic_sampling and self.policy_gradient.group_size == 1:
             raise ValueError(
-                "dynamic_sampling looks for groups whose answers differ in reward: set group_size to 2 or more, or leave it out"
+                "dynamic_sampling selects groups with different rewards: set group_size to 2 or more, or leave out dynamic_sampling"
             )
         if self.policy_gradient.truncated_is is not None and (
             self.correction.active or self.correction.proximal == "interpolated"
         ):
             raise ValueError(
-                "truncated_is is correction truncate with that correction_high: give one of the two, and no proximal beside it"
+                "truncated_is is correction truncate with that correction_high: set either of the two, and no proximal"
             )
         if self.correction.proximal == "interpolated" and not self.flow.max_steps_off_policy:
             raise ValueError(
-                "proximal interpolated goes by the age of tokens, which is 0 in every run but one with max_steps_off_policy"
+                "proximal interpolated uses the age of tokens, which is 0 unless max_steps_off_policy is above 0: set max_steps_off_policy"
             )
         only_with(
             self.policy_gradient,
@@ -222,63 +226,66 @@ class GrpoSettings:
 
     @property
     def learning_rate(self) -> float:
-        given = self.optim.learning_rate
-        return given if given is not None else (4e-5 if self.model.lora_rank else 1e-6)
+        """Return the learning rate: as set, else 4e-5 with LoRA, 1e-6 without."""
+        rate = self.optim.learning_rate
+        return rate if rate is not None else (4e-5 if self.model.lora_rank else 1e-6)
 
     @property
     def interpolates(self) -> bool:
-        """Whether ratios are taken against the proximal policy by tokens' age; the default for
-        PPO's loss where they are old (measured).
+        """Return whether ratios are taken against the proximal policy interpolated by the age of
+        tokens; the default of PPO's loss for off-policy tokens (measured).
         """
-        how, plain = (
+        options, uncorrected = (
             self.correction,
             self.policy_gradient.truncated_is is None and self.correction.correction == "none",
         )
-        late = self.flow.max_steps_off_policy > 0 and self.policy_gradient.loss == "ppo"
-        return how.proximal == "interpolated" or (how.proximal is None and plain and late)
+        off_policy = self.flow.max_steps_off_policy > 0 and self.policy_gradient.loss == "ppo"
+        return options.proximal == "interpolated" or (
+            options.proximal is None and uncorrected and off_policy
+        )
 
 
 def check_flow(settings: GrpoSettings) -> None:
-    """ValueError where what is asked of the flow does not go with what else is asked for."""
+    """Raise ValueError if the settings of the flow contradict other settings."""
     flow, pg, parts = settings.flow, settings.policy_gradient, settings.flow.stream_minibatches
-    late = flow.max_steps_off_policy > 0
+    off_policy = flow.max_steps_off_policy > 0
     if parts > 1:
         if ADVANTAGES[pg.advantage].scope == "batch":
             within = [name for name, estimator in ADVANTAGES.items() if estimator.scope == "group"]
             raise ValueError(
-                f"advantage {pg.advantage} compares the answers of the whole batch, which stream_minibatches {parts} trains before all are "
-                f"there: set advantage to one within a group ({', '.join(within)}), or stream_minibatches to 1"
+                f"advantage {pg.advantage} compares the answers of the whole batch, but stream_minibatches {parts} trains before all have "
+                f"arrived: set advantage to an estimator within a group ({', '.join(within)}), or stream_minibatches to 1"
             )
-        for name, on in (
+        for name, enabled in (
             ("num_substeps", settings.optim.num_substeps > 1), ("dynamic_sampling", settings.sampling.dynamic_sampling > 0),
-            ("normalise_rewards", settings.shaping.normalise_rewards), ("max_steps_off_policy", late),
+            ("normalise_rewards", settings.shaping.normalise_rewards), ("max_steps_off_policy", off_policy),
             ("kl_coef", settings.kl.kl_coef or settings.kl.kl_target or settings.kl.reference_model),
         ):  # fmt: skip
-            if on:
+            if enabled:
                 raise ValueError(
-                    f"{name} needs the whole batch before its update, stream_minibatches {parts} begins before: leave out one of them"
+                    f"{name} needs the whole batch before its update, but stream_minibatches {parts} starts earlier: leave out either"
                 )
         if parts > settings.loop.batch_size:
             raise ValueError(
-                f"stream_minibatches {parts} are more parts than batch_size {settings.loop.batch_size} has groups"
+                f"stream_minibatches {parts} is larger than batch_size {settings.loop.batch_size}: lower it or raise batch_size"
             )
-    if late:
-        for name, on in (
+    if off_policy:
+        for name, enabled in (
             ("num_substeps", settings.optim.num_substeps > 1), ("dynamic_sampling", settings.sampling.dynamic_sampling > 0),
             ("curriculum", settings.data.curriculum != "off"),
         ):  # fmt: skip
-            if on:
+            if enabled:
                 raise ValueError(
-                    f"{name} goes by batches that are sampled one after the other: leave it out, or max_steps_off_policy"
+                    f"{name} requires batches that are sampled sequentially: leave it out, or leave out max_steps_off_policy"
                 )
 
 
 def variant_settings(variant: str, **given: Any) -> GrpoSettings:
-    """What `train.py grpo --variant ...` stands for: a published variant's settings, and over them
-    any setting by its flat name.
+    """Return the settings of `train.py grpo --variant ...`: a published variant's settings,
+    overridden by any setting by its flat name.
 
-    `variant_settings("dapo", max_tokens=512)`. Raises UserError for a variant or a setting that
-    does not exist or fit.
+    `variant_settings("dapo", max_tokens=512)`. Raises UserError for an unknown variant, or for a
+    setting that is unknown or invalid.
     """
     problems: list[str] = []
     settings = unflatten(
@@ -293,6 +300,7 @@ def variant_settings(variant: str, **given: Any) -> GrpoSettings:
 
 
 def _variant(name: str) -> dict[str, Any]:
+    """Return the flat settings of a variant. Raises UserError if it is unknown."""
     if name not in VARIANTS:
-        raise UserError(f"there is no variant {name!r}: one of {', '.join(VARIANTS)}")
+        raise UserError(f"unknown variant {name!r}: expected {', '.join(VARIANTS)}")
     return VARIANTS[name]

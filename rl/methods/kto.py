@@ -1,9 +1,9 @@
-"""KTO: learn from answers of which each is good or bad, without pairs (Ethayarajh et al., arXiv
+"""Implement KTO: learn from answers labeled good or bad, without pairs (Ethayarajh et al., arXiv
 2402.01306).
 
-The loss stands in rl.losses.preferences. Its z, how far the policy is from the reference, is
-estimated in each optimizer step on the batch's prompts with the answers of one another (the paper's
-section 4.1), by a forward without a gradient.
+The loss is in rl.losses.preferences. Its z, the distance of the policy from the reference, is
+estimated in each optimizer step on the batch's prompts with mismatched answers (the paper's section
+4.1), by a forward pass without a gradient.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from rl.types import Datum, Problem
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledDataSettings(PreferenceDataSettings):
-    """Answers of which each is good or bad."""
+    """Configure data of answers labeled good or bad."""
 
     data_format: DataFormat = "unpaired"
-    """unpaired: prompt, completion and label (true or false). preferences: of each pair the preferred answer is good, the other bad."""
+    """unpaired: prompt, completion and label (true or false). preferences: of each pair the preferred answer is good, the other bad."""  # noqa: E501
 
 
 @dataclass(frozen=True, kw_only=True)
 class KtoOptions:
-    """How a label becomes a gradient."""
+    """Configure the way a label becomes a gradient."""
 
     beta: Annotated[float, Range(1e-6, 1e6, why="such as 0.1")] = 0.1
-    """How strongly the policy is held to the reference, which is the policy as it was before the first step."""
+    """Strength of the pull to the reference, which is the policy as it was before the first step."""  # noqa: E501
     desirable_weight: NotNegative = 1.0
-    """Of good answers; where they are fewer than bad ones, raise it so that weight times number is 1 to 4/3 times that of the bad ones."""
+    """Weight of good answers; if they are fewer than bad ones, raise it so that weight times number is 1 to 4/3 times that of the bad ones."""  # noqa: E501
     undesirable_weight: NotNegative = 1.0
-    """Of bad answers."""
+    """Weight of bad answers."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -59,7 +59,7 @@ class KtoOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class KtoSettings:
-    """Kahneman-Tversky optimization: learn from answers that are good or bad, without pairs."""
+    """Kahneman-Tversky optimization: learn from answers labeled good or bad, without pairs."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
     data: LabelledDataSettings = field(default_factory=LabelledDataSettings)
@@ -72,19 +72,21 @@ class KtoSettings:
         check_substeps(self)
         if self.loop.batch_size < 2 * self.optim.num_substeps:
             raise ValueError(
-                "kto needs two rows or more in an optimizer step: it sets prompts beside the answers of others"
+                "kto needs two or more rows per optimizer step, because it pairs prompts with "
+                "answers of other rows: raise batch_size or lower num_substeps"
             )
         without_samples(self, "kto learns from the data's answers")
 
     @property
     def learning_rate(self) -> float:
-        given = self.optim.learning_rate
-        return given if given is not None else (5e-6 if self.model.lora_rank else 1e-6)
+        """Return the learning rate: as set, else 5e-6 with LoRA, 1e-6 without."""
+        rate = self.optim.learning_rate
+        return rate if rate is not None else (5e-6 if self.model.lora_rank else 1e-6)
 
 
 class Kto(EvaluatesRows):
-    """Method class of `kto`: its training hooks and the models that a run loads for them.
-    Subclasses inherit both.
+    """Implement `kto`: its training hooks and the models that a run loads for them. Subclasses
+    inherit both.
     """
 
     online = False
@@ -96,43 +98,44 @@ class Kto(EvaluatesRows):
 
     @staticmethod
     def clients(settings: KtoSettings, hosts: Hosts) -> dict[str, Any]:
-        """Make the reference."""
+        """Create the reference model."""
         return {"reference": hosts.beginning()}
 
     def __init__(self, settings: KtoSettings):
         self.settings = settings
-        self._beside: list[Datum] = []  # each prompt of the batch with an answer of the next row
+        self._beside: list[Datum] = []  # prompts of the batch, each with an answer of the next row
         self._rows: list[int] = []  # the row of each answer of the batch
 
     def datums(
         self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
     ) -> list[Datum]:
-        """A datum for each answer, with its label and the reference's logprobs; those for z are
-        kept beside.
+        """Return a datum for each answer, with its label and the reference logprobs. Keep the
+        mismatched datums for z.
         """
         answers = [labelled(row) for row in rows]
-        # of the next row each: those of a row's own prompt are no answers of others
+        # Answers of the next row: the other answer of the same row would not be mismatched.
         others = [*answers[1:], *answers[:1]]
-        own = [
+        answers_D = [
             self._datum(row, text, good, renderer)
             for row, of_row in zip(rows, answers, strict=True)
             for text, good in of_row
         ]
-        beside = [
+        mismatched = [
             self._datum(row, of_next[i % len(of_next)][0], True, renderer)
             for row, of_row, of_next in zip(rows, answers, others, strict=True)
             for i in range(len(of_row))
         ]
         self._rows = [i for i, of_row in enumerate(answers) for _ in of_row]
-        scored = models.reference.logprobs([*own, *beside])
-        found = [
+        scored = models.reference.logprobs([*answers_D, *mismatched])
+        datums = [
             with_fields(datum, ref_logprobs=lp)
-            for datum, lp in zip([*own, *beside], scored, strict=True)
+            for datum, lp in zip([*answers_D, *mismatched], scored, strict=True)
         ]
-        self._beside = found[len(own) :]
-        return found[: len(own)]
+        self._beside = datums[len(answers_D) :]
+        return datums[: len(answers_D)]
 
     def _datum(self, row: Problem, answer: str, good: bool, renderer: Any) -> Datum:
+        """Return a datum with `mask` on the answer and `labels` 1 (good) or -1 (bad)."""
         model_input, weights = renderer.build_supervised_example(
             [*row.messages, {"role": "assistant", "content": answer}]
         )
@@ -143,8 +146,8 @@ class Kto(EvaluatesRows):
     def learn(
         self, models: Models, datums: Sequence[Datum], progress: Progress
     ) -> dict[str, float]:
-        """One pass; `optim/loss`, `rewards/...` and `optim/kl_ref_k1` (z) are taken before each
-        update.
+        """Update the policy in a single pass. `optim/loss`, `rewards/...` and `optim/kl_ref_k1` (z)
+        are measured before each update.
         """
         settings = self.settings
         params = adam_params(settings.optim, settings.loop, progress.batch, settings.learning_rate)
@@ -153,21 +156,21 @@ class Kto(EvaluatesRows):
         for part in substeps(
             list(zip(datums, self._beside, strict=True)), settings.optim.num_substeps, self._rows
         ):
-            own, beside = [list(side) for side in zip(*part, strict=True)]
-            distances.append(self._distance(models, beside))
+            answers, mismatched = [list(side) for side in zip(*part, strict=True)]
+            distances.append(self._distance(models, mismatched))
             forward = models.policy.forward_backward(
-                own, "kto", self._config(distances[-1]), divisor=len(own)
+                answers, "kto", self._config(distances[-1]), divisor=len(answers)
             )
             update = models.policy.optim_step(params).result().metrics or {}
             for name, value in forward.result().metrics.items():
                 sums[name] = sums.get(name, 0.0) + value
             norms.append(update["grad_norm"])
             sums["skipped"] = sums.get("skipped", 0.0) + update.get("skipped_nonfinite", 0.0)
-        found = label_metrics(sums)
+        means = label_metrics(sums)
         metrics = {
             "optim/lr": params.learning_rate,
-            "optim/loss": found.pop("loss"),
-            **found,
+            "optim/loss": means.pop("loss"),
+            **means,
             "optim/grad_norm": largest(norms),
         }
         metrics |= {
@@ -178,7 +181,9 @@ class Kto(EvaluatesRows):
         return metrics | ({"optim/skipped_nonfinite": sums["skipped"]} if sums["skipped"] else {})
 
     def _distance(self, models: Models, beside: Sequence[Datum]) -> float:
-        """z: the mean over prompts with answers of others of the sum of lp - ref, at least 0."""
+        """Return z: the mean over mismatched prompts and answers of the sum of lp - ref, at least
+        0.
+        """
         outputs = models.policy.forward(beside, "kto", self._config(0.0)).result().loss_fn_outputs
         gaps = []
         for datum, output in zip(beside, outputs, strict=True):
@@ -194,22 +199,23 @@ class Kto(EvaluatesRows):
         return max(0.0, float(np.mean(gaps)))
 
     def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
-        """The same means on held-out answers, as `test/loss` and `test/rewards/...`."""
+        """Return the same means on held-out answers, as `test/loss` and `test/rewards/...`."""
 
-        def measured(members: Sequence[Problem]) -> dict[str, float]:
-            own = self.datums(members, renderer, models, 0)
+        def compute_means(members: Sequence[Problem]) -> dict[str, float]:
+            answers = self.datums(members, renderer, models, 0)
             config = self._config(self._distance(models, self._beside))
-            return label_metrics(models.policy.forward(own, "kto", config).result().metrics)
+            return label_metrics(models.policy.forward(answers, "kto", config).result().metrics)
 
-        return by_tag(rows, measured)
+        return by_tag(rows, compute_means)
 
     def _config(self, distance: float) -> dict[str, float]:
-        how = self.settings.kto
+        """Return the config of the loss."""
+        options = self.settings.kto
         return {
-            "beta": how.beta,
+            "beta": options.beta,
             "kl": distance,
-            "desirable_weight": how.desirable_weight,
-            "undesirable_weight": how.undesirable_weight,
+            "desirable_weight": options.desirable_weight,
+            "undesirable_weight": options.undesirable_weight,
         }
 
     def state(self) -> dict[str, Any]:
@@ -220,7 +226,10 @@ class Kto(EvaluatesRows):
 
 
 def labelled(row: Problem) -> list[tuple[str, bool]]:
-    """(answer, whether it is good) of a row: one with a label, or the two of a pair."""
+    """Return (answer, whether it is good) of a row: a labeled answer, or the two answers of a pair.
+
+    Raises ValueError if the row has no answer.
+    """
     if row.response is None:
         raise ValueError(f"row {row.index} of {row.tag} has no answer to learn from")
     if row.rejected is not None:
@@ -229,17 +238,17 @@ def labelled(row: Problem) -> list[tuple[str, bool]]:
 
 
 def label_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """The loss's sums as means: of good answers (`rewards/chosen`) and of bad ones (`rejected`),
-    and what lies between.
+    """Return the loss's sums as means: of good answers (`rewards/chosen`), of bad answers
+    (`rejected`), and their difference (`margins`).
     """
     answers, good = max(1.0, sums["answers:sum"]), sums["good:sum"]
     chosen, rejected = (
         sums["good_rewards:sum"] / max(1.0, good),
         sums["bad_rewards:sum"] / max(1.0, sums["answers:sum"] - good),
     )
-    found = {
+    means = {
         "loss": sums["loss:sum"] / answers,
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
     }
-    return {**found, "rewards/margins": chosen - rejected}
+    return {**means, "rewards/margins": chosen - rejected}

@@ -1,12 +1,13 @@
-"""Offline RL: learn from answers that were sampled and rewarded earlier, without sampling.
+"""Implement offline RL: learn from answers that were sampled and rewarded earlier, without
+sampling.
 
-loss importance_sampling   -sum r A, r = policy / behaviour                            off-policy
-policy gradient
-     dro                   -sum [lp A - beta/2 (lp - q)^2]                             DRO, arXiv 2405.19107
-     bc                    -sum lp over the best answers                               filtered behaviour cloning
-     ilql                  conservative Q-learning on the policy's logits              rl.losses.q, arXiv 2206.11871, 2006.04779
-lp and q: log probabilities of a token under the policy and under what drew it; A: the answer's
-reward less a baseline.
+loss importance_sampling   off-policy policy gradient: -sum r A, r = policy / behavior
+     dro                   DRO, arXiv 2405.19107: -sum [lp A - beta/2 (lp - q)^2]
+     bc                    filtered behavior cloning: -sum lp over the best answers
+     ilql                  conservative Q-learning on the policy's logits: rl.losses.q,
+                           arXiv 2206.11871, 2006.04779
+lp and q are the logprobs of a token under the policy and under the behavior policy (which sampled
+it). A is the answer's reward minus a baseline.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from rl.types import Datum, Problem, StoredAnswer, experts_from_text
 
 
 class Offline:
-    """Method class of `offline`: its training hooks and the models that a run loads for them.
-    Subclasses inherit both.
+    """Implement `offline`: its training hooks and the models that a run loads for them. Subclasses
+    inherit both.
     """
 
     online = False
@@ -38,47 +39,50 @@ class Offline:
 
     @staticmethod
     def clients(settings: OfflineSettings, hosts: Hosts) -> dict[str, Any]:
-        """Make the policy as it was at the stage's beginning, once answers without logprobs are
-        met: it stands for what drew them.
+        """Create the policy as it was at the stage's beginning, at the first answer without
+        logprobs. It is then used as the behavior policy.
         """
         return {"beginning": functools.cache(hosts.beginning)}
 
     @staticmethod
     def value_head(settings: OfflineSettings) -> bool:
-        how = settings.offline
-        return how.loss == "ilql" or (how.loss != "bc" and how.baseline == "learned")
+        """Return whether the policy has a value head."""
+        options = settings.offline
+        return options.loss == "ilql" or (options.loss != "bc" and options.baseline == "learned")
 
     @staticmethod
     def keeps_beginning(settings: OfflineSettings) -> bool:
+        """Return whether answers may be scored with the policy as it was before the stage."""
         return settings.offline.needs_behaviour
 
     @staticmethod
     def remark(settings: OfflineSettings, problems: Iterable[Problem]) -> str | None:
-        """Say what stands for the logprobs of answers that came without them, and how many answers
-        do not tell their experts.
+        """Return a message about the answers without behavior logprobs and the answers without
+        recorded experts, or None.
         """
-        said = []
-        untold = (
+        messages = []
+        unrecorded = (
             [answer.experts is None for row in problems for answer in row.answers]
             if settings.model.router_replay
             else []
         )
-        if any(untold):
-            said.append(
-                f"router_replay: {sum(untold)} of {len(untold)} stored answers do not say their experts, and are routed as any text"
+        if any(unrecorded):
+            messages.append(
+                f"router_replay: {sum(unrecorded)} of {len(unrecorded)} stored answers have no "
+                "recorded experts and are routed by the router"
             )
-        without = [answer.logprobs is None for row in problems for answer in row.answers]
-        if not settings.offline.needs_behaviour or not any(without):
-            return "; ".join(said) or None
-        which = (
+        unscored = [answer.logprobs is None for row in problems for answer in row.answers]
+        if not settings.offline.needs_behaviour or not any(unscored):
+            return "; ".join(messages) or None
+        subject = (
             "The stored answers have"
-            if all(without)
-            else f"{sum(without)} of {len(without)} stored answers have"
+            if all(unscored)
+            else f"{sum(unscored)} of {len(unscored)} stored answers have"
         )
-        said.append(
-            f"{which} no logprobs: the policy as it is at the beginning scores them, as if it had drawn them"
+        messages.append(
+            f"{subject} no logprobs: the initial policy scores them, as if it had sampled them"
         )
-        return "; ".join(said)
+        return "; ".join(messages)
 
     def __init__(self, settings: OfflineSettings):
         self.settings, self.how = settings, settings.offline
@@ -87,8 +91,8 @@ class Offline:
     def datums(
         self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
     ) -> list[Datum]:
-        """A datum for each stored answer, with what the loss needs: `advantages`, behaviour
-        `logprobs`, `returns`.
+        """Return a datum for each stored answer, with the inputs of the loss: `advantages`,
+        behavior `logprobs`, `returns`.
         """
         answers = [answer for row in rows for answer in row.answers]
         datums = [answer_datum(row, answer, renderer) for row in rows for answer in row.answers]
@@ -122,7 +126,7 @@ class Offline:
     def _with_behaviour(
         self, datums: Sequence[Datum], answers: Sequence[StoredAnswer], models: Models
     ) -> list[Datum]:
-        """The logprobs that were stored; where there are none, those of the policy as it was at the
+        """Add behavior logprobs: those that were stored, else those of the policy as it was at the
         beginning.
         """
         missing = [i for i, answer in enumerate(answers) if answer.logprobs is None]
@@ -138,34 +142,38 @@ class Offline:
                     strict=True,
                 )
             )
-        found = []
+        completed = []
         for i, (datum, answer) in enumerate(zip(datums, answers, strict=True)):
             active = datum.loss_fn_inputs["mask"].array != 0
             logprobs = np.zeros(len(active))
             logprobs[active] = scored[i][active] if answer.logprobs is None else answer.logprobs
-            found.append(with_fields(datum, logprobs=logprobs))
-        return found
+            completed.append(with_fields(datum, logprobs=logprobs))
+        return completed
 
     def _q_datum(self, datum: Datum, reward: float, values_T: np.ndarray) -> Datum:
-        """Q^ = r + gamma V^(next state) at each action, as `returns`, and Q^ - V^ as `advantages`."""
+        """Return a datum with Q^ = r + gamma V^(next state) at each action as `returns`, and Q^ -
+        V^ as `advantages`.
+        """
         actions = np.flatnonzero(datum.loss_fn_inputs["mask"].array)
-        own, returns = np.zeros(len(values_T)), np.zeros(len(values_T))
-        own[actions] = values_T[actions]
+        values, returns = np.zeros(len(values_T)), np.zeros(len(values_T))
+        values[actions] = values_T[actions]
         returns[actions[:-1]] = self.how.gamma * values_T[actions[1:]]
         returns[actions[-1]] = reward
-        return with_fields(datum, advantages=returns - own, returns=returns)
+        return with_fields(datum, advantages=returns - values, returns=returns)
 
     def learn(
         self, models: Models, datums: Sequence[Datum], progress: Progress
     ) -> dict[str, float]:
-        """One pass. Metrics that compare sampler and learner elsewhere compare here what drew the
-        answers: `optim/kl_behaviour_...`.
+        """Update the policy in a single pass.
+
+        The metrics that compare sampler and learner in other methods compare the behavior policy
+        and the learner: `optim/kl_behaviour_...`.
         """
-        settings, how = self.settings, self.how
+        settings, options = self.settings, self.how
         metrics = one_pass(
             models,
             datums,
-            loss="cross_entropy" if how.loss == "bc" else how.loss,
+            loss="cross_entropy" if options.loss == "bc" else options.loss,
             config=self._config(),
             normalise="tokens",
             optim=settings.optim,
@@ -182,22 +190,23 @@ class Offline:
         }
 
     def _config(self) -> dict[str, Any]:
-        how = self.how
+        """Return the config of the loss."""
+        options = self.how
         config: dict[str, Any] = (
-            {"temperature": self.settings.sampling.temperature} if how.loss != "bc" else {}
+            {"temperature": self.settings.sampling.temperature} if options.loss != "bc" else {}
         )
-        if how.loss == "ilql":
+        if options.loss == "ilql":
             return {
                 **config,
-                "tau": how.tau,
-                "cql_coef": how.cql_coef,
-                "expectile": how.expectile,
-                "value_coef": how.value_coef,
+                "tau": options.tau,
+                "cql_coef": options.cql_coef,
+                "expectile": options.expectile,
+                "value_coef": options.value_coef,
             }
-        if how.loss == "dro":
-            config["beta"] = how.beta
-        if how.baseline == "learned" and how.loss != "bc":
-            config["value_coef"] = how.value_coef
+        if options.loss == "dro":
+            config["beta"] = options.beta
+        if options.baseline == "learned" and options.loss != "bc":
+            config["value_coef"] = options.value_coef
         return config
 
     def state(self) -> dict[str, Any]:
@@ -208,8 +217,8 @@ class Offline:
 
 
 def answer_datum(row: Problem, answer: StoredAnswer, renderer: Any) -> Datum:
-    """Prompt and answer with `mask` 1 on the answer: the tokens as they were drawn, else the text
-    as the renderer writes it.
+    """Return prompt and answer with `mask` 1 on the answer: the tokens as sampled, else the text as
+    the renderer encodes it.
     """
     if answer.tokens is not None and answer.prompt_tokens is not None:
         tokens = [*answer.prompt_tokens, *answer.tokens]
@@ -231,7 +240,7 @@ def check_answer(
     row: Problem,
     answer: StoredAnswer,
 ) -> None:
-    """Raises UserError naming, by file and line, a stored answer that the policy cannot learn."""
+    """Raise UserError, with file and line, for a stored answer that the policy cannot use."""
     limit, vocabulary, temperature = (
         policy_info["max_context"],
         policy_info["vocab_size"],
@@ -240,17 +249,18 @@ def check_answer(
     tokens = [*(answer.prompt_tokens or ()), *(answer.tokens or ())]
     if tokens and max(tokens) >= vocabulary:
         raise UserError(
-            f"{answer.place}: token {max(tokens)} is none of the policy's {vocabulary}: the answer is another model's"
+            f"{answer.place}: token {max(tokens)} is outside the policy's vocabulary of "
+            f"{vocabulary} tokens: the answer is from another model"
         )
-    drawn_at = (
+    sampled_at = (
         answer.temperature
         if answer.logprobs is not None and settings.offline.needs_behaviour
         else None
     )
-    if drawn_at is not None and drawn_at != temperature:
+    if sampled_at is not None and sampled_at != temperature:
         raise UserError(
-            f"{answer.place}: drawn at temperature {drawn_at:g}, which its logprobs are of, and this run scores at "
-            f"{temperature:g}: give --temperature {drawn_at:g}"
+            f"{answer.place}: its logprobs were sampled at temperature {sampled_at:g}, but this "
+            f"run scores at {temperature:g}: set --temperature {sampled_at:g}"
         )
     try:
         length = (
@@ -261,34 +271,38 @@ def check_answer(
     data = settings.data
     limits = Limits.of(data)
     if data.max_prompt_tokens is not None:
-        asked = (
+        prompt = (
             answer.prompt_tokens
             if answer.prompt_tokens is not None
             else renderer.build_generation_prompt(row.messages).to_ints()
         )
-        if len(asked) > data.max_prompt_tokens:
+        if len(prompt) > data.max_prompt_tokens:
             raise limits.refuse(
-                f"{answer.place}: its prompt takes {len(asked)} tokens, more than max_prompt_tokens {data.max_prompt_tokens}"
+                f"{answer.place}: its prompt takes {len(prompt)} tokens, above max_prompt_tokens "
+                f"{data.max_prompt_tokens}"
             )
     if data.max_row_tokens is not None and length > data.max_row_tokens:
         raise limits.refuse(
-            f"{answer.place}: prompt and answer take {length} tokens, more than max_row_tokens {data.max_row_tokens}"
+            f"{answer.place}: prompt and answer take {length} tokens, above max_row_tokens "
+            f"{data.max_row_tokens}"
         )
     if limit is not None and length - 1 > limit:
         raise limits.beyond_context(
-            f"{answer.place}: prompt and answer take {length} tokens, the model's context holds {limit}: leave it out"
+            f"{answer.place}: prompt and answer take {length} tokens, but the model's context "
+            f"holds {limit}: remove the answer"
         )
 
 
 def _renamed(datum: Datum, old: str, new: str) -> Datum:
+    """Return the datum with a loss input renamed."""
     return datum.with_inputs(
         {new if name == old else name: data for name, data in datum.loss_fn_inputs.items()}
     )
 
 
 def _credited(datum: Datum, advantages_T: np.ndarray, reward: float | None = None) -> Datum:
-    """With advantages at actions and 0 elsewhere; `reward`: the return of every action, where a
-    value is learnt.
+    """Return the datum with advantages at actions and 0 elsewhere. `reward` is the return of every
+    action, if a value is learned.
     """
     active = datum.loss_fn_inputs["mask"].array != 0
     fields = {"advantages": np.where(active, advantages_T, 0.0)}

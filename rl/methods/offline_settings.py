@@ -1,4 +1,4 @@
-"""What `offline` may be told. No torch here."""
+"""Define the settings of `offline`. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -25,63 +25,61 @@ from rl.settings import (
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutDataSettings(DataSettings):
-    """Stored answers with rewards, and problems to be tested on."""
+    """Configure stored answers with rewards, and the problems for tests."""
 
     dataset: str = ""
-    """Stored answers: a run's folder (its rollouts are read), a folder of .jsonl files, one file, or in a recipe an earlier stage's name (its rollouts). Rows as a run writes them, or a prompt with response and reward, or with lists of both."""
+    """Stored answers: a run's folder (its rollouts are read), a folder of .jsonl files, a file, or in a recipe an earlier stage's name (its rollouts). Rows as a run writes them, or a prompt with response and reward, or with lists of both."""
     eval_dataset: str | None = None
-    """Problems whose answers are sampled to measure what was learnt (with reward); None: nothing is."""
+    """Problems to which the policy samples answers to measure progress (with reward); None: no evaluation."""
     prompt_column: str = "auto"
-    """Column of the prompt; auto: prompt, question, problem or instruction, whichever is there."""
+    """Column of the prompt; auto: prompt, question, problem or instruction, whichever exists."""
     response_column: str | None = None
     """Column of the answer, or of a list of them; by default response, completion, code, output or solution, or their plurals."""
     reward_column: str | None = None
     """Column of the reward, or of a list of them; by default reward, score, is_correct or correct, or their plurals."""
     reward: str | None = None
-    """Scores answers to eval_dataset; the stored answers' own rewards are what is learnt from."""
+    """Scores answers to eval_dataset; training uses the rewards of the stored answers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.on_too_long == "cut":
-            raise ValueError(
-                "stored answers are learnt as they were given: set on_too_long to skip"
-            )
+            raise ValueError("stored answers are learned without changes: set on_too_long to skip")
         only_with(
             self,
             ("stream", "prompt_template", "prompt_suffix"),
             False,
-            "stored answers are read as they were given",
-            "give dataset",
+            "stored answers are read without changes",
+            "set dataset",
         )
         for name in ("more_datasets", "curriculum"):
-            why = "stored answers are read from one dataset, without a curriculum"
-            only_with(self, (name,), False, why, "give dataset")
+            reason = "stored answers are read from a single dataset, without a curriculum"
+            only_with(self, (name,), False, reason, "set dataset")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineOptions:
-    """How stored rewards become gradients."""
+    """Configure the way stored rewards become gradients."""
 
     loss: Literal["dro", "importance_sampling", "bc", "ilql"] = "dro"
-    """dro: policy gradient with a quadratic pull to what drew the answers (arXiv 2405.19107). importance_sampling: ratios of the policy to that. bc: cross-entropy on the best answers. ilql: the logits as a conservative Q-function beside a value head (arXiv 2206.11871, 2006.04779)."""
+    """dro: policy gradient with a quadratic pull to the behavior policy (arXiv 2405.19107). importance_sampling: ratios of the policy to the behavior policy. bc: cross-entropy on the best answers. ilql: the logits as a conservative Q-function with a value head (arXiv 2206.11871, 2006.04779)."""
     baseline: Literal["group", "learned", "none"] = "group"
-    """Subtracted from rewards (dro, importance_sampling). group: the mean reward of the problem's answers. learned: a value head, trained along with the policy."""
+    """Subtracted from rewards (dro, importance_sampling). group: the mean reward of the problem's answers. learned: a value head, trained together with the policy."""
     beta: Weight = 0.05
     """dro: strength of the pull."""
     top_fraction: Annotated[float | None, Range(0, 1, above=True)] = None
-    """bc: learn the best such share of all answers (ties with the worst of them included)."""
+    """bc: learn this share of all answers, the best (including answers tied with the worst of them)."""
     reward_threshold: Annotated[float | None, FINITE] = None
     """bc: learn the answers with at least this reward."""
     gamma: Share = 1.0
-    """ilql: discount a token."""
+    """ilql: discount per token."""
     tau: Annotated[float, Range(1e-6, 1e9)] = 0.1
-    """ilql: what an advantage of Q is divided by to become log (policy / what drew the answers), in units of reward; smaller follows Q more sharply."""
+    """ilql: divisor of an advantage of Q that makes it log (policy / behavior policy), in units of reward; smaller values follow Q more sharply."""
     cql_coef: Weight = 0.3
-    """ilql: weight of the conservative term, logsumexp Q - Q(a), in units of reward. Too small beside a high expectile, and answers that are not in the data win."""
+    """ilql: weight of the conservative term, logsumexp Q - Q(a), in units of reward. If it is too small next to a high expectile, answers that are not in the data win."""
     expectile: Inside = 0.7
-    """ilql: the value is this expectile of what the data's actions lead to: 0.5 their mean, nearer to 1 their best."""
+    """ilql: the value is this expectile of the outcomes of the data's actions: 0.5 their mean, nearer to 1 their best."""
     value_coef: Weight = 0.5
-    """Weight of the value's loss (baseline learned, ilql)."""
+    """Weight of the value loss (baseline learned, ilql)."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -90,40 +88,41 @@ class OfflineOptions:
         ]
         if (self.loss == "bc") != (len(filters) == 1):
             raise ValueError(
-                f"loss bc needs one of top_fraction (such as 0.25) and reward_threshold (such as 1), other losses neither; got loss {self.loss} "
+                f"loss bc needs either top_fraction (such as 0.25) or reward_threshold (such as 1), other losses neither; got loss {self.loss} "
                 f"with {' and '.join(filters) or 'neither'}"
             )
         self._check_used()
 
     def _check_used(self) -> None:
+        """Raise ValueError if a setting is set that the loss does not use."""
         learns_value = self.loss == "ilql" or (self.baseline == "learned" and self.loss != "bc")
-        why = f"the loss is {self.loss}"
+        reason = f"the loss is {self.loss}"
         only_with(
             self,
             ("baseline",),
             self.loss in ("dro", "importance_sampling"),
-            why,
+            reason,
             "set loss to dro or importance_sampling",
         )
-        only_with(self, ("beta",), self.loss == "dro", why, "set loss to dro")
+        only_with(self, ("beta",), self.loss == "dro", reason, "set loss to dro")
         only_with(
             self,
             ("gamma", "tau", "cql_coef", "expectile"),
             self.loss == "ilql",
-            why,
+            reason,
             "set loss to ilql",
         )
         only_with(
             self,
             ("value_coef",),
             learns_value,
-            f"no value is learnt ({why})",
+            f"no value is learned ({reason})",
             "set loss to ilql, or baseline to learned",
         )
 
     @property
     def needs_behaviour(self) -> bool:
-        """Whether it matters how likely the answers were to whoever gave them."""
+        """Return whether the loss uses the behavior logprobs of the answers."""
         return self.loss != "bc"
 
 
@@ -144,5 +143,6 @@ class OfflineSettings:
 
     @property
     def learning_rate(self) -> float:
-        given = self.optim.learning_rate
-        return given if given is not None else (4e-5 if self.model.lora_rank else 1e-6)
+        """Return the learning rate: as set, else 4e-5 with LoRA, 1e-6 without."""
+        rate = self.optim.learning_rate
+        return rate if rate is not None else (4e-5 if self.model.lora_rank else 1e-6)

@@ -1,9 +1,9 @@
-"""Online DPO: several answers to each problem by the policy as it is, the better against the worse,
-and DPO's loss on them.
+"""Implement online DPO: the current policy samples several answers to each problem, and DPO's loss
+is applied to pairs of a better and a worse answer.
 
 Guo et al., "Direct Language Model Alignment from Online AI Feedback" (arXiv 2402.04792, algorithm
-1), where a language model says which of two answers is the better (here: --comparison-model); any
-reward that tells answers apart does as well.
+1), in which a language model compares two answers (here: --comparison-model). Any reward that
+distinguishes answers works as well.
 """
 
 from __future__ import annotations
@@ -38,25 +38,26 @@ from rl.types import AdamParams, Datum
 
 @dataclass(frozen=True, kw_only=True)
 class OnlinePreferenceSettings(dpo.PreferenceSettings):
-    """How answers become preferences, and these a gradient."""
+    """Configure the way answers become preferences, and preferences a gradient."""
 
-    group_size: Annotated[int, Range(2, 10**6, why="an answer is better than another one")] = 2
+    group_size: Annotated[int, Range(2, 10**6, why="a pair needs two answers")] = 2
     """Answers sampled for each problem."""
     pairs: Literal["best_worst", "all"] = "best_worst"
-    """Which answers of a group are set against each other: the best and the worst; or every two whose rewards differ."""
+    """Pairs of a group's answers. best_worst: the best and the worst; all: every two with different rewards."""  # noqa: E501
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ranges(self)
         if self.precompute_reference:
             raise ValueError(
-                "precompute_reference scores answers before the first step, and online_dpo samples them: leave it out"
+                "precompute_reference scores answers before the first step, but online_dpo "
+                "samples them: leave out precompute_reference"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineDpoSettings:
-    """Direct preference optimization on the policy's own answers, ranked by their rewards."""
+    """Direct preference optimization on the policy's samples, ranked by their rewards."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
@@ -74,13 +75,14 @@ class OnlineDpoSettings:
 
     @property
     def learning_rate(self) -> float:
-        given = self.optim.learning_rate
-        return given if given is not None else (5e-6 if self.model.lora_rank else 5e-7)
+        """Return the learning rate: as set, else 5e-6 with LoRA, 5e-7 without."""
+        rate = self.optim.learning_rate
+        return rate if rate is not None else (5e-6 if self.model.lora_rank else 5e-7)
 
 
 def pairs_of(rewards_G: Sequence[float], kind: str) -> list[tuple[int, int]]:
-    """Members of a group as (better, worse); none where all rewards are the same. Of equals the
-    first counts.
+    """Return pairs of a group's members as (better, worse); none if all rewards are equal. Of equal
+    members the first is used.
     """
     members = range(len(rewards_G))
     if kind == "all":
@@ -90,7 +92,7 @@ def pairs_of(rewards_G: Sequence[float], kind: str) -> list[tuple[int, int]]:
 
 
 class OnlineDpo(dpo.Dpo):
-    """The hooks of `online_dpo`: `learn` is DPO's, at the temperature that was sampled at."""
+    """Implement `online_dpo`: `learn` is DPO's, at the sampling temperature."""
 
     online = True
     reads = staticmethod(samples_alone)
@@ -101,51 +103,59 @@ class OnlineDpo(dpo.Dpo):
         super().__init__(settings)
         self.group_size = settings.preference.group_size
         self.shaper = RewardShaper(settings.shaping, settings.sampling.max_tokens)
-        # this batch's answers with the sampler's logprobs, by the pair's own datum
+        # this batch's answers with the behavior logprobs, by id of the pair's datum
         self._drawn: dict[int, Datum] = {}
         self._ranked = True  # whether the batch has a pair
 
     def begin(self, rows: Iterable[Any], renderer: Any, models: Models) -> None:
-        """There are no rows to score."""
+        """Do nothing: no stored rows need scoring."""
 
     def credit(self, groups: Sequence[TrajectoryGroup], models: Models) -> list[Datum]:
-        """Two datums a pair, the better first. Where no group has a pair: two answers of the first,
-        which nothing is learnt from.
+        """Return two datums per pair, the better first. If no group has a pair, return two answers
+        of the first group, which have no gradient.
         """
-        found = [
+        pairs_P = [
             pairs_of(rewards_G, self.settings.preference.pairs)
             for rewards_G in self.shaper.totals(groups)
         ]
-        self._ranked = any(found)
+        self._ranked = any(pairs_P)
         if not self._ranked:
-            found[0] = [(0, min(1, len(groups[0].trajectories_G) - 1))]
-        wanted = sorted({(p, i) for p, pairs in enumerate(found) for pair in pairs for i in pair})
-        drawn = [_one_datum(groups[p], i) for p, i in wanted]
+            pairs_P[0] = [(0, min(1, len(groups[0].trajectories_G) - 1))]
+        members = sorted(
+            {(p, i) for p, pairs in enumerate(pairs_P) for pair in pairs for i in pair}
+        )
+        sampled = [_one_datum(groups[p], i) for p, i in members]
         fields = [
             {name: datum.loss_fn_inputs[name] for name in ("target_tokens", "mask")}
-            for datum in drawn
+            for datum in sampled
         ]
-        own = [datum.with_inputs(inputs) for datum, inputs in zip(drawn, fields, strict=True)]
+        stripped = [
+            datum.with_inputs(inputs) for datum, inputs in zip(sampled, fields, strict=True)
+        ]
         if not self.settings.preference.reference_free:
-            scored = models.reference.logprobs(own, self.settings.sampling.temperature)
-            own = [
+            scored = models.reference.logprobs(stripped, self.settings.sampling.temperature)
+            stripped = [
                 with_fields(datum, ref_logprobs=logprobs)
-                for datum, logprobs in zip(own, scored, strict=True)
+                for datum, logprobs in zip(stripped, scored, strict=True)
             ]
-        at = dict(zip(wanted, own, strict=True))
-        self._drawn = {id(mine): full for mine, full in zip(own, drawn, strict=True)}
-        return [at[p, i] for p, pairs in enumerate(found) for pair in pairs for i in pair]
+        by_member = dict(zip(members, stripped, strict=True))
+        self._drawn = {
+            id(pair_datum): full for pair_datum, full in zip(stripped, sampled, strict=True)
+        }
+        return [by_member[p, i] for p, pairs in enumerate(pairs_P) for pair in pairs for i in pair]
 
     def learn(
         self, models: Models, datums: Sequence[Datum], progress: Progress
     ) -> dict[str, float]:
-        """DPO's pass; where no answer was better than another, at learning rate 0, and counted."""
+        """Run DPO's pass; at learning rate 0, and counted as skipped, if no answer was better than
+        another.
+        """
         metrics = super().learn(models, datums, progress)
         self._drawn = {}
-        own = {"optim/pairs": len(datums) // 2 if self._ranked else 0}
+        counts = {"optim/pairs": len(datums) // 2 if self._ranked else 0}
         return {
             **metrics,
-            **own,
+            **counts,
             **({} if self._ranked else {"optim/skipped_no_signal": 1.0}),
             **self.shaper.metrics,
         }
@@ -155,12 +165,13 @@ class OnlineDpo(dpo.Dpo):
         return params if self._ranked else replace(params, learning_rate=0.0)
 
     def _watched(self, datums: Sequence[Datum], logprobs: Sequence[Any]) -> dict[str, float]:
-        seen = {
+        """Compare sampler and learner on each answer once."""
+        distinct = {
             id(datum): (self._drawn[id(datum)], logp)
             for datum, logp in zip(datums, logprobs, strict=True)
         }
         return sampler_against_learner(
-            [full for full, _ in seen.values()], [logp for _, logp in seen.values()]
+            [full for full, _ in distinct.values()], [logp for _, logp in distinct.values()]
         )
 
     def _config(self) -> dict[str, float]:
@@ -174,12 +185,16 @@ class OnlineDpo(dpo.Dpo):
 
 
 def _one_datum(group: TrajectoryGroup, member: int) -> Datum:
+    """Return a member's answer as a datum. Raises UserError if its episode is several sequences of
+    tokens.
+    """
     trajectory = group.trajectories_G[member]
-    trajectory.advantage = 0.0  # none is used; DPO credits whole answers
+    trajectory.advantage = 0.0  # unused: DPO compares whole answers
     datums = trajectory_to_datums(trajectory)
     if len(datums) > 1:
         raise UserError(
-            "online_dpo compares answers that are one sequence of tokens, and an episode here is several (its observations do not "
-            "continue what came before, as with a template that drops earlier thinking): use grpo, or another renderer"
+            "online_dpo compares answers that are a single sequence of tokens, but this episode "
+            "is several sequences (its observations do not extend the earlier tokens, as with a "
+            "template that drops earlier thinking): use grpo, or another renderer"
         )
     return datums[0]

@@ -1,5 +1,5 @@
-"""A method of one's own: `train.py mine.py:Method`, a class with settings and hooks in a file,
-beside those that are here by name.
+"""Load user-defined methods: `train.py mine.py:Method` names a class with settings and hooks in a
+file, in addition to the built-in methods.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ _HOOKS = ("learn", "state", "load_state")
 
 
 class Methods(dict[str, MethodSpec]):
-    """The methods by name; `file.py:Class` and `module:Class` are names as well, and are imported
-    when they are first asked for.
+    """Map names to methods. `file.py:Class` and `module:Class` are also names; they are imported at
+    their first use.
     """
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or (is_address(name) and self[str(name)] is not None)
 
     def __missing__(self, name: str) -> MethodSpec:
+        """Import the method at the address `name`. Raises KeyError if `name` is no address."""
         if not is_address(name):
             raise KeyError(name)
         return _spec(name)
@@ -37,7 +38,7 @@ class Methods(dict[str, MethodSpec]):
 
 
 def is_address(name: object) -> bool:
-    """Whether a word names a method by where it lies."""
+    """Return whether a word names a method by its location."""
     place, colon, attribute = str(name).rpartition(":")
     return (
         isinstance(name, str)
@@ -48,50 +49,62 @@ def is_address(name: object) -> bool:
 
 
 def _spec(address: str) -> MethodSpec:
-    """SettingsError where there is no such class, or it is no method."""
+    """Return the spec of the method at `address`.
+
+    Raises SettingsError if the class does not exist or is no method.
+    """
     place, _, attribute = address.rpartition(":")
     module = _file(place) if place.endswith(".py") else _module(place, address)
-    found = getattr(module, attribute, None)
-    if isinstance(found, MethodSpec):
-        return found
-    if not isinstance(found, type):
-        there = ", ".join(
+    target = getattr(module, attribute, None)
+    if isinstance(target, MethodSpec):
+        return target
+    if not isinstance(target, type):
+        available = ", ".join(
             name
             for name, value in vars(module).items()
             if isinstance(value, type) and value.__module__ == module.__name__
         )
         raise SettingsError(
-            [f"method {address}: {place} has no class {attribute}; it has {there or 'none'}"]
+            [
+                f"method {address}: {place} has no class {attribute}; its classes: "
+                f"{available or 'none'}"
+            ]
         )
-    settings = getattr(found, "Settings", None)
-    hooks = [*_HOOKS, "credit" if getattr(found, "online", False) else "datums"]
-    if missing := [name for name in hooks if not callable(getattr(found, name, None))]:
+    settings = getattr(target, "Settings", None)
+    hooks = [*_HOOKS, "credit" if getattr(target, "online", False) else "datums"]
+    if missing := [name for name in hooks if not callable(getattr(target, name, None))]:
         raise SettingsError(
             [
-                f"method {address} has no {' and no '.join(missing)}: see rl/methods/base.py for what a method is"
+                f"method {address} has no {' and no '.join(missing)}: see rl/methods/base.py for "
+                "the hooks of a method"
             ]
         )
     if not dataclasses.is_dataclass(settings):
         raise SettingsError(
             [
-                f"method {address} has no Settings, a dataclass of sections such as rl.methods.GrpoSettings (which it may be, or inherit from)"
+                f"method {address} has no Settings, a dataclass of sections such as "
+                "rl.methods.GrpoSettings (use that class or inherit from it)"
             ]
         )
-    summary = (found.__doc__ or address).strip().splitlines()[0]
-    return method_spec(found, settings, summary)  # type: ignore[arg-type]
+    summary = (target.__doc__ or address).strip().splitlines()[0]
+    return method_spec(target, settings, summary)  # type: ignore[arg-type]
 
 
 def _file(place: str) -> ModuleType:
+    """Import the Python file `place`.
+
+    Raises SettingsError if it does not exist or fails to load.
+    """
     path = Path(place).expanduser().resolve()
     name = f"whetstone_method_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
     if not path.is_file():
-        raise SettingsError([f"method {place}: there is no such file (seen from {Path.cwd()})"])
+        raise SettingsError([f"method {place}: no such file (relative to {Path.cwd()})"])
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # true of every .py path
+    assert spec is not None and spec.loader is not None  # holds for every .py path
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: dataclasses in it look themselves up
+    sys.modules[name] = module  # before execution: its dataclasses look up the module
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # boundary: the user's module
@@ -103,6 +116,7 @@ def _file(place: str) -> ModuleType:
 
 
 def _module(place: str, address: str) -> ModuleType:
+    """Import the module `place`. Raises SettingsError if the import fails."""
     try:
         return importlib.import_module(place)
     except ImportError as error:

@@ -1,10 +1,10 @@
-"""PPO: several clipped epochs on each batch, credited token by token against a learned value
-(Schulman et al., arXiv 1707.06347).
+"""Implement PPO: several clipped epochs on each batch, with token-level advantages from a learned
+value function (Schulman et al., arXiv 1707.06347).
 
-An episode's rewards stand on the last token of each turn, the price of KL to the reference on every
-token (Ziegler et al., arXiv 1909.08593); generalised advantage estimation (arXiv 1506.02438) runs
-over the action tokens alone, across observations and the datums of one episode. The value is a head
-on the policy, or a critic of its own.
+An episode's rewards are placed on the last token of each turn, the KL penalty to the reference on
+every token (Ziegler et al., arXiv 1909.08593). Generalized advantage estimation (arXiv 1506.02438)
+runs only over the action tokens, across observations and the datums of an episode. The value is a
+head on the policy, or a separate critic.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from rl.types import AdamParams, Datum, ForwardBackwardOutput
 
 
 def _kl(settings: PpoSettings) -> AdaptiveKL:
+    """Return the KL coefficient with its adaptation."""
     return AdaptiveKL(settings.kl.kl_coef or 0.0, settings.kl.kl_target, settings.kl.kl_rate)
 
 
 class Ppo:
-    """Method class of `ppo`: its training hooks and the models that a run loads for them.
+    """Implement `ppo`: its training hooks and the models that a run loads for them.
     Subclasses inherit both.
     """
 
@@ -47,7 +48,7 @@ class Ppo:
 
     @staticmethod
     def clients(settings: PpoSettings, hosts: Hosts) -> dict[str, Any]:
-        """Make the reference and the critic, where the settings ask for them."""
+        """Create the reference model and the critic, if the settings request them."""
         models: dict[str, Any] = {}
         named, critic_model = settings.kl.reference_model, settings.ppo.critic_model
         if _kl(settings).active:
@@ -64,14 +65,17 @@ class Ppo:
 
     @staticmethod
     def critic(settings: PpoSettings) -> str | None:
+        """Return the name of the critic's base model, or None."""
         return settings.ppo.critic_model
 
     @staticmethod
     def keeps_beginning(settings: PpoSettings) -> bool:
+        """Return whether the reference model is the policy as it was before the stage."""
         return _kl(settings).active and settings.kl.reference_model is None
 
     @staticmethod
     def weights(settings: PpoSettings) -> list[str]:
+        """Return the name of the reference model's weights, if it is loaded."""
         named = settings.kl.reference_model
         return [] if named is None or not _kl(settings).active else [named]
 
@@ -85,15 +89,15 @@ class Ppo:
         self.group_size = settings.ppo.group_size
         self.shaper = RewardShaper(settings.shaping, settings.sampling.max_tokens)
         self.kl = _kl(settings)
-        self._credited: dict[str, float] = {}  # metrics of credit, for the learn that follows
+        self._credited: dict[str, float] = {}  # metrics of credit, returned by the next learn
 
     # --------------------------------------------------------------------------------------- credit
 
     def credit(self, groups: Sequence[TrajectoryGroup], models: Models) -> list[Datum]:
-        """Datums with `advantages`, `returns` and `values_old` at each action (and `ref_logprobs`
-        for a KL in the loss).
+        """Return datums with `advantages`, `returns` and `values_old` at each action (and
+        `ref_logprobs` for a KL term in the loss).
         """
-        how = self.settings.ppo
+        options = self.settings.ppo
         trajectories = [trajectory for group in groups for trajectory in group.trajectories_G]
         rewards_I_N = [steps for rewards_G_N in self.shaper.steps(groups) for steps in rewards_G_N]
         parts_I = [_datums(trajectory) for trajectory in trajectories]
@@ -109,13 +113,13 @@ class Ppo:
             episode = EpisodeTokens(
                 parts, turns_D, [len(turn.ac.tokens) for turn in trajectory.transitions]
             )
-            own_values = [next(values_D) for _ in parts]
+            values_parts = [next(values_D) for _ in parts]
             rewards = episode.rewards(rewards_N) - episode.actions([next(charges_D) for _ in parts])
-            values = episode.actions(own_values)
-            goes_on = how.truncated == "bootstrap" and _is_cut_off(trajectory)
-            bootstrap = float(own_values[episode.last_part][-1]) if goes_on else 0.0
+            values = episode.actions(values_parts)
+            bootstraps = options.truncated == "bootstrap" and _is_cut_off(trajectory)
+            bootstrap = float(values_parts[episode.last_part][-1]) if bootstraps else 0.0
             advantages = token_advantages(
-                rewards, values, gamma=how.gamma, lam=how.gae_lambda, bootstrap=bootstrap
+                rewards, values, gamma=options.gamma, lam=options.gae_lambda, bootstrap=bootstrap
             )
             trajectory.advantage = float(advantages.mean())
             credited += episode.datums(
@@ -123,14 +127,12 @@ class Ppo:
             )
         credited = [with_fields(d, **extra) for d, extra in zip(credited, fields, strict=True)]
         self._credited |= _value_metrics(credited)
-        return _normalised(credited) if how.normalise_advantages else credited
+        return _normalised(credited) if options.normalise_advantages else credited
 
     def _reference(
         self, datums: Sequence[Datum], models: Models
     ) -> tuple[list[dict[str, np.ndarray]], list[np.ndarray]]:
-        """(fields to add to each datum, what each token is charged for its divergence from the
-        reference).
-        """
+        """Return (fields to add to each datum, each token's KL penalty to the reference)."""
         self._credited = {}
         if not self.kl.active:
             return [{} for _ in datums], [np.zeros(d.model_input.length) for d in datums]
@@ -151,24 +153,24 @@ class Ppo:
     def learn(
         self, models: Models, datums: Sequence[Datum], progress: Progress
     ) -> dict[str, float]:
-        """Epochs of minibatches, until the policy is target_kl away from the one that sampled. Then
-        kl_coef is adapted.
+        """Train epochs of minibatches until the policy is target_kl away from the policy that
+        sampled. Then adapt kl_coef.
         """
-        settings, how = self.settings, self.settings.ppo
+        settings, options = self.settings, self.settings.ppo
         params = adam_params(settings.optim, settings.loop, progress.batch, settings.learning_rate)
         temperature = {"temperature": settings.sampling.temperature}
         tally = Tally()
-        moved: dict[str, float] = {}
+        drift: dict[str, float] = {}
         before: dict[str, float] = {}
-        if (how_far := settings.correction).active:
+        if (correction_settings := settings.correction).active:
             datums, before = corrected_datums(
                 models,
                 datums,
-                correction(how_far),
-                against_learner=how_far.against_learner,
+                correction(correction_settings),
+                against_learner=correction_settings.against_learner,
                 temperature=settings.sampling.temperature,
             )
-        for epoch in range(how.epochs):
+        for epoch in range(options.epochs):
             for i, part in enumerate(
                 _minibatches(datums, settings.optim.num_substeps, progress, epoch)
             ):
@@ -179,18 +181,17 @@ class Ppo:
                     )
             after = models.policy.forward(datums, "importance_sampling", temperature).result()
             now_D = [o["logprobs"].array for o in after.loss_fn_outputs]
-            moved = kl_metrics(datums, gaps(datums, now_D), "optim/approx_kl")
-            if not moved or (
-                how.target_kl is not None and moved["optim/approx_kl_k3"] > how.target_kl
+            drift = kl_metrics(datums, gaps(datums, now_D), "optim/approx_kl")
+            if not drift or (
+                options.target_kl is not None and drift["optim/approx_kl_k3"] > options.target_kl
             ):
-                # without an action, which a correction may leave out all of, there is nothing to
-                # learn from
+                # A correction may reject every action. Nothing remains to learn from.
                 break
         metrics = {
             "optim/lr": params.learning_rate,
             **tally.summary(),
             **before,
-            **moved,
+            **drift,
             **self._credited,
             **self.shaper.metrics,
         }
@@ -202,10 +203,10 @@ class Ppo:
     def _update(
         self, models: Models, part: Sequence[Datum], params: AdamParams, tally: Tally
     ) -> ForwardBackwardOutput:
-        """One minibatch: an optimizer step of the policy, and one of the critic; at learning rate 0
-        where no action is left.
+        """Train on a minibatch: an optimizer step of the policy and, if it exists, of the critic;
+        at learning rate 0 if no action remains.
         """
-        how, size, tokens = self.settings.ppo, divisor(part, "tokens"), action_tokens(part)
+        options, size, tokens = self.settings.ppo, divisor(part, "tokens"), action_tokens(part)
         if not tokens:
             params = replace(params, learning_rate=0.0)
             tally.metrics["optim/skipped_no_signal"] = (
@@ -214,8 +215,8 @@ class Ppo:
         forward = models.policy.forward_backward(part, "ppo", self._config(models), divisor=size)
         update = models.policy.optim_step(params)
         if models.critic is not None:
-            config = {} if how.value_clip is None else {"value_clip": how.value_clip}
-            rate = how.critic_learning_rate
+            config = {} if options.value_clip is None else {"value_clip": options.value_clip}
+            rate = options.critic_learning_rate
             ratio = 1.0 if rate is None else rate / self.settings.learning_rate
             value = models.critic.forward_backward(part, "value", config, divisor=size)
             step = models.critic.optim_step(
@@ -227,16 +228,17 @@ class Ppo:
         return output
 
     def _config(self, models: Models) -> dict[str, Any]:
-        how, kl = self.settings.ppo, self.settings.kl
+        """Return the config of the policy's loss."""
+        options, kl = self.settings.ppo, self.settings.kl
         config: dict[str, Any] = {
             "temperature": self.settings.sampling.temperature,
-            "entropy_coef": how.entropy_coef,
+            "entropy_coef": options.entropy_coef,
         }
-        config |= {"clip_low_threshold": 1 - how.clip, "clip_high_threshold": 1 + how.clip}
+        config |= {"clip_low_threshold": 1 - options.clip, "clip_high_threshold": 1 + options.clip}
         if models.critic is None:
-            config["value_coef"] = how.value_coef
-            if how.value_clip is not None:
-                config["value_clip"] = how.value_clip
+            config["value_coef"] = options.value_coef
+            if options.value_clip is not None:
+                config["value_clip"] = options.value_clip
         if self.kl.active and kl.kl_placement == "loss":
             config |= {"kl_coef": self.kl.coefficient, "kl_kind": kl.kl_kind}
         return config
@@ -252,24 +254,28 @@ class Ppo:
 
 
 def _datums(trajectory: Trajectory) -> tuple[list[Datum], list[list[int]]]:
-    trajectory.advantage, trajectory.advantages_N = 0.0, None  # not known yet
+    """Return the trajectory's datums and the turns of each, with placeholder advantages."""
+    trajectory.advantage, trajectory.advantages_N = 0.0, None  # computed later
     return datums_with_turns(trajectory)
 
 
 def _is_cut_off(trajectory: Trajectory) -> bool:
-    """By max_tokens in its last answer, or by a limit of the environment's own."""
+    """Return whether the trajectory was cut off: its last answer by max_tokens, or the episode by
+    the environment's limit.
+    """
     last = trajectory.transitions[-1]
     return last.truncated or last.ac.stop_reason == "length"
 
 
 def _at_actions(datums: Sequence[Datum], name: str) -> np.ndarray:
-    found = [d.loss_fn_inputs[name].array[d.loss_fn_inputs["mask"].array != 0] for d in datums]
-    return np.concatenate(found).astype(np.float64)
+    """Return a field's values at the actions of all datums, float64."""
+    values = [d.loss_fn_inputs[name].array[d.loss_fn_inputs["mask"].array != 0] for d in datums]
+    return np.concatenate(values).astype(np.float64)
 
 
 def _value_metrics(datums: Sequence[Datum]) -> dict[str, float]:
-    """How well the old values foretold the returns: 1 - var(R - V) / var(R), 1 is perfectly and 0
-    no better than their mean.
+    """Return value metrics. Explained variance is 1 - var(R - V) / var(R): 1 if the old values
+    predict the returns perfectly, 0 if no better than their mean.
     """
     returns, values = _at_actions(datums, "returns"), _at_actions(datums, "values_old")
     spread = float(returns.var())
@@ -282,23 +288,23 @@ def _value_metrics(datums: Sequence[Datum]) -> dict[str, float]:
 
 
 def _normalised(datums: Sequence[Datum]) -> list[Datum]:
-    """Advantages to mean 0 and std 1 over all actions."""
-    every = _at_actions(datums, "advantages")
-    found = []
+    """Scale advantages to mean 0 and std 1 over all actions."""
+    advantages = _at_actions(datums, "advantages")
+    normalised = []
     for datum in datums:
         inputs = datum.loss_fn_inputs
-        scaled = (inputs["advantages"].array - every.mean()) / (every.std() + 1e-8)
-        found.append(
+        scaled = (inputs["advantages"].array - advantages.mean()) / (advantages.std() + 1e-8)
+        normalised.append(
             with_fields(datum, advantages=np.where(inputs["mask"].array != 0, scaled, 0.0))
         )
-    return found
+    return normalised
 
 
 def _minibatches(
     datums: Sequence[Datum], n: int, progress: Progress, epoch: int
 ) -> list[list[Datum]]:
-    """The datums dealt out at random over n minibatches, anew in each epoch; neighbours stay in
-    order, to share prompts.
+    """Deal the datums out at random over n minibatches, with a new order in each epoch. Datums of a
+    minibatch stay in their original order, to share prompts.
     """
     order = np.random.default_rng(
         derive_seed("minibatches", progress.seed, progress.batch, epoch)

@@ -1,4 +1,4 @@
-"""What `ppo` (and `rlhf`) may be told. No torch here."""
+"""Define the settings of `ppo` (and `rlhf`). This module imports no torch."""
 
 from __future__ import annotations
 
@@ -32,58 +32,58 @@ from rl.settings import (
 
 @dataclass(frozen=True, kw_only=True)
 class PpoOptions:
-    """How rewards become gradients."""
+    """Configure the way rewards become gradients."""
 
     group_size: Annotated[int, Range(1, 10**6)] = 1
     """Answers sampled for each problem."""
     epochs: Annotated[int, Range(1, 10**6)] = 4
-    """Passes over each batch; num_substeps is the number of minibatches of each."""
+    """Passes over each batch; num_substeps is the number of minibatches per pass."""
     clip: Inside = 0.2
-    """Ratios outside 1 - clip to 1 + clip earn no gradient where that would take them further out."""
+    """Ratios outside 1 - clip to 1 + clip have no gradient in the direction away from 1."""
     target_kl: Annotated[float | None, POSITIVE] = 0.01
-    """No further epoch once KL(old policy || new), measured anew after each, is above this; None: all epochs."""
+    """Stop after an epoch if KL(old policy || new), measured again after each epoch, is above this; None: all epochs."""
     gamma: Share = 1.0
-    """Discount a token."""
+    """Discount per token."""
     gae_lambda: Share = 0.95
-    """Of generalised advantage estimation: 1 is return minus value, 0 one-step."""
+    """Lambda of generalized advantage estimation: 1 is return minus value, 0 one-step."""
     truncated: Literal["bootstrap", "end"] = "bootstrap"
-    """An answer cut off by max_tokens, or an episode by its environment: go on with the value at its end, or count it as ended there."""
+    """An answer cut off by max_tokens, or an episode cut off by its environment: bootstrap from the value at its end, or treat the end as terminal."""
     normalise_advantages: bool = True
-    """Advantages to mean 0 and std 1 over the actions of a batch."""
+    """Scale advantages to mean 0 and std 1 over the actions of a batch."""
     value_coef: Weight = 0.1
-    """Weight of the value loss, where the value is a head on the policy."""
+    """Weight of the value loss, if the value is a head on the policy."""
     value_clip: Annotated[float | None, POSITIVE] = 0.2
-    """A value that moved further than this from its old one earns no further gradient away; None: no clipping."""
+    """A value further than this from its old value has no gradient that increases the distance; None: no clipping."""
     entropy_coef: Weight = 0.01
     """Weight of the entropy bonus."""
     critic_model: str | None = None
-    """A value model of its own: a hub name, a folder, tiny:<preset>, or "policy" for the weights the stage begins from. By default a head on the policy."""
+    """A separate value model: a hub name, a folder, tiny:<preset>, or "policy" for the weights from which the stage begins. By default the value is a head on the policy."""
     critic_learning_rate: Annotated[float | None, RATE] = None
-    """Of the critic; by default the policy's."""
+    """Learning rate of the critic; by default the policy's."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        own = self.critic_model is not None
+        separate = self.critic_model is not None
         only_with(
             self,
             ("critic_learning_rate",),
-            own,
-            "the value is a head on the policy, which has one rate",
-            "give critic_model",
+            separate,
+            "the value is a head on the policy and shares its learning rate",
+            "set critic_model",
         )
         only_with(
             self,
             ("value_coef",),
-            not own,
-            "the critic_model is no part of the policy's loss",
+            not separate,
+            "critic_model does not enter the policy's loss",
             "leave critic_model out",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PpoSettings:
-    """Proximal policy optimization: sample, credit every token against a learned value, and take
-    several clipped steps.
+    """Proximal policy optimization: sample, compute token advantages from a learned value function,
+    and take several clipped steps.
     """
 
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -102,14 +102,15 @@ class PpoSettings:
     def __post_init__(self) -> None:
         check_substeps(self)
         check_compared(self, self.ppo.group_size)
-        why = "it looks for groups whose answers differ in reward, and ppo compares none"
-        only_with(self.sampling, ("dynamic_sampling",), False, why, "use grpo")
+        reason = "it selects groups with different rewards, and ppo compares no answers"
+        only_with(self.sampling, ("dynamic_sampling",), False, reason, "use grpo")
         if self.correction.proximal == "interpolated":
             raise ValueError(
-                "proximal interpolated goes by the age of tokens, and ppo trains none that are old: set proximal to learner"
+                "proximal interpolated uses the age of tokens, and ppo trains no off-policy tokens: set proximal to learner"
             )
 
     @property
     def learning_rate(self) -> float:
-        given = self.optim.learning_rate
-        return given if given is not None else (4e-5 if self.model.lora_rank else 1e-6)
+        """Return the learning rate: as set, else 4e-5 with LoRA, 1e-6 without."""
+        rate = self.optim.learning_rate
+        return rate if rate is not None else (4e-5 if self.model.lora_rank else 1e-6)

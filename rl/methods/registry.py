@@ -1,5 +1,5 @@
-"""The methods by name: settings, a line of summary, and the class of the hooks, which declares what
-a run prepares for it.
+"""Register the built-in methods by name: settings, a one-line summary, and the class of the hooks,
+which declares the models that a run prepares for it.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ METHODS: dict[str, MethodSpec] = Methods(
         "grpo": method_spec(
             PolicyGradient,
             GrpoSettings,
-            "RL: a group of answers to each problem, each credited against its group",
+            "RL: a group of answers to each problem, each compared with its group",
         ),
         "reinforce": method_spec(
             PolicyGradient,
             ReinforceSettings,
-            "RL: one answer to each problem, credited against a running mean",
+            "RL: one answer to each problem, compared with a running mean of rewards",
             variants={},
         ),
         "ppo": method_spec(
             Ppo,
             PpoSettings,
-            "RL: several clipped epochs a batch, each token credited against a learned value",
+            "RL: several clipped epochs a batch, with token advantages from a learned value "
+            "function",
         ),
         "online_dpo": method_spec(
             OnlineDpo,
             OnlineDpoSettings,
-            "RL: the better of one's own answers against the worse, by DPO's loss",
+            "RL: the better of the policy's answers against the worse, by DPO's loss",
         ),
         "best_of_n": method_spec(
             BestOfN,
@@ -65,18 +66,21 @@ METHODS: dict[str, MethodSpec] = Methods(
         "orpo": method_spec(
             WithoutReference,
             OrpoSettings,
-            "preferences: the preferred answer's likelihood and the odds against the other, without a reference",
+            "preferences: the preferred answer's likelihood and the odds against the other, "
+            "without a reference",
         ),
         "simpo": method_spec(
             WithoutReference,
             SimpoSettings,
-            "preferences: by mean logprobs and a margin, without a reference",
+            "preferences: mean logprobs and a margin, without a reference",
         ),
-        "kto": method_spec(Kto, KtoSettings, "answers that are good or bad, without pairs"),
+        "kto": method_spec(
+            Kto, KtoSettings, "preferences: answers labeled good or bad, without pairs"
+        ),
         "reward_model": method_spec(
             BradleyTerry,
             RewardModelSettings,
-            "preferences: train a model that tells which of two answers is preferred",
+            "preferences: train a model that predicts which of two answers is preferred",
         ),
         "rlhf": method_spec(
             Ppo,
@@ -93,7 +97,7 @@ METHODS: dict[str, MethodSpec] = Methods(
         "distill": method_spec(
             Distill,
             DistillSettings,
-            "learn to answer as a teacher does, from one's own answers or the teacher's",
+            "learn to answer as a teacher does, from the student's answers or the teacher's",
         ),
     }
 )

@@ -1,5 +1,5 @@
-"""REINFORCE (Williams 1992) with a running-mean baseline and an entropy bonus: GRPO's hooks with
-other settings.
+"""Define REINFORCE (Williams 1992) with a running-mean baseline and an entropy bonus: GRPO's hooks
+with other settings.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from rl.methods.grpo_settings import GrpoSettings, PolicyGradientSettings
 
 
 def _policy_gradient() -> PolicyGradientSettings:
+    """Return the defaults of REINFORCE."""
     return replace(
         PolicyGradientSettings(),
         group_size=1,
@@ -21,9 +22,7 @@ def _policy_gradient() -> PolicyGradientSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ReinforceSettings(GrpoSettings):
-    """Plain policy gradient: one answer to each problem, credited against a running mean of
-    rewards.
-    """
+    """Plain policy gradient: one answer to each problem, compared with a running mean."""
 
     policy_gradient: PolicyGradientSettings = field(default_factory=_policy_gradient)
 
@@ -32,10 +31,12 @@ class ReinforceSettings(GrpoSettings):
         if self.policy_gradient.variant is not None:
             variant = self.policy_gradient.variant
             raise ValueError(
-                f"variants are settings of grpo, reinforce has none: train.py grpo --variant {variant}, or leave out variant"
+                "variants are settings of grpo, not of reinforce: use train.py grpo --variant "
+                f"{variant}, or leave out variant"
             )
 
     @property
     def learning_rate(self) -> float:
-        given = self.optim.learning_rate
-        return given if given is not None else 1e-5
+        """Return the learning rate: as set, else 1e-5."""
+        rate = self.optim.learning_rate
+        return rate if rate is not None else 1e-5

@@ -1,9 +1,9 @@
-"""A reward model from pairs of answers of which one is preferred, in one of two forms.
+"""Train a reward model from preference pairs, in either of two forms.
 
-scalar: a head that gives every answer a number r, with P(first preferred) = sigmoid(r_1 - r_2)
-(Bradley and Terry 1952). comparison: the language model itself, shown both answers, learns to say
-which is better, A or B (rl.judges.comparison). Either is put into the loop by `rlhf`, `grpo` or
-`ppo`: --reward-model, or --comparison-model.
+scalar: a head that gives every answer a score r, with P(first preferred) = sigmoid(r_1 - r_2)
+(Bradley and Terry 1952). comparison: the language model, shown both answers, learns to say which is
+better, A or B (rl.judges.comparison). `rlhf`, `grpo` and `ppo` use either form as their reward:
+--reward-model, or --comparison-model.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ ACCURACY = "test/rewards/accuracies"
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelling:
-    """What is learnt from a pair."""
+    """Configure the training on pairs."""
 
     form: Literal["scalar", "comparison"] = "scalar"
-    """scalar: a value head read at an answer's last token, trained so that the preferred answer scores higher (Bradley-Terry). comparison: the language model says A or B to a prompt that shows both answers, each pair in both orders."""
+    """scalar: a value head read at an answer's last token, trained so that the preferred answer scores higher (Bradley-Terry). comparison: the language model says A or B to a prompt that shows both answers, each pair in both orders."""  # noqa: E501
     centre_coef: Weight = 0.0
-    """scalar: pull the two scores of a pair towards a sum of 0, such as 0.01 (arXiv 2312.09244); it changes no preference, only where 0 lies."""
+    """scalar: pull the two scores of a pair towards a sum of 0, such as 0.01 (arXiv 2312.09244); it changes no preference, only the position of 0."""  # noqa: E501
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -64,12 +64,13 @@ class RewardModelling:
 
 
 def _loop() -> RowLoopSettings:
+    """Return loop settings that keep the checkpoint with the best accuracy."""
     return RowLoopSettings(keep_best=ACCURACY)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelSettings:
-    """Reward modelling: learn to tell which of two answers is preferred."""
+    """Reward modeling: learn to tell which of two answers is preferred."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
     data: PreferenceDataSettings = field(default_factory=PreferenceDataSettings)
@@ -83,27 +84,31 @@ class RewardModelSettings:
         without_samples(self, "reward_model learns from the data's answers")
         if self.data.on_too_long == "cut" and self.data.max_row_tokens is not None:
             raise ValueError(
-                "a reward model reads its score at an answer's end, which cutting takes away: set on_too_long to skip"
+                "a reward model reads its score at an answer's end, which cutting removes: set "
+                "on_too_long to skip"
             )
         for name in ("reward", "rewards"):
             if getattr(self.data, name):
                 raise UnusedSetting(
                     name,
-                    f"a reward model samples no answers that a reward could score: leave {name} out",
+                    f"a reward model samples no answers that a reward could score: leave {name} "
+                    "out",
                 )
 
     @property
     def learning_rate(self) -> float:
-        given = self.optim.learning_rate
-        return given if given is not None else (1e-4 if self.model.lora_rank else 1e-5)
+        """Return the learning rate: as set, else 1e-4 with LoRA, 1e-5 without."""
+        rate = self.optim.learning_rate
+        return rate if rate is not None else (1e-4 if self.model.lora_rank else 1e-5)
 
 
 def has_value_head(settings: RewardModelSettings) -> bool:
+    """Return whether the model has a value head."""
     return settings.reward_modelling.form == "scalar"
 
 
 class BradleyTerry(EvaluatesRows):
-    """Method class of `reward_model`: its training hooks and the models that a run loads for them.
+    """Implement `reward_model`: its training hooks and the models that a run loads for them.
     Subclasses inherit both.
     """
 
@@ -121,14 +126,16 @@ class BradleyTerry(EvaluatesRows):
     def datums(
         self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
     ) -> list[Datum]:
-        """scalar: two a row, the preferred answer's first. comparison: two a row, the pair in both
-        orders.
+        """Return two datums per row. scalar: the preferred answer's first. comparison: the pair in
+        both orders.
         """
         make = scored_pair if self.scalar else compared_pair
         return [datum for row in rows for datum in make(row, renderer)]
 
     def longest(self, row: Problem, renderer: Any) -> int:
-        """comparison: of the prompt that shows both answers, with the longest verdict."""
+        """Return, for comparison, the length of the prompt that shows both answers with the longest
+        verdict; for scalar 0.
+        """
         return (
             0
             if self.scalar
@@ -138,15 +145,23 @@ class BradleyTerry(EvaluatesRows):
     def learn(
         self, models: Models, datums: Sequence[Datum], progress: Progress
     ) -> dict[str, float]:
-        """One pass; `optim/loss` is a mean over pairs (scalar) or over the tokens of the verdict
-        (comparison).
+        """Update the model in a single pass. `optim/loss` is a mean over pairs (scalar) or over the
+        tokens of the verdict (comparison).
         """
         settings = self.settings
         if not self.scalar:
             return one_pass(
-                models, datums, loss="cross_entropy", config={}, normalise="tokens", optim=settings.optim, loop=settings.loop,
-                progress=progress, peak=settings.learning_rate, rows=[i // 2 for i in range(len(datums))],
-            )  # fmt: skip
+                models,
+                datums,
+                loss="cross_entropy",
+                config={},
+                normalise="tokens",
+                optim=settings.optim,
+                loop=settings.loop,
+                progress=progress,
+                peak=settings.learning_rate,
+                rows=[i // 2 for i in range(len(datums))],
+            )
         params = adam_params(settings.optim, settings.loop, progress.batch, settings.learning_rate)
         pairs = [datums[i : i + 2] for i in range(0, len(datums), 2)]
         sums: dict[str, float] = {}
@@ -170,11 +185,12 @@ class BradleyTerry(EvaluatesRows):
         return metrics | ({"optim/skipped_nonfinite": sums["skipped"]} if sums["skipped"] else {})
 
     def _config(self) -> dict[str, float]:
+        """Return the config of the loss."""
         return {"centre_coef": self.settings.reward_modelling.centre_coef}
 
     def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
-        """On held-out pairs: `test/loss` (-log P of the preference), accuracy, margin, and how far
-        P is from the truth.
+        """Return metrics on held-out pairs: `test/loss` (-log P of the preference), accuracy,
+        margin and calibration error of P.
         """
         if self.scalar:
             whole = [datum.model_input for row in rows for datum in scored_pair(row, renderer)]
@@ -205,12 +221,11 @@ class BradleyTerry(EvaluatesRows):
 
 
 def scored_pair(row: Problem, renderer: Any) -> list[Datum]:
-    """The preferred answer and the other, as `Renderer.judged` has them: the value is read at the
-    last position, the end mark.
+    """Return datums of the preferred answer and the other, as `Renderer.judged` encodes them: the
+    value is read at the last position, the end token.
 
-    What a template writes after that mark is left out, since no sampled answer has it. The mask
-    tells where the prompt ends, so that it can be shared; what the last position would predict is
-    of no concern.
+    Template text after that token is dropped, since no sampled answer has it. The mask marks the
+    end of the prompt, so that the prompt can be shared. The target of the last position is unused.
     """
     datums = []
     for answer in _pair(row):
@@ -220,7 +235,7 @@ def scored_pair(row: Problem, renderer: Any) -> list[Datum]:
         learnt = np.flatnonzero(weights)
         begin, whole = int(learnt[0]), example.flat()
         judged = renderer.judged(whole[:begin], whole[begin : int(learnt[-1]) + 1])
-        # images stand before the answer
+        # images precede the answer
         model_input = ModelInput.of(judged.flat(), example.placed())
         tokens = model_input.flat()
         mask = np.arange(1, len(tokens) + 1) >= begin
@@ -237,30 +252,36 @@ def scored_pair(row: Problem, renderer: Any) -> list[Datum]:
 
 
 def compared_pair(row: Problem, renderer: Any) -> list[Datum]:
-    """Supervised datums of the verdict, with the preferred answer shown first and shown second."""
-    one = _comparison(row)
+    """Return supervised datums of the verdict, with the preferred answer shown first and shown
+    second.
+    """
+    comparison = _comparison(row)
     examples = [
         renderer.build_supervised_example(
-            [*comparison_messages(shown), {"role": "assistant", "content": label}]
+            [*comparison_messages(ordered), {"role": "assistant", "content": label}]
         )
-        for shown, label in ((one, "A"), (swapped(one), "B"))
+        for ordered, label in ((comparison, "A"), (swapped(comparison), "B"))
     ]
     return [supervised_datum(model_input.to_ints(), weights) for model_input, weights in examples]
 
 
 def _pair(row: Problem) -> tuple[str, str]:
+    """Return (preferred answer, other answer) of a row. Raises ValueError if either is missing."""
     if row.response is None or row.rejected is None:
         raise ValueError(
-            f"row {row.index} of {row.tag} is no pair: it has {'no rejected' if row.response else 'no preferred'} answer"
+            f"row {row.index} of {row.tag} is not a pair: it has "
+            f"{'no rejected' if row.response else 'no preferred'} answer"
         )
     return row.response, row.rejected
 
 
 def _comparison(row: Problem) -> Comparison:
+    """Return the comparison of a row's two answers."""
     return Comparison(row.messages, *_pair(row))
 
 
 def _training_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the loss's sums as means over pairs."""
     pairs = max(1.0, sums["pairs:sum"])
     chosen, rejected = sums["chosen_rewards:sum"] / pairs, sums["rejected_rewards:sum"] / pairs
     return {
@@ -273,6 +294,7 @@ def _training_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def _scores(chosen: np.ndarray, rejected: np.ndarray) -> dict[str, float]:
+    """Return the mean scores of preferred and rejected answers."""
     return {
         "test/rewards/chosen": float(chosen.mean()),
         "test/rewards/rejected": float(rejected.mean()),
@@ -280,8 +302,8 @@ def _scores(chosen: np.ndarray, rejected: np.ndarray) -> dict[str, float]:
 
 
 def preference_metrics(margins: np.ndarray) -> dict[str, float]:
-    """Of log odds [P] that the model gives to the preferred answers: loss, margin, accuracy (a tie
-    is half), calibration.
+    """Return metrics of the log odds [P] that the model gives to the preferred answers: loss,
+    margin, accuracy (a tie is half) and calibration error.
     """
     right = (np.sign(margins) + 1) / 2
     sure = 1 / (1 + np.exp(-np.abs(margins)))

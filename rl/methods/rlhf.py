@@ -1,7 +1,7 @@
-"""RLHF: reinforcement learning from a reward model (Ouyang et al., arXiv 2203.02155), which is PPO
-with another source of rewards.
+"""Define RLHF: reinforcement learning from a reward model (Ouyang et al., arXiv 2203.02155), which
+is PPO with another source of rewards.
 
-The same model in GRPO's loop: train.py grpo --reward-model ...
+The same reward model in GRPO's loop: train.py grpo --reward-model ...
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from rl.settings import DataSettings, ShapingSettings
 
 
 def _data() -> DataSettings:
+    """Return data settings without a reward function."""
     return DataSettings(reward=None)
 
 
 def _shaping() -> ShapingSettings:
-    # A reward model's scores have the scale that its training left them: as they are, their value
-    # loss may drown the policy's.
+    # A reward model's scores have an arbitrary scale. Without normalization their value loss may
+    # dominate the policy's.
+    """Return shaping settings that divide rewards by their running std."""
     return ShapingSettings(normalise_rewards=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RlhfSettings(PpoSettings):
-    """PPO on the scores of a reward model, held near the policy that it began from. Scores are
+    """PPO on the scores of a reward model, with a KL penalty to the initial policy. Scores are
     divided by their running std.
     """
 
@@ -36,9 +38,13 @@ class RlhfSettings(PpoSettings):
 
 
 def weights(settings: Any) -> list[str]:
+    """Return the names of the weights that rlhf loads. Raises UserError if the settings name no
+    reward model.
+    """
     if not settings.learned.named:
         raise UserError(
-            "rlhf needs a reward model: --reward-model with an earlier stage, a reward_model run's folder or one of its checkpoints "
-            "(or --comparison-model with a language model that compares answers)"
+            "rlhf needs a reward model: --reward-model with an earlier stage, a reward_model "
+            "run's folder or a checkpoint of it (or --comparison-model with a language model that "
+            "compares answers)"
         )
     return ppo.Ppo.weights(settings)

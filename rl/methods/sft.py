@@ -1,5 +1,5 @@
-"""Supervised fine-tuning: cross-entropy on worked responses, on all that the assistant says in a
-conversation, or on whole texts.
+"""Implement supervised fine-tuning: cross-entropy on worked responses, on all assistant messages of
+a conversation, or on whole texts.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from rl.settings import (
 from rl.types import Datum, Problem
 
 LOSS = "test/loss"
-_LOOKED_AT = 256  # rows whose tokens are counted for the console
+_LOOKED_AT = 256  # number of rows of which tokens are counted for the console
 
 
 @dataclass(frozen=True, kw_only=True)
 class SftOptions:
-    """What is learnt of a row."""
+    """Configure the trained tokens of a row."""
 
     train_on: Literal["all_assistant", "last_assistant"] = "all_assistant"
-    """Of a conversation: every message of the assistant, or the last alone. (A text without a prompt is learnt whole.)"""
+    """Of a conversation: every assistant message, or only the last. (A text without a prompt is trained as a whole.)"""  # noqa: E501
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -43,7 +43,7 @@ class SftOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SftSettings:
-    """Supervised fine-tuning: learn to say what the data says."""
+    """Supervised fine-tuning: learn to reproduce the data's answers."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
     data: AnswerDataSettings = field(default_factory=AnswerDataSettings)
@@ -58,13 +58,14 @@ class SftSettings:
 
     @property
     def learning_rate(self) -> float:
-        given = self.optim.learning_rate
-        return given if given is not None else (1e-4 if self.model.lora_rank else 1e-5)
+        """Return the learning rate: as set, else 1e-4 with LoRA, 1e-5 without."""
+        rate = self.optim.learning_rate
+        return rate if rate is not None else (1e-4 if self.model.lora_rank else 1e-5)
 
 
 class Sft(EvaluatesRows):
-    """Method class of `sft`: its training hooks and the models that a run loads for them.
-    Subclasses inherit both.
+    """Implement `sft`: its training hooks and the models that a run loads for them. Subclasses
+    inherit both.
     """
 
     online = False
@@ -79,17 +80,20 @@ class Sft(EvaluatesRows):
     def datums(
         self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
     ) -> list[Datum]:
-        """Prompt and response as one sequence; what is learnt (with its end mark) carries weight 1."""
+        """Return prompt and response as a single sequence; trained tokens (including the end token)
+        have weight 1.
+        """
         return [self._datum(row, renderer) for row in rows]
 
     def _datum(self, row: Problem, renderer: Any) -> Datum:
+        """Return the datum of a row, cut to the data settings' limit."""
         return cut_to(
             self.settings.data, response_datum(row, renderer, self.settings.sft.train_on), row
         )
 
     def longest(self, row: Problem, renderer: Any) -> int:
-        """Renders the row as it is learnt, so that one that cannot be is found before the first
-        step; no longer than with its answer.
+        """Render the row as it is trained, so that a row that cannot be rendered fails before the
+        first step. Returns 0: the sequence is no longer than prompt plus answer.
         """
         if self.settings.sft.train_on == "all_assistant" and any(
             message["role"] == "assistant" for message in row.messages
@@ -100,7 +104,9 @@ class Sft(EvaluatesRows):
     def learn(
         self, models: Models, datums: Sequence[Datum], progress: Progress
     ) -> dict[str, float]:
-        """One pass; the loss is the mean negative logprob of a learnt token, `optim/loss`."""
+        """Update the policy in a single pass. `optim/loss` is the mean negative logprob of a
+        trained token.
+        """
         settings = self.settings
         return one_pass(
             models,
@@ -115,14 +121,15 @@ class Sft(EvaluatesRows):
         )
 
     def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
-        """`test/loss` (nats a token), `test/token_accuracy` (share of tokens that are the likeliest
-        where they stand); of each set as well.
+        """Return `test/loss` (nats per token) and `test/token_accuracy` (share of tokens that are
+        the likeliest at their position), also of each data set.
         """
         return by_tag(rows, lambda members: self._evaluate(members, renderer, models))
 
     def _evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
+        """Return the metrics of the rows that have a response; {} if none has."""
         rows = [row for row in rows if row.response is not None]
-        if not rows:  # held-out problems may have none where they are there to be asked
+        if not rows:  # held-out problems for sampling may have no response
             return {}
         sums = (
             models.policy.forward(
@@ -139,18 +146,25 @@ class Sft(EvaluatesRows):
         }
 
     def remark(self, rows: Sequence[Problem], renderer: Any) -> str:
-        """Which tokens are trained, and their share, of the first rows."""
-        looked = rows[:_LOOKED_AT]
-        learnt = [self._datum(row, renderer).loss_fn_inputs["weights"].array != 0 for row in looked]
-        share, tokens = sum(int(np.count_nonzero(w)) for w in learnt), sum(len(w) for w in learnt)
-        turns = any(message["role"] == "assistant" for row in looked for message in row.messages)
-        what = "the assistant's answers" if not turns else {
-            "all_assistant": "every message of the assistant (--train-on last_assistant for the last alone)",
-            "last_assistant": "the assistant's last message (--train-on all_assistant for every one)",
+        """Return a message about the trained tokens and their share of the first rows."""
+        inspected = rows[:_LOOKED_AT]
+        trained = [
+            self._datum(row, renderer).loss_fn_inputs["weights"].array != 0 for row in inspected
+        ]
+        share, tokens = sum(int(np.count_nonzero(w)) for w in trained), sum(len(w) for w in trained)
+        turns = any(message["role"] == "assistant" for row in inspected for message in row.messages)
+        description = "the assistant's answers" if not turns else {
+            "all_assistant": "every message of the assistant (--train-on last_assistant for only "
+            "the last)",
+            "last_assistant": "the assistant's last message (--train-on all_assistant for all of "
+            "them)",
         }[self.settings.sft.train_on]  # fmt: skip
-        if all(not row.messages for row in looked):
-            what = "whole texts"
-        return f"sft trains {what}: {share / max(1, tokens):.1%} of the tokens of the first {len(looked)} rows, {tokens / len(looked):.0f} tokens a row"
+        if all(not row.messages for row in inspected):
+            description = "whole texts"
+        return (
+            f"sft trains {description}: {share / max(1, tokens):.1%} of the tokens of the first "
+            f"{len(inspected)} rows, {tokens / len(inspected):.0f} tokens a row"
+        )
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -160,12 +174,15 @@ class Sft(EvaluatesRows):
 
 
 def response_datum(row: Problem, renderer: Any, train_on: str = "last_assistant") -> Datum:
-    """A row's prompt and response as one sequence; the response's tokens (and its end) carry weight
-    1, of a text without a prompt all.
+    """Return a row's prompt and response as a single sequence. The response's tokens (and its end)
+    have weight 1; of a text without a prompt, all tokens.
+
+    Raises ValueError if the row has no response.
     """
     if row.response is None:
         raise ValueError(
-            f"row {row.index} of {row.tag} has no response to learn: its cell is empty, or its column is to be named with --response-column"
+            f"row {row.index} of {row.tag} has no response to learn: its cell is empty, or its "
+            "column must be named with --response-column"
         )
     if not row.messages:
         tokens = renderer.build_text(row.response).to_ints()

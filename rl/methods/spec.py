@@ -1,5 +1,5 @@
-"""What the command line and a run know of a method: its settings, its hooks, and what it needs
-beside them.
+"""Describe a method to the command line and to a run: its settings, its hooks and its further
+needs.
 """
 
 from __future__ import annotations
@@ -12,45 +12,57 @@ from rl.methods.base import EvaluatesRows, Hosts
 
 
 def samples_alone(settings: Any) -> tuple[str, ...]:
-    """Return the answers of a row that a method reads where it learns from its own samples: none."""
+    """Return the answers of a row that a method reads if it learns only from its samples: none."""
     return ()
 
 
 def no_clients(settings: Any, hosts: Hosts) -> dict[str, Any]:
+    """Return no further models."""
     return {}
 
 
 def no_weights(settings: Any) -> list[str]:
+    """Return no names of weights."""
     return []
 
 
 def never(settings: Any) -> bool:
+    """Return False."""
     return False
 
 
 def _no_remark(settings: Any, problems: Any) -> str | None:
+    """Return no remark."""
     return None
 
 
 def _no_critic(settings: Any) -> str | None:
+    """Return no critic."""
     return None
 
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """settings: the dataclass the command line reads. summary: one line. hooks: makes the method
-    from its settings.
+    """Describe a method.
 
-    reads: which answers of a row (fields of Problem) it learns from under given settings; none
-    where it samples its own. needs_reward: whether it cannot learn without. ranks_held_out: whether
-    it reads those answers of held-out rows, too; ranks_where_there: of those that have them.
-    clients: makes the other models it needs, `Models.others`, except the judge of its section
-    `learned` (see `other_models`). weights: names of weights that these are loaded from.
-    value_head: whether the policy has a value head under given settings. critic: what
-    `Hosts.critic` is asked for, None for nothing. keeps_beginning: whether it scores with the
-    policy as it was before the stage (`Hosts.beginning`). remark: what its reader should know of
-    the training data that was found. variants: by the value of its setting `variant`, the flat
-    settings that this stands for where they are not given.
+    settings: the dataclass that the command line reads
+    summary: one line
+    hooks: creates the method from its settings
+    reads: the answers of a row (fields of Problem) from which the method learns under these
+        settings; none if it samples answers
+    needs_reward: whether the method cannot learn without a reward
+    ranks_held_out: whether it also reads those answers of held-out rows
+    ranks_where_there: whether it reads them of the held-out rows that have them
+    clients: creates its other models, `Models.others`, except the judge of its section `learned`
+        (see `other_models`)
+    weights: names of the weights from which these models are loaded
+    value_head: whether the policy has a value head under these settings
+    critic: the argument of `Hosts.critic`; None for no critic
+    keeps_beginning: whether it scores with the policy as it was before the stage
+        (`Hosts.beginning`)
+    remark: a message about the training data, or None
+    variants: maps each value of the setting `variant` to the flat settings that it implies;
+        explicit settings override them
     """
 
     settings: type
@@ -69,17 +81,17 @@ class MethodSpec:
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def judges(self, settings: Any) -> list[str]:
-        """Return the names of the models that judge answers, by the section `learned`; none where
+        """Return the names of the models that judge answers, from the section `learned`; none if
         the settings lack it.
         """
         learned = getattr(settings, "learned", None)
         return [] if learned is None else list(learned.named)
 
     def other_models(self, settings: Any, hosts: Hosts) -> dict[str, Any]:
-        """Make the models beside the policy: those that the method declares, and the judge that the
-        section `learned` names.
+        """Create the models in addition to the policy: those that the method declares, and the
+        judge that the section `learned` names.
 
-        The run applies the judge to what any method samples, so that no method has to ask for it.
+        The run applies the judge to the samples of any method, so no method has to request it.
         """
         models = self.clients(settings, hosts)
         return (
@@ -93,21 +105,30 @@ class MethodSpec:
         return [*self.weights(settings), *self.judges(settings)]
 
 
-# The properties that a method class may declare, each under its name in MethodSpec: as a value or a
-# static method.
+# The properties that a method class may declare, as a value or a static method, under the names of
+# the fields of MethodSpec.
 DECLARED = (
-    "reads", "needs_reward", "ranks_held_out", "ranks_where_there", "clients", "weights", "value_head", "critic", "keeps_beginning",
-    "remark", "variants",
-)  # fmt: skip
+    "reads",
+    "needs_reward",
+    "ranks_held_out",
+    "ranks_where_there",
+    "clients",
+    "weights",
+    "value_head",
+    "critic",
+    "keeps_beginning",
+    "remark",
+    "variants",
+)
 
 
 def method_spec(method: type, settings: type, summary: str, **given: Any) -> MethodSpec:
-    """Make the spec of a method class from the properties that it declares or inherits; those in
-    `given` win.
+    """Create the spec of a method class from the properties that it declares or inherits; `given`
+    overrides them.
     """
     names = [name for name in DECLARED if hasattr(method, name)]
     if issubclass(method, EvaluatesRows):
-        # that class calls its remark on rows so, by the instance
+        # EvaluatesRows.remark is an instance method of another signature
         names = [name for name in names if name != "remark"]
     return MethodSpec(
         settings, summary, method, **{**{name: getattr(method, name) for name in names}, **given}

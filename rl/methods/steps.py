@@ -1,5 +1,5 @@
-"""What methods' `learn` is made of: an optimizer step's settings, parts and divisor, the default
-pass, and what is measured on the way. No torch here.
+"""Provide the shared parts of the methods' `learn`: settings, minibatches and divisor of an
+optimizer step, the default pass, and its metrics. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 
 
 def adam_params(optim: OptimSettings, loop: LoopSettings, batch: int, peak: float) -> AdamParams:
-    """AdamW's settings at this batch: the schedule's learning rate, all else constant."""
+    """Return AdamW's settings at this batch: the schedule's learning rate, all else constant."""
     return AdamParams(
         learning_rate=peak * factor(optim.schedule, batch, loop.steps, optim.warmup_steps),
         beta1=optim.beta1,
@@ -34,13 +34,13 @@ def adam_params(optim: OptimSettings, loop: LoopSettings, batch: int, peak: floa
 
 
 def substeps(datums: Sequence[Item], n: int, rows: Sequence[int] = ()) -> list[list[Item]]:
-    """Deal `datums` (or pairs of them) out over n optimizer steps, in turn, so that each step sees
-    every problem's group.
+    """Deal `datums` (or pairs of datums) out round-robin over n optimizer steps, so that each step
+    sees every problem's group.
 
-    `rows`: the row that each datum is of, neighbours together. Whole rows are then dealt out, in
-    turn: the answers of a row differ in what they stand for (good and bad, shown first and second),
-    and a step that sees one place of each row alone sees one kind. Fewer datums (or rows) than
-    steps make fewer steps: an optimizer step on nothing is not taken.
+    `rows` is the row of each datum; datums of a row are adjacent. Whole rows are then dealt out
+    round-robin, because the answers of a row have different roles (good and bad, shown first and
+    second): a step that received only one position of each row would see only one role. Fewer
+    datums (or rows) than steps make fewer steps: no optimizer step is empty.
     """
     order = {row: i for i, row in enumerate(dict.fromkeys(rows))}
     turns = [order[row] for row in rows] if rows else range(len(datums))
@@ -51,12 +51,12 @@ def substeps(datums: Sequence[Item], n: int, rows: Sequence[int] = ()) -> list[l
 
 
 def divisor(datums: Sequence[Datum], kind: str, max_tokens: int = 1) -> float:
-    """What an optimizer step's summed loss is divided by.
+    """Return the divisor of an optimizer step's summed loss.
 
     "tokens": its action tokens. "sequences", "sequence_means" (of losses already weighted by
     `weighted_by_sequence`): its sequences. "constant": its sequences times max_tokens (Dr. GRPO,
-    arXiv 2503.20783, appendix). "sum": 1. An episode of several datums is one sequence, each of
-    them its share of one.
+    arXiv 2503.20783, appendix). "sum": 1. An episode of several datums counts as a single sequence;
+    each datum counts as its share of it. Raises ValueError for any other `kind`.
     """
     match kind:
         case "tokens":
@@ -68,18 +68,19 @@ def divisor(datums: Sequence[Datum], kind: str, max_tokens: int = 1) -> float:
         case "sum":
             return 1.0
     raise ValueError(
-        f"unknown normalisation {kind!r}: tokens, sequences, sequence_means, constant or sum"
+        f"unknown normalisation {kind!r}: expected tokens, sequences, sequence_means, constant or "
+        "sum"
     )
 
 
 def sequences(datums: Sequence[Datum]) -> float:
-    """How many episodes the datums make up; 1 where they hold no action."""
+    """Return the number of episodes that the datums make up; 1 if they hold no action."""
     return math.fsum(datum.episode_share for datum in datums) or 1.0
 
 
 def weighted_by_sequence(datums: Sequence[Datum]) -> list[Datum]:
-    """The datums with advantages and mask divided by their episode's number of action tokens:
-    summed, losses become its mean.
+    """Return the datums with advantages and mask divided by their episode's number of action
+    tokens, so that the summed losses become the episode's mean.
     """
     weighted = []
     for datum in datums:
@@ -92,10 +93,11 @@ def weighted_by_sequence(datums: Sequence[Datum]) -> list[Datum]:
 def truncated_importance_sampling(
     models: Models, datums: Sequence[Datum], cap: float, temperature: float
 ) -> tuple[list[Datum], dict[str, float]]:
-    """`corrected_datums` at the level of tokens with a cap alone, ratios taken against the learner
+    """Apply `corrected_datums` per token with only a cap, with ratios taken against the learner
     (TIS, Yao et al. 2025).
 
-    Metrics: the weights' mean and the share that was cut off, beside sampler against learner.
+    The metrics are the mean weight and the capped share, in addition to the comparison of sampler
+    and learner.
     """
     weighted, metrics = corrected_datums(
         models,
@@ -123,16 +125,16 @@ def corrected_datums(
     against_learner: bool,
     temperature: float,
 ) -> tuple[list[Datum], dict[str, float]]:
-    """Datums that count as much as `how` says by the learner's logprobs before the step, for any
-    policy loss; one forward.
+    """Weight the datums by the correction `how`, from the learner's logprobs before the step; for
+    any policy loss, with a single forward pass.
 
-    All policy losses are homogeneous in the advantage, which carries the weight. What is left out
-    loses its mask and its advantage, and its place in the episode's length (`remaining_shares`).
-    `against_learner`: the loss' ratios are taken against the learner before the step (decoupled
-    PPO, arXiv 2110.00641, section 3; AReaL, arXiv 2505.24298, equation 5), so that clipping acts on
-    the update alone; a KL in the loss is weighted by the ratio to the sampler's own logprobs
-    (`drawn_logprobs`), which is not cut off. Metrics compare sampler and learner, and those of
-    `corrected`.
+    All policy losses are homogeneous in the advantage, which carries the weight. A rejected token
+    loses its mask and its advantage, and no longer counts in the episode's length
+    (`remaining_shares`). With `against_learner`, the ratios of the loss are taken against the
+    learner before the step (decoupled PPO, arXiv 2110.00641, section 3; AReaL, arXiv 2505.24298,
+    equation 5), so that clipping acts only on the update; a KL in the loss is weighted by the ratio
+    to the behavior logprobs (`drawn_logprobs`), which is not capped. The metrics compare sampler
+    and learner and include those of `corrected`.
     """
     output = models.policy.forward(
         datums, "importance_sampling", {"temperature": temperature}
@@ -168,14 +170,14 @@ def remaining_shares(
 ) -> list[float]:
     """Return each datum's share of its episode's action tokens among those that remain actions.
 
-    An episode that loses none keeps its shares; one that loses all has shares of 0, so that no
-    count of sequences holds it.
+    An episode that loses no token keeps its shares; an episode that loses all tokens has shares of
+    0, so that no count of sequences holds it.
     """
-    drawn, remaining = (
+    sampled, remaining = (
         [int(np.count_nonzero(mask)) for mask in side] for side in (masks_D, kept_D)
     )
     totals = np.zeros((2, max(episode_D, default=-1) + 1))
-    for episode, before, after in zip(episode_D, drawn, remaining, strict=True):
+    for episode, before, after in zip(episode_D, sampled, remaining, strict=True):
         totals[:, episode] += before, after
     shares = []
     for datum, episode, after in zip(datums, episode_D, remaining, strict=True):
@@ -185,6 +187,7 @@ def remaining_shares(
 
 
 def correction(settings: CorrectionSettings) -> Correction:
+    """Return the correction that the settings describe."""
     return Correction(
         settings.correction,
         settings.correction_level,
@@ -194,28 +197,29 @@ def correction(settings: CorrectionSettings) -> Correction:
 
 
 def with_proximal_share(datums: Sequence[Datum], version: int) -> list[Datum]:
-    """Datums whose loss takes ratios against the learner at `version`, before the step,
-    approximated: no forward.
+    """Return datums with the weight that approximates ratios against the learner at `version`,
+    before the step, without a forward pass.
 
-    A token that the weights of d updates ago drew lies d of d + 1 updates before the learner that
-    the step makes, so the proximal policy's logprob is put d / (d + 1) of the way from the
-    sampler's to the learner's as it is (AReaL's log-linear approximation, with v_theta = v_proximal
-    + 1; rl.losses.terms.against_proximal).
+    A token sampled by the weights of d updates ago lies d of d + 1 updates before the learner that
+    the step produces. The proximal policy's logprob is therefore put d / (d + 1) of the way from
+    the sampler's to the learner's current logprob (AReaL's log-linear approximation, with v_theta =
+    v_proximal + 1; rl.losses.terms.against_proximal).
     """
-    found = []
+    weighted = []
     for datum in datums:
         fields = datum.loss_fn_inputs
-        drew = (
+        versions = (
             fields["versions"].array
             if "versions" in fields
             else np.full(datum.model_input.length, float(datum.version or 0))
         )
-        age = np.where(fields["mask"].array != 0, np.maximum(version - drew, 0), 0)
-        found.append(with_fields(datum, proximal_share=age / (age + 1)))
-    return found
+        age = np.where(fields["mask"].array != 0, np.maximum(version - versions, 0), 0)
+        weighted.append(with_fields(datum, proximal_share=age / (age + 1)))
+    return weighted
 
 
 def with_fields(datum: Datum, **fields: np.ndarray) -> Datum:
+    """Return the datum with these loss inputs added or replaced, as float32."""
     new = {name: TensorData(value.astype(np.float32), "float32") for name, value in fields.items()}
     return datum.with_inputs({**datum.loss_fn_inputs, **new})
 
@@ -235,15 +239,15 @@ def one_pass(
     drawn: Sequence[Datum] = (),
     rows: Sequence[int] = (),
 ) -> dict[str, float]:
-    """The default `learn`: one pass over the data in `num_substeps` optimizer steps. Returns
-    `optim/...` metrics.
+    """Train a single pass over the data in `num_substeps` optimizer steps: the default `learn`.
+    Returns `optim/...` metrics.
 
-    Sampler and learner are compared on the first substep, whose weights are those that sampled.
-    `drawn`: the same datums with the sampler's logprobs, where the loss does not read them. `rows`:
-    see `substeps`. Where nothing has a gradient (every advantage is 0 and no other term is on) the
-    step is taken at learning rate 0: AdamW's memory of earlier batches and its weight decay would
-    move the weights for no reason. It counts as a step all the same, so versions, random streams
-    and schedules stand as they would; `optim/skipped_no_signal` says how many there were.
+    Sampler and learner are compared on the first substep, which has the weights that sampled.
+    `drawn` are the same datums with the behavior logprobs, if the loss does not read them. `rows`:
+    see `substeps`. If nothing has a gradient (every advantage is 0 and no other term is active),
+    the step is taken at learning rate 0: AdamW's moments of earlier batches and its weight decay
+    would otherwise move the weights for no reason. The step still counts, so versions, random
+    streams and schedules stay the same; `optim/skipped_no_signal` counts such steps.
     """
     params = adam_params(optim, loop, progress.batch, peak)
     metrics: dict[str, float] = {"optim/lr": params.learning_rate}
@@ -280,22 +284,22 @@ def one_pass(
 
 
 def expert_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """What a model with experts tells of its routing: the share of tokens that was rerouted, the
-    mean load-balancing loss.
+    """Return the routing metrics of a mixture-of-experts model: the share of rerouted tokens and
+    the mean load-balancing loss.
     """
-    found = {}
-    if told := sums.get("routed:sum", 0.0):
-        found["optim/rerouted"] = sums["rerouted:sum"] / told
+    metrics = {}
+    if routed := sums.get("routed:sum", 0.0):
+        metrics["optim/rerouted"] = sums["rerouted:sum"] / routed
     if counted := sums.get("balanced:sum", 0.0):
-        found["optim/router_aux_loss"] = sums["router_aux_loss:sum"] / counted
-    return found
+        metrics["optim/router_aux_loss"] = sums["router_aux_loss:sum"] / counted
+    return metrics
 
 
 def has_signal(datums: Sequence[Datum], loss: str, config: Mapping[str, float]) -> bool:
-    """Return whether the loss or a term that is added to it can have a gradient; it has none
-    without an action.
+    """Return whether the loss or a term added to it can have a gradient; without an action it has
+    none.
     """
-    from rl.losses import get_loss, switched_on  # with torch, which settings and --help do without
+    from rl.losses import get_loss, switched_on  # imports torch, which settings and --help avoid
 
     if loss == "cross_entropy":
         return any(
@@ -313,12 +317,14 @@ def has_signal(datums: Sequence[Datum], loss: str, config: Mapping[str, float]) 
 def loss_metrics(
     sums: Mapping[str, float], datums: Sequence[Datum], normalise: str
 ) -> dict[str, float]:
-    """Means over action tokens; the loss under "sequence_means", which is a mean over each
-    sequence's tokens already, over sequences.
+    """Return means over action tokens.
+
+    Under "sequence_means" the loss, which is already a mean over each sequence's tokens, is
+    averaged over sequences.
     """
     tokens = action_tokens(datums) if datums else 0
     name = "optim/loss" if "weights:sum" in sums else "optim/policy_loss"
-    # without the terms that were added to it
+    # excludes the terms that were added to the loss
     loss = sums.get("policy_loss:sum", sums.get("loss:sum", 0.0))
     count = sequences(datums) if normalise == "sequence_means" else max(1, tokens)
     metrics = {name: loss / count, "optim/tokens": tokens}
@@ -338,10 +344,11 @@ def loss_metrics(
 
 
 def sampler_against_learner(datums: Sequence[Datum], logprobs: Sequence[Any]) -> dict[str, float]:
-    """How far the sampler's logprobs q are from the learner's p over action tokens, with d = q - p.
+    """Compare the sampler's logprobs q with the learner's logprobs p over action tokens, with d = q
+    - p.
 
     `kl_sample_train_v1` = mean d, `_v2` = mean d^2 / 2 (two estimators of KL(sampler || learner)),
-    their largest difference, and `entropy` = -mean q.
+    `max_logprob_difference` = max |d|, and `entropy` = -mean q.
     """
     masks = np.concatenate([d.loss_fn_inputs["mask"].array for d in datums]) != 0
     q = np.concatenate([d.loss_fn_inputs["logprobs"].array for d in datums])[masks].astype(

@@ -1,5 +1,5 @@
-"""One optimizer step whose groups come a part at a time: its gradient is added up while the rest is
-still being sampled.
+"""Take an optimizer step over groups that arrive in parts: gradients accumulate while the
+remaining groups are still being sampled.
 """
 
 from __future__ import annotations
@@ -25,36 +25,38 @@ from rl.types import Datum
 
 
 class StreamedStep:
-    """`add` each part's groups, in an order that does not depend on who was fast; then `finish`:
-    the update of the whole batch.
+    """Accumulate gradients part by part: call `add` with each part's groups, in an order
+    independent of sampling speed, then `finish` for the update of the whole batch.
 
-    What the summed loss is divided by is known when all has come, so gradients are added up
-    undivided and scaled before the update.
+    The divisor of the summed loss is known only after the last part. Gradients are therefore
+    accumulated undivided and scaled before the update. Raises UserError under DeepSpeed.
     """
 
     def __init__(self, method: PolicyGradient, models: Models, progress: Progress):
         if models.policy.info["distributed_type"] == "DEEPSPEED":
             raise UserError(
-                "stream_minibatches scales gradients once they are added up, which DeepSpeed keeps to itself: launch with FSDP or DDP"
+                "stream_minibatches scales accumulated gradients, to which DeepSpeed gives no "
+                "access: launch with FSDP or DDP"
             )
         self.method, self.models, self.progress = method, models, progress
-        self.datums: list[Datum] = []  # as they were trained
+        self.datums: list[Datum] = []  # as passed to the loss
         self.credited: list[Datum] = []
         self._futures: list[Any] = []
         self._before: list[tuple[int, dict[str, float]]] = []
-        self._silent: list[TrajectoryGroup] = []  # the first group, while none has had a signal
+        self._silent: list[TrajectoryGroup] = []  # the first group, until a group has a signal
 
     def add(self, groups: Sequence[TrajectoryGroup]) -> None:
-        found = self.method.credit(groups, self.models, at_least_one=False) if groups else []
-        if found:
-            self._train(found)
+        """Compute the gradient of a part's groups and accumulate it."""
+        datums = self.method.credit(groups, self.models, at_least_one=False) if groups else []
+        if datums:
+            self._train(datums)
         elif groups and not self._silent:
             self._silent = list(groups[:1])
 
     def _train(self, datums: list[Datum]) -> None:
         self.credited += datums
         ready, before = self.method.prepared(datums, self.models)
-        # measured before a correction removed any
+        # counted before a correction removes tokens
         self._before.append((action_tokens(datums), before))
         self.datums += ready
         self._futures.append(
@@ -62,7 +64,7 @@ class StreamedStep:
         )
 
     def finish(self) -> dict[str, float]:
-        """The update; `optim/...` metrics as those of the whole batch at once."""
+        """Update the policy. Returns the `optim/...` metrics of the whole batch."""
         method, settings = self.method, self.method.settings
         if not self.datums:
             self._train(method.credit(self._silent, self.models))
@@ -87,7 +89,7 @@ class StreamedStep:
                 if name.endswith(":sum"):
                     sums[name] = sums.get(name, 0.0) + value
         metrics |= sampler_against_learner(
-            self.datums, [one["logprobs"].array for o in outputs for one in o.loss_fn_outputs]
+            self.datums, [item["logprobs"].array for o in outputs for item in o.loss_fn_outputs]
         )
         metrics |= {
             "optim/grad_norm": largest([step["grad_norm"]]),
@@ -103,18 +105,18 @@ class StreamedStep:
         }
 
     def _over_parts(self) -> dict[str, float]:
-        """Merge what was measured before each part's gradient: means by drawn tokens, the largest
-        of what is a largest.
+        """Merge the metrics measured before each part's gradient: means weighted by sampled tokens,
+        maxima of maxima.
         """
-        found: dict[str, float] = {}
+        merged: dict[str, float] = {}
         for name in dict.fromkeys(name for _, part in self._before for name in part):
             parts = [(tokens, part[name]) for tokens, part in self._before if name in part]
             total = sum(tokens for tokens, _ in parts) or 1
-            found[name] = (
+            merged[name] = (
                 largest([value for _, value in parts])
                 if "max" in name
                 else sum(t * v for t, v in parts) / total
             )
-        if "optim/correction_ess" in found:
-            found["optim/correction_ess"] = merged_sample_size(self._before)
-        return found
+        if "optim/correction_ess" in merged:
+            merged["optim/correction_ess"] = merged_sample_size(self._before)
+        return merged

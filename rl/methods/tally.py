@@ -1,4 +1,4 @@
-"""What the updates of a batch add up to, where a method takes several of them."""
+"""Sum the metrics of a batch's updates, for methods that take several updates per batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rl.methods.steps import expert_metrics
 
 
 class Tally:
-    """What the updates of a batch add up to."""
+    """Sum the metrics of a batch's updates."""
 
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
@@ -21,7 +21,9 @@ class Tally:
     def add(
         self, who: str, metrics: Mapping[str, float], update: Mapping[str, float], tokens: int
     ) -> None:
-        """`who`: "" for the policy, "critic_". `tokens`: the update's action tokens."""
+        """Add an update. `who` is "" for the policy, "critic_" for the critic. `tokens` is the
+        update's number of action tokens.
+        """
         for name, value in metrics.items():
             if name.endswith(":sum"):
                 key = who + name.removesuffix(":sum")
@@ -32,7 +34,9 @@ class Tally:
             self._tokens, self._updates = self._tokens + tokens, self._updates + 1
 
     def summary(self) -> dict[str, float]:
-        """Means over the tokens of all updates, the largest gradient norms, the number of updates."""
+        """Return means over the tokens of all updates, the largest gradient norms and the number of
+        updates.
+        """
         sums = {
             name.removeprefix("critic_"): value
             for name, value in self._sums.items()
@@ -45,17 +49,17 @@ class Tally:
             "value_clipped": "value_clip_frac",
         }
         tokens = max(1, self._tokens)
-        found = {
-            f"optim/{shown}": sums[name] / tokens for name, shown in names.items() if name in sums
+        metrics = {
+            f"optim/{metric}": sums[name] / tokens for name, metric in names.items() if name in sums
         }
         active = max(1.0, sums.get("active_tokens", 0.0))
-        found["optim/loss"] = sums["loss"] / tokens
-        found["optim/clip_frac"] = (
+        metrics["optim/loss"] = sums["loss"] / tokens
+        metrics["optim/clip_frac"] = (
             sums.get("clipped_low", 0.0) + sums.get("clipped_high", 0.0)
         ) / active
-        found |= {f"optim/{who}grad_norm": norm for who, norm in self._norms.items()}
-        found |= expert_metrics({f"{name}:sum": value for name, value in self._sums.items()})
-        found["optim/substeps"] = self._updates
+        metrics |= {f"optim/{prefix}grad_norm": norm for prefix, norm in self._norms.items()}
+        metrics |= expert_metrics({f"{name}:sum": value for name, value in self._sums.items()})
+        metrics["optim/substeps"] = self._updates
         if self._skipped:
-            found["optim/skipped_nonfinite"] = self._skipped
-        return {**self.metrics, **found}
+            metrics["optim/skipped_nonfinite"] = self._skipped
+        return {**self.metrics, **metrics}

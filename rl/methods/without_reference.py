@@ -1,5 +1,5 @@
-"""ORPO and SimPO: learn from preference pairs without a reference model. The losses stand in
-rl.losses.preferences.
+"""Implement ORPO and SimPO: learn from preference pairs without a reference model. Their losses are
+in rl.losses.preferences.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ from rl.types import Datum, Problem
 
 
 def _loop() -> RowLoopSettings:
+    """Return loop settings that keep the checkpoint with the best accuracy."""
     return RowLoopSettings(keep_best=ACCURACY)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _PairSettings:
+    """Hold the sections shared by `orpo` and `simpo`."""
+
     model: ModelSettings = field(default_factory=ModelSettings)
     data: PreferenceDataSettings = field(default_factory=PreferenceDataSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
@@ -45,10 +48,10 @@ class _PairSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class OrpoOptions:
-    """How a preference becomes a gradient."""
+    """Configure the way a preference becomes a gradient."""
 
     beta: Annotated[float, Range(1e-6, 1e6, why="such as 0.1")] = 0.1
-    """Weight of the odds ratio beside the likelihood of the preferred answer (the paper's lambda)."""
+    """Weight of the odds ratio relative to the likelihood of the preferred answer (the paper's lambda)."""  # noqa: E501
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -56,26 +59,27 @@ class OrpoOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OrpoSettings(_PairSettings):
-    """ORPO: learn the preferred answer, and that it is likelier than the other, in one step after
-    pre-training.
+    """ORPO: learn the preferred answer, and that it is likelier than the other, in a single stage
+    after pre-training.
     """
 
     preference: OrpoOptions = field(default_factory=OrpoOptions)
 
     @property
     def learning_rate(self) -> float:
-        given = self.optim.learning_rate
-        return given if given is not None else (1e-4 if self.model.lora_rank else 8e-6)
+        """Return the learning rate: as set, else 1e-4 with LoRA, 8e-6 without."""
+        rate = self.optim.learning_rate
+        return rate if rate is not None else (1e-4 if self.model.lora_rank else 8e-6)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimpoOptions:
-    """How a preference becomes a gradient."""
+    """Configure the way a preference becomes a gradient."""
 
     beta: Annotated[float, Range(1e-6, 1e6, why="such as 2")] = 2.0
     """Scale of the reward, which is beta times the mean logprob of an answer's tokens."""
     gamma: NotNegative = 1.0
-    """By how much the preferred answer's reward is to be the higher one (the paper's gamma; TRL's simpo_gamma)."""
+    """Target margin between the rewards of the preferred answer and the other (the paper's gamma; TRL's simpo_gamma)."""  # noqa: E501
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -91,12 +95,13 @@ class SimpoSettings(_PairSettings):
 
     @property
     def learning_rate(self) -> float:
-        given = self.optim.learning_rate
-        return given if given is not None else (1e-5 if self.model.lora_rank else 1e-6)
+        """Return the learning rate: as set, else 1e-5 with LoRA, 1e-6 without."""
+        rate = self.optim.learning_rate
+        return rate if rate is not None else (1e-5 if self.model.lora_rank else 1e-6)
 
 
 class WithoutReference(Dpo):
-    """The hooks of `orpo` and `simpo`."""
+    """Implement `orpo` and `simpo`."""
 
     clients, weights, keeps_beginning = (
         staticmethod(no_clients),
@@ -105,21 +110,23 @@ class WithoutReference(Dpo):
     )
 
     def begin(self, rows: Iterable[Problem], renderer: Any, models: Models) -> None:
-        """There is no reference to score rows by."""
+        """Do nothing: no reference model scores the rows."""
 
     def datums(
         self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
     ) -> list[Datum]:
-        """Two datums a row, the preferred answer's first."""
+        """Return two datums per row, the preferred answer's first."""
         return [datum for row in rows for datum in pair_datums(row, renderer, self.settings.data)]
 
     def _loss(self) -> str:
+        """Return the name of the loss."""
         return "orpo" if isinstance(self.settings, OrpoSettings) else "simpo"
 
     def _config(self) -> dict[str, float]:
-        how = self.settings.preference
+        """Return the config of the loss."""
+        options = self.settings.preference
         return (
-            {"beta": how.beta}
-            if isinstance(how, OrpoOptions)
-            else {"beta": how.beta, "gamma": how.gamma}
+            {"beta": options.beta}
+            if isinstance(options, OrpoOptions)
+            else {"beta": options.beta, "gamma": options.gamma}
         )
