@@ -138,7 +138,7 @@ def test_answers_to_problems_are_scored_as_they_come(sampler, place):
     assert found.counters["prefill_tokens"] == expected.counters["prefill_tokens"]
 
 
-def test_a_game_and_tools_of_the_house_play_alike(sampler):
+def test_a_built_in_game_and_tools_play_alike(sampler):
     renderer = get_renderer("plain", sampler.get_tokenizer())
     spec = environment_from_words("guess_number", {})
     groups = [

@@ -3,6 +3,7 @@ and seats.
 """
 
 from rl.environments.environment import POOL, Environment, Turn
+from rl.environments.graders import graded
 from rl.environments.isolation import isolated, resolve_environment, with_isolation
 from rl.environments.match import Match
 from rl.environments.play import EnvironmentGroup, Limits
@@ -37,6 +38,7 @@ __all__ = [
     "Turn",
     "environment_from_words",
     "episode_of",
+    "graded",
     "isolated",
     "played",
     "prompt_text",

@@ -1,5 +1,5 @@
-"""--environment endpoint: an episode is a program that calls OPENAI_BASE_URL, answered by the
-policy's samples.
+"""Provide --environment endpoint: an episode is a program whose calls of OPENAI_BASE_URL are
+answered with samples of the policy.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rl.environments import Environment, EpisodeThread, Limits, prompt_text
-from rl.environments.graders import graded
+from rl.environments import Environment, EpisodeThread, Limits, graded, prompt_text
 from rl.episodes import Env, EnvGroupBuilder, EpisodeFailed, StepResult
 from rl.errors import UserError
 from rl.jsonl import finite
@@ -31,35 +30,42 @@ Stop = Sequence[str] | Sequence[int] | None
 
 @dataclass
 class Endpoint(Environment):
-    """A program of yours, one process an episode, that talks to the policy at $OPENAI_BASE_URL."""
+    """Run your program, a process per episode, which calls the policy at $OPENAI_BASE_URL."""
 
     behind_colon: ClassVar[str] = "program"
 
     program: str
-    """The program and what always follows it, as in a shell: "python agent.py"."""
+    """The program and its fixed arguments, as in a shell: "python agent.py"."""
     arguments: tuple[str, ...] = ()
-    """More arguments; {seed}, {prompt}, {row} (a file: the episode's row as JSON) and {COLUMN} of the row are replaced by the episode's."""
+    """More arguments. Replaced in each episode: {seed}, {prompt}, {row} (a file with the episode's
+    row as JSON) and {COLUMN} of the row."""
     grader: str | None = None
-    """A reward (a name or file.py:function) that scores the last answer against the row of --dataset. None: the program posts a score."""
+    """A reward (a name or file.py:function) that scores the last response against the row of
+    --dataset. None: the program posts a score."""
     dataset_rows: bool = False
-    """Whether each episode is of a row of --dataset; with a grader it is."""
+    """Whether each episode uses a row of --dataset; always true with a grader."""
     pass_env: tuple[str, ...] = ()
-    """Names of environment variables that the program gets beside PATH, HOME and the like (PREFIX* as well)."""
+    """Names of environment variables that the program gets in addition to PATH, HOME and the like;
+    PREFIX* selects all variables with a prefix."""
     strict: bool = False
-    """Refuse requests that say how tokens are drawn (temperature, seed, ...). Otherwise the run's settings are taken in their place."""
+    """Refuse requests with sampling parameters (temperature, seed, ...). Otherwise the run's
+    settings replace these."""
 
     def __post_init__(self) -> None:
         try:
             self.words = [*shlex.split(self.program), *self.arguments]
         except ValueError as error:
-            raise UserError(f"program={self.program!r} is no command line: {error}") from error
+            raise UserError(
+                f"program={self.program!r} is not a valid command line: {error}"
+            ) from error
         if not self.words:
             raise UserError(
-                "program is empty: give the program that is an episode, such as 'python agent.py'"
+                "program is empty: pass the program of an episode, such as 'python agent.py'"
             )
         if shutil.which(self.words[0]) is None:
             raise UserError(
-                f"program={self.program!r}: there is no program {self.words[0]!r} here, nor on PATH"
+                f"program={self.program!r}: there is no program {self.words[0]!r}, neither as a "
+                "file nor on PATH"
             )
         if self.grader is not None:
             resolve_reward(self.grader)
@@ -81,7 +87,7 @@ class Endpoint(Environment):
 
 
 class ProgramGroup(EnvGroupBuilder):
-    """A group's programs: the same row and seed."""
+    """Build the environments of a group: programs with the same row and seed."""
 
     def __init__(
         self,
@@ -100,7 +106,7 @@ class ProgramGroup(EnvGroupBuilder):
         )
         self.limits, self.system_prompt = limits, system_prompt
         self.tag, self.problem_index = problem.tag, problem.index
-        # turns are counted where they are asked for
+        # `Episode` counts and limits the turns
         self.max_turns, self.max_tokens = 1_000_000, limits.tokens
         self.seed = int(
             problem.meta.get("seed", derive_seed("environment", "endpoint", problem.index))
@@ -113,7 +119,7 @@ class ProgramGroup(EnvGroupBuilder):
         return [ProgramEnv(self, member, endpoint()) for member in range(self.group_size)]
 
     def words(self, row_file: str) -> list[str]:
-        """The program and its arguments, of this row."""
+        """Return the command line of the program, filled in for this row."""
         fillers = {
             key: value if isinstance(value, str) else json.dumps(value)
             for key, value in self.row.items()
@@ -127,9 +133,7 @@ class ProgramGroup(EnvGroupBuilder):
 
 
 def _filled(word: str, fillers: Mapping[str, str]) -> str:
-    """`word` with {name} replaced where the name is known; a text that is put in is not looked
-    through again.
-    """
+    """Return `word` with each known {name} replaced; inserted texts are not searched again."""
     parts, rest = [], word
     while (begin := rest.find("{")) >= 0:
         end = rest.find("}", begin)
@@ -144,8 +148,9 @@ def _filled(word: str, fillers: Mapping[str, str]) -> str:
 
 
 class ProgramEnv(Env):
-    """One episode. Each request of the program is an observation; when it has ended, so has the
-    episode.
+    """Step through the episode of a program.
+
+    Each request of the program is an observation. The episode ends when the program ends.
     """
 
     def __init__(self, group: ProgramGroup, member: int, live: LiveEndpoint):
@@ -159,6 +164,7 @@ class ProgramEnv(Env):
         self.last: Ask | None = None
 
     def initial_observation(self) -> _Pending:
+        """Start the program; the result is its first request. Raises EpisodeFailed without any."""
         self.folder = tempfile.mkdtemp(prefix="whetstone-row-")
         row = Path(self.folder) / "row.json"
         row.write_text(json.dumps(self.group.row), encoding="utf-8", errors="backslashreplace")
@@ -166,67 +172,79 @@ class ProgramEnv(Env):
         return _Pending(self._first)
 
     def step(self, action: SampledSequence) -> _Pending:
+        """Answer the request with an action; the result is the next request or the end."""
         ask = self.last = self.ask
         assert ask is not None
         self.live.server.soon(self.episode.give, ask, action)
         return _Pending(lambda: self._after(ask, action))
 
     def no_room(self) -> _Pending:
+        """Refuse a request that does not fit the context; the result is the end of the episode."""
         assert self.ask is not None
-        why = f"the conversation and an answer exceed the model's context or the episode's tokens: {len(self.ask.prompt)} are read already"
-        self.live.server.soon(self.episode.refuse, self.ask, why)
+        reason = (
+            "the conversation and a response exceed the model's context or the episode's tokens: "
+            f"the prompt already has {len(self.ask.prompt)} tokens"
+        )
+        self.live.server.soon(self.episode.refuse, self.ask, reason)
         return _Pending(lambda: self._ended(self._next()))
 
     def close(self) -> None:
+        """End the program and remove its files."""
         self.live.end(self.episode)
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    # ------------------------------------------------------------------------------ what came of it
+    # -------------------------------------------------------------------------------------- results
 
     def _environment(self, row: str) -> dict[str, str]:
-        own = f"{self.live.server.url}/session/{self.episode.name}"
-        given = {
-            "OPENAI_BASE_URL": f"{own}/v1",
-            "OPENAI_API_BASE": f"{own}/v1",
+        """Return the environment variables of the program. `row`: the file with its row."""
+        session_url = f"{self.live.server.url}/session/{self.episode.name}"
+        variables = {
+            "OPENAI_BASE_URL": f"{session_url}/v1",
+            "OPENAI_API_BASE": f"{session_url}/v1",
             "OPENAI_API_KEY": self.episode.name,
             "OPENAI_MODEL": MODEL,
         }
-        given |= {
-            "WHETSTONE_REWARD_URL": f"{own}/reward",
+        variables |= {
+            "WHETSTONE_REWARD_URL": f"{session_url}/reward",
             "WHETSTONE_SEED": str(self.group.seed),
             "WHETSTONE_ROW": row,
         }
-        given |= {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
+        variables |= {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
         return {
             "PYTHONHASHSEED": "0",
             **environment_of_rewards(self.group.settings.pass_env),
-            **given,
+            **variables,
         }
 
     def _next(self) -> Ask | Ended:
-        """The program's next request that still waits; or its end."""
+        """Wait for the program's next pending request, or its end."""
         while True:
             try:
                 event = self.episode.events.get(timeout=5.0)
             except queue.Empty:
                 if not self.live.server.alive:
-                    raise EpisodeFailed(f"{self.name} lost the endpoint that answers it") from None
+                    raise EpisodeFailed(
+                        f"{self.name} lost its endpoint: the server ended"
+                    ) from None
                 continue
             if isinstance(event, Ended) or not event.dead:
                 return event
 
     def _first(self) -> tuple[ModelInput, Stop]:
+        """Return the first observation. Raises EpisodeFailed if the program made no request."""
         event = self._next()
         if isinstance(event, Ended):
             raise EpisodeFailed(f"{self.name} never called the model: it {self._how(event)}")
         return self._observed(event)
 
     def _observed(self, ask: Ask) -> tuple[ModelInput, Stop]:
+        """Return a request as an observation with its stops, and keep it as the current request."""
         self.ask, self.most_tokens = ask, ask.params.max_tokens
         return ModelInput.from_ints(ask.prompt), ask.params.stop  # type: ignore[return-value]  # texts and ids, mixed
 
     def _after(self, ask: Ask, action: SampledSequence) -> StepResult:
+        """Return the result of the step that answered `ask`."""
         event = self._next()
         metrics = {"ended": float(action.stop_reason == "stop")}
         if isinstance(event, Ask):
@@ -237,8 +255,11 @@ class ProgramEnv(Env):
         return result
 
     def _ended(self, event: Ask | Ended) -> StepResult:
-        """What an episode came to whose program has ended. Raises EpisodeFailed."""
-        # nothing is asked any more where it is called for lack of room
+        """Return the last step result, after the end of the program.
+
+        Raises EpisodeFailed if the program exceeded its time, failed, or posted no score.
+        """
+        # after `no_room` every request is refused, so the next event is the end
         assert isinstance(event, Ended)
         episode, cut = self.episode, self.episode.over
         if event.late or (event.code != 0 and cut is None):
@@ -254,37 +275,44 @@ class ProgramEnv(Env):
         return StepResult(reward, True, metrics={**figures, **metrics}, truncated=cut is not None)
 
     def _score(self, cut: str | None) -> tuple[float, Mapping[str, float]]:
+        """Return reward and metrics. `cut`: the reason for which the episode was truncated."""
         posted, metrics = self.episode.reward, self.episode.metrics
         grader = self.group.settings.grader
         if grader is None:
             if posted is None and cut is None:
                 raise EpisodeFailed(
-                    f'{self.name} posted no score: {{"reward": 1.0}} to $WHETSTONE_REWARD_URL, or set a grader'
+                    f'{self.name} posted no score: post {{"reward": 1.0}} to '
+                    "$WHETSTONE_REWARD_URL, or set a grader"
                 )
             return posted or 0.0, metrics
-        last = self.last.logs.get("answer_text", "") if self.last is not None else ""
+        last_answer = self.last.logs.get("answer_text", "") if self.last is not None else ""
         thread = EpisodeThread(self.group.limits.seconds, f"{self.name}, its grader,")
-        asked = prompt_text(self.group.problem.messages) if self.group.problem.messages else ""
+        question = prompt_text(self.group.problem.messages) if self.group.problem.messages else ""
         reward, graded_metrics = thread.do(
-            lambda: graded(grader, asked, last, self.group.row)
+            lambda: graded(grader, question, last_answer, self.group.row)
         ).wait()
         thread.end(lambda: None)
-        beside = {} if posted is None else {"posted": posted}
-        return reward, {**graded_metrics, **beside, **metrics}
+        posted_metrics = {} if posted is None else {"posted": posted}
+        return reward, {**graded_metrics, **posted_metrics, **metrics}
 
     def _how(self, event: Ended) -> str:
-        said = f"; it last printed: {plain_text(event.printed, 300)}" if event.printed else ""
+        """Describe the end of the program, as the end of a sentence."""
+        output_note = (
+            f"; it last printed: {plain_text(event.printed, 300)}" if event.printed else ""
+        )
         if event.late:
-            return f"was not done within its {self.group.limits.seconds:g} s{said}"
+            return f"did not finish within its {self.group.limits.seconds:g} s{output_note}"
         if event.code is None:
             return f"did not start: {plain_text(event.printed, 300)}"
         return (
             f"was killed by signal {-event.code}"
             if event.code < 0
             else f"ended with exit code {event.code}"
-        ) + said
+        ) + output_note
 
 
 class _Pending:
+    """Wrap a function that waits for a result, in the form that the rollout accepts."""
+
     def __init__(self, result: Callable[[], Any]):
         self.result = result
