@@ -1,6 +1,4 @@
-"""The shapes that rows come in. Each format reads a row's columns to (messages, meta, response) or
-raises BadRow.
-"""
+"""Define the row formats. Each format converts a row's columns to `Read`s or raises BadRow."""
 
 from __future__ import annotations
 
@@ -18,8 +16,10 @@ from rl.types import Message
 
 
 class Read(NamedTuple):
-    """What a row says: messages to ask, what reaches the reward, the worked answer, the answer it
-    was preferred to.
+    """Hold the content of a row.
+
+    messages: the prompt. meta: what reaches the reward. response: the reference answer.
+    rejected: the answer that `response` was preferred to.
     """
 
     messages: list[Message]
@@ -29,30 +29,32 @@ class Read(NamedTuple):
 
 
 class RowFormat(ABC):
-    """How to read a row. `example`: one, as it would stand in a .jsonl file, where one helps who
-    has rows of another shape.
+    """Read rows of one format.
+
+    example: a row of the format as a line of a .jsonl file, for error messages; "" if a format has
+    none.
     """
 
     example = ""
 
     @abstractmethod
     def read(self, columns: Mapping[str, Any]) -> Read:
-        """Raises BadRow for a row that does not have this shape."""
+        """Return the content of a row. Raises BadRow if the row does not have this format."""
 
     def split_of(self, columns: Mapping[str, Any]) -> str | None:
-        """The published split that a row belongs to, where the row itself tells."""
+        """Return the published split that the row names; None if it names none."""
         return None
 
     def read_all(self, columns: Mapping[str, Any]) -> list[Read]:
-        """What a row asks; of most shapes one thing."""
+        """Return all problems of a row; most formats have a single problem per row."""
         return [self.read(columns)]
 
 
 class Columns(RowFormat):
-    """Prompt (text, or a list of messages), response and answer in named columns.
+    """Read prompt (text, or a list of messages), response and answer from named columns.
 
-    Where no column of the response is named, a `completion` (text, or one message of the assistant)
-    is one, and stays in meta.
+    If no response column is named, the column `completion` (text, or a list of a single assistant
+    message) is the response, and also stays in meta.
     """
 
     def __init__(self, prompt: str, response: str | None, answer: str | None):
@@ -71,6 +73,7 @@ class Columns(RowFormat):
         return Read(messages, meta_of(columns, self.answer, used), self._response(columns))
 
     def _response(self, columns: Mapping[str, Any]) -> str | None:
+        """Return the response of a row; None if it has none."""
         if self.response is None:
             completion = columns.get("completion")
             if isinstance(completion, str) and completion.strip():
@@ -87,8 +90,9 @@ class Columns(RowFormat):
 
 
 class Messages(RowFormat):
-    """A chat in the column `messages`. Where the assistant speaks last, that message is the
-    response.
+    """Read a chat from the column `messages`.
+
+    If the last message is the assistant's, that message is the response.
     """
 
     def __init__(self, answer: str | None):
@@ -101,8 +105,10 @@ class Messages(RowFormat):
 
 
 class ShareGPT(RowFormat):
-    """A chat in the column `conversations`: {"from": "human" or "gpt", "value": ...}, and the like;
-    `system` may stand beside it.
+    """Read a chat from the column `conversations` (or `conversation`).
+
+    Each message is {"from": "human" or "gpt", "value": ...} or uses another name of _SPEAKERS. The
+    row may also have a column `system`.
     """
 
     def __init__(self, answer: str | None):
@@ -116,7 +122,7 @@ class ShareGPT(RowFormat):
         )
         turns, system = _column(columns, name), columns.get("system")
         if not isinstance(turns, list):
-            raise BadRow(f"{name!r} is a list of messages, this is {str(turns)[:60]!r}")
+            raise BadRow(f"{name!r} must be a list of messages, this is {str(turns)[:60]!r}")
         messages = [
             self._message(turn, f"message {number} of {name!r}")
             for number, turn in enumerate(turns, start=1)
@@ -131,11 +137,17 @@ class ShareGPT(RowFormat):
 
     @staticmethod
     def _message(turn: Any, where: str) -> Any:
+        """Convert {"from", "value"} to {"role", "content"}.
+
+        Raises BadRow for an unknown speaker.
+        """
         if not isinstance(turn, dict) or "from" not in turn:
-            return turn  # a role and content, or nothing that read_messages would take
+            return turn  # has role and content, or read_messages rejects it
         role = _SPEAKERS.get(str(turn["from"]).lower())
         if role is None:
-            raise BadRow(f"{where} is from {turn['from']!r}; known are {', '.join(_SPEAKERS)}")
+            raise BadRow(
+                f"{where} is from {turn['from']!r}; known speakers are {', '.join(_SPEAKERS)}"
+            )
         return {"role": role, "content": turn.get("value")}
 
 
@@ -148,7 +160,7 @@ _SPEAKERS = {
 
 
 class Text(RowFormat):
-    """A text in the column `text`, to be learnt as it stands, without a prompt."""
+    """Read a text from the column `text`, to be trained on as it is, without a prompt."""
 
     def __init__(self, answer: str | None):
         self.answer = answer
@@ -158,9 +170,7 @@ class Text(RowFormat):
 
 
 class Unpaired(Columns):
-    """Prompt and completion with a `label` that says whether this is a good answer: true or false,
-    1 or 0.
-    """
+    """Read prompt, completion and `label`: whether the answer is good (true or false, 1 or 0)."""
 
     def __init__(self, prompt: str, response: str | None, answer: str | None):
         super().__init__(prompt, response, answer)
@@ -171,7 +181,8 @@ class Unpaired(Columns):
             raise NoColumn(
                 "label",
                 columns,
-                "these are pairs, of which --data-format preferences makes a good and a bad answer each",
+                "these are pairs, of which --data-format preferences makes a good and a bad answer "
+                "each",
             )
         read = super().read(columns)
         label = _LABELS.get(str(_column(columns, "label")).lower())
@@ -179,7 +190,8 @@ class Unpaired(Columns):
             raise BadRow(f"'label' is true or false (1 or 0), this is {columns['label']!r}")
         if read.response is None:
             raise BadRow(
-                "there is no answer that the label speaks of: it is in the column 'completion', or name it with --response-column"
+                "the row has a label but no answer: put the answer into the column 'completion', "
+                "or name its column with --response-column"
             )
         return read._replace(meta={**read.meta, "label": label})
 
@@ -188,10 +200,10 @@ _LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.
 
 
 class Alpaca(RowFormat):
-    """instruction, input (may be empty or absent) and output; the input follows the instruction
-    after an empty line.
+    """Read instruction, input (may be empty or absent) and output.
 
-    Where `instances` holds several {input, output}, each is a problem of its own.
+    The input follows the instruction after an empty line. If the row has a list `instances` of
+    {input, output}, each instance is a separate problem.
     """
 
     def __init__(self, answer: str | None):
@@ -212,29 +224,29 @@ class Alpaca(RowFormat):
             or not all(isinstance(item, dict) for item in instances)
         ):
             raise BadRow(
-                f"'instances' is a list of one or more {{'input', 'output'}}, this is {str(instances)[:60]!r}"
+                f"'instances' must be a non-empty list of {{'input', 'output'}}, "
+                f"this is {str(instances)[:60]!r}"
             )
         shared = {key: value for key, value in columns.items() if key != "instances"}
-        found = []
+        problems_read = []
         for number, item in enumerate(instances, start=1):
             try:
-                found.append(self.read({**shared, **item}))
+                problems_read.append(self.read({**shared, **item}))
             except BadRow as error:
                 raise BadRow(f"instance {number}: {error}") from error
-        return found
+        return problems_read
 
 
 class Preferences(RowFormat):
-    """Two answers to one prompt, the preferred one and the other, in the usual shapes.
+    """Read the preferred and the rejected answer to a prompt, in any of these forms:
 
-    - texts or one-message lists in `chosen` and `rejected`, the prompt (text or messages) in the
-      column `prompt`, or in
-      instruction and input;
-    - whole conversations (lists of messages) in `chosen` and `rejected`, alike up to their last
-      message;
-    - whole dialogues as text, "\\n\\nHuman: ...\\n\\nAssistant: ...", alike up to their last answer
-      (HH-RLHF);
-    - input, output_1, output_2 and label, 1 or 2: the one preferred (LLMBar).
+    - texts or single-message lists in `chosen` and `rejected`; the prompt (text or messages) is in
+      the column `prompt`, or in instruction and input;
+    - complete conversations (lists of messages) in `chosen` and `rejected`, identical up to their
+      last message;
+    - complete dialogues as text, "\\n\\nHuman: ...\\n\\nAssistant: ...", identical up to their last
+      answer (HH-RLHF);
+    - input, output_1, output_2 and label: the number of the preferred output, 1 or 2 (LLMBar).
     """
 
     def __init__(self, prompt: str, chosen: str, rejected: str, answer: str | None):
@@ -262,27 +274,29 @@ class Preferences(RowFormat):
             ]
             if sides[0][:-1] != sides[1][:-1]:
                 raise BadRow(
-                    f"{self.chosen!r} and {self.rejected!r} differ before their last message: they answer two prompts"
+                    f"{self.chosen!r} and {self.rejected!r} differ before their last message: "
+                    "they must answer the same prompt"
                 )
-            asked, answers = (
+            prompt, answers = (
                 sides[0][:-1],
                 [_said(side[-1], name) for side, name in zip(sides, self._names, strict=True)],
             )
         else:
-            asked, answers = (
+            prompt, answers = (
                 self._asked(columns),
                 [self._answer_in(columns, name) for name in self._names],
             )
         for answer, name in zip(answers, self._names, strict=True):
             if not answer.strip():
                 raise BadRow(f"the answer in {name!r} is empty")
-        return Read(asked, meta, *answers)
+        return Read(prompt, meta, *answers)
 
     @property
     def _names(self) -> tuple[str, str]:
         return self.chosen, self.rejected
 
     def _asked(self, columns: Mapping[str, Any]) -> list[Message]:
+        """Return the prompt of a row, if the answers do not include the prompt."""
         if self.prompt not in columns and "instruction" in columns:
             return [{"role": "user", "content": _instruction(columns)}]
         prompt = _column(columns, self.prompt)
@@ -292,23 +306,28 @@ class Preferences(RowFormat):
 
     @staticmethod
     def _answer_in(columns: Mapping[str, Any], name: str) -> str:
+        """Return the answer in a column: a text, or a list of a single assistant message."""
         value = columns[name]
         if not isinstance(value, list):
             return text_of(columns, name)
         if len(value) != 1:
             raise BadRow(
-                f"{name!r} is one message of the assistant, or a whole conversation; it has {len(value)} messages"
+                f"{name!r} must hold a single assistant message or a complete conversation; "
+                f"it has {len(value)} messages"
             )
         return _said(value[0], name)
 
     def _labelled(self, columns: Mapping[str, Any]) -> Read:
+        """Read a row of input, output_1, output_2 and label."""
         label = _column(columns, "label")
-        if type(label) is not int or label not in (1, 2):  # true and 1.0 name no column
-            raise BadRow(f"'label' is 1 or 2, the output that is preferred; this is {label!r}")
+        if type(label) is not int or label not in (1, 2):  # true and 1.0 name no output
+            raise BadRow(
+                f"'label' must be 1 or 2, the number of the preferred output; this is {label!r}"
+            )
         meta = meta_of(columns, self.answer, {"input", "output_1", "output_2", "label"})
-        asked: list[Message] = [{"role": "user", "content": text_of(columns, "input")}]
+        prompt: list[Message] = [{"role": "user", "content": text_of(columns, "input")}]
         return Read(
-            asked,
+            prompt,
             meta,
             text_of(columns, f"output_{label}"),
             text_of(columns, f"output_{3 - label}"),
@@ -316,7 +335,7 @@ class Preferences(RowFormat):
 
 
 def is_chat(columns: Mapping[str, Any], prompt: str | None) -> bool:
-    """Whether a row's prompt is a list of messages."""
+    """Return whether a row's prompt is a list of messages."""
     return any(
         isinstance(columns.get(name), list)
         for name in (prompt or "prompt", "messages", "conversations", "conversation")
@@ -324,14 +343,14 @@ def is_chat(columns: Mapping[str, Any], prompt: str | None) -> bool:
 
 
 def _chat(value: Any, name: str, meta: dict[str, Any]) -> Read:
-    """A conversation; where the assistant speaks last, that message is the response."""
+    """Read a conversation. If its last message is the assistant's, that message is the response."""
     messages = read_messages(value, name)
     if messages[-1]["role"] != "assistant":
         return Read(messages, meta)
-    *asked, last = messages
-    if not asked:
-        raise BadRow(f"{name!r} holds an assistant's message alone; it answers nothing")
-    return Read(asked, meta, _said(last, name))
+    *prompt, last = messages
+    if not prompt:
+        raise BadRow(f"{name!r} holds only an assistant message; a prompt must precede it")
+    return Read(prompt, meta, _said(last, name))
 
 
 def _role(message: Any) -> Any:
@@ -339,7 +358,7 @@ def _role(message: Any) -> Any:
 
 
 def _said(message: Any, name: str) -> str:
-    """The text of an assistant's message."""
+    """Return the text of an assistant message. Raises BadRow for any other message."""
     if _role(message) != "assistant" or "content" not in message:
         raise BadRow(
             f"{name!r} ends with a message of the assistant; this ends with {str(message)[:60]!r}"
@@ -347,7 +366,8 @@ def _said(message: Any, name: str) -> str:
     extra = sorted(key for key in message if key not in ("role", "content") and message[key])
     if extra:
         raise BadRow(
-            f"the last message is not text alone ({', '.join(extra)}); only text can be learnt from here"
+            f"the last message is not text alone ({', '.join(extra)}); "
+            "only text can be trained on here"
         )
     return _content(message["content"], f"the last message of {name!r}")
 
@@ -360,12 +380,12 @@ def _content(value: Any, where: str) -> str:
 
 
 def _dialogue(text: str, name: str) -> list[Message]:
-    """ "\n\nHuman: Hi\n\nAssistant: Hello" as messages."""
+    """Parse "\n\nHuman: Hi\n\nAssistant: Hello" to messages."""
     parts = re.split(r"(?:^|\n\n)(Human|Assistant):", text)
     roles = {"Human": "user", "Assistant": "assistant"}
     messages: list[Message] = [
-        {"role": roles[who], "content": said.strip()}
-        for who, said in zip(parts[1::2], parts[2::2], strict=True)
+        {"role": roles[speaker], "content": text_after.strip()}
+        for speaker, text_after in zip(parts[1::2], parts[2::2], strict=True)
     ]
     return read_messages(messages, name)
 
@@ -382,6 +402,7 @@ def _column(columns: Mapping[str, Any], name: str) -> Any:
 
 
 def text_of(columns: Mapping[str, Any], name: str) -> str:
+    """Return the text of a column. Raises BadRow if it is absent, empty or not text."""
     value = _column(columns, name)
     if not isinstance(value, str):
         raise BadRow(f"{name!r} is a {type(value).__name__}, text is expected: {str(value)[:60]!r}")
@@ -391,10 +412,13 @@ def text_of(columns: Mapping[str, Any], name: str) -> str:
 
 
 def read_messages(value: Any, name: str) -> list[Message]:
-    """A conversation from outside, its contents as text. BadRow for what no renderer could write."""
+    """Parse an untrusted conversation; contents without images become text.
+
+    Raises BadRow if no renderer could render the conversation, or if no user message has text.
+    """
     if not isinstance(value, list) or not value:
-        raise BadRow(f"{name!r} is a list of one or more messages, this is {str(value)[:60]!r}")
-    found = []
+        raise BadRow(f"{name!r} must be a list of at least 1 message, this is {str(value)[:60]!r}")
+    parsed_messages = []
     for number, message in enumerate(value, start=1):
         where = f"message {number} of {name!r}"
         if (
@@ -402,32 +426,41 @@ def read_messages(value: Any, name: str) -> list[Message]:
             or not isinstance(message.get("role"), str)
             or "content" not in message
         ):
-            raise BadRow(f"{where} is no {{'role': ..., 'content': ...}}: {str(message)[:60]!r}")
+            raise BadRow(f"{where} is not {{'role': ..., 'content': ...}}: {str(message)[:60]!r}")
         if not message["role"].strip():
             raise BadRow(f"{where} has an empty role")
         calls = message.get("tool_calls")
         if calls is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
             raise BadRow(
-                f"{where} has tool_calls that are no list of calls (function: name, arguments): {str(calls)[:60]!r}"
+                f"{where} has tool_calls that are no list of calls (function: name, arguments): "
+                f"{str(calls)[:60]!r}"
             )
         if not isinstance(message.get("reasoning_content"), (str, type(None))):
             raise BadRow(
-                f"{where} has a reasoning_content that is no text: {str(message['reasoning_content'])[:60]!r}"
+                f"{where} has a reasoning_content that is no text: "
+                f"{str(message['reasoning_content'])[:60]!r}"
             )
         content = message["content"]
-        # those are looked at where the row's images are known (rl.data.images)
+        # Contents with images are checked in rl.data.images, which knows the row's images.
         if not has_images([message]):
             content = "" if content is None and calls else _content(content, where)
-        # a table has every key in every message, empty where a message has none
-        found.append(
+        # In a table every message has every key; the absent values are None.
+        parsed_messages.append(
             {
-                **{key: given for key, given in message.items() if given is not None},
+                **{
+                    key: field_value
+                    for key, field_value in message.items()
+                    if field_value is not None
+                },
                 "content": content,
             }
         )
-    if not any(message["role"] == "user" and said(message["content"]).strip() for message in found):
+    if not any(
+        message["role"] == "user" and said(message["content"]).strip()
+        for message in parsed_messages
+    ):
         raise BadRow(f"{name!r} holds no message of the user")
-    return found
+    return parsed_messages
 
 
 def _is_call(call: Any) -> bool:
@@ -442,11 +475,14 @@ def _is_call(call: Any) -> bool:
 def meta_of(
     columns: Mapping[str, Any], answer: str | None, used: Collection[str | None]
 ) -> dict[str, Any]:
-    """Every column not used up, and the answer as "answer"."""
+    """Return the columns that are not in `used`, and the answer as "answer".
+
+    Raises BadRow if the answer is absent or empty.
+    """
     meta = {key: value for key, value in columns.items() if key not in used}
     if answer is not None:
         value = _column(columns, answer)
-        # NaN: how tables write a missing value
+        # NaN: a missing value in a table
         if value is None or isinstance(value, str) and not value.strip() or value != value:
             raise BadRow(f"{answer!r} is empty")
         meta["answer"] = value

@@ -266,8 +266,7 @@ def _paths(source: str, split: str, config: str | None) -> tuple[list[Path], str
         return find_files(path, split, config), path.resolve().name
     if not path.is_file():
         raise UserError(
-            f"{source} is no file or folder, and only files can be streamed: "
-            "remove the setting stream"
+            f"{source} is no file or folder, and only files can be streamed: leave out stream"
         )
     if not path.name.endswith(FILE_SUFFIXES):
         raise UserError(f"data file {path} must have a suffix among {', '.join(FILE_SUFFIXES)}")

@@ -1,6 +1,4 @@
-"""Rows out of files and hub data sets, each with the place it came from; bad rows are gathered and
-named together.
-"""
+"""Read rows of files and hub data sets, each with its origin; collect and report bad rows."""
 
 from __future__ import annotations
 
@@ -24,12 +22,13 @@ FILE_SUFFIXES = (*_PLAIN, *(f"{suffix}.gz" for suffix in _PLAIN), ".parquet", ".
 
 
 class BadRow(ValueError):
-    """A row that cannot be used, and why."""
+    """Report a row that cannot be used, and the reason."""
 
 
 class NoColumn(BadRow):
-    """A row that lacks the column `name`; it has `columns`. `remedy`: what else to do about such
-    rows than to name the column.
+    """Report a row that has `columns`, but lacks the column `name`.
+
+    remedy: an alternative to naming the column.
     """
 
     def __init__(self, name: str, columns: Iterable[str], remedy: str = ""):
@@ -40,22 +39,26 @@ class NoColumn(BadRow):
 
     @property
     def there(self) -> str:
+        """Return the quoted names of the row's columns, for messages."""
         return ", ".join(map(repr, self.columns)) or "none"
 
 
-# what data sets call what is asked
+# common names of the prompt column
 _PROMPTS = ("question", "problem", "instruction", "query", "input", "text")
 
 
 class NoSplit(UserError):
-    """A data set that is there, and has no split of the name."""
+    """Report that an existing data set lacks the requested split."""
 
 
 class FaultyRows(UserError):
-    """Rows that cannot be used: `found`, each with its place and what is wrong, beside `good` ones.
+    """Report the bad rows of a data set.
 
-    `rows`: the good ones (rl.types.Problem), where the others of their data set were never read on;
-    what is wrong with them for other reasons can then be told in the same breath (`and_more`).
+    found: the bad rows, each as its place and its fault. good: the number of good rows.
+    rows: the good rows (rl.types.Problem), so that later checks can report the faults of these in
+    the same error (`and_more`).
+    least: more bad rows may exist, because the check stopped early.
+    text: the message; "": `summary` and the remedy.
     """
 
     def __init__(
@@ -70,11 +73,12 @@ class FaultyRows(UserError):
         self.found, self.good, self.rows, self.least = tuple(found), good, tuple(rows), least
         super().__init__(
             text
-            or f"{summary(found, good, least=least)}\nMend them, or leave them out with on_bad_row skip."
+            or f"{summary(found, good, least=least)}\nCorrect them, or leave them out with "
+            "on_bad_row skip."
         )
 
     def and_more(self, other: FaultyRows) -> FaultyRows:
-        """Together with those of `other`, which are among the good rows here."""
+        """Merge with the faults of `other`, whose rows count as good rows here."""
         return FaultyRows(
             [*self.found, *other.found],
             self.good - len(other.found),
@@ -83,32 +87,37 @@ class FaultyRows(UserError):
 
     @staticmethod
     def of_all(faults: Sequence[FaultyRows]) -> FaultyRows:
-        """Those of several data sets as one; of one themselves."""
+        """Merge the faults of several data sets; return those of a single data set unchanged."""
         if len(faults) == 1:
             return faults[0]
         found, rows = (
-            [text for one in faults for text in one.found],
-            [row for one in faults for row in one.rows],
+            [text for fault in faults for text in fault.found],
+            [row for fault in faults for row in fault.rows],
         )
         return FaultyRows(
-            found, sum(one.good for one in faults), rows, least=any(one.least for one in faults)
+            found,
+            sum(fault.good for fault in faults),
+            rows,
+            least=any(fault.least for fault in faults),
         )
 
 
 def summary(found: Sequence[str], good: int, *, least: bool = False) -> str:
-    """How many rows are bad, and some of them: of each kind of fault one (ten kinds at most), or
-    five. `least`: there may be more.
+    """Return the number of bad rows and a listing of some.
+
+    The listing has a row for each kind of fault (at most 10 kinds), and at least 5 rows if so many
+    are bad. least: state that more bad rows may exist.
     """
     first: dict[str, int] = {}
     for i, text in enumerate(found):
         first.setdefault(kind_of_fault(text), i)
-    shown = set(list(first.values())[:10])
+    listed = set(list(first.values())[:10])
     for i in range(len(found)):
-        if len(shown) >= 5:
+        if len(listed) >= 5:
             break
-        shown.add(i)
-    lines = "\n  ".join(found[i] for i in sorted(shown)) + (
-        "\n  ..." if len(found) > len(shown) else ""
+        listed.add(i)
+    lines = "\n  ".join(found[i] for i in sorted(listed)) + (
+        "\n  ..." if len(found) > len(listed) else ""
     )
     return (
         f"{len(found)} bad rows{' at least' if least else ''} beside {good} good ones:\n  {lines}"
@@ -119,22 +128,22 @@ _DIFFERS = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\d+")
 
 
 def kind_of_fault(text: str) -> str:
-    """What is said of a row without what two faults of one kind differ in: quotations and numbers."""
+    """Remove quotations and numbers from a fault, so that two faults of a kind compare equal."""
     return _DIFFERS.sub("", text)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: where it stands ("train.jsonl line 12"), and its columns, or why it has none."""
+    """Hold a row: its place ("train.jsonl line 12") and its columns, or the reason it is bad."""
 
     place: str
     columns: Mapping[str, Any] | BadRow
-    folder: Path | None = None  # where paths in it start
+    folder: Path | None = None  # the folder that paths in the row are relative to
 
 
 @dataclass(slots=True)
 class BadRows:
-    """What became of the bad rows of one data set."""
+    """Collect the bad rows of a data set, then raise or log them."""
 
     on_bad_row: OnBadRow
     found: list[str] = field(default_factory=list)
@@ -142,6 +151,7 @@ class BadRows:
     first_lacking: str = ""
 
     def add(self, place: str, reason: BadRow) -> None:
+        """Record a bad row."""
         self.found.append(f"{place}: {reason}")
         if isinstance(reason, NoColumn):
             self.first_lacking = self.first_lacking or place
@@ -154,24 +164,26 @@ class BadRows:
         example: str = "",
         rows: Sequence[Any] = (),
     ) -> None:
-        """Raise FaultyRows for the bad rows (some of them, and how many), or log them where they
-        are to be skipped.
+        """Raise FaultyRows for the bad rows, or log them if on_bad_row is "skip".
 
-        A column that no row has is one mistake, not one a row. `named`: the columns asked for, by
-        setting; `example`: a row of the shape that was looked for; `rows`: see FaultyRows.
+        The message counts the bad rows and lists some. Raises UserError if all rows lack the same
+        column (a single mistake), or if rows are skipped and no good row remains.
+        named: the requested columns by setting. example: a row of the expected format. rows: see
+        FaultyRows.
         """
         if not self.found:
             return
-        if not good and len({one.name for one in self.lacking}) == 1:
+        if not good and len({missing.name for missing in self.lacking}) == 1:
             others = len(self.found) - len(self.lacking)
-            beside = (
+            other_faults = (
                 f"; {others} more {'is' if others == 1 else 'are'} bad for other reasons"
                 if others
                 else ""
             )
-            wanted = f"\nSuch a row is {example}" if example else ""
+            expected = f"\nSuch a row is {example}" if example else ""
             raise UserError(
-                f"{_nowhere(self.lacking[0], len(self.lacking), named)} (the first: {self.first_lacking}){beside}{wanted}"
+                f"{_nowhere(self.lacking[0], len(self.lacking), named)} "
+                f"(the first: {self.first_lacking}){other_faults}{expected}"
             )
         if not good and self.on_bad_row == "skip":
             raise UserError(
@@ -183,28 +195,34 @@ class BadRows:
 
 
 def _nowhere(lacking: NoColumn, rows: int, named: Mapping[str, str | None]) -> str:
+    """Return the message for a column that none of `rows` rows has, with a suggestion."""
     setting = next((setting for setting, column in named.items() if column == lacking.name), None)
-    near = difflib.get_close_matches(lacking.name, lacking.columns, n=1)
-    usual = (
+    close_matches = difflib.get_close_matches(lacking.name, lacking.columns, n=1)
+    likely_columns = (
         [name for name in _PROMPTS if name in lacking.columns]
         if lacking.name == "prompt" and setting is not None
         else []
     )
     hint = (
-        f"; did you mean {near[0]!r}?"
-        if near
-        else f"; if it is {usual[0]!r}, say {setting} {usual[0]}"
-        if usual
+        f"; did you mean {close_matches[0]!r}?"
+        if close_matches
+        else f"; if it is {likely_columns[0]!r}, say {setting} {likely_columns[0]}"
+        if likely_columns
         else ""
     )
-    shown = f" ({setting})" if setting is not None else ""
+    setting_note = f" ({setting})" if setting is not None else ""
     remedy = f"; {lacking.remedy}" if lacking.remedy else ""
-    return f"no column {lacking.name!r}{shown} in any of {rows} rows, which have {lacking.there}{hint}{remedy}"
+    return (
+        f"no column {lacking.name!r}{setting_note} in any of {rows} rows, "
+        f"which have {lacking.there}{hint}{remedy}"
+    )
 
 
 def to_the_end(stream: Iterable[bytes], path: Path) -> Iterator[bytes]:
-    """The lines of a file. UserError where it cannot be read to its end: it is not known how many
-    are missing.
+    """Yield the lines of a file.
+
+    Raises UserError if the file cannot be read to its end, since the number of missing lines is
+    unknown.
     """
     number = 0
     try:
@@ -218,7 +236,7 @@ def to_the_end(stream: Iterable[bytes], path: Path) -> Iterator[bytes]:
 
 
 def json_lines(lines: Iterable[bytes], name: str) -> Iterator[Row]:
-    """The rows of a .jsonl file: one JSON object a line."""
+    """Return the rows of a .jsonl file: a JSON object per line, empty lines skipped."""
     return (
         row_of_line(line, number, name)
         for number, line in enumerate(lines, start=1)
@@ -227,12 +245,14 @@ def json_lines(lines: Iterable[bytes], name: str) -> Iterator[Row]:
 
 
 def row_of_line(line: bytes, number: int, name: str) -> Row:
+    """Parse line `number` (from 1) of the .jsonl file `name`."""
     if number == 1:
         line = line.removeprefix(b"\xef\xbb\xbf")  # the byte order mark that some editors write
     return Row(f"{name} line {number}", _columns(line))
 
 
 def _columns(line: bytes) -> Mapping[str, Any] | BadRow:
+    """Parse a line of JSON to columns; return the BadRow of an invalid line."""
     try:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -245,8 +265,10 @@ def _columns(line: bytes) -> Mapping[str, Any] | BadRow:
 
 
 def _object(value: Any, text: bytes) -> Mapping[str, Any] | BadRow:
-    """`text`: what the value was read from (or what it was read among); it tells whether a closer
-    look is needed.
+    """Return a parsed value if it is a usable JSON object, else the BadRow.
+
+    text: the JSON text that contains the value. A cheap scan of it decides whether the value needs
+    the full check (`_flaw`).
     """
     if not isinstance(value, dict):
         return BadRow(
@@ -259,17 +281,15 @@ def _object(value: Any, text: bytes) -> Mapping[str, Any] | BadRow:
 
 _DEEPEST = 64
 _TOO_DEEP = f"lists and objects within one another, more than {_DEEPEST} deep"
-# JSON can write half of a surrogate pair, UTF-8 cannot
+# JSON can encode half of a surrogate pair, UTF-8 cannot.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def _flaw(value: Any) -> str | None:
-    """What makes a value of JSON unusable although it is JSON: its depth, a text that cannot be
-    encoded.
-    """
-    left = [(value, 0)]
-    while left:
-        item, depth = left.pop()
+    """Return why a valid JSON value is unusable (depth, text that UTF-8 cannot encode), or None."""
+    pending = [(value, 0)]
+    while pending:
+        item, depth = pending.pop()
         if isinstance(item, str):
             try:
                 item.encode("utf-8")
@@ -278,7 +298,7 @@ def _flaw(value: Any) -> str | None:
         elif isinstance(item, (dict, list)):
             if depth == _DEEPEST:
                 return _TOO_DEEP
-            left += [
+            pending += [
                 (inner, depth + 1)
                 for inner in ([*item, *item.values()] if isinstance(item, dict) else item)
             ]
@@ -286,12 +306,12 @@ def _flaw(value: Any) -> str | None:
 
 
 def json_list(text: bytes, path: Path) -> Iterator[Row]:
-    """The rows of a .json file: a list of objects."""
+    """Yield the rows of a .json file: a list of objects. Raises UserError for any other content."""
     try:
         values = json.loads(text.decode("utf-8-sig"))
     except ValueError as error:
         raise UserError(
-            f"{path} is no JSON ({error}); a file of one object a line is named .jsonl"
+            f"{path} is no JSON ({error}); name a file with an object per line .jsonl"
         ) from error
     except RecursionError as error:
         raise UserError(f"{path} has {_TOO_DEEP}") from error
@@ -302,19 +322,20 @@ def json_list(text: bytes, path: Path) -> Iterator[Row]:
 
 
 def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
-    """The rows of a hub data set. Raises UserError with a remedy where it cannot be had."""
+    """Yield the rows of a hub data set. Raises UserError, with a remedy, if it cannot be loaded."""
     try:
         import datasets
     except ImportError as error:
         raise UserError(
-            f"data set {name!r} is taken for a hub name, and hub data sets need the package `datasets`: pip install datasets"
+            f"data set {name!r} is read as a hub name, and hub data sets need the package "
+            "`datasets`: pip install datasets"
         ) from error
     try:
         try:
             rows = datasets.load_dataset(name, config, split=split)
         except ConnectionError:
-            # `datasets` looks for data that it prepared itself, not for files that `hf download`
-            # left in the hub's cache.
+            # `datasets` searches only data that it prepared, not the files that `hf download`
+            # put into the hub's cache.
             if (folder := _cached_snapshot(name)) is None:
                 raise
             rows = datasets.load_dataset(str(folder), config, split=split)
@@ -323,15 +344,16 @@ def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
         if "Unknown split" in reason:
             raise NoSplit(f"hub data set {name!r} has no split {split!r}: {reason}") from error
         raise UserError(
-            f"hub data set {name!r} (config {config!r}, split {split!r}) cannot be loaded: {reason}. Without network it must "
-            "be in the hub's cache (HF_HUB_OFFLINE=1 then keeps it from asking); or give the path of a .jsonl file instead"
+            f"hub data set {name!r} (config {config!r}, split {split!r}) "
+            f"cannot be loaded: {reason}. Without network the data set must be in the hub's cache "
+            "(HF_HUB_OFFLINE=1 then prevents requests); or pass the path of a .jsonl file instead"
         ) from error
     for number, row in enumerate(rows):
         yield Row(f"{name} {split} row {number}", row)
 
 
 def _cached_snapshot(name: str) -> Path | None:
-    """Return the folder of a hub data set's files in the hub's cache; None where it holds none."""
+    """Return the folder of a hub data set's files in the hub's cache; None if not cached."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -1,6 +1,4 @@
-"""Rows of tables: .csv and .tsv, .parquet, .arrow (what `datasets` writes); all at once, or one by
-its number.
-"""
+"""Read .csv and .tsv in order; .jsonl, .parquet and .arrow (as `datasets` writes) by index."""
 
 from __future__ import annotations
 
@@ -20,12 +18,14 @@ from rl.errors import UserError
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 BINARY = (".parquet", ".arrow")
-_GROUPS_HELD = 16  # row groups of a .parquet file that stay decoded
+_GROUPS_HELD = 16  # decoded row groups of a .parquet file to cache
 
 
 def read_delimited(stream: Any, path: Path, suffix: str) -> Iterator[Row]:
-    """The rows of a .csv or .tsv file whose first line names the columns; a cell that is JSON of a
-    list of objects is that list.
+    """Yield the rows of a .csv or .tsv file; its first line names the columns.
+
+    A cell that holds a JSON list of objects becomes that list. Raises UserError if the file has a
+    syntax error, is not UTF-8, or has duplicate or empty column names.
     """
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     lines = (
@@ -39,11 +39,13 @@ def read_delimited(stream: Any, path: Path, suffix: str) -> Iterator[Row]:
             cells = next(reader, None)
         except csv.Error as error:
             raise UserError(
-                f"{path} line {reader.line_num} is no {suffix[1:]} ({error}): mend its quotes"
+                f"{path} line {reader.line_num} is not valid {suffix[1:]} ({error}): "
+                "correct its quotes"
             ) from error
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{path} is no UTF-8 text after line {reader.line_num} ({error.reason}): save it as UTF-8"
+                f"{path} is no UTF-8 text after line {reader.line_num} ({error.reason}): "
+                "save it as UTF-8"
             ) from error
         if cells is None:
             return
@@ -51,7 +53,8 @@ def read_delimited(stream: Any, path: Path, suffix: str) -> Iterator[Row]:
             header = [name.strip() for name in cells]
             if len(set(header)) < len(header) or not all(header):
                 raise UserError(
-                    f"{path}: the first line names the columns, each once; it is {', '.join(header)[:200]!r}"
+                    f"{path}: the first line names the columns, each once; "
+                    f"it is {', '.join(header)[:200]!r}"
                 )
         elif cells:
             yield Row(f"{path.name} line {reader.line_num}", _columns_of(header, cells))
@@ -76,8 +79,10 @@ def _cell(text: str) -> Any:
 
 
 class Table(ABC):
-    """Rows by their number. `blocks`: how many rows lie together, where reading one costs as much
-    as reading all of them.
+    """Access rows by index.
+
+    blocks: the number of rows in each block, if reading a row costs as much as reading its block;
+    empty if each row is read separately.
     """
 
     blocks: Sequence[int] = ()
@@ -90,12 +95,12 @@ class Table(ABC):
 
 
 class JsonLines(Table):
-    """A .jsonl file by the places where its lines begin."""
+    """Read a .jsonl file by the byte offsets of its lines."""
 
     def __init__(self, path: Path):
         self.path = path
         self._stream = path.open("rb")
-        # (where it begins, its number) of lines that hold something
+        # (byte offset, line number from 1) of each non-empty line
         self._lines: list[tuple[int, int]] = []
         at = 0
         for number, line in enumerate(to_the_end(self._stream, path), start=1):
@@ -113,8 +118,8 @@ class JsonLines(Table):
 
 
 class ArrowFile(Table):
-    """An .arrow file (a stream of record batches, as `datasets` writes it, or the file format),
-    mapped into memory.
+    """Read a memory-mapped .arrow file: a stream of record batches (as `datasets` writes) or the
+    file format.
     """
 
     def __init__(self, path: Path):
@@ -124,14 +129,14 @@ class ArrowFile(Table):
         source = pa.memory_map(str(path))
         try:
             try:
-                found = pa.ipc.open_stream(source)
-                self._batches = list(found)
+                record_stream = pa.ipc.open_stream(source)
+                self._batches = list(record_stream)
             except pa.ArrowInvalid:
                 opened = pa.ipc.open_file(source)
                 self._batches = [opened.get_batch(i) for i in range(opened.num_record_batches)]
         except (pa.ArrowInvalid, OSError) as error:
             raise UserError(
-                f"{path} is no .arrow file, or is damaged ({error}): write it anew"
+                f"{path} is not an .arrow file, or is damaged ({error}): write it again"
             ) from error
         self._ends = list(accumulate(batch.num_rows for batch in self._batches))
 
@@ -146,7 +151,7 @@ class ArrowFile(Table):
 
 
 class ParquetFile(Table):
-    """A .parquet file; its row groups are decoded whole, and the last few stay."""
+    """Read a .parquet file. Each row group is decoded at once; the last used groups are cached."""
 
     def __init__(self, path: Path):
         import pyarrow as pa
@@ -157,7 +162,7 @@ class ParquetFile(Table):
             self._file = pq.ParquetFile(str(path))
         except (pa.ArrowInvalid, OSError) as error:
             raise UserError(
-                f"{path} is no .parquet file, or is damaged ({error}): fetch or write it anew"
+                f"{path} is not a .parquet file, or is damaged ({error}): fetch or write it again"
             ) from error
         groups = range(self._file.metadata.num_row_groups)
         self.blocks = [self._file.metadata.row_group(i).num_rows for i in groups]
@@ -175,6 +180,7 @@ class ParquetFile(Table):
         )
 
     def _group(self, number: int) -> list[dict[str, Any]]:
+        """Return the rows of a row group, from the cache if possible."""
         import pyarrow as pa
 
         if number not in self._held:
@@ -184,14 +190,15 @@ class ParquetFile(Table):
                 self._held[number] = self._file.read_row_group(number).to_pylist()
             except (pa.ArrowInvalid, OSError) as error:
                 raise UserError(
-                    f"{self.path} is damaged in its row group {number} ({error}): fetch or write it anew"
+                    f"{self.path} is damaged in its row group {number} ({error}): "
+                    "fetch or write it again"
                 ) from error
         self._held.move_to_end(number)
         return self._held[number]
 
 
 class Tables(Table):
-    """Several files, one after the other."""
+    """Concatenate several tables."""
 
     def __init__(self, parts: Sequence[Table]):
         self.parts = list(parts)
@@ -208,19 +215,21 @@ class Tables(Table):
 
 
 def open_table(paths: Sequence[Path]) -> Table:
-    """Files whose rows are read one by one. UserError for those that must be read from their
-    beginning.
+    """Open files for access by row index.
+
+    Raises UserError for a file type that can only be read from its beginning.
     """
     kinds: Mapping[str, Callable[[Path], Table]] = {
         ".jsonl": JsonLines,
         ".parquet": ParquetFile,
         ".arrow": ArrowFile,
     }
-    found = []
+    tables = []
     for path in paths:
         if path.suffix not in kinds:
             raise UserError(
-                f"{path} cannot be read row by row: stream takes {', '.join(kinds)}; unpack or convert it, or leave out stream"
+                f"{path} cannot be read row by row: stream supports {', '.join(kinds)}; "
+                "unpack or convert it, or leave out stream"
             )
-        found.append(kinds[path.suffix](path))
-    return found[0] if len(found) == 1 else Tables(found)
+        tables.append(kinds[path.suffix](path))
+    return tables[0] if len(tables) == 1 else Tables(tables)
