@@ -1,6 +1,4 @@
-"""The clients over a network: Tinker's protocol and an OpenAI-style endpoint, for programs that run
-elsewhere.
-"""
+"""Serve training and sampling over HTTP: Tinker's protocol and OpenAI-style routes."""
 
 from rl.serve.app import make_app
 from rl.serve.desk import Desk

@@ -1,5 +1,6 @@
-"""JSON that can always be written: half of a surrogate pair, which a client may have sent, is
-escaped; a number that is none is null.
+"""Write JSON responses that never fail to encode.
+
+A lone surrogate, which a client may have sent, is escaped. NaN and infinity become null.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from rl.jsonl import finite
 
 
 class JsonAnswer(JSONResponse):
-    """As Starlette's, which raises for both: an answer that cannot be written would be an error of
-    the server's.
+    """Encode any content as ASCII JSON.
+
+    Starlette's JSONResponse raises for lone surrogates and for NaN, which would be reported as an
+    error of the server.
     """
 
     def render(self, content: Any) -> bytes:
+        """Return `content` as compact ASCII JSON."""
         try:
             return json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
         except ValueError:

@@ -1,5 +1,6 @@
-"""The application: who may ask, how much, and what is noted of it. What is answered is in the
-routes of the two protocols.
+"""Build the ASGI application: API keys, limits, error responses, metrics and the request log.
+
+The routes of the two protocols are in other modules.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ log = logging.getLogger("whetstone.serve")
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-OPEN_PATHS = ("/healthz", "/api/v1/healthz")  # to be asked without a key
+OPEN_PATHS = ("/healthz", "/api/v1/healthz")  # served without a key
 
 
 def make_app(desk: Desk, routes: Sequence[BaseRoute], links: Links) -> Any:
-    """Return an ASGI application with these routes beside /healthz and /metrics."""
+    """Return an ASGI application with `routes`, /healthz and /metrics."""
 
     async def health(request: Request) -> Response:
         status = "ending" if desk.ending else "ok"
@@ -45,17 +46,20 @@ def make_app(desk: Desk, routes: Sequence[BaseRoute], links: Links) -> Any:
     async def metrics(request: Request) -> Response:
         return PlainTextResponse(desk.tally.page(), media_type="text/plain; version=0.0.4")
 
-    own = [Route(path, health) for path in OPEN_PATHS] + [Route("/metrics", metrics)]
+    built_in_routes = [Route(path, health) for path in OPEN_PATHS] + [Route("/metrics", metrics)]
     handlers = {Refused: _refused, HTTPException: _no_such, ValueError: _broken, Exception: _broken}
-    app = Starlette(routes=[*own, *routes], exception_handlers=handlers)
+    app = Starlette(routes=[*built_in_routes, *routes], exception_handlers=handlers)
     return Guard(app, desk, links)
 
 
 def refusal(status: int, message: str, retry_after: float | None = None) -> JsonAnswer:
-    """An error in a form that both protocols' clients show."""
+    """Return an error response in a form that the clients of both protocols show.
+
+    `retry_after`: seconds, sent as the retry-after header.
+    """
     headers = {} if retry_after is None else {"retry-after": f"{retry_after:g}"}
     if status == 408:
-        headers["connection"] = "close"  # the rest of the body is not waited for
+        headers["connection"] = "close"  # the server does not wait for the rest of the body
     kind = "invalid_request_error" if status < 500 else "server_error"
     body = {
         "detail": message,
@@ -65,11 +69,13 @@ def refusal(status: int, message: str, retry_after: float | None = None) -> Json
 
 
 async def _refused(request: Request, error: Exception) -> Response:
+    """Return the response of a `Refused`."""
     assert isinstance(error, Refused)
     return refusal(error.status, error.message, error.retry_after)
 
 
 async def _no_such(request: Request, error: Exception) -> Response:
+    """Return the response of Starlette's HTTPException, such as an unknown path."""
     assert isinstance(error, HTTPException)
     return refusal(
         error.status_code, f"{request.method} {shown_path(request.url.path)}: {error.detail}"
@@ -77,6 +83,7 @@ async def _no_such(request: Request, error: Exception) -> Response:
 
 
 async def _broken(request: Request, error: Exception) -> Response:
+    """Return 400 for an error of the caller; log any other error and return 500."""
     message, category = told(error, "the request")
     if category == "user":
         return refusal(400, message)
@@ -89,8 +96,8 @@ async def _broken(request: Request, error: Exception) -> Response:
 
 
 class Guard:
-    """Around every request: a key where keys are set, a body no larger than allowed, not too many
-    at once, a line in the log.
+    """Wrap the application: check the key, the body's size and the number of open requests, and
+    log each request.
     """
 
     def __init__(self, app: Any, desk: Desk, links: Links):
@@ -98,7 +105,7 @@ class Guard:
         self.desk = desk
         self.links = links
         self.open = 0
-        # by owner; None: those without a key, which are refused at once
+        # open requests by owner; None: requests without a valid key, which get 401 at once
         self._open_of: Counter[str | None] = Counter()
         self._keys = [(key.encode(), owner_of(key)) for key in desk.settings.keys]
         desk.tally.gauges["open_requests"] = lambda: float(self.open)
@@ -107,29 +114,29 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        begin, seen = time.perf_counter(), {"status": 0}
+        begin, response = time.perf_counter(), {"status": 0}
 
-        async def noting(message: MutableMapping[str, Any]) -> None:
+        async def record_status(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                seen["status"] = message["status"]
+                response["status"] = message["status"]
             await send(message)
 
         owner = self._owner_of(scope)
         self.open += 1
         self._open_of[owner] += 1
         try:
-            await self._answer(scope, receive, noting, owner)
+            await self._answer(scope, receive, record_status, owner)
         finally:
             self.open -= 1
             self._open_of[owner] -= 1
             if not self._open_of[owner]:
                 del self._open_of[owner]
-            self._note(scope, seen["status"], time.perf_counter() - begin)
+            self._note(scope, response["status"], time.perf_counter() - begin)
 
     def _owner_of(self, scope: Scope) -> str | None:
-        """Return the owner of the request; None if it lacks a key that it needs.
+        """Return the owner of the request; None if the request lacks a required key.
 
-        A link is its creator's. A link that nobody created, or that has expired, is LOCAL's.
+        A signed link belongs to its creator. An expired or invalid link belongs to LOCAL.
         """
         if not self._keys or scope["path"] in OPEN_PATHS:
             return LOCAL
@@ -139,8 +146,8 @@ class Guard:
         return self._owner(dict(scope["headers"]))
 
     def _refusal(self, owner: str) -> Refused | None:
-        """Why one more open request of that owner is not answered."""
-        limit, total, mine = (
+        """Return the error for a request above the owner's share of open requests, or None."""
+        limit, total, owner_count = (
             self.desk.settings.limits.open_requests,
             self.open - 1,
             self._open_of[owner] - 1,
@@ -152,23 +159,24 @@ class Guard:
                 "open requests (--open-requests)",
                 limit,
                 total,
-                mine,
+                owner_count,
                 len(self._keys) > 1,
                 retry_after=1.0,
             )
-        except Refused as refused:
-            return refused
+        except Refused as error:
+            return error
         return None
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, owner: str | None) -> None:
+        """Check key, load and body size, then pass the request to the application."""
         headers = dict(scope["headers"])
         limits = self.desk.settings.limits
         if owner is None:
-            await refusal(401, "this server asks for a key: x-api-key, or authorization: Bearer")(
-                scope, receive, send
-            )
+            await refusal(
+                401, "this server requires a key: send x-api-key, or authorization: Bearer"
+            )(scope, receive, send)
             return
-        # A health check is answered however much is open.
+        # The limit of open requests does not apply to health checks.
         if scope["path"] not in OPEN_PATHS and (refused := self._refusal(owner)) is not None:
             await refusal(refused.status, refused.message, refused.retry_after)(
                 scope, receive, send
@@ -177,24 +185,28 @@ class Guard:
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > limits.body_bytes:
             await refusal(
-                413, f"a body may have {limits.body_bytes} bytes here: send less at once"
+                413, f"a body may have at most {limits.body_bytes} bytes: send less at once"
             )(scope, receive, send)
             return
         scope.setdefault("state", {})["owner"] = owner
-        # `_broken` has answered and noted it, and Starlette raises it once more
+        # `_broken` has answered and logged the error, and Starlette raises it again
         with contextlib.suppress(Exception):
             await self.app(scope, bounded(receive, limits.body_bytes, limits.body_seconds), send)
 
     def _owner(self, headers: dict[bytes, bytes]) -> str | None:
-        """Whose key it is, None for nobody's. Compares with every key, each in constant time."""
-        given = headers.get(b"x-api-key", b"")
+        """Return the owner of the key in `headers`; None if no configured key matches.
+
+        Compares with every key, each in constant time.
+        """
+        presented_key = headers.get(b"x-api-key", b"")
         kind, _, bearer = headers.get(b"authorization", b"").partition(b" ")
-        if not given and kind.lower() == b"bearer":
-            given = bearer.strip()
-        found = [owner for key, owner in self._keys if hmac.compare_digest(key, given)]
-        return found[0] if found else None
+        if not presented_key and kind.lower() == b"bearer":
+            presented_key = bearer.strip()
+        matches = [owner for key, owner in self._keys if hmac.compare_digest(key, presented_key)]
+        return matches[0] if matches else None
 
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
+        """Add the request to the metrics and to the log."""
         endpoint = scope.get("route")
         route = getattr(endpoint, "path", "(none)")
         self.desk.tally.add("requests_total", route=route, status=str(status))
@@ -211,7 +223,7 @@ class Guard:
 
 
 def shown_path(path: str) -> str:
-    """Return a path for the log. A link's signature, which is as good as a key, is left out."""
+    """Return a path for the log, without the signature of a link, which is as secret as a key."""
     if not path.startswith(LINKS):
         return path[:200]
     expires, _, rest = path.removeprefix(LINKS).partition("/")
@@ -219,8 +231,9 @@ def shown_path(path: str) -> str:
 
 
 class JsonLines(logging.Formatter):
-    """A line of JSON for each event: when, how grave, what, and its own fields. No prompts, no
-    keys.
+    """Format each log record as a line of JSON: time, level, event and the record's FIELDS.
+
+    Prompts and keys are never logged.
     """
 
     FIELDS = (
@@ -238,6 +251,7 @@ class JsonLines(logging.Formatter):
     )
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return `record` as a line of JSON."""
         line: dict[str, Any] = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
             "level": record.levelname.lower(),
@@ -250,7 +264,10 @@ class JsonLines(logging.Formatter):
 
 
 def _where(traceback: Any) -> list[str]:
-    """The places that a traceback names; its message may hold somebody's tokens."""
+    """Return the last 12 frames of a traceback as "file:line function".
+
+    The message of the exception is omitted: it may contain a user's tokens.
+    """
     places = []
     while traceback is not None:
         code = traceback.tb_frame.f_code

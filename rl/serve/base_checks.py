@@ -1,4 +1,4 @@
-"""Base models: what is checked of one when the server starts, and where clients find its tokenizer."""
+"""Check base models at the start of a server, and locate their tokenizers for clients."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def checked_context(base: ServedBase) -> int | None:
-    """Return how many tokens a base model reads at most, from its config alone. Raises UserError
-    that names what is wrong with it.
+    """Return the context length of a base model in tokens, from its config alone; None if the
+    config states no limit.
+
+    Raises UserError, which names the cause, if the model cannot be served.
     """
     folder = Path(base.where).expanduser()
     try:
@@ -31,18 +33,17 @@ def checked_context(base: ServedBase) -> int | None:
             and not any(any(folder.glob(pattern)) for pattern in _WEIGHTS)
         ):
             raise UserError(f"{folder} has a config and no weights ({' or '.join(_WEIGHTS)})")
-    except (
-        Exception
-    ) as error:  # boundary: whatever a config of others raises is a reason not to start
+    # boundary: any error that a user's config raises is a reason not to start
+    except Exception as error:
         raise UserError(f"--base-model {base.name} cannot be served: {error}") from error
     return max_context(skeleton)
 
 
 def tokenizer_place(base: ServedBase, tokenizer: Any, root: Path) -> str | None:
-    """Return where a client on this machine loads a tokenizer from, which it does by itself: a hub
-    name or a folder.
+    """Return the hub name or folder from which a client on this machine loads the tokenizer; None
+    if the base model has no tokenizer.
 
-    The tokenizer of a tiny:<preset> is written below `root`.
+    The tokenizer of a tiny:<preset> is written to a folder below `root`.
     """
     where = base.tokenizer or base.where
     if tokenizer is None:

@@ -1,4 +1,4 @@
-"""A JSON body, read field by field: what is missing or of another kind is refused by name."""
+"""Read the fields of a JSON request body; errors name a missing or mistyped field."""
 
 from __future__ import annotations
 
@@ -14,81 +14,96 @@ MOST_BYTES = 32 * 2**20
 
 
 def json_of(raw: bytes) -> Any:
-    """What the bytes say. ValueError for what is no JSON, and for half of a surrogate pair, which
-    no text holds and nothing can write.
+    """Return the value of a JSON text in UTF-8.
+
+    Raises ValueError for invalid JSON, and for a lone surrogate, which cannot be encoded again.
     """
-    # json itself takes other encodings, and halves of pairs as bytes
+    # json.loads itself accepts other encodings, and encoded surrogates
     text = raw.decode("utf-8-sig")
-    found = json.loads(text)
-    if "\\u" in text:  # only so can one be written
+    value = json.loads(text)
+    if "\\u" in text:  # the only spelling of a lone surrogate in valid UTF-8
         try:
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise ValueError("half of a surrogate pair stands in it") from None
-    return found
+            raise ValueError("it contains half of a surrogate pair") from None
+    return value
 
 
 def check_size(raw: bytes, limit: int = MOST_BYTES) -> None:
-    """Raise Refused (413) for a JSON body that would stop the event loop: it is read in one piece,
-    at about 20 ms a MiB.
+    """Raise Refused (413) for a JSON body of more than `limit` bytes.
+
+    Parsing blocks the event loop for about 20 ms per MiB.
     """
     if len(raw) > limit:
         raise Refused(
             413,
-            f"a body in JSON has {len(raw)} bytes, and {limit} are the most here: send less at once",
+            f"the JSON body has {len(raw)} bytes, the limit is {limit}: send less at once",
         )
 
 
 class Body:
-    """The object that a request brings."""
+    """Hold the JSON object of a request body, and check its fields on access.
+
+    Every method raises Refused (400) for a field of another type.
+    """
 
     def __init__(self, fields: dict[str, Any]):
         self.fields = fields
 
     @classmethod
     async def of(cls, request: Request, limit: int = MOST_BYTES) -> Body:
+        """Return the body of `request`. Raises Refused: 413 above `limit` bytes, 400 if the body is
+        not a JSON object.
+        """
         raw = await request.body()
         check_size(raw, limit)
         try:
             fields = json_of(raw) if raw else {}
         except (ValueError, RecursionError):
-            raise Refused(400, "the body is no JSON") from None
+            raise Refused(400, "the body is not valid JSON") from None
         if not isinstance(fields, dict):
-            raise Refused(400, f"the body is a JSON object, got {type(fields).__name__}")
+            raise Refused(400, f"the body must be a JSON object, got {type(fields).__name__}")
         return cls(fields)
 
     def text(self, name: str) -> str:
+        """Return a required text field."""
         return self._need(name, self.maybe(name, str))
 
     def whole(self, name: str, least: int = 0, most: int = 2**31 - 1) -> int:
+        """Return a required integer field from `least` to `most`."""
         return self._need(name, self.maybe_whole(name, least, most))
 
     def maybe_whole(self, name: str, least: int = 0, most: int = 2**31 - 1) -> int | None:
-        found = self.maybe(name, int)
-        if found is not None and not least <= found <= most:
-            raise Refused(400, f"{name} is a whole number from {least} to {most}, got {found}")
-        return found
+        """Return an optional integer field from `least` to `most`."""
+        value = self.maybe(name, int)
+        if value is not None and not least <= value <= most:
+            raise Refused(400, f"{name} must be an integer from {least} to {most}, got {value}")
+        return value
 
     def maybe(self, name: str, kind: type[T]) -> T | None:
-        """Absent or null: None."""
-        found = self.fields.get(name)
-        if found is None:
+        """Return an optional field of type `kind`; None if it is absent or null."""
+        value = self.fields.get(name)
+        if value is None:
             return None
-        if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
-            raise Refused(400, f"{name} is of type {kind.__name__}, got {type(found).__name__}")
-        return found
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise Refused(
+                400, f"{name} must be of type {kind.__name__}, got {type(value).__name__}"
+            )
+        return value
 
     def flag(self, name: str) -> bool:
+        """Return an optional boolean field; False if it is absent or null."""
         return bool(self.maybe(name, bool))
 
     def words(self, name: str) -> dict[str, str]:
-        """A map of words of the caller's own; what is no text becomes it."""
+        """Return an optional map of user metadata; a value that is not a text becomes its JSON."""
         return {
             str(key): value if isinstance(value, str) else json.dumps(value)
             for key, value in (self.maybe(name, dict) or {}).items()
         }
 
     def _need(self, name: str, found: T | None) -> T:
+        """Return the value. Raises Refused (400) if it is None."""
         if found is None:
             raise Refused(400, f"the body lacks {name!r}")
         return found

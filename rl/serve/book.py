@@ -1,12 +1,11 @@
-"""Who is there, and what is theirs: sessions, models, samplers, and where they lie on disk. Nothing
-here computes.
+"""Keep the records of sessions, models and samplers of a server, and their folders on disk.
 
-<output_dir>/<session>/session.json                     whose it is, its words
+<output_dir>/<session>/session.json                     owner and metadata of the session
 <output_dir>/<session>/train-<n>/weights/<name>/        tinker://<session>:train:<n>/weights/<name>
 <output_dir>/<session>/train-<n>/sampler_weights/<name>/
 <output_dir>/<session>/train-<n>/external_weights/<name>/
-<output_dir>/<session>/train-<n>/live/                  the model as it was when it was written out,
-and what it was asked last
+<output_dir>/<session>/train-<n>/live/                  the model when it was last written out, and
+                                                        its last request
 """
 
 from __future__ import annotations
@@ -41,7 +40,10 @@ _SESSION, _MODEL = (
 
 @dataclass
 class Session:
-    """One ServiceClient of somebody's."""
+    """Hold the record of a session: a ServiceClient of a user.
+
+    `session.json` holds every field but `beat`, the monotonic time of the last heartbeat.
+    """
 
     session_id: str
     owner: str
@@ -52,12 +54,16 @@ class Session:
     beat: float = field(default_factory=time.monotonic)
 
     def note(self) -> dict[str, Any]:
+        """Return the fields of `session.json`."""
         return {name: value for name, value in asdict(self).items() if name != "beat"}
 
 
 @dataclass
 class Model:
-    """A training client of somebody's. What computes is `client`, None while it is written out."""
+    """Hold the record of a training client of a user.
+
+    `client`: the training client; None while the model is written out to disk.
+    """
 
     model_id: str
     owner: str
@@ -66,32 +72,39 @@ class Model:
     base: ServedBase
     user_metadata: dict[str, str]
     client: TrainingClient | None = None
-    next_seq: int = 1  # the number of the request that is run next
-    waiting: dict[int, Job] = field(default_factory=dict)  # that came before their turn
-    ran: int = 0  # the number of the request that was begun last
-    last: dict[str, Any] | None = None  # the last update's number and answer
-    lost: str | None = None  # why there is no gradient where one was accumulated
-    failed: str | None = None  # why an update would be on half of what was meant
-    gradient: bool = False  # something is accumulated
-    busy: bool = False  # a request of it has begun
-    written: bool = False  # `live/` is what it is now
-    # since when a number is missing that an earlier server may have taken
+    next_seq: int = 1  # sequence number of the request to run next
+    # requests with a later number than `next_seq`, by number
+    waiting: dict[int, Job] = field(default_factory=dict)
+    ran: int = 0  # sequence number of the request that started last
+    last: dict[str, Any] | None = None  # number and result of the last optimizer step
+    lost: str | None = None  # the reason for which the accumulated gradient was dropped
+    # the reason for which an optimizer step would use only part of the accumulated batches
+    failed: str | None = None
+    gradient: bool = False  # whether a gradient is accumulated
+    busy: bool = False  # whether a request of the model is running
+    written: bool = False  # whether `live/` holds the current state
+    # monotonic time since which a number is missing that an earlier server may have run
     gap_since: float | None = None
     resumed: bool = False
     lora_rank: int | None = None
-    digest: str = ""  # of the body that it was made for (empty: an earlier version made it)
-    answer: dict[str, Any] = field(default_factory=dict)  # to that
+    # of the body of the request that created the model; empty: an earlier release created it
+    digest: str = ""
+    answer: dict[str, Any] = field(default_factory=dict)  # the result of that request
     used: float = field(default_factory=time.monotonic)
     last_request: float = field(default_factory=time.time)
 
     @property
     def live(self) -> Path:
+        """Return the folder to which the model is written out."""
         return self.folder / LIVE
 
 
 @dataclass
 class Sampler:
-    """A sampling session of somebody's. `path`: the folder that its weights can be read from again."""
+    """Hold the record of a sampling session of a user.
+
+    `path`: the folder from which its weights can be loaded again.
+    """
 
     sampler_id: str
     owner: str
@@ -99,14 +112,14 @@ class Sampler:
     base: ServedBase
     path: Path | None = None
     client: SamplingClient | None = None
-    snapshot: bool = False  # weights that lie in memory alone
+    snapshot: bool = False  # whether its weights exist only in memory
     clones: int = 0
     used: float = field(default_factory=time.monotonic)
 
 
 def tenant_of(thing: Session | Model | Sampler) -> str:
-    """Return in whose part something is counted: its key's, or its session's where the server has
-    no keys.
+    """Return the tenant for which a record counts: its owner, or its session if the server has no
+    keys.
     """
     if thing.owner != LOCAL:
         return thing.owner
@@ -114,7 +127,10 @@ def tenant_of(thing: Session | Model | Sampler) -> str:
 
 
 class Book:
-    """All of it by id. To an owner, what is another's does not exist."""
+    """Hold the records of sessions, models and samplers by id.
+
+    Lookups raise Refused (404) for a record of another owner, as for an unknown id.
+    """
 
     def __init__(self, output_dir: Path, limits: Limits):
         self.root = Path(output_dir)
@@ -123,7 +139,7 @@ class Book:
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Sampler] = {}
-        # whether there are more tenants than this one
+        # returns whether the server has other tenants
         self.others: Callable[[str], bool] = lambda tenant: False
 
     # ------------------------------------------------------------------------------------- sessions
@@ -131,20 +147,21 @@ class Book:
     def open_session(
         self, owner: str, user_metadata: dict[str, str], display_name: str | None
     ) -> Session:
+        """Create a session and write its file. Raises Refused (429) above the owner's share."""
         with self._opening:
-            alive = [
+            live_owners = [
                 session.owner
                 for session in list(self.sessions.values())
                 if session.finished is None
             ]
-            # without keys all sessions are one tenant's
-            others = owner != LOCAL and self.others(owner)
+            # without keys all sessions belong to the same tenant
+            has_others = owner != LOCAL and self.others(owner)
             check_share(
                 "sessions that are alive (--sessions)",
                 self.limits.sessions,
-                len(alive),
-                alive.count(owner),
-                others,
+                len(live_owners),
+                live_owners.count(owner),
+                has_others,
             )
             session = Session(uuid.uuid4().hex, owner, user_metadata, display_name)
             try:
@@ -156,17 +173,20 @@ class Book:
             return session
 
     def keep(self, session: Session) -> None:
-        """Writes what is known of a session, whole or not at all."""
+        """Write `session.json` atomically."""
         write_whole(self.root / session.session_id / "session.json", session.note())
 
     def session(self, session_id: str, owner: str, *, alive: bool = True) -> Session:
+        """Return the session and renew its heartbeat. Raises Refused: 404 for an unknown id, 410
+        for an ended session if `alive`.
+        """
         session = self.sessions.get(session_id)
         if session is None or session.owner != owner:
-            raise Refused(404, f"there is no session {session_id[:64]!r}")
+            raise Refused(404, f"unknown session {session_id[:64]!r}")
         if alive and session.finished is not None:
             raise Refused(
                 410,
-                f"the session {session_id} has ended ({session.finished}): make a new ServiceClient",
+                f"session {session_id} has ended ({session.finished}): create a new ServiceClient",
             )
         session.beat = time.monotonic()
         return session
@@ -176,57 +196,67 @@ class Book:
     def add_model(
         self, session: Session, seq: int, base: ServedBase, user_metadata: dict[str, str]
     ) -> Model:
+        """Add the record of a new model. Raises Refused (429) above the tenant's share."""
         models = [
             model
             for model in list(self.models.values())
             if self.sessions[model.session].finished is None
         ]
-        mine = sum(tenant_of(model) == tenant_of(session) for model in models)
-        what = "training clients in sessions that are alive (--models)"
-        check_share(what, self.limits.models, len(models), mine, self.others(tenant_of(session)))
+        tenant_count = sum(tenant_of(model) == tenant_of(session) for model in models)
+        resource = "training clients in sessions that are alive (--models)"
+        check_share(
+            resource, self.limits.models, len(models), tenant_count, self.others(tenant_of(session))
+        )
         model_id = f"{session.session_id}:train:{seq}"
         folder = self.root / session.session_id / f"train-{seq}"
-        words = {**session.user_metadata, **user_metadata}
+        metadata = {**session.user_metadata, **user_metadata}
         model = self.models[model_id] = Model(
-            model_id, session.owner, session.session_id, folder, base, words
+            model_id, session.owner, session.session_id, folder, base, metadata
         )
         return model
 
     def model(self, model_id: str, owner: str, *, alive: bool = True) -> Model:
+        """Return the model and note its use. Raises Refused: 404 for an unknown id, 410 if its
+        session has ended and `alive`.
+        """
         model = self.models.get(model_id)
         if model is None or model.owner != owner:
-            raise Refused(404, f"there is no model {model_id[:80]!r}")
+            raise Refused(404, f"unknown model {model_id[:80]!r}")
         self.session(model.session, owner, alive=alive)
         model.used, model.last_request = time.monotonic(), time.time()
         return model
 
     def sampler(self, sampler_id: str, owner: str) -> Sampler:
+        """Return the sampling session and note its use. Raises Refused (404) for an unknown id."""
         sampler = self.samplers.get(sampler_id)
         if sampler is None or sampler.owner != owner:
-            raise Refused(404, f"there is no sampling session {sampler_id[:80]!r}")
+            raise Refused(404, f"unknown sampling session {sampler_id[:80]!r}")
         sampler.used = time.monotonic()
         return sampler
 
     def add_sampler(self, sampler: Sampler) -> Sampler:
-        """Note a sampling session, and forget the oldest ones of whoever has most of them beyond
-        `limits.samplers`.
+        """Add a sampling session.
+
+        Above `limits.samplers`, remove the least recently used sessions of the tenants that hold
+        the most.
         """
         self.samplers[sampler.sampler_id] = sampler
         count = len(self.samplers) - self.limits.samplers
         if count > 0:
-            by_use = sorted(list(self.samplers.values()), key=lambda one: one.used)
-            holders = {one.sampler_id: tenant_of(one) for one in by_use}
+            by_last_use = sorted(list(self.samplers.values()), key=lambda record: record.used)
+            holders = {record.sampler_id: tenant_of(record) for record in by_last_use}
             for sampler_id in surplus(holders, list(holders), count):
-                gone = (
+                evicted = (
                     self.samplers.pop(sampler_id, None)
                     if sampler_id != sampler.sampler_id
                     else None
                 )
-                if gone is not None:  # another thread may have been first
-                    gone.client = None
+                if evicted is not None:  # None: another thread removed it
+                    evicted.client = None
         return sampler
 
     def models_of(self, owner: str) -> list[Model]:
+        """Return the models of an owner."""
         return [model for model in list(self.models.values()) if model.owner == owner]
 
     # ---------------------------------------------------------------------------------------- paths
@@ -234,25 +264,26 @@ class Book:
     def folder_of(
         self, tinker_path: str, owner: str, *, kinds: tuple[str, ...] = KINDS
     ) -> tuple[Model, Path]:
-        """Where tinker://<model>/<kind>/<name> lies, if it is this owner's. Refused (404) for
-        anything else; nothing leads outside.
+        """Return the model and folder of a checkpoint tinker://<model>/<kind>/<name>.
+
+        Raises Refused: 404 if the path is malformed, unknown or of another owner, 400 if its kind
+        is not in `kinds`. The folder is always below the model's folder.
         """
         parts = tinker_path.removeprefix("tinker://").split("/")
-        known = (
+        is_valid = (
             tinker_path.startswith("tinker://")
             and len(parts) == 3
             and parts[1] in KINDS
             and checkpoint.is_name(parts[2])
         )
-        if not known or not _MODEL.fullmatch(parts[0]):
+        if not is_valid or not _MODEL.fullmatch(parts[0]):
             raise Refused(
                 404,
-                f"{tinker_path[:120]!r} is no path of this server: tinker://<model>/weights/<name>, as saving returned it",
+                f"{tinker_path[:120]!r} is not a path of this server: expected "
+                "tinker://<model>/weights/<name>, as returned when saving",
             )
         if parts[1] not in kinds:
-            raise Refused(
-                400, f"{tinker_path} holds {parts[1]}, and {' or '.join(kinds)} is wanted"
-            )
+            raise Refused(400, f"{tinker_path} holds {parts[1]}, expected {' or '.join(kinds)}")
         model = self.models.get(parts[0])
         if model is None or model.owner != owner:
             raise Refused(404, f"there is nothing at {tinker_path}")
@@ -264,10 +295,11 @@ class Book:
 
     @staticmethod
     def path_of(model: Model, kind: str, name: str) -> str:
+        """Return the tinker:// path of a checkpoint."""
         return f"tinker://{model.model_id}/{kind}/{name}"
 
     def checkpoints(self, model: Model) -> Iterator[tuple[str, Path]]:
-        """(kind, folder) of what was saved of a model and has not expired."""
+        """Yield (kind, folder) of each checkpoint of a model that has not expired."""
         for kind in KINDS:
             parent = model.folder / kind
             checkpoint.remove_expired(parent)
@@ -282,19 +314,21 @@ class Book:
     # --------------------------------------------------------------------------------------- resume
 
     def found_there(self) -> bool:
+        """Return whether the output folder holds sessions of an earlier server."""
         return self.root.is_dir() and any(
             _SESSION.fullmatch(path.name) for path in self.root.iterdir()
         )
 
     def read_again(self, bases: dict[str, ServedBase]) -> None:
-        """What an earlier server left in the folder: sessions, models as they were last written,
-        paths.
+        """Load the sessions of an earlier server and their models, as last written out.
+
+        `bases`: served base models by name. A model of any other base is skipped.
         """
         for path in sorted(self.root.iterdir()):
             file = path / "session.json"
             if not _SESSION.fullmatch(path.name) or path.is_symlink():
                 continue
-            # an earlier server was killed while it made this session, which it never answered
+            # an earlier server was killed while it created this session, before it responded
             if not file.is_file():
                 (path / "session.json.partial").unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
@@ -310,10 +344,11 @@ class Book:
                     self._read_model(session, folder, bases)
 
     def _read_model(self, session: Session, folder: Path, bases: dict[str, ServedBase]) -> None:
-        noted = json.loads((folder / "model.json").read_text())
-        base = bases.get(noted["base"])
+        """Load the record of a model, and the state of its `live/` folder if it exists."""
+        record = json.loads((folder / "model.json").read_text())
+        base = bases.get(record["base"])
         if base is None:
-            return  # a base that is not served now: its paths come back with it
+            return  # its base is not served now; the paths work again once it is
         model_id = f"{session.session_id}:train:{folder.name.removeprefix('train-')}"
         model = Model(
             model_id,
@@ -321,11 +356,11 @@ class Book:
             session.session_id,
             folder,
             base,
-            noted["user_metadata"],
-            lora_rank=noted["lora_rank"],
+            record["user_metadata"],
+            lora_rank=record["lora_rank"],
         )
-        model.resumed, model.digest = True, noted.get("digest", "")
-        model.answer = noted.get("answer", {"model_id": model_id, "type": "create_model"})
+        model.resumed, model.digest = True, record.get("digest", "")
+        model.answer = record.get("answer", {"model_id": model_id, "type": "create_model"})
         checkpoint.bring_back(model.live)
         checkpoint.remove_leftovers(folder)
         if (model.live / checkpoint.MANIFEST).is_file():
@@ -341,25 +376,27 @@ class Book:
 
     @staticmethod
     def keep_model(model: Model) -> None:
-        """Writes what a model is, so that its paths are known to a later server."""
-        noted = {
+        """Write `model.json`, so that a later server knows the paths of the model."""
+        record = {
             "base": model.base.name,
             "user_metadata": model.user_metadata,
             "lora_rank": model.lora_rank,
         }
         write_whole(
-            model.folder / "model.json", {**noted, "digest": model.digest, "answer": model.answer}
+            model.folder / "model.json", {**record, "digest": model.digest, "answer": model.answer}
         )
 
     def forget_model(self, model: Model, with_files: bool) -> None:
-        """Remove a model that could not be made. `with_files`: its folder too."""
+        """Remove a model that could not be created. `with_files`: remove its folder as well."""
         self.models.pop(model.model_id, None)
         if with_files:
             shutil.rmtree(model.folder, ignore_errors=True)
 
     @staticmethod
     def live_state(model: Model) -> dict[str, Any] | None:
-        """Return what was noted of a model when it was written out last; None if it never was."""
+        """Return the metadata of the last time that the model was written out; None if it never
+        was.
+        """
         checkpoint.bring_back(model.live)
         if not (model.live / checkpoint.MANIFEST).is_file():
             return None
@@ -367,17 +404,15 @@ class Book:
 
 
 def write_whole(file: Path, fields: dict[str, Any]) -> None:
-    """Write JSON to `file`, whole or not at all, and make its folder. Nothing partial is left
-    behind if writing fails.
-    """
+    """Write JSON to `file` atomically, and create its folder. A failure leaves no partial file."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f"{file.name}.partial")
+    partial = file.with_name(f"{file.name}.partial")
     try:
-        with aside.open("w") as handle:
+        with partial.open("w") as handle:
             handle.write(json.dumps(fields, indent=1))
             handle.flush()
             os.fsync(handle.fileno())
-        os.replace(aside, file)
+        os.replace(partial, file)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise

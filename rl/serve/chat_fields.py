@@ -1,5 +1,7 @@
-"""The fields of a request: what is taken, what is taken only where it asks for nothing, and how the
-rest is refused.
+"""Read the fields of an OpenAI-style request.
+
+A field is supported, accepted only at the values that have no effect (`NEUTRAL`), ignored as a
+label (`LABELS`), or refused by name.
 """
 
 from __future__ import annotations
@@ -12,17 +14,17 @@ from typing import Any
 from rl.settings import nearest
 from rl.types import SamplingParams
 
-MOST_CHOICES = 1024  # of one request
+MOST_CHOICES = 1024  # per request
 MOST_STOPS = 64
 MOST_TOP_LOGPROBS = 20
-MOST_BIASES = 1024  # OpenAI's
+MOST_BIASES = 1024  # OpenAI's limit
 
 
 class Refused(Exception):
-    """A request that is not served. `status`, `param`, `code`, `kind`: as OpenAI's errors have them
-    (`kind` is their "type").
+    """Raised for a request that is not served.
 
-    `retry_after`: seconds after which it may be.
+    `status`, `param`, `code`, `kind`: as in OpenAI's errors (`kind` is their "type").
+    `retry_after`: seconds after which a retry may succeed.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Refused(Exception):
         self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
 
     def as_json(self) -> dict[str, Any]:
+        """Return the error as OpenAI's JSON object."""
         return {
             "error": {
                 "message": self.message,
@@ -51,7 +54,7 @@ class Refused(Exception):
         }
 
 
-# Fields that change no answer: labels, and hints of how to store or bill it.
+# Fields that do not change the response: labels, and hints for storage or billing.
 LABELS = (
     "user",
     "metadata",
@@ -63,7 +66,7 @@ LABELS = (
     "priority",
 )
 
-# Fields that are taken where they ask for nothing; every other value is refused by name.
+# Fields that are accepted at these values, which have no effect; any other value is refused.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -90,8 +93,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-# Why such fields are refused, where there is more to say than that they are.
-_FREE = "what the model writes is not constrained to a grammar here; ask for the form in the messages, and check what comes"
+# Reasons for which fields of `NEUTRAL` are refused, where a reason helps the caller.
+_FREE = (
+    "this server does not constrain the model to a grammar; request the format in the messages, "
+    "and check the response"
+)
 REASONS: Mapping[str, str] = {
     **dict.fromkeys(
         (
@@ -106,35 +112,39 @@ REASONS: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("frequency_penalty", "presence_penalty", "repetition_penalty"),
-        "each token is drawn from the model's own distribution, whatever was drawn before; logit_bias changes that of single tokens",
+        "each token is sampled from the model's distribution, whatever the earlier tokens; "
+        "logit_bias changes the logits of single tokens",
     ),
 }
 
 
 class Fields:
-    """A request's body, read field by field; `close` refuses what was not read. Errors name the
-    field.
+    """Read a request's body field by field; `close` refuses the remaining fields.
+
+    Errors are `Refused` and name the field. `place`: prefix of the field names in errors.
     """
 
     def __init__(self, body: Any, place: str = ""):
         if not isinstance(body, Mapping):
-            raise Refused(f"the body is a JSON object, got {type(body).__name__}")
+            raise Refused(f"the body must be a JSON object, got {type(body).__name__}")
         self.body, self.place = body, place
         self.known: set[str] = set()
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The field's value, `default` where it is missing or null."""
+        """Return the field's value; `default` if it is missing or null."""
         self.known.add(name)
         value = self.body.get(name)
         return default if value is None else value
 
     def switch(self, name: str, default: bool = False) -> bool:
+        """Return a boolean field."""
         value = self.get(name, default)
         if not isinstance(value, bool):
             raise self.wrong(name, value, "true or false")
         return value
 
     def whole(self, name: str, default: int | None, least: int, most: int) -> int | None:
+        """Return an integer field from `least` to `most`."""
         value = self.get(name, default)
         if value is None:
             return None
@@ -144,12 +154,13 @@ class Fields:
             or not least <= value <= most
             or value != math.floor(value)
         ):
-            raise self.wrong(name, value, f"a whole number from {least} to {most}")
+            raise self.wrong(name, value, f"an integer from {least} to {most}")
         return int(value)
 
     def number(self, name: str, default: float, least: float, most: float) -> float:
+        """Return a float field from `least` to `most`."""
         value = self.get(name, default)
-        # NaN compares false
+        # the comparison is false for NaN
         if (
             isinstance(value, bool)
             or not isinstance(value, (int, float))
@@ -159,30 +170,32 @@ class Fields:
         return float(value)
 
     def text(self, name: str) -> str | None:
+        """Return a text field; None if it is missing or null."""
         value = self.get(name)
         if value is not None and not isinstance(value, str):
             raise self.wrong(name, value, "a text")
         return value
 
     def close(self) -> None:
-        """Refuses every field that nobody asked for, unless it is a label or says what would happen
-        anyway.
-        """
+        """Raise Refused for a field that was not read, unless it is a label or has no effect."""
         for name, value in self.body.items():
             if name in self.known or name in LABELS or value is None:
                 continue
             if name in NEUTRAL:
                 if any(
-                    value == fine and isinstance(value, bool) == isinstance(fine, bool)
-                    for fine in NEUTRAL[name]
+                    value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+                    for allowed in NEUTRAL[name]
                 ):
                     continue
-                fine = " or ".join(repr(one) for one in NEUTRAL[name]) or "null"
-                why = f", for {REASONS[name]}" if name in REASONS else ""
-                text = f"{self.place}{name}={_short(value)} is not supported here{why}: leave it out (or give {fine})"
+                allowed = " or ".join(repr(item) for item in NEUTRAL[name]) or "null"
+                reason = f", for {REASONS[name]}" if name in REASONS else ""
+                text = (
+                    f"{self.place}{name}={_short(value)} is not supported here{reason}: "
+                    f"omit it (or pass {allowed})"
+                )
                 raise Refused(text, self.place + name)
-            near = nearest(name, {*self.known, *NEUTRAL})
-            hint = f"; did you mean {near!r}?" if near else ""
+            suggestion = nearest(name, {*self.known, *NEUTRAL})
+            hint = f"; did you mean {suggestion!r}?" if suggestion else ""
             raise Refused(
                 f"unknown parameter: {self.place + name!r}{hint}",
                 self.place + name,
@@ -190,10 +203,14 @@ class Fields:
             )
 
     def wrong(self, name: str, value: Any, wanted: str) -> Refused:
-        return Refused(f"{self.place}{name} is {wanted}, got {_short(value)}", self.place + name)
+        """Return the error for a field of another type or range. `wanted`: the expected value."""
+        return Refused(
+            f"{self.place}{name} must be {wanted}, got {_short(value)}", self.place + name
+        )
 
 
 def _short(value: Any) -> str:
+    """Return the repr of a value, cut at 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
@@ -201,11 +218,12 @@ def _short(value: Any) -> str:
 def sampling_params(
     fields: Fields, max_tokens: int | None, *, own_stops: Sequence[str | int] = ()
 ) -> SamplingParams:
-    """How tokens are drawn: temperature, top_p, top_k, min_p, logit_bias, min_tokens, ignore_eos,
-    seed, stop, stop_token_ids.
+    """Read the sampling parameters: temperature, top_p, top_k, min_p, logit_bias, min_tokens,
+    ignore_eos, seed, stop, stop_token_ids.
 
-    `own_stops`: what ends an answer anyway. Logprobs are of the whole distribution at the
-    temperature, before a bias, and whatever top_p, top_k and min_p cut off it.
+    `own_stops`: stops of the renderer, which are always added. Logprobs are of the whole
+    distribution at the temperature, before logit_bias and before truncation by top_p, top_k and
+    min_p.
     """
     temperature = fields.number("temperature", 1.0, 0.0, 100.0)
     if 0 < temperature < 1e-3:
@@ -213,24 +231,25 @@ def sampling_params(
     top_p = fields.number("top_p", 1.0, 0.0, 1.0)
     if top_p == 0:
         raise fields.wrong("top_p", top_p, "above 0 and at most 1")
-    top_k = fields.whole("top_k", -1, -1, 2**31 - 1) or -1  # 0 is how some say "no truncation"
+    top_k = fields.whole("top_k", -1, -1, 2**31 - 1) or -1  # some clients send 0 for no truncation
     min_p = fields.number("min_p", 0.0, 0.0, 1.0)
     min_tokens = fields.whole("min_tokens", 0, 0, 2**31 - 1) or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise fields.wrong("min_tokens", min_tokens, f"at most max_tokens ({max_tokens})")
     seed = fields.whole("seed", None, -(2**63), 2**63 - 1)
     stop = [*own_stops, *_stops(fields)]
-    if min_tokens and any(isinstance(one, str) for one in stop):
-        texts = [one for one in stop if isinstance(one, str)]
+    if min_tokens and any(isinstance(item, str) for item in stop):
+        texts = [item for item in stop if isinstance(item, str)]
         raise Refused(
-            f"{fields.place}min_tokens is not supported beside stop texts ({_short(texts)}): it keeps tokens from being drawn, and a text "
-            "may be spelt by any; give stop_token_ids, or leave it out",
+            f"{fields.place}min_tokens is not supported with stop texts ({_short(texts)}): it "
+            "excludes tokens from sampling, and any tokens may spell a text; pass stop_token_ids, "
+            "or omit min_tokens",
             fields.place + "min_tokens",
         )
     return SamplingParams(
         max_tokens=max_tokens,
         seed=None if seed is None else seed % 2**63,
-        stop=stop or None,  # type: ignore[arg-type]  # the sampler takes texts and ids mixed
+        stop=stop or None,  # type: ignore[arg-type]  # the sampler accepts texts and ids together
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -243,34 +262,35 @@ def sampling_params(
 
 
 def _bias(fields: Fields) -> dict[int, float] | None:
-    """logit_bias: token ids, as JSON spells keys, and what is added to their logits."""
-    given, wanted = (
+    """Return logit_bias: token id to the number added to its logit; JSON keys are decimal texts."""
+    raw_bias, expected = (
         fields.get("logit_bias", {}),
         f"an object of at most {MOST_BIASES} token ids with numbers from -100 to 100",
     )
-    if not isinstance(given, Mapping) or len(given) > MOST_BIASES:
-        raise fields.wrong("logit_bias", given, wanted)
+    if not isinstance(raw_bias, Mapping) or len(raw_bias) > MOST_BIASES:
+        raise fields.wrong("logit_bias", raw_bias, expected)
     bias: dict[int, float] = {}
-    for token, value in given.items():
+    for token, value in raw_bias.items():
         number = (
             isinstance(value, (int, float)) and not isinstance(value, bool) and -100 <= value <= 100
         )
         if not number or not (token.isascii() and token.isdigit() and len(token) < 10):
-            raise fields.wrong("logit_bias", {token: value}, wanted)
+            raise fields.wrong("logit_bias", {token: value}, expected)
         bias[int(token)] = float(value)
     return bias or None
 
 
 def _stops(fields: Fields) -> list[str | int]:
-    given = fields.get("stop", [])
-    texts = [given] if isinstance(given, str) else given
+    """Return the stop texts and stop token ids of a request."""
+    value = fields.get("stop", [])
+    texts = [value] if isinstance(value, str) else value
     if (
         not isinstance(texts, list)
         or len(texts) > MOST_STOPS
         or not all(isinstance(text, str) and text for text in texts)
     ):
         raise fields.wrong(
-            "stop", given, f"a text or a list of at most {MOST_STOPS} texts, none of them empty"
+            "stop", value, f"a text or a list of at most {MOST_STOPS} non-empty texts"
         )
     ids = fields.get("stop_token_ids", [])
     if not token_ids(ids):
@@ -280,8 +300,9 @@ def _stops(fields: Fields) -> list[str | int]:
 
 @contextlib.contextmanager
 def naming_words(param: str) -> Iterator[None]:
-    """Refuses what the tokenizer has no token for: the library (tokenizers) raises a bare Exception
-    for a word that it does not know.
+    """Raise Refused for a text that the tokenizer cannot encode.
+
+    The tokenizers library raises a bare Exception for an unknown word.
     """
     try:
         yield
@@ -289,18 +310,18 @@ def naming_words(param: str) -> Iterator[None]:
         if type(error) is not Exception:
             raise
         raise Refused(
-            f"{param} holds what the model's tokenizer has no token for ({error})"[:300], param
+            f"{param} contains text that the model's tokenizer cannot encode ({error})"[:300], param
         ) from error
 
 
 def token_ids(value: Any) -> bool:
-    """Whether it is a list of whole numbers from 0 on."""
+    """Return whether `value` is a list of non-negative integers."""
     return isinstance(value, list) and all(
-        isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in value
+        isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value
     )
 
 
 def own_texts(params: SamplingParams, renderer_stops: Sequence[str | int]) -> list[str]:
-    """The stop texts of the request itself, which are no part of an answer's text."""
-    own = set(renderer_stops)
-    return [one for one in params.stop or () if isinstance(one, str) and one not in own]
+    """Return the stop texts of the request itself, which are cut off a response's text."""
+    excluded = set(renderer_stops)
+    return [item for item in params.stop or () if isinstance(item, str) and item not in excluded]

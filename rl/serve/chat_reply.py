@@ -1,4 +1,4 @@
-"""What a chat completion is answered with."""
+"""Build the response of a chat completion."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from rl.renderers import Renderer, StopsAt
 from rl.serve.chat_request import ChatAsk
 from rl.types import Message, SampledSequence
 
-# of each sampled token: (id, logprob), the likeliest first
+# for each sampled token: (id, logprob), most likely first
 TopLogprobs = Sequence[Sequence[tuple[int, float]]]
 
 
 def new_id(kind: str) -> str:
+    """Return a random id with the prefix `kind`."""
     return f"{kind}-{secrets.token_hex(12)}"
 
 
 def spelt(tokenizer: Any, token: int, as_ids: bool) -> str:
-    """A token as text; as token_id:<id> where that is asked for, or where it is part of a character
-    and no text of its own.
+    """Return a token as text; as token_id:<id> if `as_ids`, or if the token is only part of a
+    character.
     """
     text = (
         ""
@@ -34,40 +35,39 @@ def spelt(tokenizer: Any, token: int, as_ids: bool) -> str:
 
 
 def below_zero(logprob: float) -> float:
-    """A logprob; the rounding of a sure token's can put it a hair above 0, which clients refuse."""
+    """Clamp a logprob to 0.
+
+    Rounding can put the logprob of a near-certain token slightly above 0, which clients refuse.
+    """
     return min(float(logprob), 0.0)
 
 
 def content_logprobs(
     tokenizer: Any, sequence: SampledSequence, as_ids: bool, top: TopLogprobs | None = None
 ) -> list[dict[str, Any]]:
-    """One entry for each sampled token, its end mark included, as OpenAI's logprobs.content has
-    them.
-    """
+    """Return OpenAI's logprobs.content: an entry for each sampled token and the end token."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = spelt(tokenizer, token, as_ids)
-        said = None if text.startswith("token_id:") else list(text.encode("utf-8"))
-        return {"token": text, "logprob": below_zero(logprob), "bytes": said}
+        utf8_bytes = None if text.startswith("token_id:") else list(text.encode("utf-8"))
+        return {"token": text, "logprob": below_zero(logprob), "bytes": utf8_bytes}
 
     assert sequence.logprobs is not None
-    found = []
+    entries = []
     for i, (token, logprob) in enumerate(zip(sequence.tokens, sequence.logprobs, strict=True)):
-        found.append(
+        entries.append(
             {
                 **entry(token, logprob),
                 "top_logprobs": [entry(*pair) for pair in top[i]] if top else [],
             }
         )
-    return found
+    return entries
 
 
 def parsed(
     renderer: Renderer, stops: Sequence[str], sequence: SampledSequence
 ) -> tuple[Message, bool]:
-    """The message that was sampled, without the text that stopped it; and whether it ended by
-    itself.
-    """
+    """Return the sampled message without the stop text, and whether it ended by itself."""
     return (StopsAt(renderer, stops) if stops else renderer).parse_response(sequence.tokens)
 
 
@@ -79,17 +79,24 @@ def choice(
     message: Message,
     top: TopLogprobs | None,
 ) -> dict:
-    """A choice. `message`: as `rl.renderers.shown` gave it. Each call gets an id."""
+    """Return a choice of the response. Each tool call gets an id.
+
+    `message`: the result of `rl.renderers.shown`.
+    """
     calls = message.get("tool_calls") or ()
-    said: dict[str, Any] = {"role": "assistant", "content": message["content"], "refusal": None}
-    said |= (
+    reply_message: dict[str, Any] = {
+        "role": "assistant",
+        "content": message["content"],
+        "refusal": None,
+    }
+    reply_message |= (
         {"reasoning_content": message["reasoning_content"]}
         if "reasoning_content" in message
         else {}
     )
     if calls:
-        said["content"] = message["content"] or None
-        said["tool_calls"] = [
+        reply_message["content"] = message["content"] or None
+        reply_message["tool_calls"] = [
             {"id": new_id("call"), "type": "function", "function": call["function"]}
             for call in calls
         ]
@@ -102,18 +109,27 @@ def choice(
         if asked.logprobs
         else None
     )
-    found = {"index": index, "message": said, "finish_reason": reason, "logprobs": logprobs}
-    return found | ({"token_ids": list(sequence.tokens)} if asked.return_token_ids else {})
+    result = {
+        "index": index,
+        "message": reply_message,
+        "finish_reason": reason,
+        "logprobs": logprobs,
+    }
+    return result | ({"token_ids": list(sequence.tokens)} if asked.return_token_ids else {})
 
 
 def usage(prompts: int, sequences: Sequence[SampledSequence]) -> dict[str, int]:
-    """Counts of tokens. `prompts`: of all prompts together."""
-    drawn = sum(len(sequence.tokens) for sequence in sequences)
-    return {"prompt_tokens": prompts, "completion_tokens": drawn, "total_tokens": prompts + drawn}
+    """Return the token counts of a response. `prompts`: tokens of all prompts together."""
+    completion_tokens = sum(len(sequence.tokens) for sequence in sequences)
+    return {
+        "prompt_tokens": prompts,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompts + completion_tokens,
+    }
 
 
 def head_of(kind: str, model: str | None) -> dict[str, Any]:
-    """What an answer and each event of it begin with."""
+    """Return the fields that a response and each of its events begin with."""
     return {"id": new_id(kind), "created": int(time.time()), "model": model or "default"}
 
 
@@ -124,13 +140,13 @@ def reply(
     choices: Sequence[dict],
     sequences: Sequence[SampledSequence],
 ) -> dict[str, Any]:
-    """The whole answer."""
+    """Return the full response of a chat completion."""
     versions = sorted({str(sequence.version) for sequence in sequences})
-    found = {
+    answer = {
         **head,
         "object": "chat.completion",
         "choices": list(choices),
         "usage": usage(len(prompt), sequences),
         "system_fingerprint": f"weights-{'-'.join(versions)}",
     }
-    return found | ({"prompt_token_ids": list(prompt)} if asked.return_token_ids else {})
+    return answer | ({"prompt_token_ids": list(prompt)} if asked.return_token_ids else {})

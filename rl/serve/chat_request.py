@@ -1,6 +1,4 @@
-"""A chat completion that is asked for: its messages, tools and settings, read from the body of the
-request.
-"""
+"""Read the messages, tools and settings of a chat completion from the body of the request."""
 
 from __future__ import annotations
 
@@ -22,14 +20,28 @@ _ROLES = {
     "assistant": "assistant",
     "tool": "tool",
 }
-_OF_MESSAGES = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "refusal", "audio",
-                "function_call", "annotations", "token_ids", "prompt_token_ids")  # fmt: skip
+_OF_MESSAGES = (
+    "role",
+    "content",
+    "name",
+    "tool_calls",
+    "tool_call_id",
+    "reasoning_content",
+    "reasoning",
+    "refusal",
+    "audio",
+    "function_call",
+    "annotations",
+    "token_ids",
+    "prompt_token_ids",
+)
 
 
 @dataclass(frozen=True)
 class ChatAsk:
-    """What is asked. `params` has no stops of a renderer yet (`stops_of` adds them). `max_tokens`
-    None: up to the context's end.
+    """Hold a chat completion request.
+
+    `max_tokens`: None samples up to the end of the context. `params` adds the renderer's stops.
     """
 
     model: str | None
@@ -43,26 +55,30 @@ class ChatAsk:
     top_logprobs: int
     stream: bool
     usage_in_stream: bool
-    as_ids: bool  # tokens are spelt token_id:<id>
+    as_ids: bool  # whether tokens are written as token_id:<id>
     return_token_ids: bool
 
     def params(self, renderer: Renderer) -> SamplingParams:
+        """Return the sampling parameters, with the stops of `renderer`."""
         return sampling_params(
             self.fields, self.max_tokens, own_stops=renderer.get_stop_sequences()
         )
 
 
 def read_chat(body: Any) -> ChatAsk:
-    """Raises Refused, naming the field, for what is malformed or not supported."""
+    """Read a chat completion request.
+
+    Raises Refused, which names the field, for a malformed or unsupported field.
+    """
     fields = Fields(body)
-    given = fields.get("messages")
-    if not isinstance(given, list) or not 0 < len(given) <= MOST_MESSAGES:
-        raise fields.wrong("messages", given, "a list of at least one message")
-    messages = read_messages(given)
+    raw_messages = fields.get("messages")
+    if not isinstance(raw_messages, list) or not 0 < len(raw_messages) <= MOST_MESSAGES:
+        raise fields.wrong("messages", raw_messages, "a list of at least one message")
+    messages = read_messages(raw_messages)
     if messages[-1]["role"] == "assistant":
         raise Refused(
-            "the last of messages is the assistant's, and to go on writing it is not supported",
-            f"messages[{len(given) - 1}]",
+            "messages must not end with an assistant message: continuing it is not supported",
+            f"messages[{len(raw_messages) - 1}]",
         )
     tools = _tools(fields)
     template_settings = fields.get("chat_template_kwargs", {})
@@ -72,19 +88,26 @@ def read_chat(body: Any) -> ChatAsk:
         )
     if fields.switch("ignore_eos"):
         raise Refused(
-            "ignore_eos=true is not supported for chats: an answer is read up to its end mark, and what is drawn after it is none; for "
-            "answers of one length use /v1/completions",
+            "ignore_eos=true is not supported for chats: a message is parsed up to its end token, "
+            "and tokens after it are no part of it; for responses of a fixed length use "
+            "/v1/completions",
             "ignore_eos",
         )
-    most = fields.whole("max_tokens", None, 1, MOST_TOKENS)
-    also = fields.whole("max_completion_tokens", None, 1, MOST_TOKENS)
-    if most is not None and also is not None and most != also:
+    max_tokens = fields.whole("max_tokens", None, 1, MOST_TOKENS)
+    max_completion_tokens = fields.whole("max_completion_tokens", None, 1, MOST_TOKENS)
+    if (
+        max_tokens is not None
+        and max_completion_tokens is not None
+        and max_tokens != max_completion_tokens
+    ):
         raise Refused(
-            f"max_tokens={most} and max_completion_tokens={also} differ: give one", "max_tokens"
+            f"max_tokens={max_tokens} and max_completion_tokens={max_completion_tokens} differ: "
+            "pass only max_tokens or only max_completion_tokens",
+            "max_tokens",
         )
     logprobs, return_token_ids = fields.switch("logprobs"), fields.switch("return_token_ids")
-    top = fields.whole("top_logprobs", 0, 0, MOST_TOP_LOGPROBS) or 0
-    if top and not logprobs:
+    top_logprobs = fields.whole("top_logprobs", 0, 0, MOST_TOP_LOGPROBS) or 0
+    if top_logprobs and not logprobs:
         raise Refused("top_logprobs needs logprobs: true", "top_logprobs")
     stream = fields.switch("stream")
     options = Fields(fields.get("stream_options", {}), "stream_options.")
@@ -92,35 +115,35 @@ def read_chat(body: Any) -> ChatAsk:
         raise Refused("stream_options needs stream: true", "stream_options")
     usage, _ = options.switch("include_usage"), options.switch("include_obfuscation")
     options.close()
-    asked = ChatAsk(
+    request = ChatAsk(
         model=fields.text("model"),
         messages=messages,
         tools=tools,
         template_settings=template_settings,
         n=fields.whole("n", 1, 1, MOST_CHOICES) or 1,
         fields=fields,
-        max_tokens=most if most is not None else also,
+        max_tokens=max_tokens if max_tokens is not None else max_completion_tokens,
         logprobs=logprobs,
-        top_logprobs=top,
+        top_logprobs=top_logprobs,
         stream=stream,
         usage_in_stream=usage,
         as_ids=return_token_ids or fields.switch("return_tokens_as_token_ids"),
         return_token_ids=return_token_ids,
     )
-    # so that what is wrong with them is said before anything else
-    sampling_params(fields, asked.max_tokens)
+    # report invalid sampling parameters before unknown fields
+    sampling_params(fields, request.max_tokens)
     fields.known.add("n")
     fields.close()
-    return asked
+    return request
 
 
 def _tools(fields: Fields) -> list[Mapping[str, Any]]:
-    """The tools that the model is told of: none where tool_choice is "none"."""
-    given, choice = fields.get("tools", []), fields.get("tool_choice", "auto")
-    if not isinstance(given, list):
-        raise fields.wrong("tools", given, "a list of tools")
+    """Return the tools that the prompt describes: none if tool_choice is "none"."""
+    raw_tools, choice = fields.get("tools", []), fields.get("tool_choice", "auto")
+    if not isinstance(raw_tools, list):
+        raise fields.wrong("tools", raw_tools, "a list of tools")
     tools: list[Mapping[str, Any]] = []
-    for i, tool in enumerate(given):
+    for i, tool in enumerate(raw_tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if (
             not isinstance(tool, Mapping)
@@ -128,17 +151,19 @@ def _tools(fields: Fields) -> list[Mapping[str, Any]]:
             or not isinstance(function, Mapping)
         ):
             raise Refused(
-                f'tools[{i}] is no {{"type": "function", "function": {{...}}}}, and other kinds are not supported',
+                f'tools[{i}] must be {{"type": "function", "function": {{...}}}}; other kinds are '
+                "not supported",
                 f"tools[{i}]",
             )
         name = function.get("name")
         if not isinstance(name, str) or not name:
             raise Refused(
-                f"tools[{i}].function.name is a text, got {name!r:.80}", f"tools[{i}].function.name"
+                f"tools[{i}].function.name must be a non-empty text, got {name!r:.80}",
+                f"tools[{i}].function.name",
             )
         if function.get("strict"):
             raise Refused(
-                "strict tools are not supported: what the model writes is not constrained",
+                "strict tools are not supported: this server does not constrain the model's output",
                 f"tools[{i}].function.strict",
             )
         tools.append(
@@ -149,51 +174,56 @@ def _tools(fields: Fields) -> list[Mapping[str, Any]]:
         )
     if choice not in ("auto", "none"):
         raise Refused(
-            f"tool_choice={json.dumps(choice)[:80]} is not supported: what the model writes is not constrained to a grammar here, so a "
-            "call cannot be forced. The model is free to call (auto), or is told of no tools (none); ask for the call in the messages",
+            f"tool_choice={json.dumps(choice)[:80]} is not supported: this server does not "
+            "constrain the model to a grammar, so it cannot force a call. Pass auto (the model may "
+            "call) or none (no tools in the prompt), and request the call in the messages",
             "tool_choice",
         )
     return [] if choice == "none" else tools
 
 
 def read_messages(given: Sequence[Any]) -> list[Message]:
-    """Messages as renderers take them: texts, calls with their arguments as objects, tools' answers
-    with the tool's name.
+    """Return messages in the form of renderers: contents as texts, the arguments of calls as
+    objects, tool results with the tool's name.
     """
     messages: list[Message] = []
-    named: dict[str, str] = {}  # calls by their ids
-    for i, one in enumerate(given):
+    call_names: dict[str, str] = {}  # function name by call id
+    for i, raw in enumerate(given):
         place = f"messages[{i}]"
-        if not isinstance(one, Mapping):
+        if not isinstance(raw, Mapping):
             raise Refused(
-                f"{place} is an object with role and content, got {type(one).__name__}", place
+                f"{place} must be an object with role and content, got {type(raw).__name__}", place
             )
-        role = one.get("role")
+        role = raw.get("role")
         if not isinstance(role, str) or role not in _ROLES:
             raise Refused(
-                f"{place}.role is one of {', '.join(_ROLES)}; got {role!r:.80}", f"{place}.role"
+                f"{place}.role must be any of {', '.join(_ROLES)}; got {role!r:.80}",
+                f"{place}.role",
             )
-        for key, value in one.items():
+        for key, value in raw.items():
             if value is not None and (key not in _OF_MESSAGES or key in ("audio", "function_call")):
-                raise Refused(f"{place}.{key} is not supported here", f"{place}.{key}")
+                raise Refused(f"{place}.{key} is not supported", f"{place}.{key}")
         message: Message = {
             "role": _ROLES[role],
-            "content": _content(one.get("content"), place, needed=role != "assistant"),
+            "content": _content(raw.get("content"), place, needed=role != "assistant"),
         }
-        thoughts = one.get("reasoning_content") or one.get("reasoning")
+        thoughts = raw.get("reasoning_content") or raw.get("reasoning")
         if role == "assistant":
             message |= {"reasoning_content": str(thoughts)} if thoughts else {}
-            asked = one.get("tool_calls") or ()
-            if not isinstance(asked, Sequence) or isinstance(asked, str):
+            raw_calls = raw.get("tool_calls") or ()
+            if not isinstance(raw_calls, Sequence) or isinstance(raw_calls, str):
                 raise Refused(
-                    f"{place}.tool_calls is a list of calls, got {asked!r:.80}",
+                    f"{place}.tool_calls must be a list of calls, got {raw_calls!r:.80}",
                     f"{place}.tool_calls",
                 )
-            calls = [_call(call, f"{place}.tool_calls[{k}]", named) for k, call in enumerate(asked)]
+            calls = [
+                _call(call, f"{place}.tool_calls[{k}]", call_names)
+                for k, call in enumerate(raw_calls)
+            ]
             broken = [
                 call["function"] for call in calls if isinstance(call["function"]["arguments"], str)
             ]
-            if broken:  # as the model wrote them: text, and no calls
+            if broken:  # malformed calls stay in the content, as the model wrote them
                 message["content"] = "\n".join(
                     [
                         *([message["content"]] if message["content"] else []),
@@ -203,20 +233,21 @@ def read_messages(given: Sequence[Any]) -> list[Message]:
             calls = [call for call in calls if not isinstance(call["function"]["arguments"], str)]
             message |= {"tool_calls": calls} if calls else {}
         elif role == "tool":
-            name = one.get("name") or named.get(str(one.get("tool_call_id")))
+            name = raw.get("name") or call_names.get(str(raw.get("tool_call_id")))
             message |= {"name": str(name)} if name else {}
         messages.append(message)
     return messages
 
 
 def _content(given: Any, place: str, needed: bool) -> str:
+    """Return the content of a message as text. `needed`: None is refused."""
     if isinstance(given, str):
         return given
     if given is None and not needed:
         return ""
     if not isinstance(given, list):
         raise Refused(
-            f"{place}.content is a text or a list of text parts, got {type(given).__name__}",
+            f"{place}.content must be a text or a list of text parts, got {type(given).__name__}",
             f"{place}.content",
         )
     texts = []
@@ -228,7 +259,8 @@ def _content(given: Any, place: str, needed: bool) -> str:
             or not isinstance(part.get(kind), str)
         ):
             raise Refused(
-                f"{place}.content[{k}] is of the type {kind!r:.40}; models here read texts: {{'type': 'text', 'text': ...}}",
+                f"{place}.content[{k}] has type {kind!r:.40}; this server accepts texts: "
+                "{'type': 'text', 'text': ...}",
                 f"{place}.content[{k}]",
             )
         texts.append(part[kind])
@@ -236,10 +268,14 @@ def _content(given: Any, place: str, needed: bool) -> str:
 
 
 def _call(call: Any, place: str, named: dict[str, str]) -> dict[str, Any]:
+    """Return a tool call in the form of renderers, and add its name to `named` by its id.
+
+    Arguments that are cut-off JSON, as a model may have written them, stay a text.
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise Refused(
-            f"{place} is a call of a function: {{id, type, function: {{name, arguments}}}}", place
+            f"{place} must be a function call: {{id, type, function: {{name, arguments}}}}", place
         )
     arguments = function.get("arguments")
     named[str(call.get("id"))] = function["name"]
@@ -252,16 +288,18 @@ def _call(call: Any, place: str, named: dict[str, str]) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         if not str(arguments).startswith("{"):
             raise Refused(
-                f"{place}.function.arguments is no JSON ({error})", f"{place}.function.arguments"
+                f"{place}.function.arguments is not valid JSON ({error})",
+                f"{place}.function.arguments",
             ) from error
-        # a model's own, cut off or wrong
+        # written by a model: cut off or malformed
         return {
             "type": "function",
             "function": {"name": function["name"], "arguments": str(arguments)},
         }
     if not isinstance(arguments, Mapping):
         raise Refused(
-            f"{place}.function.arguments is a JSON object, as text", f"{place}.function.arguments"
+            f"{place}.function.arguments must be a JSON object, as text",
+            f"{place}.function.arguments",
         )
     return {
         "type": "function",

@@ -1,4 +1,4 @@
-"""All OpenAI-style routes of a desk."""
+"""Collect all OpenAI-style routes of a server."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from rl.serve.episodes import Desk, Sessions
 
 
 def routes(desk: Desk, sessions: Sessions | None = None) -> list[Route]:
-    """`sessions`: where turns are kept that carry a session; by default the application's own."""
+    """Return all OpenAI-style routes.
+
+    `sessions`: the store of the turns of requests that name a session; by default a new store.
+    """
     serving = Serving(desk, sessions or Sessions())
-    found = [
+    route_list = [
         *chat.routes(serving),
         *completions.routes(serving),
         *generate.routes(serving),
@@ -26,35 +29,36 @@ def routes(desk: Desk, sessions: Sessions | None = None) -> list[Route]:
     ]
 
     async def models(request: Request) -> Response:
-        found = await asyncio.to_thread(desk.models, owner_of(request))
-        return JsonAnswer({"object": "list", "data": [_model(one) for one in found]})
+        models_found = await asyncio.to_thread(desk.models, owner_of(request))
+        return JsonAnswer({"object": "list", "data": [_model(entry) for entry in models_found]})
 
     async def model(request: Request) -> Response:
         name = request.path_params["model"]
-        for one in await asyncio.to_thread(desk.models, owner_of(request)):
-            if one.name == name:
-                return JsonAnswer(_model(one))
-        said = {
-            "message": f"there is no model {name!r:.200}",
+        for entry in await asyncio.to_thread(desk.models, owner_of(request)):
+            if entry.name == name:
+                return JsonAnswer(_model(entry))
+        error = {
+            "message": f"unknown model {name!r:.200}",
             "type": "not_found_error",
             "param": "model",
             "code": "model_not_found",
         }
-        return JsonAnswer({"error": said}, 404)
+        return JsonAnswer({"error": error}, 404)
 
     for prefix in ("", "/session/{session}"):
-        found += [
+        route_list += [
             Route(prefix + "/v1/models", models),
             Route(prefix + "/v1/models/{model:path}", model),
         ]
-    return found
+    return route_list
 
 
 def _model(one: Any) -> dict[str, Any]:
-    """`max_model_len`: prompt and answer together, by which clients refuse what is too long before
-    they send it.
+    """Return an entry of /v1/models.
+
+    `max_model_len`: tokens of prompt and response together; clients check it before they send.
     """
-    # the last token is never read
+    # the model never reads the last token
     longest = None if one.max_context is None else one.max_context + 1
     return {
         "id": one.name,

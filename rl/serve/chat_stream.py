@@ -1,5 +1,6 @@
-"""Answers as server-sent events, as they are drawn: what of a text is certain is sent, the rest
-when the answer is whole.
+"""Write responses as server-sent events during sampling.
+
+The certain part of a text is sent at once, the rest when the response is complete.
 """
 
 from __future__ import annotations
@@ -14,20 +15,25 @@ from rl.serve.chat_request import ChatAsk
 from rl.types import SampledSequence
 
 Event = dict[str, Any]
-Samples = Mapping[int, SampledSequence]  # what has been drawn so far, by the number of its choice
+Samples = Mapping[int, SampledSequence]  # the tokens sampled so far, by the index of the choice
 
 
 class Writer(Protocol):
-    """What one connection is sent. Events put together are the whole answer."""
+    """Write the events of a response to a connection. Together the events are the full response."""
 
-    def more(self, samples: Samples) -> Iterator[Event]: ...
+    def more(self, samples: Samples) -> Iterator[Event]:
+        """Yield the events of the samples so far."""
+        ...
 
-    def rest(self, whole: Mapping[str, Any]) -> Iterator[Event]: ...
+    def rest(self, whole: Mapping[str, Any]) -> Iterator[Event]:
+        """Yield the remaining events of the full response."""
+        ...
 
 
 class Live:
-    """Between the thread that draws and the loop that answers: `writer`, once there is one, is to
-    write `take()` at each `news`.
+    """Pass samples from the sampling thread to the event loop of a stream.
+
+    The event loop waits for `news`, and passes the result of `take()` to `writer` once it is set.
     """
 
     def __init__(self) -> None:
@@ -37,30 +43,34 @@ class Live:
         self._drawn: dict[int, SampledSequence] = {}
 
     def show(self, first: int = 0) -> Callable[[Samples], None]:
-        """To be called from any thread with what has been drawn; its sample 0 is the choice
-        `first`.
+        """Return a callback that any thread may call with the samples so far.
+
+        `first`: index of the choice of sample 0.
         """
 
-        def shown(samples: Samples) -> None:
+        def deliver(samples: Samples) -> None:
             self._loop.call_soon_threadsafe(
                 self._put, {first + i: sequence for i, sequence in samples.items()}
             )
 
-        return shown
+        return deliver
 
     def _put(self, samples: Samples) -> None:
         self._drawn |= samples
         self.news.set()
 
     def take(self) -> Samples:
+        """Return the samples since the last call, and clear `news`."""
         self.news.clear()
-        drawn, self._drawn = self._drawn, {}
-        return drawn
+        samples, self._drawn = self._drawn, {}
+        return samples
 
 
 class ChatWriter:
-    """Of a chat completion. Logprobs and ids come with their tokens; texts, and calls piece by
-    piece, when they are certain.
+    """Write the events of a chat completion.
+
+    Logprobs and ids are sent with their tokens; texts, and tool calls in parts, when they are
+    certain.
     """
 
     def __init__(
@@ -76,19 +86,19 @@ class ChatWriter:
         self.head = {**head, "object": "chat.completion.chunk"}
         self.prompt = {"prompt_token_ids": list(prompt)} if asked.return_token_ids else {}
         self.within_thoughts = opens_thoughts(renderer, prompt)
-        self.sent: dict[int, dict[str, str]] = {}  # texts, by choice
-        # of each of a choice's calls, the arguments that were sent
+        self.sent: dict[int, dict[str, str]] = {}  # sent texts by field, by choice
+        # the sent part of the arguments of each tool call, by choice
         self.calls: dict[int, list[str]] = {}
-        self.tokens: dict[int, int] = {}  # how many of a choice's are sent
+        self.tokens: dict[int, int] = {}  # number of sent tokens, by choice
 
     def more(self, samples: Samples) -> Iterator[Event]:
         for index, sequence in sorted(samples.items()):
             yield from self._begin(index)
             message = shown(self.reader, sequence.tokens, self.within_thoughts, ended=False)
             deltas = self._new(index, message)
-            news = {} if self.asked.top_logprobs else self._drawn(index, sequence)
-            if deltas or news:
-                yield self._event(index, deltas[0] if deltas else {"content": ""}, **news)
+            fields = {} if self.asked.top_logprobs else self._drawn(index, sequence)
+            if deltas or fields:
+                yield self._event(index, deltas[0] if deltas else {"content": ""}, **fields)
             for delta in deltas[1:]:
                 yield self._event(index, delta)
 
@@ -97,15 +107,15 @@ class ChatWriter:
             index, message = choice["index"], choice["message"]
             yield from self._begin(index)
             deltas, begin = self._new(index, message), self.tokens.get(index, 0)
-            news: dict[str, Any] = (
+            fields: dict[str, Any] = (
                 {"token_ids": choice["token_ids"][begin:]} if "token_ids" in choice else {}
             )
             if choice["logprobs"] is not None:
-                news["logprobs"] = {
+                fields["logprobs"] = {
                     **choice["logprobs"],
                     "content": choice["logprobs"]["content"][begin:],
                 }
-            yield self._event(index, deltas[0] if deltas else {"content": ""}, **news)
+            yield self._event(index, deltas[0] if deltas else {"content": ""}, **fields)
             for delta in deltas[1:]:
                 yield self._event(index, delta)
             yield self._event(index, {}, finish_reason=choice["finish_reason"])
@@ -113,63 +123,68 @@ class ChatWriter:
             yield {**self.head, "choices": [], "usage": whole["usage"]}
 
     def _begin(self, index: int) -> Iterator[Event]:
+        """Yield the first event of a choice, unless it was sent. The very first has the prompt."""
         if index not in self.sent:
             self.sent[index] = {}
             first, self.prompt = self.prompt, {}
             yield {**self._event(index, {"role": "assistant", "content": ""}), **first}
 
     def _new(self, index: int, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What of the message was not sent yet. A text that turned out otherwise (see `shown`) is
-        sent behind what was.
+        """Return the deltas of the message since the last call.
+
+        A text that differs from its sent part (see `shown`) is sent in full after that part.
         """
         deltas: list[dict[str, Any]] = []
         sent = self.sent[index]
         for name in ("reasoning_content", "content"):
-            text, before = message.get(name) or "", sent.get(name, "")
-            if not before.startswith(text):
-                deltas.append({name: text.removeprefix(before)})
+            text, already_sent = message.get(name) or "", sent.get(name, "")
+            if not already_sent.startswith(text):
+                deltas.append({name: text.removeprefix(already_sent)})
                 sent[name] = text
-        begun = self.calls.setdefault(index, [])
+        sent_arguments = self.calls.setdefault(index, [])
         for i, call in enumerate(message.get("tool_calls") or ()):
             arguments = call["function"]["arguments"]
-            if i == len(begun):  # the first piece has its name and an id, as OpenAI's has
-                begun.append("")
+            if i == len(sent_arguments):  # the first delta has the name and an id, like OpenAI's
+                sent_arguments.append("")
                 first = {
                     "id": call.get("id") or new_id("call"),
                     "type": "function",
                     "function": {**call["function"], "arguments": ""},
                 }
                 deltas.append({"tool_calls": [{"index": i, **first}]})
-            if len(arguments) > len(begun[i]):
+            if len(arguments) > len(sent_arguments[i]):
                 deltas.append(
                     {
                         "tool_calls": [
                             {
                                 "index": i,
-                                "function": {"arguments": arguments.removeprefix(begun[i])},
+                                "function": {
+                                    "arguments": arguments.removeprefix(sent_arguments[i])
+                                },
                             }
                         ]
                     }
                 )
-                begun[i] = arguments
+                sent_arguments[i] = arguments
         return deltas
 
     def _drawn(self, index: int, sequence: SampledSequence) -> dict[str, Any]:
-        """Logprobs and ids of tokens that were not sent yet, where they are asked for."""
+        """Return the requested logprobs and ids of the tokens since the last call."""
         begin, self.tokens[index] = self.tokens.get(index, 0), len(sequence.tokens)
         if begin == len(sequence.tokens):
             return {}
         assert sequence.logprobs is not None
         new = SampledSequence(sequence.tokens[begin:], sequence.logprobs[begin:])
-        found: dict[str, Any] = {"token_ids": new.tokens} if self.asked.return_token_ids else {}
+        fields: dict[str, Any] = {"token_ids": new.tokens} if self.asked.return_token_ids else {}
         if self.asked.logprobs:
-            found["logprobs"] = {
+            fields["logprobs"] = {
                 "content": content_logprobs(self.renderer.tokenizer, new, self.asked.as_ids),
                 "refusal": None,
             }
-        return found
+        return fields
 
     def _event(self, index: int, delta: dict[str, Any], **more: Any) -> Event:
+        """Return an event with a delta of a choice; `more` overrides fields of the choice."""
         return {
             **self.head,
             "choices": [
@@ -179,8 +194,9 @@ class ChatWriter:
 
 
 class TextWriter:
-    """Of completions. `read(choice's number, tokens)`: the certain part of the text; logprobs come
-    with the end of a choice.
+    """Write the events of a completion; logprobs come with the end of a choice.
+
+    `read(index of the choice, tokens)` returns the certain part of the text.
     """
 
     def __init__(
@@ -201,11 +217,12 @@ class TextWriter:
             yield {**self.head, "choices": [], "usage": whole["usage"]}
 
     def _news(self, index: int, text: str) -> Iterator[Event]:
-        piece, self.sent[index] = text.removeprefix(self.sent.get(index, "")), text
-        if piece:
+        """Yield an event with the unsent part of `text`, if any."""
+        new_text, self.sent[index] = text.removeprefix(self.sent.get(index, "")), text
+        if new_text:
             yield {
                 **self.head,
                 "choices": [
-                    {"index": index, "text": piece, "logprobs": None, "finish_reason": None}
+                    {"index": index, "text": new_text, "logprobs": None, "finish_reason": None}
                 ],
             }

@@ -1,4 +1,4 @@
-"""The likeliest tokens beside each one that was drawn, at the temperature that it was drawn at."""
+"""Compute the most likely tokens at each sampled position, at the sampling temperature."""
 
 from __future__ import annotations
 
@@ -18,28 +18,31 @@ async def top_logprobs(
     sequence: SampledSequence,
     k: int,
 ) -> list[list[tuple[int, float]]]:
-    """For each drawn token the k likeliest (id, logprob) of the untruncated distribution at its
-    temperature, the likeliest first.
+    """Return for each sampled token the k most likely (id, logprob) of the untruncated distribution
+    at its temperature, most likely first.
 
-    The answer is read once more, which gives logprobs p1 at temperature 1. Logits differ as these
-    do, and at temperature T a token's logprob is its logit / T less what is the same for all: p(j)
-    = p(drawn) + (p1(j) - p1(drawn)) / T, with p(drawn) as it was drawn.
+    A second forward pass over the response gives logprobs p1 at temperature 1. Differences of
+    logits equal differences of p1, and at temperature T a token's logprob is its logit / T minus a
+    constant: p(j) = p(sampled) + (p1(j) - p1(sampled)) / T, with p(sampled) from sampling.
     """
     assert sequence.logprobs is not None
     whole = [*prompt, *sequence.tokens]
-    read = await session.draw(
+    response = await session.draw(
         desk, model, whole, 1, GREEDY_ONE, include_prompt_logprobs=True, topk_prompt_logprobs=k
     )
-    assert read.prompt_logprobs is not None and read.topk_prompt_logprobs is not None
-    temperature = sequence.temperature or 1.0  # greedy samples carry logprobs at 1
-    found = []
+    assert response.prompt_logprobs is not None and response.topk_prompt_logprobs is not None
+    temperature = sequence.temperature or 1.0  # greedy samples have logprobs at temperature 1
+    rows_by_token = []
     for i, logprob in enumerate(sequence.logprobs):
-        at_one, rows = (
-            read.prompt_logprobs[len(prompt) + i],
-            read.topk_prompt_logprobs[len(prompt) + i],
+        base_logprob, rows = (
+            response.prompt_logprobs[len(prompt) + i],
+            response.topk_prompt_logprobs[len(prompt) + i],
         )
-        assert at_one is not None and rows is not None
-        found.append(
-            [(token, min(0.0, logprob + (value - at_one) / temperature)) for token, value in rows]
+        assert base_logprob is not None and rows is not None
+        rows_by_token.append(
+            [
+                (token, min(0.0, logprob + (value - base_logprob) / temperature))
+                for token, value in rows
+            ]
         )
-    return found
+    return rows_by_token

@@ -1,5 +1,6 @@
-"""Between what travels and what rooms below speak of: datums, samples, outputs. Refused or
-ValueError names what cannot be read.
+"""Convert datums, samples and outputs between Tinker's messages (protobuf, JSON) and `rl.types`.
+
+A message that cannot be read raises BadRequestError or another ValueError, which names the field.
 """
 
 from __future__ import annotations
@@ -33,24 +34,26 @@ _NUMPY: dict[int, np.dtype[Any]] = {
     wire.INT64: np.dtype("<i8"),
     wire.INT32: np.dtype("<i4"),
 }
-# of all tensors in compressed form of one request, which are filled up; more for each value sent
+# limit of cells of all sparse tensors in a request, which are made dense: a constant, and a number
+# of cells for each value sent
 _CELLS, _CELLS_EACH = 2**22, 256
-_NO_LOGPROB = -99999.0  # in a cell of top-k that holds nothing
+_NO_LOGPROB = -99999.0  # marks an empty cell of the top-k logprobs
 
 
 def datum(message: Any) -> Datum:
-    """Of a protobuf Datum. ValueError for what no datum is."""
-    inputs = {name: tensor(name, one) for name, one in message.loss_fn_inputs.items()}
+    """Return the Datum of a protobuf message. Raises ValueError for an invalid message."""
+    inputs = {name: tensor(name, item) for name, item in message.loss_fn_inputs.items()}
     spans = [
-        [_span(one) for one in found] or None
-        for found in (message.model_input_spans, message.loss_fn_input_spans)
+        [_span(item) for item in raw_spans] or None
+        for raw_spans in (message.model_input_spans, message.loss_fn_input_spans)
     ]
     if (spans[0] is None) != (spans[1] is None):
-        spans = [one or [] for one in spans]
+        spans = [item or [] for item in spans]
     return Datum(ModelInput([_chunk(chunk) for chunk in message.model_input]), inputs, *spans)
 
 
 def _chunk(chunk: Any) -> EncodedTextChunk | ImageChunk:
+    """Return a chunk of the model input of a protobuf Datum."""
     kind = chunk.WhichOneof("chunk")
     if kind == "image":
         image = chunk.image
@@ -58,73 +61,85 @@ def _chunk(chunk: Any) -> EncodedTextChunk | ImageChunk:
         return _image(image.data, image.format, expected, image.HasField("override_dimensions"))
     if kind != "encoded_text":
         raise BadRequestError(
-            f"a chunk of the model input is {_UNREAD.get(kind, kind or 'empty')}: models here read text and images"
+            f"a chunk of the model input is {_UNREAD.get(kind, kind or 'empty')}: this server "
+            "accepts text and images"
         )
     return EncodedTextChunk(_array(chunk.encoded_text.tokens, np.dtype("<i4"), "tokens").tolist())
 
 
 _UNREAD = {
-    "image_asset_pointer": "an image that lies elsewhere (send its bytes: types.ImageChunk)",
+    "image_asset_pointer": "a pointer to an image (send its bytes: types.ImageChunk)",
     "dmel": "audio",
 }
 
 
 def _image(data: bytes, form: Any, expected_tokens: Any, other_size: bool) -> ImageChunk:
+    """Return an image chunk. Raises BadRequestError for an invalid field.
+
+    `other_size`: whether the request overrides the image's dimensions, which is not supported.
+    """
     if form not in ("png", "jpeg"):
-        raise BadRequestError(f"an image's format is 'png' or 'jpeg', got {form!r:.40}")
+        raise BadRequestError(f"an image's format must be 'png' or 'jpeg', got {form!r:.40}")
     if expected_tokens is not None and (type(expected_tokens) is not int or expected_tokens < 1):
         raise BadRequestError(
-            f"an image's expected_tokens is a whole number of at least 1, or left out; got {expected_tokens!r:.40}"
+            "an image's expected_tokens must be an integer of at least 1, or omitted; got "
+            f"{expected_tokens!r:.40}"
         )
     if other_size:
         raise BadRequestError(
-            "override_dimensions is not done here: the model's own reader sizes an image; send it in the size you want"
+            "override_dimensions is not supported: the model's image processor resizes an image; "
+            "send the image in the size you want"
         )
     return ImageChunk(data, form, expected_tokens)
 
 
 def _span(span: Any) -> PromptProvenanceSpan | SampledProvenanceSpan:
+    """Return a provenance span of a protobuf Datum."""
     kind = span.WhichOneof("span")
     if kind is None:
         raise BadRequestError("a span of provenance is empty")
-    one = getattr(span, kind)
-    made = PromptProvenanceSpan if kind == "prompt_tokens" else SampledProvenanceSpan
-    return made(sequence_id=one.sequence_id, offset=one.offset, length=one.length)
+    fields = getattr(span, kind)
+    span_class = PromptProvenanceSpan if kind == "prompt_tokens" else SampledProvenanceSpan
+    return span_class(sequence_id=fields.sequence_id, offset=fields.offset, length=fields.length)
 
 
 def _array(raw: bytes, dtype: np.dtype, what: str) -> np.ndarray:
+    """Return the values in `raw`, 1-D. `what`: the name of the field in errors."""
     if len(raw) % dtype.itemsize:
         raise BadRequestError(
-            f"{what} has {len(raw)} bytes, which is no whole number of {dtype.name}"
+            f"{what} has {len(raw)} bytes, which is not a multiple of the size of {dtype.name}"
         )
     return np.frombuffer(raw, dtype)
 
 
 def check_cells(data: Sequence[Any]) -> None:
-    """Raise BadRequestError for tensors in compressed form with many more cells than values: a few
-    bytes could ask for any memory.
+    """Raise BadRequestError for sparse tensors with many more cells than values.
+
+    Without this limit a few bytes could allocate any amount of memory.
     """
     tensors = [
-        one
+        tensor
         for message in data
-        for one in message.loss_fn_inputs.values()
-        if one.WhichOneof("encoding") == "sparse_csr"
+        for tensor in message.loss_fn_inputs.values()
+        if tensor.WhichOneof("encoding") == "sparse_csr"
     ]
-    cells = sum(math.prod(max(n, 0) for n in one.shape) for one in tensors)
-    _check_cells(cells, sum(len(one.sparse_csr.col_indices) // 8 for one in tensors))
+    cells = sum(math.prod(max(n, 0) for n in tensor.shape) for tensor in tensors)
+    _check_cells(cells, sum(len(tensor.sparse_csr.col_indices) // 8 for tensor in tensors))
 
 
 def _check_cells(cells: int, values: int) -> None:
-    most = _CELLS + _CELLS_EACH * values
-    if cells > most:
-        text = f"tensors in compressed form come to {cells} cells with {values} values, and {most} are the most for these"
-        raise BadRequestError(f"{text}: send less at once, or send them dense")
+    """Raise BadRequestError if sparse tensors with `values` values have too many cells."""
+    limit = _CELLS + _CELLS_EACH * values
+    if cells > limit:
+        message = f"sparse tensors with {values} values have {cells} cells, the limit is {limit}"
+        raise BadRequestError(f"{message}: send less at once, or send them dense")
 
 
 def tensor(name: str, message: Any) -> TensorData:
+    """Return the tensor of a protobuf message. Raises BadRequestError, which names `name`."""
     if message.dtype not in _NUMPY:
         raise BadRequestError(
-            f"loss_fn_inputs[{name!r}] has the dtype {message.dtype}: float32 or int64"
+            f"loss_fn_inputs[{name!r}] has dtype {message.dtype}, expected float32 or int64"
         )
     dtype, shape = _NUMPY[message.dtype], list(message.shape)
     kind = "float32" if dtype.kind == "f" else "int64"
@@ -137,9 +152,8 @@ def tensor(name: str, message: Any) -> TensorData:
             _array(raw, np.dtype("<i8"), name)
             for raw in (message.sparse_csr.crow_indices, message.sparse_csr.col_indices)
         )
-        return TensorData(
-            _array(message.sparse_csr.values, dtype, name), kind, shape, rows, columns
-        )  # type: ignore[arg-type]
+        values = _array(message.sparse_csr.values, dtype, name)
+        return TensorData(values, kind, shape, rows, columns)  # type: ignore[arg-type]
     except BadRequestError:
         raise
     except (ValueError, IndexError, MemoryError) as error:
@@ -147,7 +161,7 @@ def tensor(name: str, message: Any) -> TensorData:
 
 
 def loss_config(message: Any) -> dict[str, Any]:
-    """The loss's settings: of the newer map where it has any."""
+    """Return the settings of the loss: those of the newer map, if it has any, else the older."""
     newer = {
         key: getattr(value, value.WhichOneof("value") or "number")
         for key, value in message.loss_fn_config_v2.items()
@@ -156,8 +170,9 @@ def loss_config(message: Any) -> dict[str, Any]:
 
 
 def forward_backward_output(output: ForwardBackwardOutput) -> bytes:
-    """One record of all datums; fields that some lack get a record for each run of datums with the
-    same ones.
+    """Return the protobuf bytes of an output.
+
+    Consecutive datums with the same fields share a record.
     """
     message = wire.make("ForwardBackwardOutput")
     message.loss_fn_output_type = "ArrayRecord"
@@ -166,7 +181,7 @@ def forward_backward_output(output: ForwardBackwardOutput) -> bytes:
         for name, first in run[0].items():
             field, arrays = (
                 record.fields[name],
-                [np.ascontiguousarray(one[name].array) for one in run],
+                [np.ascontiguousarray(output_row[name].array) for output_row in run],
             )
             field.dtype = wire.FLOAT32 if first.dtype == "float32" else wire.INT64
             field.data = b"".join(array.tobytes() for array in arrays)
@@ -180,7 +195,7 @@ def forward_backward_output(output: ForwardBackwardOutput) -> bytes:
 
 
 def _runs(outputs: Sequence[Mapping[str, TensorData]]) -> list[list[Mapping[str, TensorData]]]:
-    """Neighbours with the same fields, of the same type and trailing shape, together."""
+    """Group consecutive datums with the same fields, of the same dtype and trailing shape."""
     runs: list[list[Mapping[str, TensorData]]] = []
     last = None
     for output in outputs:
@@ -193,27 +208,29 @@ def _runs(outputs: Sequence[Mapping[str, TensorData]]) -> list[list[Mapping[str,
 
 
 def sample_response(response: SampleResponse) -> bytes:
+    """Return the protobuf bytes of a sample response."""
     message = wire.make("SampleResponse")
     for sequence in response.sequences:
-        one = message.sequences.add(
+        item = message.sequences.add(
             stop_reason=wire.LENGTH if sequence.stop_reason == "length" else wire.STOP
         )
-        one.tokens = sequence.tokens_np.astype("<i4").tobytes()
+        item.tokens = sequence.tokens_np.astype("<i4").tobytes()
         if sequence.logprobs_np is not None:
-            one.logprobs = sequence.logprobs_np.astype("<f4").tobytes()
+            item.logprobs = sequence.logprobs_np.astype("<f4").tobytes()
     if response.prompt_logprobs_np is not None:
         message.prompt_logprobs = response.prompt_logprobs_np.astype("<f4").tobytes()
     if response.topk_prompt_logprobs is not None:
         _write_topk(message.topk_prompt_logprobs, response.topk_prompt_logprobs)
     if response.target_prompt_logprobs is not None:
-        found, tensor = response.target_prompt_logprobs.array, message.target_prompt_logprobs
-        tensor.dense, tensor.dtype = found.astype("<f4").tobytes(), wire.FLOAT32
-        tensor.shape.extend(found.shape)
+        targets, tensor = response.target_prompt_logprobs.array, message.target_prompt_logprobs
+        tensor.dense, tensor.dtype = targets.astype("<f4").tobytes(), wire.FLOAT32
+        tensor.shape.extend(targets.shape)
     message.prompt_cache_hit_tokens = response.prompt_cache_hit_tokens
     return message.SerializeToString()
 
 
 def _write_topk(message: Any, rows: Sequence[Sequence[tuple[int, float]] | None]) -> None:
+    """Write top-k logprobs as arrays [positions, k], padded with `_NO_LOGPROB`."""
     width = max((len(row) for row in rows if row), default=0)
     ids, logprobs = (
         np.zeros((len(rows), width), "<i4"),
@@ -231,34 +248,36 @@ def _write_topk(message: Any, rows: Sequence[Sequence[tuple[int, float]] | None]
 
 
 def sample_json(response: SampleResponse) -> dict[str, Any]:
-    """The same for a client that takes no protobuf."""
+    """Return a sample response as JSON, for a client that does not accept protobuf."""
     sequences = [
         {"tokens": s.tokens, "logprobs": s.logprobs, "stop_reason": s.stop_reason}
         for s in response.sequences
     ]
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "type": "sample",
         "sequences": sequences,
         "prompt_cache_hit_tokens": response.prompt_cache_hit_tokens,
     }
-    found |= {
+    result |= {
         "prompt_logprobs": response.prompt_logprobs,
         "topk_prompt_logprobs": response.topk_prompt_logprobs,
     }
     targets = response.target_prompt_logprobs
-    return found | ({} if targets is None else {"target_prompt_logprobs": _tensor_json(targets)})
+    return result | ({} if targets is None else {"target_prompt_logprobs": _tensor_json(targets)})
 
 
 def output_json(output: ForwardBackwardOutput) -> dict[str, Any]:
+    """Return an output as JSON, for a client that does not accept protobuf."""
     rows = [
-        {name: _tensor_json(data) for name, data in one.items()} for one in output.loss_fn_outputs
+        {name: _tensor_json(data) for name, data in output_row.items()}
+        for output_row in output.loss_fn_outputs
     ]
     metrics = {key if ":" in key else f"{key}:mean": value for key, value in output.metrics.items()}
     return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": rows, "metrics": metrics}
 
 
 def read_outputs(body: bytes) -> ForwardBackwardOutput:
-    """Read what `forward_backward_output` wrote."""
+    """Return the output from the bytes of `forward_backward_output`."""
     message = wire.parse("ForwardBackwardOutput", body)
     rows: list[dict[str, TensorData]] = []
     for record in message.loss_fn_outputs:
@@ -273,7 +292,7 @@ def read_outputs(body: bytes) -> ForwardBackwardOutput:
 
 
 def read_samples(body: bytes) -> SampleResponse:
-    """Read what `sample_response` wrote."""
+    """Return the sample response from the bytes of `sample_response`."""
     message, sequences = wire.parse("SampleResponse", body), []
     for sequence in message.sequences:
         tokens = np.frombuffer(sequence.tokens, "<i4").tolist()
@@ -304,6 +323,7 @@ def read_samples(body: bytes) -> SampleResponse:
 
 
 def _read_topk(message: Any) -> list[list[tuple[int, float]] | None]:
+    """Return the (id, logprob) pairs of each position; None for a position without any."""
     ids = np.frombuffer(message.token_ids, "<i4").reshape(message.length, message.k).tolist()
     logprobs = np.frombuffer(message.logprobs, "<f4").reshape(message.length, message.k).tolist()
     rows: list[list[tuple[int, float]] | None] = []
@@ -320,36 +340,39 @@ def _read_topk(message: Any) -> list[list[tuple[int, float]] | None]:
 
 
 def _tensor_json(data: TensorData) -> dict[str, Any]:
+    """Return a tensor as JSON."""
     return {"data": data.data, "dtype": data.dtype, "shape": data.shape}
 
 
 def prompt(prompt: Any) -> ModelInput:
-    """Of a JSON ModelInput. ValueError for what none is."""
+    """Return the ModelInput of a JSON prompt. Raises ValueError for an invalid prompt."""
     chunks = prompt.get("chunks") if isinstance(prompt, Mapping) else None
     if not isinstance(chunks, list):
-        raise BadRequestError("prompt is {chunks: [...]}, as types.ModelInput makes it")
-    found: list[EncodedTextChunk | ImageChunk] = []
+        raise BadRequestError("prompt must be {chunks: [...]}, in the form of types.ModelInput")
+    chunk_list: list[EncodedTextChunk | ImageChunk] = []
     for chunk in chunks:
         kind = chunk.get("type", "encoded_text") if isinstance(chunk, Mapping) else None
         if kind == "image":
-            found.append(_image_of_json(chunk))
+            chunk_list.append(_image_of_json(chunk))
             continue
         if kind != "encoded_text":
             raise BadRequestError(
-                f"a chunk of the prompt is {_UNREAD.get(str(kind), repr(kind)[:40])}: models here read text and images"
+                f"a chunk of the prompt is {_UNREAD.get(str(kind), repr(kind)[:40])}: this server "
+                "accepts text and images"
             )
         tokens = chunk.get("tokens")
         if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
-            raise BadRequestError("a chunk's tokens are a list of token ids")
-        found.append(EncodedTextChunk(tokens))
-    return ModelInput(found)
+            raise BadRequestError("the tokens of a chunk must be a list of token ids")
+        chunk_list.append(EncodedTextChunk(tokens))
+    return ModelInput(chunk_list)
 
 
 def _image_of_json(chunk: Mapping[str, Any]) -> ImageChunk:
+    """Return the image of a JSON chunk."""
     try:
         data = base64.b64decode(chunk.get("data") or "", validate=True)
     except (ValueError, TypeError):
-        raise BadRequestError("an image's data is its bytes as base64") from None
+        raise BadRequestError("an image's data must be its bytes in base64") from None
     return _image(
         data,
         chunk.get("format"),
@@ -359,8 +382,9 @@ def _image_of_json(chunk: Mapping[str, Any]) -> ImageChunk:
 
 
 def targets(given: Mapping[str, Any] | None) -> TensorData | None:
-    """Ids that are to be scored, of a JSON TensorData: rows in compressed form are filled up with
-    -1, which asks for nothing.
+    """Return the token ids to score, [prompt tokens - 1, K], of a JSON TensorData.
+
+    Sparse rows are padded with -1, which requests no logprob.
     """
     if given is None:
         return None
@@ -374,19 +398,18 @@ def targets(given: Mapping[str, Any] | None) -> TensorData | None:
         if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
             raise ValueError(f"the shape {shape!r:.80}")
         _check_cells(math.prod(shape), values.size)
-        # what is not listed is 0 once it is filled up: so values are moved up by one, and down
-        # again
+        # a cell without a value becomes 0 in the dense array: shift the values up by 1 before, and
+        # down by 1 after
         return TensorData(TensorData(values + 1, "int64", shape, crow, columns).array - 1)
     except (ValueError, TypeError, OverflowError, IndexError) as error:
         raise BadRequestError(
-            f"target_prompt_logprobs is a TensorData of token ids, [prompt tokens - 1, K]: {error}"
+            "target_prompt_logprobs must be a TensorData of token ids, [prompt tokens - 1, K]: "
+            f"{error}"
         ) from error
 
 
 def tokens_of(given: ModelInput) -> int:
-    """How many tokens an input has, as far as it says: an image whose tokens are the model's to
-    tell counts as none.
-    """
+    """Return the number of tokens of an input; an image without `expected_tokens` counts as 0."""
     return sum(
         chunk.length if isinstance(chunk, EncodedTextChunk) else chunk.expected_tokens or 0
         for chunk in given.chunks
@@ -394,17 +417,19 @@ def tokens_of(given: ModelInput) -> int:
 
 
 def _settings_of(made: Any, name: str, fields: Any, known: Sequence[str]) -> Any:
+    """Return `made(**fields)`. Raises BadRequestError for a field that is not in `known`."""
     if not isinstance(fields, Mapping):
-        raise BadRequestError(f"{name} is an object, got {type(fields).__name__}")
+        raise BadRequestError(f"{name} must be an object, got {type(fields).__name__}")
     unknown = [key for key in fields if key not in known]
     if unknown:
         raise BadRequestError(
-            f"{name} has {unknown[0]!r}, which is not done here: it takes {', '.join(known)}"
+            f"{name} has {unknown[0]!r}, which is not supported: it accepts {', '.join(known)}"
         )
     return made(**{key: value for key, value in fields.items()})
 
 
 def sampling_params(fields: Any) -> SamplingParams:
+    """Return the sampling parameters of a JSON request. Raises BadRequestError."""
     return _settings_of(
         SamplingParams,
         "sampling_params",
@@ -414,5 +439,6 @@ def sampling_params(fields: Any) -> SamplingParams:
 
 
 def adam_params(fields: Any) -> AdamParams:
+    """Return the optimizer parameters of a JSON request. Raises BadRequestError."""
     known = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
     return _settings_of(AdamParams, "adam_params", fields, known)

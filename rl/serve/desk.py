@@ -1,5 +1,6 @@
-"""The one thread that owns the service: it takes turns among those who train, and draws everybody's
-samples in between.
+"""Run all training and sampling of a server on the thread that owns the service.
+
+The thread alternates between slices of training jobs and slices of the sampling batches.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from rl.types import ModelInput, SampledSequence, SampleResponse, SamplingParams
 
 log = logging.getLogger("whetstone.serve")
 
-_STEPS_SHOWN = 4  # tokens in a slice, where somebody reads along
-# samples that come within so short a time are drawn together
+_STEPS_SHOWN = 4  # tokens per slice if a request of the batch streams
+# samples that arrive within this time share a batch from the start
 _GATHER_SECONDS, _MOST_GATHER_SECONDS = 0.002, 0.02
 
 Show = Callable[[dict[int, SampledSequence]], None]
-# what shares a batch: those on one base, by its number (`mixes`), or one client's alone
+# key of a batch: the number of a base model (`mixes`), whose clients share a batch, or a client
 Drawing = SamplingClient | int
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What `/v1/models` and Tinker's capabilities list."""
+    """Hold an entry of `/v1/models` and of Tinker's capabilities."""
 
     name: str
     max_context: int | None
@@ -46,7 +47,10 @@ class ServedModel:
 
 
 class Desk:
-    """Takes work from any thread, executes it on its own. `start` before, `close` after."""
+    """Accept work from any thread and execute it on the engine's thread.
+
+    Call `start` before the first request, and `end` and `join` at the end.
+    """
 
     def __init__(self, service: ServiceClient, settings: ServeSettings):
         self.service = service
@@ -56,23 +60,24 @@ class Desk:
         self.contexts = {base.name: checked_context(base) for base in settings.bases}
         self.ending = False
         self._leave_at = 0.0
-        # (model, owner) -> where to get it
+        # (model, owner) -> a function that returns the client, or None for an unknown name
         self.resolvers: list[Callable[[str, str], Callable[[], SamplingClient] | None]] = []
-        # of an owner: names that resolvers know, their bases
+        # owner -> names that the resolvers know, each with its base model
         self.listers: list[Callable[[str], list[tuple[str, ServedBase]]]] = []
         self._bases: dict[str, SamplingClient] = {}
         self._loading = threading.Lock()
         self._renderers: dict[str, Renderer] = {}
         self._created = int(time.time())
-        # what is being drawn
+        # the active batches
         self._streams: dict[Drawing, tuple[SampleStream, dict[int, SampleJob]]] = {}
         self._thread = threading.Thread(target=self._loop, name="whetstone-desk", daemon=True)
         self.tally.gauges["queued"] = lambda: float(len(self.turns))
 
     def start(self) -> None:
+        """Start the engine's thread."""
         self._thread.start()
 
-    # -------------------------------------------------------------------------- what is asked of it
+    # ------------------------------------------------------------------------------------- requests
 
     def submit(
         self,
@@ -83,8 +88,9 @@ class Desk:
         done: Future | None = None,
         tenant: str = "",
     ) -> Future:
-        """Queues work. Its result or error comes in the future. `tenant`: in whose part of the
-        queue, the owner's where none is said.
+        """Queue work and return a future with its result or error.
+
+        `tenant`: the tenant whose share of the queue it counts for; by default the owner.
         """
         job = Job(owner, lane, what, work, done or Future(), tenant=tenant)
         if self.ending:
@@ -94,13 +100,15 @@ class Desk:
         return job.done
 
     def tenant(self, owner: str, session: str) -> str:
-        """Whose part of the queue a request of that session is counted in: its key's, or its own
-        where nobody has one.
+        """Return the tenant for which a request of the session counts: the owner, or the session if
+        the server has no keys.
         """
         return owner if self.settings.keys else session
 
     async def run(self, owner: str, what: str, work: Callable[[], Any], tenant: str = "") -> Any:
-        """A plain function on the desk's thread, in a lane of its own kind."""
+        """Run a function on the engine's thread, in the lane `what`. Raises Refused (429) if the
+        queue is full.
+        """
 
         def once() -> Any:
             yield
@@ -120,16 +128,23 @@ class Desk:
         tenant: str = "",
         **what: Any,
     ) -> Future:
-        """Queues a sample. `what`: include_prompt_logprobs, topk_prompt_logprobs,
-        prompt_logprobs_last_n, sequence_ids.
+        """Queue a sampling request and return its future.
 
-        `show`: called from the desk's thread with what has been drawn so far, by sample, every few
-        tokens.
+        `what`: include_prompt_logprobs, topk_prompt_logprobs, prompt_logprobs_last_n, sequence_ids.
+        `show`: called on the engine's thread every few tokens with the samples so far, by index.
+        Raises Refused: 503 if the server is shutting down, 429 if the queue is full.
         """
         if self.ending:
             raise Refused(503, "the server is shutting down: try again", retry_after=5.0)
-        given = prompt if isinstance(prompt, ModelInput) else ModelInput.from_ints(list(prompt))
-        arguments = {"prompt": given, "num_samples": num_samples, "sampling_params": params, **what}
+        model_input = (
+            prompt if isinstance(prompt, ModelInput) else ModelInput.from_ints(list(prompt))
+        )
+        arguments = {
+            "prompt": model_input,
+            "num_samples": num_samples,
+            "sampling_params": params,
+            **what,
+        }
         job = SampleJob(owner, client, arguments, show=show, tenant=tenant)
         self.turns.add_sample(job)
         return job.done
@@ -145,8 +160,8 @@ class Desk:
         show: Show | None = None,
         **what: Any,
     ) -> SampleResponse:
-        """`num_samples` answers of a model by its name: a base, a tinker:// path, a sampling
-        session. Refused (404) for no such one.
+        """Return `num_samples` samples of a model by its name: a base model, a tinker:// path or a
+        sampling session. Raises Refused (404) for an unknown name.
         """
         done = self.ask_sample(
             self.find(model, owner), owner, prompt_ids, num_samples, sampling_params, show, **what
@@ -154,8 +169,9 @@ class Desk:
         return await asyncio.wrap_future(done)
 
     def bases(self) -> list[ServedModel]:
-        """The base models, as they were checked at the start: one whose weights cannot be loaded
-        keeps the others from nobody.
+        """Return the base models, as checked at the start of the server.
+
+        A base model whose weights cannot be loaded does not affect the others.
         """
         return [
             ServedModel(base.name, self.contexts[base.name], self._created)
@@ -163,29 +179,34 @@ class Desk:
         ]
 
     def models(self, owner: str = LOCAL) -> list[ServedModel]:
-        """The bases, and what this owner can ask for by another name: clients look there before
-        they ask.
+        """Return the base models and the other models of an owner.
+
+        Clients check this list before they send a request.
         """
         bases = self.bases()
-        longest = {base.name: base.max_context for base in bases}
-        own = [found for names in self.listers for found in names(owner)]
-        return bases + [ServedModel(name, longest[base.name], self._created) for name, base in own]
+        max_contexts = {base.name: base.max_context for base in bases}
+        named_models = [entry for names in self.listers for entry in names(owner)]
+        return bases + [
+            ServedModel(name, max_contexts[base.name], self._created) for name, base in named_models
+        ]
 
     def tokenizer(self, model: str | None = None, owner: str = LOCAL) -> Any:
-        """The tokenizer of a model that is asked for by its name. May wait for the model to be
-        loaded.
+        """Return the tokenizer of a model by its name. May wait until the model is loaded.
+
+        Raises Refused: 404 for an unknown name, 400 if the model has no tokenizer.
         """
         tokenizer = self.find(model, owner)().get_tokenizer()
         if tokenizer is None:
             raise Refused(
                 400,
-                f"the model {model or self.settings.bases[0].name!r} has no tokenizer here: it takes token ids alone",
+                f"the model {model or self.settings.bases[0].name!r} has no tokenizer on this "
+                "server: send token ids",
             )
         return tokenizer
 
     def renderer(self, model: str | None = None, owner: str = LOCAL) -> Renderer:
-        """What turns messages into tokens for that model: the model's own chat template, else
-        role_colon, or what was set.
+        """Return the renderer of a model: the configured renderer, else the chat template of its
+        tokenizer, else role_colon.
         """
         name = model or self.settings.bases[0].name
         if name not in self._renderers:
@@ -197,13 +218,14 @@ class Desk:
         return self._renderers[name]
 
     def find(self, model: str | None, owner: str) -> Callable[[], SamplingClient]:
-        """Where to get a sampling client of that name from. Refused (404) where there is none for
-        this owner.
+        """Return a function that returns the sampling client of a model name.
+
+        Raises Refused (404) if the owner has no model of that name.
         """
         for resolve in self.resolvers:
-            found = resolve(model, owner) if model is not None else None
-            if found is not None:
-                return found
+            get_client = resolve(model, owner) if model is not None else None
+            if get_client is not None:
+                return get_client
         try:
             base = self.settings.base(model)
         except UserError as error:
@@ -211,8 +233,9 @@ class Desk:
         return lambda: self.base_client(base)
 
     def base_client(self, base: ServedBase) -> SamplingClient:
-        """Return a sampler of a base model: one for all threads, made when it is first asked for,
-        and again after a failure.
+        """Return the sampling client of a base model, which all threads share.
+
+        The client is created on first use, and again after a failure.
         """
         with self._loading:
             client = self._bases.get(base.name)
@@ -223,9 +246,10 @@ class Desk:
                 self._bases[base.name] = client
             return client
 
-    # ----------------------------------------------------------------------------------- its thread
+    # ------------------------------------------------------------------------------- engine thread
 
     def _loop(self) -> None:
+        """Run slices of jobs and of batches until the server ends."""
         while True:
             with self.turns.changed:
                 while not len(self.turns) and not self._streams and not self.ending:
@@ -246,20 +270,21 @@ class Desk:
                 self._draw(drawing)
 
     def _leave(self, job: Job) -> None:
-        """A job that did not end in the time that was left: it ends between two of its slices."""
+        """Interrupt a job that did not finish before the deadline, between two of its slices."""
         if job.begun is not None:
             job.begun.close()
         self.turns.finish(job)
         _settle(job.done, None, Interrupted(), job.what)
 
     def _gather(self) -> None:
-        """Waits a moment for the rest of a wave, so that its first sample is not drawn alone."""
+        """Wait briefly for more samples, so that a burst of requests starts as a common batch."""
         end, before = time.monotonic() + _MOST_GATHER_SECONDS, -1
         while (now := len(self.turns)) != before and time.monotonic() < end:
             before = now
             time.sleep(_GATHER_SECONDS)
 
     def _slice(self, job: Job) -> None:
+        """Run a job up to its next yield; if it ends, set its result or error."""
         begin = time.perf_counter()
         try:
             job.begun = job.begun or job.work()
@@ -267,8 +292,8 @@ class Desk:
             return
         except StopIteration as done:
             result, error = done.value, None
-        except BaseException as caught:  # told to whoever asked; others go on
-            result, error = None, caught
+        except BaseException as exception:  # goes to the job's future; other jobs continue
+            result, error = None, exception
         finally:
             self.tally.add("work_seconds_total", time.perf_counter() - begin, verb=job.what)
         self.turns.finish(job)
@@ -280,18 +305,19 @@ class Desk:
         _settle(job.done, result, error, job.what)
 
     def _let_in(self, samples: Sequence[SampleJob]) -> None:
-        """Samples join what is being drawn from the same weights, or on the same base. One that
-        cannot run fails alone.
+        """Add samples to the batches of their weights or base model.
+
+        A sample that cannot run fails without effect on the others.
         """
         for job in samples:
-            what = {
+            options = {
                 name: value
                 for name, value in job.arguments.items()
                 if name not in ("prompt", "sequence_ids")
             }
             try:
                 client = job.drawn_by = job.client()
-                request = client.request(job.arguments["prompt"], **what)
+                request = client.request(job.arguments["prompt"], **options)
                 job.prompt_tokens = len(request.prompt)
                 self._check_tokens(request, client.info["max_context"])
                 drawing: Drawing = client if client.mixes is None else client.mixes
@@ -306,29 +332,39 @@ class Desk:
                 _settle(job.done, None, error, "sample")
 
     def _check_tokens(self, request: Request, longest: int | None) -> None:
-        """Refused (400) where the answers may come to more tokens than one request may have here."""
-        each = request.params.max_tokens or (longest or 0) + 1 - len(request.prompt)
-        most, limit = len(request.prompt) + request.num_samples * each, self.settings.limits.tokens
-        if most > limit:
+        """Raise Refused (400) if a request may sample more tokens than the limit per request."""
+        max_answer = request.params.max_tokens or (longest or 0) + 1 - len(request.prompt)
+        max_total, limit = (
+            len(request.prompt) + request.num_samples * max_answer,
+            self.settings.limits.tokens,
+        )
+        if max_total > limit:
             raise Refused(
                 400,
-                f"{request.num_samples} answers may come to {most} tokens, and {limit} are the most of one request",
+                f"{request.num_samples} samples may have {max_total} tokens with the prompt, the "
+                f"limit of a request is {limit}: request fewer samples or a smaller max_tokens",
             )
 
     def _draw(self, drawing: Drawing) -> None:
-        """A slice of what shares a batch; who has ended is answered, who has gone leaves."""
+        """Run a slice of a batch, remove cancelled samples and answer finished ones."""
         begin, (stream, tickets) = time.perf_counter(), self._streams[drawing]
         for ticket in [ticket for ticket, job in tickets.items() if job.done.cancelled()]:
             stream.drop(ticket)
             del tickets[ticket]
         try:
-            shown = {ticket: job.show for ticket, job in tickets.items() if job.show is not None}
-            part = stream.slice(_STEPS_SHOWN, shows=frozenset(shown)) if shown else stream.slice()
+            callbacks = {
+                ticket: job.show for ticket, job in tickets.items() if job.show is not None
+            }
+            part = (
+                stream.slice(_STEPS_SHOWN, shows=frozenset(callbacks))
+                if callbacks
+                else stream.slice()
+            )
             finished = part.finished
             for ticket, samples in part.drawn.items():
-                # whoever reads along may be gone: others are drawn beside
+                # a client that streams may have disconnected; the other samples continue
                 with contextlib.suppress(Exception):
-                    shown[ticket](samples)
+                    callbacks[ticket](samples)
         except BaseException as error:
             for job in tickets.values():
                 _settle(job.done, None, error, "sample")
@@ -342,7 +378,7 @@ class Desk:
         self.tally.add("work_seconds_total", time.perf_counter() - begin, verb="sample")
 
     def _abandon(self) -> None:
-        """Samples that did not end in the time that was left."""
+        """Interrupt the samples that did not finish before the deadline."""
         for stream, tickets in self._streams.values():
             for job in tickets.values():
                 _settle(job.done, None, Interrupted(), "sample")
@@ -350,6 +386,7 @@ class Desk:
         self._streams.clear()
 
     def _answer(self, job: SampleJob, response: SampleResponse | Exception) -> None:
+        """Set the result of a sampling request, and count its tokens in the metrics."""
         if isinstance(response, Exception):
             _settle(job.done, None, response, "sample")
             return
@@ -363,11 +400,11 @@ class Desk:
         self.tally.add("prompt_tokens_total", job.prompt_tokens)
         _settle(job.done, response, None, "sample")
 
-    # --------------------------------------------------------------------------------------- ending
+    # ------------------------------------------------------------------------------------- shutdown
 
     def end(self, seconds: float = 30.0) -> None:
-        """Finishes what runs, samples for so many `seconds`; what has not begun is answered with
-        "try again".
+        """Shut down: let running jobs and samples finish for up to `seconds`, and interrupt queued
+        work, whose clients get "try again".
         """
         self._leave_at = time.monotonic() + seconds
         self.ending = True
@@ -378,13 +415,13 @@ class Desk:
             self.turns.changed.notify()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Whether the thread has ended within `timeout` seconds."""
+        """Wait up to `timeout` seconds for the thread, and return whether it has ended."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
 
 def _settle(done: Future, result: Any, error: BaseException | None, what: str) -> None:
-    """Gives a future what came of it, unless whoever asked has gone."""
+    """Set the result or error of a future, unless it was cancelled. Log errors of the server."""
     if not done.set_running_or_notify_cancel():
         return
     if error is None:
@@ -399,6 +436,7 @@ def _settle(done: Future, result: Any, error: BaseException | None, what: str) -
 
 
 def log_unwritten(model_id: str, error: Exception) -> None:
+    """Log that a model could not be written to disk."""
     log.error(
         "a model could not be written",
         extra={"model": model_id, "error": type(error).__name__},

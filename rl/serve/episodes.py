@@ -1,10 +1,10 @@
-"""Sessions: the turns that one agent took, as a graph of exact id prefixes, and the `Trajectory`
-that they come to.
+"""Record the turns of an agent's session as a graph of exact token prefixes, and build their
+`Trajectory`.
 
-A turn is what the model read (ids), what it drew (ids, logprobs) and, where it was a chat, the
-messages that stood for it. The next request of a session that continues a turn's messages is
-written as those ids and the new messages behind them (`Renderer.bridge`): what was drawn is never
-decoded and tokenised again. A request that rewrites history begins a branch.
+A turn holds the prompt (ids), the sample (ids, logprobs) and, for a chat, the messages. If the next
+request of a session continues the messages of a turn, its prompt is the ids of that turn followed
+by the new messages (`Renderer.bridge`). Sampled tokens are never decoded and tokenized again. A
+request that rewrites the history begins a branch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from rl.types import Message, ModelInput, SampledSequence, SampleResponse, Sampl
 
 
 class Desk(Protocol):
-    """What draws: the models of a server, as far as these routes ask. Errors: UserError and
-    ValueError are the caller's fault.
+    """Sample from the models of a server: the interface that the OpenAI-style routes use.
+
+    UserError and ValueError are errors of the caller.
     """
 
     async def sample(
@@ -49,8 +50,9 @@ class Desk(Protocol):
 
 @dataclass(slots=True)
 class Turn:
-    """One draw. `messages`: what was asked, None where ids were; `answer`: as it was parsed;
-    `text`: for people and rewards.
+    """Hold a sample and its prompt.
+
+    `messages`: the messages of the request, None for a prompt of ids; `answer`: the parsed message.
     """
 
     prompt: list[int]
@@ -59,14 +61,12 @@ class Turn:
     ended: bool
     messages: Sequence[Message] | None = None
     tools: Sequence[Mapping[str, Any]] = ()
-    told: Sequence[Message] = ()  # what of the messages is new to the model
+    told: Sequence[Message] = ()  # the messages since the turn that this turn continues
 
 
 @dataclass
 class Session:
-    """One episode. Requests that came again after a lost answer are answered from `once`. `owner`:
-    whose it is.
-    """
+    """Hold the turns of an episode. `once` returns the result of a request to its retries."""
 
     owner: str = ""
     turns: list[Turn] = field(default_factory=list)
@@ -77,14 +77,15 @@ class Session:
     _once: dict[bytes, asyncio.Future[Any]] = field(default_factory=dict)
     _lost: set[bytes] = field(default_factory=set)
 
-    # whether answers may be read once more, for the likeliest tokens beside them
+    # whether responses may go through a second forward pass, for top-k logprobs
     reads_again = True
 
     async def renderer(self, desk: Desk, model: str | None) -> Renderer:
-        # the model may have to be loaded
+        """Return the renderer of a model, which may have to be loaded."""
         return await asyncio.to_thread(desk.renderer, model, self.owner)
 
     async def tokenizer(self, desk: Desk, model: str | None) -> Any:
+        """Return the tokenizer of a model, which may have to be loaded."""
         return await asyncio.to_thread(desk.tokenizer, model, self.owner)
 
     async def draw(
@@ -96,18 +97,19 @@ class Session:
         params: SamplingParams,
         **what: Any,
     ) -> SampleResponse:
+        """Return n samples of a prompt. `what`: options of `Desk.sample`."""
         return await desk.sample(model, prompt, n, params, owner=self.owner, **what)
 
-    # --------------------------------------------------------------------------------- what is read
+    # -------------------------------------------------------------------------------------- prompts
 
     def prompt(
         self, renderer: Renderer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> list[int]:
-        """The ids that a chat stands for: those of the longest turn that it continues, and what is
-        new; else it is written anew.
+        """Return the prompt ids of a chat: those of the longest turn that it continues, then the
+        new messages; without such a turn, all messages rendered from the start.
 
-        Answers come back without what clients drop (thoughts): they are put back in, for the
-        template to keep or leave out.
+        Clients drop the thoughts of assistant messages. They are restored here; the template
+        decides whether to include them.
         """
         known, k, turn = self._continued(messages, tools)
         if turn is not None and k < len(known):
@@ -119,41 +121,43 @@ class Session:
     def _continued(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[list[Message], int, Turn | None]:
-        """The messages with answers as they were drawn, how many of them the longest turn that they
-        continue stands for, and that turn.
+        """Return the messages with the sampled assistant messages restored, the number of messages
+        of the longest turn that they continue, and that turn.
         """
-        known, count, last = list(messages), 0, None
+        full_messages, count, last = list(messages), 0, None
         for k, chain in enumerate(_chains(messages, tools)):
             turn = self._by_chain.get(chain)
             if turn is not None:
-                known[k], count, last = turn.answer, k + 1, turn
-        return known, count, last
+                full_messages[k], count, last = turn.answer, k + 1, turn
+        return full_messages, count, last
 
     def note(self, turn: Turn, back: Message | None = None) -> None:
-        """Keeps a turn, to be continued. `back`: its answer as a client has it, and sends it again."""
+        """Record a turn. `back`: its message in the form in which a client sends it again."""
         self.turns.append(turn)
         self.touched = time.monotonic()
         if turn.messages is None:
             return
-        clean = {key: value for key, value in turn.answer.items() if key != "unparsed_tool_calls"}
-        turn.answer = clean
+        answer_message = {
+            key: value for key, value in turn.answer.items() if key != "unparsed_tool_calls"
+        }
+        turn.answer = answer_message
         turn.told = list(turn.messages)[self._continued(turn.messages, turn.tools)[1] :]
-        for answer in (clean, *([] if back is None else [back])):
-            for said in (
+        for answer in (answer_message, *([] if back is None else [back])):
+            for variant in (
                 answer,
                 {key: value for key, value in answer.items() if key != "reasoning_content"},
             ):
-                *_, chain = _chains([*turn.messages, said], turn.tools)
+                *_, chain = _chains([*turn.messages, variant], turn.tools)
                 self._by_chain[chain] = turn
 
     async def once(
         self, key: bytes, repeated: bool, do: Callable[[], Coroutine[Any, Any, Any]]
     ) -> Any:
-        """What `do` gives; for a request that is sent again, what it gave (or is about to give) the
-        first time.
+        """Return the result of `do`; for a retried request, the result of the first run, which may
+        still be running.
 
-        It is done to its end, whoever waits. `key`: of the request's body. A request of a
-        connection that was `lost` counts as repeated.
+        A run completes even if the caller is cancelled. `key`: digest of the request's path and
+        body. A request whose earlier connection was `lost` counts as repeated.
         """
         task = self._once.get(key) if repeated or key in self._lost else None
         if task is None:
@@ -166,16 +170,17 @@ class Session:
         return await asyncio.shield(task)
 
     def lost(self, key: bytes) -> None:
-        """Whoever asked is gone, unanswered."""
+        """Note that the client of a request disconnected before the response."""
         self._lost.add(key)
 
-    # ----------------------------------------------------------------------------- what comes of it
+    # ----------------------------------------------------------------------------------- trajectory
 
     def trajectory(self) -> Trajectory:
-        """The turns as transitions, in the order they were drawn; the reward is the last one's.
-        `trajectory_to_datums` merges them.
+        """Return the turns as transitions in sampling order; the last transition has the reward.
+
+        `trajectory_to_datums` merges turns that continue each other.
         """
-        made = [
+        transitions = [
             Transition(
                 ModelInput.from_ints(turn.prompt),
                 turn.sequence,
@@ -186,26 +191,29 @@ class Session:
             )
             for turn in self.turns
         ]
-        if made:
-            made[-1].reward, made[-1].episode_done = self.reward or 0.0, self.reward is not None
-            made[-1].metrics |= self.metrics
-        return Trajectory(made)
+        if transitions:
+            transitions[-1].reward, transitions[-1].episode_done = (
+                self.reward or 0.0,
+                self.reward is not None,
+            )
+            transitions[-1].metrics |= self.metrics
+        return Trajectory(transitions)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything that is needed to train on it elsewhere."""
+        """Return the session as JSON, with all that another trainer needs."""
         turns = []
         for turn in self.turns:
             sequence = turn.sequence
-            drawn: dict[str, Any] = {
+            sample_fields: dict[str, Any] = {
                 "token_ids": sequence.tokens,
                 "logprobs": sequence.logprobs,
                 "temperature": sequence.temperature,
             }
-            drawn |= {"stop_reason": sequence.stop_reason, "version": sequence.version}
+            sample_fields |= {"stop_reason": sequence.stop_reason, "version": sequence.version}
             turns.append(
                 {
                     "prompt_token_ids": turn.prompt,
-                    **drawn,
+                    **sample_fields,
                     "parent": self._parent(turn),
                     **logs_of(turn),
                 }
@@ -218,24 +226,24 @@ class Session:
         }
 
     def _parent(self, turn: Turn) -> int | None:
-        """Which earlier turn it continues, by exact ids: the longest; None for the beginning of a
-        conversation or branch.
+        """Return the index of the longest earlier turn that this turn continues by exact ids; None
+        at the start of a conversation or branch.
         """
         best: int | None = None
         length = 0
         for i, other in enumerate(self.turns):
             if other is turn:
                 break
-            whole = [*other.prompt, *other.sequence.tokens]
-            if len(whole) > length and turn.prompt[: len(whole)] == whole:
-                best, length = i, len(whole)
+            other_ids = [*other.prompt, *other.sequence.tokens]
+            if len(other_ids) > length and turn.prompt[: len(other_ids)] == other_ids:
+                best, length = i, len(other_ids)
         return best
 
 
 def logs_of(turn: Turn) -> dict[str, Any]:
-    """A turn's texts, as rollouts show them."""
-    said: dict[str, Any] = {"response": with_calls(turn.answer), "told": list(turn.told)}
-    return said | (
+    """Return the texts of a turn for the rollout logs."""
+    logs: dict[str, Any] = {"response": with_calls(turn.answer), "told": list(turn.told)}
+    return logs | (
         {"tool_calls": [call["function"] for call in turn.answer["tool_calls"]]}
         if turn.answer.get("tool_calls")
         else {}
@@ -243,10 +251,8 @@ def logs_of(turn: Turn) -> dict[str, Any]:
 
 
 def _chains(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
-    """For each message, a digest of it, of all before it, and of the tools that the model was told
-    of.
-    """
-    found = []
+    """Return for each message a digest of the tools and of the messages up to and including it."""
+    digests = []
     digest = hashlib.blake2b(
         json.dumps(list(tools), sort_keys=True).encode("utf-8", "backslashreplace"), digest_size=16
     )
@@ -260,13 +266,15 @@ def _chains(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> 
             calls,
         ]
         digest.update(json.dumps(parts, sort_keys=True).encode("utf-8", "backslashreplace") + b"\0")
-        found.append(digest.copy().digest())
-    return found
+        digests.append(digest.copy().digest())
+    return digests
 
 
 class Sessions:
-    """Sessions by their owner and name, at most `most`: of the owner that has most, the one that
-    was used longest ago is forgotten.
+    """Hold sessions by owner and name.
+
+    Above `most` sessions, the least recently used session of the owner that holds the most is
+    removed. `longest`: the most turns of a session.
     """
 
     def __init__(self, most: int = 10_000, longest: int = 10_000):
@@ -274,39 +282,45 @@ class Sessions:
         self._by_name: OrderedDict[tuple[str, str], Session] = OrderedDict()
 
     def open(self, owner: str, name: str) -> Session:
-        """The session of that name, made where there is none. Raises Refused."""
+        """Return the session of that name, and create it if it does not exist.
+
+        Raises Refused for an invalid name or a full session.
+        """
         check_name(name)
         session = self._by_name.setdefault((owner, name), Session(owner))
         self._by_name.move_to_end((owner, name))
         while len(self._by_name) > self.most:
-            counts = Counter(whose for whose, _ in self._by_name)
+            counts = Counter(owner_of_key for owner_of_key, _ in self._by_name)
             most = max(counts.values())
             del self._by_name[next(key for key in self._by_name if counts[key[0]] == most)]
         if len(session.turns) >= self.longest:
             raise Refused(
-                f"the session {name!r} has {len(session.turns)} turns, the most that are kept",
+                f"the session {name!r} has {len(session.turns)} turns, the limit of a session: "
+                "start a new session",
                 code="session_full",
             )
         return session
 
     def find(self, owner: str, name: str) -> Session:
+        """Return the session of that name. Raises Refused (404) if it does not exist."""
         session = self._by_name.get((owner, name))
         if session is None:
-            raise Refused(
-                f"there is no session {name[:80]!r}", status=404, code="session_not_found"
-            )
+            raise Refused(f"unknown session {name[:80]!r}", status=404, code="session_not_found")
         return session
 
     def names(self, owner: str) -> list[str]:
-        return [name for whose, name in self._by_name if whose == owner]
+        """Return the names of an owner's sessions."""
+        return [name for session_owner, name in self._by_name if session_owner == owner]
 
     def drop(self, owner: str, name: str) -> None:
+        """Delete a session. Raises Refused (404) if it does not exist."""
         self.find(owner, name)
         del self._by_name[owner, name]
 
 
 def check_name(name: str) -> None:
+    """Raise Refused for an invalid session name."""
     if not 0 < len(name) <= 200 or not name.isprintable() or "/" in name:
         raise Refused(
-            "a session's name has 1 to 200 printable characters and no slash", "X-Session-ID"
+            "a session name must have 1 to 200 printable characters and no slash", "X-Session-ID"
         )

@@ -1,8 +1,8 @@
-"""Episodes that are under way in this process: a program's requests become the observations of a
-rollout, its actions their answers.
+"""Run the programs of `--environment endpoint`: requests of a program become observations of a
+rollout, and the actions of the rollout become the responses.
 
-All of it happens in the loop of one server on loopback; the rollout hears of it through each
-episode's queue of events.
+All requests run in the event loop of a server on loopback. The rollout reads the queue of events
+of each episode.
 """
 
 from __future__ import annotations
@@ -30,25 +30,27 @@ from rl.serve.episodes import Desk, Session, Sessions, Turn, logs_of
 from rl.serve.episodes_server import LoopServer
 from rl.types import Message, SampledSequence, SampleResponse, SamplingParams
 
-_START_SECONDS = 5.0  # after which the next program may begin, whatever this one does
-MODEL = "policy"  # what the policy is called; any other name is answered by it as well
+_START_SECONDS = 5.0  # after which the next program may start, even without a request of this one
+MODEL = "policy"  # the model name of the policy, which serves any other name as well
 
 
 @dataclass(eq=False)
 class Ask:
-    """A request that waits for an action. `logs`: filled in once the answer is parsed."""
+    """Hold a request that waits for an action. `logs`: filled in once the response is parsed."""
 
     prompt: list[int]
     params: SamplingParams
     answer: asyncio.Future[SampledSequence]
     logs: dict[str, Any] = field(default_factory=dict)
-    dead: bool = False  # the program that asked has ended
+    dead: bool = False  # whether the program has ended
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The program is gone. `code`: its exit code, None where none started; `late`: it was out of
-    time; `printed`: its last words.
+    """Hold the end of a program.
+
+    `code`: its exit code, None if it did not start; `late`: whether it exceeded its time limit;
+    `printed`: the end of its output; `seconds`: its wall time.
     """
 
     code: int | None
@@ -58,8 +60,9 @@ class Ended:
 
 
 class Episode(Session):
-    """One program and its requests. `overruled`: settings of its requests in whose place the run's
-    were taken.
+    """Hold the session of a program and its pending requests.
+
+    `overruled`: sampling settings of its requests that the run's settings replaced.
     """
 
     reads_again = False
@@ -69,13 +72,13 @@ class Episode(Session):
         self.name = secrets.token_hex(16)
         self.events: queue.SimpleQueue[Ask | Ended] = queue.SimpleQueue()
         self.limits, self.system_prompt, self.strict = limits, system_prompt, strict
-        self.over: str | None = None  # why nothing is answered any more
+        self.over: str | None = None  # the reason for which further requests are refused
         self.asked = 0
-        self.stirred = asyncio.Event()  # it has asked for the first time, or is gone
+        self.stirred = asyncio.Event()  # set at the first request or at the end of the program
         self.overruled: dict[str, Any] = {}
         self.clock = _Clock(limits.seconds)
         self._renderer = renderer
-        self._asks: dict[int, Ask] = {}  # by the sequence that answered them
+        self._asks: dict[int, Ask] = {}  # by the id() of the sampled sequence
         self._waiting: set[Ask] = set()
 
     async def renderer(self, desk: Desk, model: str | None) -> Renderer:
@@ -90,9 +93,9 @@ class Episode(Session):
         return super().prompt(renderer, self._begun(messages), tools)
 
     def _begun(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """With the run's system prompt, where the program has none of its own."""
-        own = self.system_prompt is None or messages[0]["role"] == "system"
-        return messages if own else [{"role": "system", "content": self.system_prompt}, *messages]
+        """Return the messages with the run's system prompt, unless they have a system prompt."""
+        keep = self.system_prompt is None or messages[0]["role"] == "system"
+        return messages if keep else [{"role": "system", "content": self.system_prompt}, *messages]
 
     async def draw(
         self,
@@ -103,19 +106,18 @@ class Episode(Session):
         params: SamplingParams,
         **what: Any,
     ) -> SampleResponse:
-        what.pop("show", None)  # actions are whole: a rollout draws them
+        what.pop("show", None)  # a rollout returns complete actions, so nothing can be streamed
         if what:
-            raise Refused(
-                "prompts are not scored in an episode that is trained on: leave out echo, or logprobs"
-            )
+            raise Refused("prompts are not scored in a training episode: omit echo or logprobs")
         self._overrule(params)
         return SampleResponse([await self._ask(prompt, params) for _ in range(n)])
 
     async def _ask(self, prompt: list[int], params: SamplingParams) -> SampledSequence:
+        """Put a request into the queue of events and wait for the action. Raises Refused."""
         if self.over is None and self.asked >= self.limits.turns:
-            self.over = f"its {self.limits.turns} answers (max_turns) are used up"
+            self.over = f"it has used its {self.limits.turns} turns (max_turns)"
         if self.over is not None:
-            raise Refused(f"the episode has come to an end: {self.over}", code="episode_over")
+            raise Refused(f"the episode is over: {self.over}", code="episode_over")
         self.asked += 1
         self.stirred.set()
         ask = Ask(prompt, params, asyncio.get_running_loop().create_future())
@@ -132,10 +134,11 @@ class Episode(Session):
         return sequence
 
     def _overrule(self, params: SamplingParams) -> None:
-        """The run says how tokens are drawn. What a request asks instead is noted, or refused where
-        `strict`.
+        """Record sampling settings of a request, which the run's settings replace.
+
+        Raises Refused for any such setting if `strict`.
         """
-        usual = SamplingParams()
+        defaults = SamplingParams()
         for name in (
             "temperature",
             "top_p",
@@ -146,13 +149,13 @@ class Episode(Session):
             "ignore_eos",
             "seed",
         ):
-            wanted = getattr(params, name)
-            if wanted != getattr(usual, name):
+            value = getattr(params, name)
+            if value != getattr(defaults, name):
                 if self.strict:
                     raise Refused(
-                        f"{name}={wanted}: the run says how tokens are drawn; leave it out", name
+                        f"{name}={value}: the run sets the sampling parameters; omit it", name
                     )
-                self.overruled[name] = wanted
+                self.overruled[name] = value
 
     def note(self, turn: Turn, back: Message | None = None) -> None:
         if turn.messages is not None:
@@ -160,24 +163,27 @@ class Episode(Session):
         super().note(turn, back)
         ask = self._asks.pop(id(turn.sequence), None)
         if ask is not None:
-            asked = turn.messages if turn.messages is not None else ()
-            text = prompt_text(asked) if asked else self._renderer.tokenizer.decode(turn.prompt)
+            messages = turn.messages if turn.messages is not None else ()
+            text = (
+                prompt_text(messages) if messages else self._renderer.tokenizer.decode(turn.prompt)
+            )
             ask.logs |= {**logs_of(turn), "prompt": text, "answer_text": turn.answer["content"]}
 
-    # ------------------------------------------------------------------------ what the rollout says
+    # ------------------------------------------------------------------------ calls of the rollout
 
     def give(self, ask: Ask, sequence: SampledSequence) -> None:
-        """The action, in answer to a request."""
+        """Answer a request with an action."""
         if not ask.answer.done():
             ask.answer.set_result(sequence)
 
     def refuse(self, ask: Ask, why: str) -> None:
-        """Nothing is answered from now on: the program may come to its own end."""
+        """Refuse this and all later requests; the program continues until it ends."""
         self.over = why
         if not ask.answer.done():
             ask.answer.set_exception(Refused(why, "messages", code="context_length_exceeded"))
 
     def end(self) -> None:
+        """Refuse all pending requests, and mark them as dead."""
         for ask in list(self._waiting):
             ask.dead = True
             if not ask.answer.done():
@@ -187,8 +193,9 @@ class Episode(Session):
 
 
 class _Clock:
-    """Counts while a program works, and not while it waits for an answer. `late`: called when the
-    time is over. Of the loop's thread.
+    """Measure the time of a program, except while it waits for a response.
+
+    `late`: called when the limit of `seconds` is exceeded. Use on the event loop's thread.
     """
 
     def __init__(self, seconds: float):
@@ -198,11 +205,13 @@ class _Clock:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
+        """Start the timer, unless it runs."""
         if self._begun is None:
             self._begun = time.monotonic()
             self._timer = asyncio.get_running_loop().call_later(max(0.0, self.left), self.late)
 
     def stop(self) -> None:
+        """Pause the timer, if it runs."""
         if self._begun is not None and self._timer is not None:
             self.left -= time.monotonic() - self._begun
             self._timer.cancel()
@@ -210,7 +219,7 @@ class _Clock:
 
 
 class _Episodes(Sessions):
-    """The sessions of programs that run; there are no others."""
+    """Hold the sessions of running programs; requests cannot create sessions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +232,7 @@ class _Episodes(Sessions):
         episode = self.live.get(name)
         if episode is None:
             raise Refused(
-                "there is no such episode, or it has ended", status=404, code="session_not_found"
+                "the episode is unknown, or it has ended", status=404, code="session_not_found"
             )
         return episode
 
@@ -231,15 +240,15 @@ class _Episodes(Sessions):
         return []
 
     def drop(self, owner: str, name: str) -> None:
-        raise Refused("an episode ends with its program", status=405)
+        raise Refused("an episode cannot be deleted: it ends with its program", status=405)
 
 
 class _Nobody:
-    """What draws without an episode: nobody."""
+    """Refuse to sample for requests outside an episode."""
 
     async def sample(self, *_: Any, **__: Any) -> SampleResponse:
         raise Refused(
-            "answers are drawn for an episode alone: take OPENAI_BASE_URL as it was given",
+            "only requests of an episode are served: use the URL in OPENAI_BASE_URL unchanged",
             status=404,
         )
 
@@ -248,7 +257,7 @@ class _Nobody:
 
     def tokenizer(self, model: str | None, owner: str) -> Any:
         raise Refused(
-            "there is an answer for an episode alone: take OPENAI_BASE_URL as it was given",
+            "only requests of an episode are served: use the URL in OPENAI_BASE_URL unchanged",
             status=404,
         )
 
@@ -256,8 +265,9 @@ class _Nobody:
 
 
 class LiveEndpoint:
-    """The server of a trainer's episodes. `begin` starts an episode's program; `end` kills it and
-    all it started, if it runs.
+    """Run the server of a trainer's episodes.
+
+    `begin` starts the program of an episode; `end` kills it and all processes that it started.
     """
 
     def __init__(self) -> None:
@@ -266,9 +276,11 @@ class LiveEndpoint:
         self.server.do(self._ready()).result()
 
     async def _ready(self) -> None:
+        """Create the semaphore of starting programs in the event loop."""
         self._starting = asyncio.Semaphore(max(2, os.cpu_count() or 1))
 
     def _application(self) -> Any:
+        """Return the ASGI application with the OpenAI-style routes."""
         from starlette.applications import Starlette
 
         from rl.serve.chat_routes import routes
@@ -276,10 +288,12 @@ class LiveEndpoint:
         return Starlette(routes=routes(_Nobody(), self.episodes))
 
     def begin(self, episode: Episode, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start the program of an episode. `words`: its command line."""
         self.episodes.live[episode.name] = episode
         self.server.do(self._live(episode, words, environment))
 
     def end(self, episode: Episode) -> None:
+        """End an episode: kill its program if it runs, and refuse its requests."""
         self.server.soon(self._end, episode)
 
     def _end(self, episode: Episode) -> None:
@@ -291,59 +305,60 @@ class LiveEndpoint:
     async def _live(
         self, episode: Episode, words: Sequence[str], environment: Mapping[str, str]
     ) -> None:
-        """A program's life. So many at once are on their way to their first request: an
-        interpreter's start is a second of a core.
+        """Run a program from its start to its end, and put an `Ended` into the queue of events.
+
+        The semaphore limits the programs between start and first request to the number of cores:
+        starting an interpreter takes about a second of a core.
         """
         folder = tempfile.mkdtemp(prefix="whetstone-episode-")
-        gone = asyncio.Event()
-        late = False
+        finished = asyncio.Event()
+        timed_out = False
 
-        def leave() -> None:
-            gone.set()
+        def finish() -> None:
+            finished.set()
             episode.stirred.set()
 
-        def give_up() -> None:
-            nonlocal late
-            late = True
-            leave()
+        def time_out() -> None:
+            nonlocal timed_out
+            timed_out = True
+            finish()
 
-        def heard() -> None:
+        def read_output() -> None:
             if program is not None and not program.hear():
-                leave()
+                finish()
 
-        begun = time.monotonic()
+        start_time = time.monotonic()
         program: GuardedProgram | None = None
         loop = asyncio.get_running_loop()
         try:
             async with self._starting:
-                begun = time.monotonic()
+                start_time = time.monotonic()
                 if episode.name in self.episodes.live:
                     program = GuardedProgram(words, {**environment, "TMPDIR": folder}, episode.name)
-                    loop.add_reader(program.fileno(), heard)
-                    episode.clock.late = give_up
+                    loop.add_reader(program.fileno(), read_output)
+                    episode.clock.late = time_out
                     episode.clock.start()
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(episode.stirred.wait(), _START_SECONDS)
             if program is not None:
-                await gone.wait()
+                await finished.wait()
                 loop.remove_reader(program.fileno())
                 program.let_go()
             code = None if program is None else await asyncio.to_thread(program.ended)
-            printed = "" if program is None else program.printed
-        except (
-            Exception
-        ) as error:  # boundary: whatever goes wrong with a program is told of its episode
-            code, printed = None, str(error)
+            output = "" if program is None else program.printed
+        # boundary: any failure of a program is reported as the end of its episode
+        except Exception as error:
+            code, output = None, str(error)
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, True)
         episode.clock.stop()
         episode.end()
-        episode.events.put(Ended(code, late, printed, time.monotonic() - begun))
+        episode.events.put(Ended(code, timed_out, output, time.monotonic() - start_time))
 
 
 @cache
 def endpoint() -> LiveEndpoint:
-    """One for all episodes of this process, made when the first of them needs it."""
-    made = LiveEndpoint()
-    atexit.register(made.server.close)
-    return made
+    """Return the endpoint of all episodes of this process; the first call creates it."""
+    live_endpoint = LiveEndpoint()
+    atexit.register(live_endpoint.server.close)
+    return live_endpoint

@@ -1,4 +1,4 @@
-"""What is asked of a session itself: its turns, its reward, its end."""
+"""Serve the routes of a session: its turns, its reward, its deletion."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ MOST_METRICS = 100
 
 
 def routes(serving: Serving) -> list[Route]:
-    """GET /sessions; GET and DELETE /session/NAME; POST /session/NAME/reward {"reward": 1.0,
-    "metrics": {...}}.
+    """Return the routes GET /sessions; GET and DELETE /session/NAME; POST /session/NAME/reward
+    {"reward": 1.0, "metrics": {...}}.
     """
     sessions = serving.sessions
 
-    async def names(request: Request) -> Any:
+    async def list_names(request: Request) -> Any:
         return {"sessions": sessions.names(owner_of(request))}
 
-    async def show(request: Request) -> Any:
+    async def get_session(request: Request) -> Any:
         return finite(sessions.find(owner_of(request), request.path_params["session"]).as_json())
 
-    async def drop(request: Request) -> Any:
+    async def delete_session(request: Request) -> Any:
         sessions.drop(owner_of(request), request.path_params["session"])
         return {"deleted": True}
 
-    async def reward(request: Request) -> Any:
+    async def post_reward(request: Request) -> Any:
         session = sessions.find(owner_of(request), request.path_params["session"])
         session.reward, metrics = read_reward(read_json(await request.body()))
         session.metrics |= metrics
         return {"reward": session.reward, "turns": len(session.turns)}
 
-    # beside the routes that a program calls by OPENAI_BASE_URL, and within them
-    paths = {"": reward, "/v1": reward}
+    # next to the routes below OPENAI_BASE_URL (/v1), and among them
+    paths = {"": post_reward, "/v1": post_reward}
     return [
-        Route("/sessions", _said(names)),
-        Route("/session/{session}", _said(show), methods=["GET"]),
-        Route("/session/{session}", _said(drop), methods=["DELETE"]),
+        Route("/sessions", _said(list_names)),
+        Route("/session/{session}", _said(get_session), methods=["GET"]),
+        Route("/session/{session}", _said(delete_session), methods=["DELETE"]),
         *(
             Route(f"/session/{{session}}{prefix}/reward", _said(do), methods=["POST"])
             for prefix, do in paths.items()
@@ -54,30 +54,32 @@ def routes(serving: Serving) -> list[Route]:
 
 
 def _said(do: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+    """Wrap a handler: its result becomes a JSON response, any error an error response."""
+
     async def endpoint(request: Request) -> Response:
         try:
             return JsonAnswer(await do(request))
-        except Exception as error:  # boundary: every failure is an answer
+        except Exception as error:  # boundary: every failure is an error response
             return answer_of(as_refused(error))
 
     return endpoint
 
 
 def read_reward(body: Any) -> tuple[float, dict[str, float]]:
-    """The number that an episode earned, and figures beside it. Raises Refused."""
+    """Return the reward and the metrics of a posted score. Raises Refused."""
     fields = Fields(body)
     reward = fields.body.get("reward")
     if not _number(reward):
         raise fields.wrong("reward", reward, "a finite number")
     metrics = fields.get("metrics", {})
-    fine = (
+    is_valid = (
         isinstance(metrics, dict)
         and len(metrics) <= MOST_METRICS
         and all(_number(value) for value in metrics.values())
     )
-    if not fine:
+    if not is_valid:
         raise fields.wrong(
-            "metrics", metrics, f"at most {MOST_METRICS} finite numbers by their names"
+            "metrics", metrics, f"an object of at most {MOST_METRICS} finite numbers by name"
         )
     fields.known.add("reward")
     fields.close()
@@ -85,6 +87,7 @@ def read_reward(body: Any) -> tuple[float, dict[str, float]]:
 
 
 def _number(value: Any) -> bool:
+    """Return whether `value` is a finite number."""
     return (
         isinstance(value, (int, float))
         and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""An application served on loopback, by an event loop in a thread of this process."""
+"""Serve an ASGI application on loopback, from an event loop in a thread of this process."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ HOST = "127.0.0.1"
 
 
 class LoopServer:
-    """`url`: where it listens, a free port of this machine alone. `close` ends it; it ends with the
-    process as well.
+    """Run an application in a thread. `close` ends the server; the end of the process does as well.
+
+    `url`: its address, a free port on loopback.
     """
 
     def __init__(self, application: Callable[[], Any], name: str):
@@ -51,6 +52,7 @@ class LoopServer:
             )
 
     def _run(self) -> None:
+        """Run the event loop until the server ends."""
         asyncio.set_event_loop(self.loop)
         self.loop.call_soon(self._began.set)
         with contextlib.suppress(asyncio.CancelledError):
@@ -58,17 +60,19 @@ class LoopServer:
 
     @property
     def alive(self) -> bool:
+        """Return whether the server's thread is running."""
         return self._thread.is_alive()
 
     def do(self, what: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Runs a coroutine in the server's loop."""
+        """Run a coroutine in the server's event loop, and return its future."""
         return asyncio.run_coroutine_threadsafe(what, self.loop)
 
     def soon(self, what: Callable[..., Any], *given: Any) -> None:
-        """Calls a function in the server's loop; nothing where that has ended."""
+        """Call a function in the server's event loop; do nothing if the loop has ended."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(what, *given)
 
     def close(self) -> None:
+        """End the server, and wait up to 10 s for its thread."""
         self._server.should_exit = self._server.force_exit = True
         self._thread.join(timeout=10.0)
