@@ -133,7 +133,7 @@ def jitter(middle: float):
         # a norm of few tokens is one, too
         (fault(norm=50.0, credited=0.1), {"grad_norm"}, "gradient norm 50, above 10"),
         (fault(norm=math.nan), {"grad_norm"}, "not finite"),
-        (fault(skipped=1.0), {"grad_norm"}, "left out"),
+        (fault(skipped=1.0), {"grad_norm"}, "the optimizer step was skipped"),
         (fault(critic=30.0), {"grad_norm"}, "the critic's gradient norm 30"),
         (fault(critic=math.inf), {"grad_norm"}, "the critic's gradient norm is not finite"),
         (fault(credited=0.0), {"zero_advantages"}, "all advantages are zero"),
