@@ -76,9 +76,9 @@ def test_a_lora_run_is_gone_on_with_by_default_and_says_so(adapter, form, tmp_pa
         "model": adapter / "checkpoints/sft-final/model",
     }[form]
     train(f"{GRPO} --base-model {target} --learning-rate 1e-9", tmp_path / "next")
-    assert "its LoRA adapter of rank 4 goes on" in said()
+    assert "its LoRA adapter of rank 4 is continued" in said()
     (note,) = config(tmp_path / "next")["origins"]
-    assert note["asked"] == str(target) and "goes on" in note["how"]
+    assert note["asked"] == str(target) and "is continued" in note["how"]
     settings = config(tmp_path / "next")["stages"][0]["settings"]
     assert settings["lora_rank"] == 4 and settings["base_model"] == str(
         adapter / "checkpoints/sft-final/model"
@@ -182,7 +182,7 @@ def test_a_chain_of_stages_under_other_adapters_is_one_of_merged_weights(tmp_pat
     )
     train(str(recipe), tmp_path / "run")
     assert "stage second begins from stage sft: its LoRA adapter of rank 3 is merged" in said()
-    assert "stage grpo begins from stage second: its LoRA adapter of rank 2 goes on" in said()
+    assert "stage grpo begins from stage second: its LoRA adapter of rank 2 is continued" in said()
     shutil.move(tmp_path / "run", tmp_path / "moved")
     first, second, last = (
         tmp_path / "moved" / "checkpoints" / f"{name}-final" for name in ("sft", "second", "grpo")
