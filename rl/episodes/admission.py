@@ -92,8 +92,8 @@ class Admission:
         ]
 
     def _missing(self) -> set[int]:
-        """Return the groups that have not ended but are so old that they require a batch now; empty if the
-        batch may be taken.
+        """Return the groups that have not ended but are so old that they require a batch now;
+        empty if the batch may be taken.
         """
         remaining = Counter(self.since.values())  # groups after this batch, by start version
         remaining.subtract(self.since[number] for number in self._candidates())

@@ -164,8 +164,10 @@ class Replayed(Clock):
         missing = set(decision.arrived) - waiters.keys()
         if missing or (blocked and not decision):
             raise UserError(
-                f"the log of decisions belongs to another run: its tick {self.tick} is {decision.as_json(self.tick)}, but this run "
-                f"waits for {sorted(missing) or 'nothing'}. Replay with the settings, data and environments of the logged run"
+                f"the log of decisions belongs to another run: its tick {self.tick} is "
+                f"{decision.as_json(self.tick)}, but this run "
+                f"waits for {sorted(missing) or 'nothing'}. Replay with the settings, data and "
+                f"environments of the logged run"
             )
         answered = set(decision.arrived) - decision.failed.keys()
         while not answered <= set(waiters.ready()):

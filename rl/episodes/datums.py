@@ -141,7 +141,8 @@ def datums_with_turns(trajectory: Trajectory) -> tuple[list[Datum], list[list[in
     advantage = trajectory.advantage
     if not trajectory.transitions or advantage is None:
         raise ValueError(
-            "a trajectory without transitions or without an advantage (advantage is None) has no datum"
+            "a trajectory without transitions or without an advantage (advantage is None) has no "
+            "datum"
         )
     advantages_N = trajectory.advantages_N or [advantage] * len(trajectory.transitions)
     sequences: list[_Sequence] = []
@@ -213,7 +214,8 @@ def action_tokens(datums: Sequence[Datum]) -> int:
         field = inputs["mask"] if "mask" in inputs else inputs.get("weights")
         if field is None:
             raise ValueError(
-                f"the datum has neither 'mask' nor 'weights' (it has {sorted(inputs)}): add the mask of its actions"
+                f"the datum has neither 'mask' nor 'weights' (it has {sorted(inputs)}): add the "
+                f"mask of its actions"
             )
         total += int(np.count_nonzero(field.array))
     return total
@@ -244,17 +246,20 @@ def check_datum(
     for name in required:
         if name not in inputs:
             raise BadRequestError(
-                f"{where} lacks loss_fn_inputs[{name!r}] (it has {sorted(inputs)}); the loss needs {list(required)}"
+                f"{where} lacks loss_fn_inputs[{name!r}] (it has {sorted(inputs)}); the loss needs "
+                f"{list(required)}"
             )
     for name, data in inputs.items():
         if known is not None and name not in known:
             raise BadRequestError(
-                f"{where} has the field {name!r}, which this loss does not use; it takes {sorted(known)}"
+                f"{where} has the field {name!r}, which this loss does not use; it takes "
+                f"{sorted(known)}"
             )
         soft = soft_targets and name in ("target_tokens", "weights")
         if data.array.ndim != 1 and not (soft and data.array.ndim == 2 and data.array.shape[1] > 0):
             raise BadRequestError(
-                f"{where}: {name!r} has shape {data.shape}; expected a value for each token{', or (N, K)' if soft else ''}"
+                f"{where}: {name!r} has shape {data.shape}; expected a value for each "
+                f"token{', or (N, K)' if soft else ''}"
             )
         if len(data) != n:
             raise BadRequestError(_misaligned(where, name, len(data), n))
@@ -264,7 +269,8 @@ def check_datum(
         and inputs["weights"].shape != inputs["target_tokens"].shape
     ):
         raise BadRequestError(
-            f"{where}: 'weights' of shape {inputs['weights'].shape} for 'target_tokens' of shape {inputs['target_tokens'].shape}"
+            f"{where}: 'weights' of shape {inputs['weights'].shape} for 'target_tokens' of shape "
+            f"{inputs['target_tokens'].shape}"
         )
     _check_finite(where, inputs)
     target_ids(where, inputs["target_tokens"].array, vocab_size)
@@ -276,13 +282,15 @@ def checked_ids(what: str, model_input: ModelInput, vocab_size: int) -> list[int
     """
     if not isinstance(model_input, ModelInput):
         raise BadRequestError(
-            f"{what} must be a types.ModelInput, such as ModelInput.from_ints([1, 2, 3]); got {type(model_input).__name__}"
+            f"{what} must be a types.ModelInput, such as ModelInput.from_ints([1, 2, 3]); got "
+            f"{type(model_input).__name__}"
         )
     try:
         tokens = model_input.flat()
     except (TypeError, AttributeError) as error:
         raise BadRequestError(
-            f"{what} must consist of chunks of token ids (types.EncodedTextChunk), got {model_input!r:.120}"
+            f"{what} must consist of chunks of token ids (types.EncodedTextChunk), got "
+            f"{model_input!r:.120}"
         ) from error
     if not len(tokens):
         raise BadRequestError(
@@ -299,7 +307,8 @@ def checked_ids(what: str, model_input: ModelInput, vocab_size: int) -> list[int
             tokens,
         )
         raise BadRequestError(
-            f"{what} holds {token!r} ({type(token).__name__}); token ids are whole numbers from 0 to {vocab_size - 1}"
+            f"{what} holds {token!r} ({type(token).__name__}); token ids are whole numbers from 0 "
+            f"to {vocab_size - 1}"
         )
     if array.min() < 0 or array.max() >= vocab_size:
         wrong = array[(array < 0) | (array >= vocab_size)][0]
@@ -352,11 +361,15 @@ def _check_finite(where: str, inputs: Mapping[str, TensorData]) -> None:
 
 def _misaligned(where: str, name: str, got: int, n: int) -> str:
     """Return the error message for a field of another length than the input."""
-    text = f"{where}: {name!r} has {got} values, the model_input has {n} tokens; every field needs a value for each input token."
+    text = (
+        f"{where}: {name!r} has {got} values, the model_input has {n} tokens; every field needs a "
+        f"value for each input token."
+    )
     if got < n:
         pad = n - got
         text += (
             f" If these {got} values cover only the completion, pad the prompt's positions: "
-            f"[0.0] * {pad} + {name} (prompt length - 1 zeros first, since targets are shifted by one)"
+            f"[0.0] * {pad} + {name} (prompt length - 1 zeros first, since targets are shifted by "
+            f"one)"
         )
     return text

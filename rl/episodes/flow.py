@@ -318,7 +318,8 @@ class Flow:
         group, turn, player = self.groups[episode.group], len(episode.transitions), episode.player
         if turn >= (group.builder.max_turns if self.max_turns is None else self.max_turns):
             raise RuntimeError(
-                f"an episode has not ended after {turn} turns (problem {group.builder.problem_index})"
+                f"an episode has not ended after {turn} turns (problem "
+                f"{group.builder.problem_index})"
             )
         # imported here: rl.sampler needs torch, which the help text and method settings must not
         # import

@@ -62,8 +62,10 @@ def seated(episode: Playing, builder: EnvGroupBuilder, players: Collection[str |
         return True
     available = ", ".join(sorted(player for player in players if player is not None)) or "none"
     episode.error = (
-        f"the environment {builder.tag}, episode {episode.index} of row {builder.problem_index}, assigned seat {episode.env.seat} to "
-        f"{episode.player!r:.100}, which is no available player (available: {available}): list the players of a new environment object in "
+        f"the environment {builder.tag}, episode {episode.index} of row {builder.problem_index}, "
+        f"assigned seat {episode.env.seat} to "
+        f"{episode.player!r:.100}, which is no available player (available: {available}): list the "
+        f"players of a new environment object in "
         f"its `models`"
     )
     return False
@@ -95,7 +97,8 @@ def fits(
             else f"model's context of {context}"
         )
         episode.error = (
-            f"the first observation of problem {builder.problem_index} has {length} tokens, which with max_tokens={params.max_tokens} "
+            f"the first observation of problem {builder.problem_index} has {length} tokens, which "
+            f"with max_tokens={params.max_tokens} "
             f"exceed the {exceeded_limit}: shorten the prompt or lower max_tokens"
         )
     return False

@@ -116,7 +116,8 @@ def rollout(
                 if turn >= (builders[episode.group].max_turns if max_turns is None else max_turns):
                     first = builders[episode.group].problem_index
                     raise RuntimeError(
-                        f"{len(live)} episodes have not ended after {turn} turns (problem {first} first)"
+                        f"{len(live)} episodes have not ended after {turn} turns (problem {first} "
+                        f"first)"
                     )
             start = time.perf_counter()
             actions = _sample(live, streams, samplers, params, derive_seed(seed, turn), counters)

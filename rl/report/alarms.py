@@ -136,7 +136,10 @@ def zero_advantages(seen: History) -> str | None:
     if TEACHER in seen.newest:
         return None
     if all(_in_groups(row) and number(row, MIXED) == 0 for row in last):
-        return f"rewards are equal within every group for {FEW} batches: answers are not distinguished ({value})"
+        return (
+            f"rewards are equal within every group for {FEW} batches: answers are not "
+            f"distinguished ({value})"
+        )
     if not any(_in_groups(row) or number(row, EPISODES) < 2 for row in last) and min(
         column(last, LOW)
     ) == max(column(last, HIGH)):
@@ -152,8 +155,14 @@ def reward_flat(seen: History) -> str | None:
     if windows is None or rises(*windows) or mastered(seen):
         return None
     row = seen.newest
-    spread = f"min {number(row, LOW):.3g}, max {number(row, HIGH):.3g}, std {number(row, STD):.3g} in this batch"
-    return f"reward has not risen: mean {fmean(windows[0]):.3g} of the first {MANY} batches, {fmean(windows[1]):.3g} of the last ({spread})"
+    spread = (
+        f"min {number(row, LOW):.3g}, max {number(row, HIGH):.3g}, std {number(row, STD):.3g} in "
+        f"this batch"
+    )
+    return (
+        f"reward has not risen: mean {fmean(windows[0]):.3g} of the first {MANY} batches, "
+        f"{fmean(windows[1]):.3g} of the last ({spread})"
+    )
 
 
 def entropy_collapse(seen: History) -> str | None:
@@ -190,7 +199,10 @@ def low_temperature(seen: History) -> str | None:
         or not _in_groups(seen.newest)
     ):
         return None
-    return f"temperature {temperature:g} explores little: in {1 - fmean(mixed):.0%} of the first groups all answers earned the same"
+    return (
+        f"temperature {temperature:g} explores little: in {1 - fmean(mixed):.0%} of the first "
+        f"groups all answers earned the same"
+    )
 
 
 def mode_collapse(seen: History) -> str | None:
@@ -221,7 +233,10 @@ def length_running_away(seen: History) -> str | None:
     )
     if not (growth > 3 or (growth > 1.5 and truncated_last > truncated_first + 0.2)):
         return None
-    return f"answers grew from {fmean(windows[0]):.0f} to {fmean(windows[1]):.0f} tokens; {truncated_last:.0%} are cut off, {truncated_first:.0%} at first"
+    return (
+        f"answers grew from {fmean(windows[0]):.0f} to {fmean(windows[1]):.0f} tokens; "
+        f"{truncated_last:.0%} are cut off, {truncated_first:.0%} at first"
+    )
 
 
 def format_alone(seen: History) -> str | None:
@@ -250,7 +265,10 @@ def rewards_failing(seen: History) -> str | None:
     """
     failed, scored = number(seen.newest, FAILED), number(seen.newest, EPISODES)
     if failed and failed >= scored:
-        return f"{failed:.0f} of the {failed + scored:.0f} samples of this batch could not be scored: its reward is the mean of the other samples"
+        return (
+            f"{failed:.0f} of the {failed + scored:.0f} samples of this batch could not be scored: "
+            f"its reward is the mean of the other samples"
+        )
     last = seen.newest_few(FEW)
     failed, scored = sum(column(last, FAILED)), sum(column(last, EPISODES))
     if len(last) < FEW or not failed > 0.1 * (failed + scored):
@@ -281,56 +299,94 @@ class Alarm:
 
 
 _MISMATCH = (
-    "Samples and learner should agree: check precision (fp32 on both sides, or bf16 on both), and whether the policy was changed "
-    "between sampling and learning; truncated_is (grpo) bounds the effect. If tokens are several updates old, lower max_steps_off_policy "
+    "Samples and learner should agree: check precision (fp32 on both sides, or bf16 on both), and "
+    "whether the policy was changed "
+    "between sampling and learning; truncated_is (grpo) bounds the effect. If tokens are several "
+    "updates old, lower max_steps_off_policy "
     "(grpo) or learning_rate, or set a correction."
 )
 ALARMS = (
     Alarm("kl_0.01", KL, kl_above(0.01), _MISMATCH),
-    Alarm("kl_0.1", KL, kl_above(0.1), _MISMATCH + " Gradients now noticeably belong to another policy."),
-    Alarm("kl_1", KL, kl_above(1.0), "The policy has diverged: stop, return to a checkpoint, and lower learning_rate."),
     Alarm(
-        "grad_norm", (GRAD_NORM,), large_gradient,
-        "Lower learning_rate or add warmup_steps; with large rewards, reward_scale or reward_clip (RL); keep grad_clip_norm at 1.",
+        "kl_0.1",
+        KL,
+        kl_above(0.1),
+        _MISMATCH + " Gradients now noticeably belong to another policy.",
     ),
     Alarm(
-        "zero_advantages", (CREDITED, REWARD, LOW, HIGH), zero_advantages,
-        "Such batches teach nothing: check in rollouts/ that the reward works, choose easier (or harder) problems or a "
+        "kl_1",
+        KL,
+        kl_above(1.0),
+        "The policy has diverged: stop, return to a checkpoint, and lower learning_rate.",
+    ),
+    Alarm(
+        "grad_norm",
+        (GRAD_NORM,),
+        large_gradient,
+        "Lower learning_rate or add warmup_steps; with large rewards, reward_scale or reward_clip "
+        "(RL); keep grad_clip_norm at 1.",
+    ),
+    Alarm(
+        "zero_advantages",
+        (CREDITED, REWARD, LOW, HIGH),
+        zero_advantages,
+        "Such batches teach nothing: check in rollouts/ that the reward works, choose easier (or "
+        "harder) problems or a "
         "curriculum, raise temperature or group_size, or set dynamic_sampling (grpo).",
     ),
     Alarm(
-        "reward_flat", (REWARD, LOW, HIGH), reward_flat,
-        "Check in rollouts/ that the reward separates good answers from bad answers; then raise temperature (0.8 to 1), group_size or "
+        "reward_flat",
+        (REWARD, LOW, HIGH),
+        reward_flat,
+        "Check in rollouts/ that the reward separates good answers from bad answers; then raise "
+        "temperature (0.8 to 1), group_size or "
         "learning_rate; a model that is never right needs SFT first.",
     ),
     Alarm(
-        "entropy_collapse", (ENTROPY, REWARD, LOW, HIGH), entropy_collapse,
-        "Lower learning_rate, raise temperature, add an entropy bonus (entropy_coef) or a KL term (kl_coef), or raise clip_high (grpo) "
+        "entropy_collapse",
+        (ENTROPY, REWARD, LOW, HIGH),
+        entropy_collapse,
+        "Lower learning_rate, raise temperature, add an entropy bonus (entropy_coef) or a KL term "
+        "(kl_coef), or raise clip_high (grpo) "
         "to 1.28.",
     ),
     Alarm(
-        "low_temperature", (TEMPERATURE, MIXED, GROUPS, EPISODES, REWARD, LOW, HIGH), low_temperature,
+        "low_temperature",
+        (TEMPERATURE, MIXED, GROUPS, EPISODES, REWARD, LOW, HIGH),
+        low_temperature,
         "Raise temperature to 0.8 or more: answers that do not differ teach nothing.",
     ),
     Alarm(
-        "mode_collapse", (BEGINNINGS, GROUPS, EPISODES), mode_collapse,
-        "Check in rollouts/ which text the answers share, and whether the reward pays for it; return to a checkpoint with a lower "
+        "mode_collapse",
+        (BEGINNINGS, GROUPS, EPISODES),
+        mode_collapse,
+        "Check in rollouts/ which text the answers share, and whether the reward pays for it; "
+        "return to a checkpoint with a lower "
         "learning_rate, a KL term or an entropy bonus.",
     ),
     Alarm(
-        "length", (LENGTH, TRUNCATED), length_running_away,
-        "If longer answers are not better, set overlong_share (RL) to 0.2, normalise (grpo) to constant or tokens, or lower max_tokens.",
+        "length",
+        (LENGTH, TRUNCATED),
+        length_running_away,
+        "If longer answers are not better, set overlong_share (RL) to 0.2, normalise (grpo) to "
+        "constant or tokens, or lower max_tokens.",
     ),
     Alarm(
-        "format_alone", (FORMAT, CORRECT), format_alone,
-        "The reward pays for the format alone: lower the weight of the format, or reward it only if the answer is right.",
+        "format_alone",
+        (FORMAT, CORRECT),
+        format_alone,
+        "The reward pays for the format alone: lower the weight of the format, or reward it only "
+        "if the answer is right.",
     ),
     Alarm(
-        "rewards_failing", (FAILED, EPISODES), rewards_failing,
-        "Samples without a score are left out of training, which biases the batch, since failures are rarely random: fix the reward "
+        "rewards_failing",
+        (FAILED, EPISODES),
+        rewards_failing,
+        "Samples without a score are left out of training, which biases the batch, since failures "
+        "are rarely random: fix the reward "
         "(the warning above names the first error), or raise reward_timeout.",
     ),
-)  # fmt: skip
+)
 
 
 class Alarms:

@@ -345,4 +345,7 @@ class Console:
 
 def _change(before: float | None, after: float | None) -> str:
     """Format a result before and after; n/a if unknown."""
-    return f"{'n/a' if before is None else f'{before:.3f}'} -> {'n/a' if after is None else f'{after:.3f}'}"
+    return (
+        f"{'n/a' if before is None else f'{before:.3f}'} -> "
+        f"{'n/a' if after is None else f'{after:.3f}'}"
+    )

@@ -106,7 +106,10 @@ def call(made: Mapping[str, Any]) -> str:
     failed = made.get("error")
     result_text = f"error: {failed}" if failed is not None else str(made.get("answer", ""))
     duration_text = f" ({number(made['seconds'], 2)} s)" if made.get("seconds") is not None else ""
-    title = f"{made.get('name') or 'a call that cannot be read'}({_beginning(argument_text, 80)}) → {_beginning(result_text, 60)}{duration_text}"
+    title = (
+        f"{made.get('name') or 'a call that cannot be read'}({_beginning(argument_text, 80)}) → "
+        f"{_beginning(result_text, 60)}{duration_text}"
+    )
     return folded(
         title, f"{argument_text}\n\n{result_text}", "failed" if failed is not None else "call"
     )

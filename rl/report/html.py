@@ -106,7 +106,8 @@ class _Filters:
         return (
             [
                 *rules,
-                f"{', '.join(checked_labels)} {{ color: #1f2430; text-decoration: none; border-color: #1f2430; }}",
+                f"{', '.join(checked_labels)} {{ color: #1f2430; text-decoration: none; "
+                f"border-color: #1f2430; }}",
             ]
             if checked_labels
             else rules
@@ -132,7 +133,8 @@ def _style(filters: _Filters) -> str:
             f"#by-advantage:checked ~ main .a{name}, .key .a{name} {{ background: {colour}; }}"
         )
     rules.append(
-        "#by-advantage:not(:checked) ~ header .key.adv, #by-logprob:not(:checked) ~ header .key.lp { display: none; }"
+        "#by-advantage:not(:checked) ~ header .key.adv, #by-logprob:not(:checked) ~ header .key.lp "
+        "{ display: none; }"
     )
     rules.append("#by-logprob:checked ~ header [for=by-logprob], #by-advantage:checked ~ header [for=by-advantage]"
                  " { font-weight: 600; border-color: #1f2430; }")  # fmt: skip
@@ -313,7 +315,10 @@ def page(
     summary = f"{len(groups)} problems, {len(rows)} answers"
     summary += f", mean reward {number(sum(rewards) / len(rewards))}" if rewards else ""
     if len(sections) < len(groups):
-        summary += f"; the first {len(sections)} problems are shown, all are in {file or f'step_{step:06d}.jsonl'}"
+        summary += (
+            f"; the first {len(sections)} problems are shown, all are in "
+            f"{file or f'step_{step:06d}.jsonl'}"
+        )
     bounds = ["p < 0.01", "0.05", "0.2", "0.5", "0.8", "1"]
     bands = "".join(f'<i class="p{i}">{escape(bound)}</i>' for i, bound in enumerate(bounds))
     earlier = (

@@ -3,7 +3,7 @@ without a trace of the interruption.
 
     config.json              the resolved settings
     metrics.jsonl            a JSON object on each line: "step", "stage", metrics
-    checkpoints.jsonl        a line for each checkpoint: "name", "batch", "state_path", "sampler_path"
+    checkpoints.jsonl        a line a checkpoint: "name", "batch", "state_path", "sampler_path"
     decisions.jsonl          decisions of the clock of asynchronous rollouts: see rl.run.decisions
     rollouts/step_000010.*   the samples: .jsonl with all rows, .html to read
     curves.png               drawn at the end (and by plot.py at any time)
@@ -107,12 +107,14 @@ def check_claim(folder: Path, *, resume: bool = False, overwrite: bool = False) 
     """
     if resume and overwrite:
         raise RunFolderError(
-            "--resume continues a run and --overwrite deletes it; use only --resume or only --overwrite"
+            "--resume continues a run and --overwrite deletes it; use only --resume or only "
+            "--overwrite"
         )
     if resume:
         if not holds_a_run(folder):
             raise RunFolderError(
-                f"nothing to resume: {folder} holds no run ({CONFIG}); check --output-dir, or drop --resume"
+                f"nothing to resume: {folder} holds no run ({CONFIG}); check --output-dir, or drop "
+                f"--resume"
             )
         return
     if folder.exists() and not folder.is_dir():
@@ -124,7 +126,8 @@ def check_claim(folder: Path, *, resume: bool = False, overwrite: bool = False) 
             )
         if not overwrite and not never_took_a_step(folder):
             raise RunFolderError(
-                f"{folder} holds a run: --resume continues it, --overwrite deletes it; or change --output-dir"
+                f"{folder} holds a run: --resume continues it, --overwrite deletes it; or change "
+                f"--output-dir"
             )
 
 
@@ -145,13 +148,15 @@ def check_can_write(folder: Path) -> None:
         probe.unlink()
     except NotADirectoryError as error:
         raise RunFolderError(
-            f"--output-dir {folder} cannot exist: {error.filename} is below a file; use another folder"
+            f"--output-dir {folder} cannot exist: {error.filename} is below a file; use another "
+            f"folder"
         ) from error
     except RunFolderError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a null byte
         raise RunFolderError(
-            f"--output-dir {str(folder)[:200]!r} cannot be created or written to ({error}); use another folder"
+            f"--output-dir {str(folder)[:200]!r} cannot be created or written to ({error}); use "
+            f"another folder"
         ) from error
     finally:
         for parent in reversed(created):
@@ -181,7 +186,8 @@ def saved_config(folder: Path) -> dict[str, Any]:
         )
     if defect is not None:
         raise RunFolderError(
-            f"{folder / CONFIG} {defect}: no run writes such a file, repair it or use another folder"
+            f"{folder / CONFIG} {defect}: no run writes such a file, repair it or use another "
+            f"folder"
         )
     for stage in config["stages"]:
         stage["settings"] = current_settings(stage["settings"])
@@ -259,7 +265,8 @@ class Logbook:
             self._take_back(resume_step, checkpoints)
         elif (folder / METRICS).exists() or (folder / CHECKPOINTS).exists():
             raise RunFolderError(
-                f"{folder} has metrics or checkpoints already: resume that run, or use another folder"
+                f"{folder} has metrics or checkpoints already: resume that run, or use another "
+                f"folder"
             )
         resumed = resume_step is not None
         self._tracker = (
@@ -294,7 +301,8 @@ class Logbook:
         self._guard()
         if step < self._last_step:
             raise ValueError(
-                f"step {step} after step {self._last_step}: steps must not decrease, over all stages of a run"
+                f"step {step} after step {self._last_step}: steps must not decrease, over all "
+                f"stages of a run"
             )
         self._last_step = step
         self._metrics.write(json_line(finite({"step": step, **metrics})))

@@ -59,8 +59,18 @@ PANELS = (
     Panel("tokens a second", TOKENS_PER_SECOND),
 )
 # Metrics under `env/all/` that are not parts of a reward.
-_NO_PARTS = frozenset(("turns_per_episode", "ac_tokens_per_turn", "ob_tokens_per_turn", "frac_truncated", "total_episodes", "total_groups",
-                       "distinct_beginnings", "ended"))  # fmt: skip
+_NO_PARTS = frozenset(
+    (
+        "turns_per_episode",
+        "ac_tokens_per_turn",
+        "ob_tokens_per_turn",
+        "frac_truncated",
+        "total_episodes",
+        "total_groups",
+        "distinct_beginnings",
+        "ended",
+    )
+)
 _MOST_PARTS = 8  # maximum number of panels for parts of a reward
 # Okabe and Ito's palette: distinguishable without red and green.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5a5a5a")

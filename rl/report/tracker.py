@@ -31,7 +31,8 @@ def check_tracker(project: str | None) -> None:
 def _not_installed(project: str) -> RunFolderError:
     """Return the error for a missing wandb package."""
     return RunFolderError(
-        f"logging to the weights & biases project {project!r} needs the package: pip install wandb, or omit the flag"
+        f"logging to the weights & biases project {project!r} needs the package: pip install "
+        f"wandb, or omit the flag"
     )
 
 
@@ -102,7 +103,8 @@ class Tracker:
             if self._console is not None and not self._warned:
                 cause = f"{type(error).__name__}: {error}"
                 self._console.warn(
-                    f"weights & biases {what}: {cause}. The run continues; metrics.jsonl has all metrics"
+                    f"weights & biases {what}: {cause}. The run continues; metrics.jsonl has all "
+                    f"metrics"
                 )
             self._warned = True
             return None
