@@ -1,4 +1,4 @@
-"""Data: rows to problems, in an order that the seed and the step determine."""
+"""Read rows as problems, in an order that the seed and the step determine."""
 
 from rl.data.addition import addition
 from rl.data.catalogue import CATALOGUE, GENERATED_REWARDS, known

@@ -1,6 +1,4 @@
-"""Data sets by a short name: where they lie on the hub, which splits they have, what scores an
-answer. `docs/datasets.md` is the table.
-"""
+"""List data sets by short name: hub name, splits and reward. `docs/datasets.md` has the table."""
 
 from __future__ import annotations
 
@@ -12,8 +10,10 @@ from rl.errors import UserError
 
 @dataclass(frozen=True)
 class Known:
-    """A published data set. `splits`: ours ("train", "test") to the hub's. `format`: of its rows.
-    `reward`: what scores an answer.
+    """Describe a published data set.
+
+    splits: our split names ("train", "test") to the hub's. format: the format of its rows.
+    reward: the name of the reward that scores an answer.
     """
 
     hub: str
@@ -21,13 +21,15 @@ class Known:
     splits: Mapping[str, str]
     format: str
     reward: str
-    instead: str = ""  # where there is nothing to train on: what there is
+    instead: str = ""  # advice if the data set has no train split
 
     def split(self, name: str, split: str) -> str:
+        """Return the hub's name of a split. Raises UserError if the data set lacks it."""
         if split not in self.splits:
             instead = f"; {self.instead}" if self.instead else ""
             raise UserError(
-                f"{name} has no split {split!r}, only {', '.join(self.splits)}: it is there to evaluate with{instead}"
+                f"{name} has no split {split!r}, only {', '.join(self.splits)}: it is there to "
+                f"evaluate with{instead}"
             )
         return self.splits[split]
 
@@ -67,10 +69,16 @@ CATALOGUE: dict[str, Known] = {
         "train on mbpp, with --eval-dataset humaneval",
     ),
 }
-# Published as files that no reader of hub data sets takes any more (they came with a script).
+# Published as files with a loading script, which hub readers no longer support.
 _FILES = {
-    "apps": "train.jsonl and test.jsonl of huggingface.co/datasets/codeparrot/apps into a folder, and give the folder",
-    "livecodebench": "test.jsonl of huggingface.co/datasets/livecodebench/code_generation_lite, and give the file as --eval-dataset",
+    "apps": (
+        "train.jsonl and test.jsonl of huggingface.co/datasets/codeparrot/apps into a folder, and "
+        "give the folder"
+    ),
+    "livecodebench": (
+        "test.jsonl of huggingface.co/datasets/livecodebench/code_generation_lite, and give the "
+        "file as --eval-dataset"
+    ),
 }
 GENERATED_REWARDS = {
     "addition": "exact_match",
@@ -81,8 +89,9 @@ GENERATED_REWARDS = {
 
 
 def known(source: str) -> Known | None:
-    """What is known of a short name or of its hub name; UserError for one that is to be had as
-    files alone.
+    """Return the entry of a short name or hub name; None if unknown.
+
+    Raises UserError for a data set that is available only as files.
     """
     name = source.lower().replace("-", "_")
     if name in _FILES:
@@ -92,5 +101,7 @@ def known(source: str) -> Known | None:
         "sanitized_mbpp": "mbpp_sanitized",
         "openai_humaneval": "humaneval",
     }
-    found = CATALOGUE.get(aliases.get(name, name))
-    return found or next((one for one in CATALOGUE.values() if one.hub == source), None)
+    entry = CATALOGUE.get(aliases.get(name, name))
+    return entry or next(
+        (candidate for candidate in CATALOGUE.values() if candidate.hub == source), None
+    )

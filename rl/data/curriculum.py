@@ -1,6 +1,4 @@
-"""Curriculum: problems in levels of difficulty, and which levels are asked when (by step, or by
-success, up and back).
-"""
+"""Schedule problems by level of difficulty: by step, or up and down by success rate."""
 
 from __future__ import annotations
 
@@ -14,12 +12,13 @@ from rl.types import Problem
 
 
 class Curriculum:
-    """A problem set whose batches hold the present level's problems. Stands where a `ProblemSet`
-    stands.
+    """Provide batches of the current level's problems, with the interface of a `ProblemSet`.
 
     Levels are the distinct values of meta[curriculum_column], ascending; level 0 is the easiest. A
-    batch is a function of (level, step, seed) alone: each level has endless shuffled epochs of its
-    own, which a change enters at the present step. `state` holds what a resumed run needs.
+    batch depends only on (level, step, seed): each level has separate endless shuffled epochs,
+    which a level change enters at the current step. `state` holds what a resumed run needs. Raises
+    UserError if a row has no level, if levels mix numbers and texts, if fewer than 2 levels exist,
+    or if curriculum_steps has the wrong length.
     """
 
     def __init__(self, problems: ProblemSet, settings: DataSettings):
@@ -31,32 +30,41 @@ class Curriculum:
         self.names = sorted(by_level)
         self._sets: list[ProblemSet] = []
         for i, name in enumerate(self.names):
-            wanted = self.names[: i + 1] if settings.curriculum_mix == "up_to" else [name]
-            self._sets.append(problems.subset([index for n in wanted for index in by_level[n]]))
+            level_names = self.names[: i + 1] if settings.curriculum_mix == "up_to" else [name]
+            self._sets.append(
+                problems.subset([index for n in level_names for index in by_level[n]])
+            )
         if settings.curriculum == "steps" and len(settings.curriculum_steps) != len(self.names) - 1:
             raise UserError(
-                f"{self.name} has {len(self.names)} levels of {settings.curriculum_column!r} ({self._listing()}), so curriculum_steps "
-                f"takes {len(self.names) - 1} steps, one for each level after the first; got {len(settings.curriculum_steps)}"
+                f"{self.name} has {len(self.names)} levels of {settings.curriculum_column!r} "
+                f"({self._listing()}), so curriculum_steps "
+                f"takes {len(self.names) - 1} steps, a step for each level after the first; got "
+                f"{len(settings.curriculum_steps)}"
             )
 
     def _levels(self, problems: ProblemSet) -> dict[Any, list[int]]:
+        """Return the problem indices of each level."""
         column = self.settings.curriculum_column
         by_level: dict[Any, list[int]] = {}
         for index, problem in enumerate(problems):
             value = problem.meta.get(column)
             if value is None or not isinstance(value, (int, float, str)):
                 raise UserError(
-                    f"row {problem.index} of {problems.name} has no level: its column {column!r} holds {value!r}, a number or a text is "
-                    f"expected (it has {', '.join(map(repr, problem.meta)) or 'none'}); name the column with --curriculum-column"
+                    f"row {problem.index} of {problems.name} has no level: its column {column!r} "
+                    f"holds {value!r}, a number or a text is "
+                    f"expected (it has {', '.join(map(repr, problem.meta)) or 'none'}); name the "
+                    f"column with --curriculum-column"
                 )
             by_level.setdefault(value, []).append(index)
         if len({isinstance(value, str) for value in by_level}) > 1:
             raise UserError(
-                f"the levels of {problems.name} in {column!r} are numbers and texts; one kind is expected"
+                f"the levels of {problems.name} in {column!r} are numbers and texts; use only "
+                f"numbers or only texts"
             )
         if len(by_level) < 2:
             raise UserError(
-                f"a curriculum needs two levels or more; {problems.name} has {list(by_level)} in {column!r}"
+                f"a curriculum needs at least 2 levels; {problems.name} has {list(by_level)} in "
+                f"{column!r}"
             )
         return by_level
 
@@ -64,18 +72,19 @@ class Curriculum:
         return ", ".join(map(str, self.names[:8])) + (", ..." if len(self.names) > 8 else "")
 
     def batch(self, step: int, batch_size: int, seed: int) -> list[Problem]:
-        """The problems of step `step` (from 0) at the level of that step."""
+        """Return the problems of step `step` (from 0) at the level of that step."""
         if self.settings.curriculum == "steps":
             self.level = sum(step >= start for start in self.settings.curriculum_steps)
         return self._sets[self.level].batch(step, batch_size, seed)
 
     def epoch(self, step: int, batch_size: int) -> float:
-        """Epochs of the present level's problems that `step` batches would make."""
+        """Return the epochs of the current level's problems in `step` batches."""
         return self._sets[self.level].epoch(step, batch_size)
 
     def learn(self, success: float) -> None:
-        """Takes in a batch's success rate and moves up or back, where that is what decides. At a
-        change the window starts anew.
+        """Record a batch's success rate; change the level if the curriculum is by success.
+
+        A level change clears the window of success rates.
         """
         s = self.settings
         if s.curriculum != "success":
@@ -93,10 +102,13 @@ class Curriculum:
             self._recent = []
 
     def metrics(self) -> dict[str, float]:
+        """Return the current level and its number of problems."""
         return {"curriculum/level": self.level, "curriculum/problems": len(self._sets[self.level])}
 
     def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
         return {"level": self.level, "recent": list(self._recent)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
         self.level, self._recent = state["level"], list(state["recent"])

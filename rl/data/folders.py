@@ -1,4 +1,4 @@
-"""Files and folders of data: which files hold a split, and the rows of a file by its suffix."""
+"""Find the files of a split in a folder; read the rows of a file by its suffix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl.data.rows import FILE_SUFFIXES, NoSplit, Row, json_lines, json_list, to_
 from rl.data.tables import BINARY, DELIMITERS, open_table, read_delimited
 from rl.errors import UserError
 
-# Names under which folders keep a split; the first that is there.
+# Names of a split in folders, in order of preference.
 ALIASES = {
     "test": ("test", "validation", "valid", "val", "dev", "eval"),
     "train": ("train", "training"),
@@ -23,11 +23,11 @@ _OTHERS = ("metadata", "info", "config", "state", "dataset_info", "dataset_infos
 
 
 def read_file(path: Path) -> Iterator[Row]:
-    """The rows of a file: one JSON object a line (.jsonl), a list of objects (.json), a table
-    (.csv, .tsv, .parquet, .arrow); .gz too.
+    """Yield the rows of a file: a JSON object per line (.jsonl), a list of objects (.json) or a
+    table (.csv, .tsv, .parquet, .arrow); .gz too.
 
-    UserError for a file that cannot be read to its end (cut off, damaged), whatever is to be done
-    about bad rows: it is not known how many are missing.
+    Raises UserError for a file that cannot be read to its end (cut off, damaged), even if bad rows
+    are skipped, since the number of missing rows is unknown.
     """
     if path.name.endswith(BINARY):
         table = open_table([path])
@@ -48,6 +48,7 @@ def read_file(path: Path) -> Iterator[Row]:
 
 
 def _suffix(path: Path) -> str:
+    """Return the longest data suffix of a file name; "" if it has none."""
     return next(
         (
             suffix
@@ -59,26 +60,32 @@ def _suffix(path: Path) -> str:
 
 
 def find_files(folder: Path, split: str, config: str | None = None) -> list[Path]:
-    """The files of a split in a folder, in order. NoSplit, with what is there, where it has none.
+    """Return the files of a split in a folder, in order.
 
-    A folder is <split>.jsonl and the like; what `save_to_disk` wrote, of one data set (which is its
-    train split) or of several splits; a downloaded hub repository, whose README may name
-    configurations and files, or which has train-00000-of-00002.parquet, in it, in data/, in a
-    folder of the configuration or of the split; the hub's cache; or, as the train split, any data
-    files.
+    A folder is one of
+    - files such as <split>.jsonl;
+    - the output of `save_to_disk`, for a single data set (which is the train split) or for several
+      splits;
+    - a downloaded hub repository: its README may name configurations and files, or it has files
+      such as train-00000-of-00002.parquet, at the top, in data/, or in a folder of the
+      configuration or of the split;
+    - the hub's cache;
+    - any data files, which are the train split.
+
+    Raises NoSplit, with a listing of the folder, if it has no such split.
     """
     names = ALIASES.get(split, (split,))
     if (folder / "snapshots").is_dir():
         return find_files(_snapshot(folder), split, config)
     for name in names:
-        for found in (
+        for files in (
             _exact(folder, name),
             _saved(folder, name),
             _named(folder, name, config),
             _matching(folder, name, config),
         ):
-            if found:
-                return found
+            if files:
+                return files
     loose = _data_files(folder)
     if (
         split == "train"
@@ -87,15 +94,17 @@ def find_files(folder: Path, split: str, config: str | None = None) -> list[Path
         and not any(map(_other_split, loose))
     ):
         return loose
-    there = sorted(path.name for path in folder.iterdir())
-    which = f" of configuration {config!r}" if config else ""
+    listing = sorted(path.name for path in folder.iterdir())
+    config_note = f" of configuration {config!r}" if config else ""
     kinds = f"{split}.jsonl or {split}.json (or .parquet, .csv, .arrow)"
     raise NoSplit(
-        f"folder {folder} has no {kinds}{which}; it holds {', '.join(there[:20]) or 'nothing'}"
+        f"folder {folder} has no {kinds}{config_note}; it holds "
+        f"{', '.join(listing[:20]) or 'nothing'}"
     )
 
 
 def _exact(folder: Path, name: str) -> list[Path]:
+    """Return the file <name>.<suffix> of the first data suffix that exists."""
     return [
         folder / f"{name}{suffix}"
         for suffix in FILE_SUFFIXES
@@ -104,34 +113,40 @@ def _exact(folder: Path, name: str) -> list[Path]:
 
 
 def _saved(folder: Path, name: str) -> list[Path]:
-    """Of what `datasets` saved to disk: several splits in folders of their names, or one data set."""
+    """Return a split's files in the output of `save_to_disk` (see `find_files`)."""
     if (folder / "dataset_dict.json").is_file():
         return _arrow_files(folder / name)
     return _arrow_files(folder) if name == "train" else []
 
 
 def _arrow_files(folder: Path) -> list[Path]:
+    """Return the files that state.json lists. Raises UserError if any is missing."""
     if not (folder / "state.json").is_file() or not (folder / "dataset_info.json").is_file():
         return []
     listed = _json(folder / "state.json").get("_data_files", [])
     files = [folder / str(item.get("filename")) for item in listed if isinstance(item, dict)]
-    if lost := [path.name for path in files if not path.is_file()]:
+    if missing := [path.name for path in files if not path.is_file()]:
         raise UserError(
-            f"{folder} lacks {', '.join(lost[:5])}, which its state.json names: save the data set anew"
+            f"{folder} lacks {', '.join(missing[:5])}, which its state.json names: "
+            "save the data set again"
         )
     return files
 
 
 def _json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; {} for any other JSON. Raises UserError if the file is no JSON."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise UserError(f"{path} cannot be read ({error}): save the data set anew") from error
+        raise UserError(f"{path} cannot be read ({error}): save the data set again") from error
     return value if isinstance(value, dict) else {}
 
 
 def _named(folder: Path, name: str, config: str | None) -> list[Path]:
-    """The files that the repository's README names for a configuration and split."""
+    """Return the files that the repository's README names for a configuration and split.
+
+    Raises UserError if the configuration is unknown, or missing and not determined.
+    """
     readme = folder / "README.md"
     head = (
         re.match(
@@ -145,29 +160,32 @@ def _named(folder: Path, name: str, config: str | None) -> list[Path]:
     import yaml
 
     try:
-        found = yaml.safe_load(head[1])
+        front_matter = yaml.safe_load(head[1])
     except yaml.YAMLError:
         return []
     configs = [
         item
-        for item in (found.get("configs") or [] if isinstance(found, dict) else [])
+        for item in (front_matter.get("configs") or [] if isinstance(front_matter, dict) else [])
         if isinstance(item, Mapping)
     ]
     if not configs:
         return []
-    known = [str(item.get("config_name")) for item in configs]
-    if config is not None and config not in known:
-        raise UserError(f"{readme} names no configuration {config!r}: it has {', '.join(known)}")
-    usual = next(
+    config_names = [str(item.get("config_name")) for item in configs]
+    if config is not None and config not in config_names:
+        raise UserError(
+            f"{readme} names no configuration {config!r}: it has {', '.join(config_names)}"
+        )
+    default = next(
         (item for item in configs if item.get("default") or item.get("config_name") == "default"),
         None,
     )
-    if config is None and usual is None and len(configs) > 1:
+    if config is None and default is None and len(configs) > 1:
         raise UserError(
-            f"{folder} has the configurations {', '.join(known)}: choose one with --dataset-config"
+            f"{folder} has the configurations {', '.join(config_names)}: choose one with "
+            f"--dataset-config"
         )
     chosen = next(
-        (item for item in configs if item.get("config_name") == config), usual or configs[0]
+        (item for item in configs if item.get("config_name") == config), default or configs[0]
     )
     files = chosen.get("data_files") or []
     if isinstance(files, (str, list)) and not any(isinstance(item, Mapping) for item in files):
@@ -185,50 +203,55 @@ def _named(folder: Path, name: str, config: str | None) -> list[Path]:
 
 
 def _matching(folder: Path, name: str, config: str | None) -> list[Path]:
-    """Shards of the split by their names, or all that lies in a folder of its name."""
+    """Return the shards of the split by file name, or all data files in a folder of its name."""
     places = [
         folder / part
         for part in ([config, f"data/{config}"] if config else ["", "data", "main", "default"])
     ]
     pattern = re.compile(rf"(.*[._-])?{re.escape(name)}([._-].*)?", re.IGNORECASE)
     for place in (p for p in places if p.is_dir()):
-        found = [
+        matches = [
             path
             for path in _data_files(place)
             if pattern.fullmatch(path.name.removesuffix(_suffix(path)))
         ]
-        if not found and (place / name).is_dir():
-            found = _data_files(place / name)
-        if found:
-            return found
+        if not matches and (place / name).is_dir():
+            matches = _data_files(place / name)
+        if matches:
+            return matches
     return []
 
 
 def _data_files(folder: Path) -> list[Path]:
-    found = [
+    """Return the data files directly in a folder, sorted, without metadata files."""
+    files = [
         path
         for path in sorted(folder.iterdir())
         if path.is_file() and path.name.endswith(FILE_SUFFIXES)
     ]
-    return [path for path in found if path.name.partition(".")[0] not in _OTHERS]
+    return [path for path in files if path.name.partition(".")[0] not in _OTHERS]
 
 
 def _other_split(path: Path) -> bool:
+    """Return whether a file name contains the name of any split."""
     words = re.split(r"[._-]", path.name.lower())
     return any(word in words for names in ALIASES.values() for word in names)
 
 
 def _snapshot(folder: Path) -> Path:
-    """Of a repository in the hub's cache: the revision that `main` was when it was fetched, or the
-    only one.
+    """Return a revision's folder in the hub's cache: that of `main` at the fetch, else the only
+    revision.
+
+    Raises UserError if several revisions are cached and `main` is not among them.
     """
     main = folder / "refs" / "main"
     name = main.read_text().strip() if main.is_file() else ""
-    there = sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
+    revisions = sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
     if not (folder / "snapshots" / name).is_dir() or not name:
-        if len(there) != 1:
+        if len(revisions) != 1:
             raise UserError(
-                f"{folder} holds {len(there)} revisions: name one of {', '.join(str(path) for path in there[:5])}"
+                f"{folder} holds {len(revisions)} revisions: choose among "
+                f"{', '.join(str(path) for path in revisions[:5])}"
             )
-        return there[0]
+        return revisions[0]
     return folder / "snapshots" / name

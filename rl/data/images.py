@@ -1,6 +1,4 @@
-"""Images of rows: found in their columns or messages, looked at while rows are read, put where the
-prompt has their places.
-"""
+"""Find the images of rows in columns or messages, verify them, and insert them into the prompt."""
 
 from __future__ import annotations
 
@@ -13,13 +11,15 @@ from rl.errors import UserError
 from rl.images import as_chunk, has_images, image_of, is_image_part
 from rl.types import Message
 
-COLUMNS = ("images", "image")  # where images are looked for, unless a column is named
-MARK = "<image>"  # what stands for an image in the prompts of many data sets
+COLUMNS = ("images", "image")  # the columns searched for images if no column is named
+MARK = "<image>"  # the placeholder of an image in the prompts of many data sets
 
 
 class RowImages:
-    """Puts a row's images into its messages. `column`: named by the user; None: one of COLUMNS, if
-    the row has it.
+    """Insert a row's images into its messages.
+
+    column: the image column that the user named; None: the first of COLUMNS that the row has.
+    folder: the folder that relative paths of images start from.
     """
 
     def __init__(self, column: str | None = None, folder: Path | None = None):
@@ -28,28 +28,33 @@ class RowImages:
     def __call__(
         self, messages: Sequence[Message], columns: Mapping[str, Any]
     ) -> tuple[Message, ...]:
-        """The messages with their images as parts of content. BadRow, naming the image, for one
-        that is not there or damaged.
+        """Return the messages with the images as parts of their content.
 
-        Images of a column fill the places that the messages have for them ({"type": "image"}
-        without an image, or "<image>" in a text of the user), in order; where there are none they
-        stand before the first text of the user. A path is relative to the rows' file.
+        Images of a column fill the placeholders of the messages in order: {"type": "image"} without
+        an image, or "<image>" in a user text. Without placeholders the images precede the first
+        user text. A path is relative to the file of the rows. Raises BadRow, with the image's
+        number, for a missing or damaged image.
         """
-        given = self._column(columns)
-        if not given and not has_images(messages):
+        column_images = self._column(columns)
+        if not column_images and not has_images(messages):
             return tuple(messages)
-        left = [self._looked_at(one, f"image {i}") for i, one in enumerate(given, start=1)]
-        found = (
-            self._filled(messages, left) if has_images(messages) else self._marked(messages, left)
+        checked_images = [
+            self._looked_at(image, f"image {i}") for i, image in enumerate(column_images, start=1)
+        ]
+        with_images = (
+            self._filled(messages, checked_images)
+            if has_images(messages)
+            else self._marked(messages, checked_images)
         )
-        return tuple(found)
+        return tuple(with_images)
 
     def of_the_column(self, columns: Mapping[str, Any]) -> set[str]:
-        """The columns that hold the row's images, which are no text for a reward."""
+        """Return the columns that hold the row's images, which are not passed to the reward."""
         names = (self.column,) if self.column is not None else COLUMNS
         return {name for name in names if _images_in(columns.get(name))}
 
     def _column(self, columns: Mapping[str, Any]) -> list[Any]:
+        """Return the images of the image column. Raises BadRow if a named column is absent."""
         if self.column is not None and self.column not in columns:
             raise BadRow(
                 f"no column {self.column!r} with images; it has {', '.join(map(repr, columns))}"
@@ -62,19 +67,22 @@ class RowImages:
         return _images_in(columns[names[0]]) if names else []
 
     def _filled(self, messages: Sequence[Message], left: list[Any]) -> list[Message]:
-        given, found = iter(left), []
+        """Insert images at the image parts of the messages that have no image."""
+        remaining, filled_messages = iter(left), []
         for number, message in enumerate(messages, start=1):
             content = message["content"]
             if isinstance(content, list):
-                content = [self._part(part, given, f"message {number}") for part in content]
-            found.append({**message, "content": content})
-        if (over := len(list(given))) > 0:
+                content = [self._part(part, remaining, f"message {number}") for part in content]
+            filled_messages.append({**message, "content": content})
+        if (surplus := len(list(remaining))) > 0:
             raise BadRow(
-                f"{len(left)} images in the column, {over} more than the messages have places for"
+                f"{len(left)} images in the column, {surplus} more than the messages have "
+                "places for"
             )
-        return found
+        return filled_messages
 
     def _part(self, part: Any, given: Any, where: str) -> Any:
+        """Return a part of content with its image, taken from `given` if the part has no image."""
         if not is_image_part(part):
             return part
         inside = image_of(part)
@@ -82,10 +90,11 @@ class RowImages:
             next(given, None) if inside is None else self._looked_at(inside, f"an image of {where}")
         )
         if image is None:
-            raise BadRow(f"{where} has a place for an image, and the row has no image left for it")
+            raise BadRow(f"{where} has a place for an image, and the row has no more images")
         return {"type": "image", "image": image}
 
     def _marked(self, messages: Sequence[Message], left: list[Any]) -> list[Message]:
+        """Insert images at the marks in user texts, or before the first user text."""
         users = [
             i
             for i, message in enumerate(messages)
@@ -95,24 +104,29 @@ class RowImages:
         if marks not in (0, len(left)):
             raise BadRow(f"{len(left)} images, and the prompt has {MARK} {marks} times")
         if not users:
-            raise BadRow("images, and no message of the user that they could stand in")
-        found, given = list(messages), iter(left)
+            raise BadRow("the row has images, but no user text to insert them into")
+        marked_messages, remaining = list(messages), iter(left)
         for i in users if marks else users[:1]:
-            texts = found[i]["content"].split(MARK) if marks else ["", found[i]["content"]]
-            before = [] if marks else [{"type": "image", "image": image} for image in given]
+            texts = (
+                marked_messages[i]["content"].split(MARK)
+                if marks
+                else ["", marked_messages[i]["content"]]
+            )
+            before = [] if marks else [{"type": "image", "image": image} for image in remaining]
             parts: list[dict[str, Any]] = before or [{"type": "text", "text": texts[0]}]
             for text in texts[1:]:
-                parts += [{"type": "image", "image": next(given)}] if marks else []
+                parts += [{"type": "image", "image": next(remaining)}] if marks else []
                 parts.append({"type": "text", "text": text})
-            found[i] = {
-                **found[i],
+            marked_messages[i] = {
+                **marked_messages[i],
                 "content": [part for part in parts if part["type"] == "image" or part["text"]],
             }
-        return found
+        return marked_messages
 
     def _looked_at(self, given: Any, where: str) -> Any:
-        """The image as it is kept: bytes that were decoded once, or the path of a file whose
-        beginning is an image's.
+        """Return a verified image: bytes that were decoded once, or the path of an image file.
+
+        Raises BadRow for an image that cannot be read.
         """
         try:
             if isinstance(given, Mapping) and not given.get("bytes"):
@@ -125,6 +139,7 @@ class RowImages:
             raise BadRow(f"{where}: {error}") from error
 
     def _path(self, text: str) -> Path | None:
+        """Return the existing file that a text names; None if it names none."""
         if len(text) > 4096 or text.startswith("data:"):
             return None
         path = Path(text).expanduser()
@@ -133,17 +148,20 @@ class RowImages:
 
 
 def _images_in(value: Any) -> list[Any]:
-    """A column's images: one, a list of them, or none."""
+    """Return the images in a column's value: an image, a list of images, or empty."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return []
     return (
-        [one for one in value if one is not None] if isinstance(value, (list, tuple)) else [value]
+        [image for image in value if image is not None]
+        if isinstance(value, (list, tuple))
+        else [value]
     )
 
 
 def _verify(path: Path) -> None:
-    """UserError unless the file is an image, as far as can be told without decoding it (which the
-    check of the row's tokens does).
+    """Raise UserError unless the file looks like an image.
+
+    The file is not decoded here; the check of the row's tokens decodes it.
     """
     from PIL import Image
 
@@ -152,5 +170,6 @@ def _verify(path: Path) -> None:
             image.verify()
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UserError(
-            f"{path} is no image, or a damaged one: {(str(error) or type(error).__name__).splitlines()[0]}"
+            f"{path} is not an image, or is damaged: "
+            f"{(str(error) or type(error).__name__).splitlines()[0]}"
         ) from error

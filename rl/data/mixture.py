@@ -1,4 +1,4 @@
-"""`Mixture`: several data sets of which each batch holds given shares."""
+"""Define `Mixture`: several data sets, sampled in fixed proportions."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import numpy as np
 from rl.data.problem_set import ProblemSet, joined
 from rl.types import Problem
 
-_CYCLE = 1000  # rows within which every share is met to a row
+_CYCLE = 1000  # rows within which the share of each set is exact
 
 
 class Mixture(ProblemSet):
-    """The problems of several sets, asked in the proportions of `weights` instead of those of their
-    sizes.
+    """Mix the problems of several sets in the proportions of `weights` instead of their sizes.
 
-    Of any 1000 rows that follow each other from a multiple of 1000 on, each set gives its share, to
-    a row; which row is whose is drawn from (seed, thousand). Each set has endless shuffled epochs
-    of its own. A batch is a function of (step, seed) alone.
+    Each cycle of 1000 rows, from a multiple of 1000, holds exactly the share of each set, rounded
+    to a row. The order of the sets within a cycle is sampled from (seed, cycle). Each set has
+    separate endless shuffled epochs. A batch depends only on (step, seed).
     """
 
     def __init__(self, sets: Sequence[ProblemSet], weights: Sequence[float]):
@@ -34,24 +33,25 @@ class Mixture(ProblemSet):
     def batch(self, step: int, batch_size: int, seed: int) -> list[Problem]:
         if step < 0 or batch_size < 1 or seed < 0:
             raise ValueError(
-                f"step and seed are at least 0, batch_size at least 1; got {step=}, {seed=}, {batch_size=}"
+                f"step and seed must be at least 0, batch_size at least 1; "
+                f"got {step=}, {seed=}, {batch_size=}"
             )
-        found = []
+        problems = []
         for position in range(step * batch_size, (step + 1) * batch_size):
             cycle, offset = divmod(position, _CYCLE)
             owners = self._owners(seed, cycle)
             part = int(owners[offset])
             place = cycle * self._counts[part] + int((owners[:offset] == part).sum())
             epoch, row = divmod(place, len(self.sets[part]))
-            own = int(self.sets[part]._order(seed, epoch)[row])
-            found.append(self.at(self._firsts[part] + own, epoch))
-        return found
+            row_index = int(self.sets[part]._order(seed, epoch)[row])
+            problems.append(self.at(self._firsts[part] + row_index, epoch))
+        return problems
 
     def epoch(self, step: int, batch_size: int) -> float:
-        """Epochs of the set that is gone through fastest."""
-        asked = step * batch_size / _CYCLE
+        """Return the number of epochs of the set that has completed the most."""
+        cycles = step * batch_size / _CYCLE
         return max(
-            asked * count / len(part) for count, part in zip(self._counts, self.sets, strict=True)
+            cycles * count / len(part) for count, part in zip(self._counts, self.sets, strict=True)
         )
 
     def subset(self, indices: Sequence[int]) -> ProblemSet:
@@ -60,12 +60,12 @@ class Mixture(ProblemSet):
             for first, part in zip(self._firsts, self.sets, strict=False)
         ]
         chosen = [[i - span.start for i in indices if i in span] for span in spans]
-        left = [
-            (part.subset(own), weight)
-            for part, own, weight in zip(self.sets, chosen, self.weights, strict=True)
-            if own
+        remaining = [
+            (part.subset(part_indices), weight)
+            for part, part_indices, weight in zip(self.sets, chosen, self.weights, strict=True)
+            if part_indices
         ]
-        return Mixture([part for part, _ in left], [weight for _, weight in left])
+        return Mixture([part for part, _ in remaining], [weight for _, weight in remaining])
 
     def first(self, count: int) -> ProblemSet:
         return self.subset(range(min(count, len(self))))
@@ -73,16 +73,16 @@ class Mixture(ProblemSet):
     def with_rows(self, rows: Mapping[int, Problem]) -> ProblemSet:
         parts = []
         for first, part in zip(self._firsts, self.sets, strict=False):
-            own = {
+            part_rows = {
                 i - first: replace(row, index=i - first)
                 for i, row in rows.items()
                 if first <= i < first + len(part)
             }
-            parts.append(part.with_rows(own) if own else part)
+            parts.append(part.with_rows(part_rows) if part_rows else part)
         return Mixture(parts, self.weights)
 
     def _owners(self, seed: int, cycle: int) -> np.ndarray:
-        """Which set each of a thousand rows is from."""
+        """Return the set index of each of the 1000 rows of a cycle, shape (1000,)."""
         key = (seed, cycle)
         if key not in self._cycles:
             while len(self._cycles) >= 4:
@@ -95,7 +95,7 @@ class Mixture(ProblemSet):
 
 
 def _shares(weights: Sequence[float]) -> list[int]:
-    """How many of _CYCLE rows each set gives: rounded by largest remainders, at least one."""
+    """Return each set's rows per _CYCLE: rounded by largest remainders, at least 1 row."""
     exact = [weight / sum(weights) * _CYCLE for weight in weights]
     counts = [max(1, int(share)) for share in exact]
     order = sorted(range(len(exact)), key=lambda i: int(exact[i]) - exact[i])

@@ -1,5 +1,5 @@
-"""Whether held-out problems stand among the training ones: words in a row that both have (13-grams:
-Brown et al. 2020, appendix C).
+"""Detect held-out problems in the training data by shared 13-grams of words (Brown et al. 2020,
+appendix C).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from rl.data.problem_set import ProblemSet
 from rl.types import Problem
 
 WORDS_IN_A_ROW = 13
-# what more training problems than these have in common is a form of words (an instruction), as in
-# the same appendix
+# An n-gram in more training problems than these is boilerplate (an instruction), as in the same
+# appendix.
 _COMMON = 10
 _WORD = re.compile(r"\w+")
 _SHOWN = 5
@@ -22,8 +22,9 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Overlap:
-    """`held_out` problems were compared with `trained`; `shared`: (place of the held-out one, of
-    the first training one that it meets).
+    """Hold the result of a comparison of `held_out` problems with `trained` problems (counts).
+
+    shared: (place of a held-out problem, place of the first training problem that it overlaps).
     """
 
     held_out: int
@@ -31,46 +32,50 @@ class Overlap:
     shared: tuple[tuple[str, str], ...]
 
     def as_json(self) -> dict[str, Any]:
-        found = {
+        """Return the counts and the first pairs as JSON."""
+        record = {
             "held_out": self.held_out,
             "trained": self.trained,
             "words_in_a_row": WORDS_IN_A_ROW,
             "shared": len(self.shared),
         }
-        return {**found, "first": [list(pair) for pair in self.shared[:_SHOWN]]}
+        return {**record, "first": [list(pair) for pair in self.shared[:_SHOWN]]}
 
     def __str__(self) -> str:
         first = "; ".join(f"{a} and {b}" for a, b in self.shared[:_SHOWN]) + (
             "; ..." if len(self.shared) > _SHOWN else ""
         )
         count = f"{len(self.shared)} of {self.held_out} held-out problems"
-        what = f"share {WORDS_IN_A_ROW} words in a row (or the whole text) with one of {self.trained} training problems"
-        return f"{count} {what}" + (
-            f": {first}. What is measured on them may be memory" if self.shared else ""
+        description = (
+            f"share {WORDS_IN_A_ROW} words in a row (or the whole text) with some of "
+            f"{self.trained} training problems"
+        )
+        return f"{count} {description}" + (
+            f": {first}. Results on these may be memorized" if self.shared else ""
         )
 
 
 def overlap(train: ProblemSet, held_out: ProblemSet) -> Overlap:
-    """What held-out problems share with training ones. Time goes with the number of words: about a
-    second for two millions.
+    """Find the held-out problems that overlap training problems.
 
-    Words are runs of letters and digits in lower case. Texts are compared as a whole as well, signs
-    included. What more than ten training problems (and more than half of few) share is taken for a
-    form of words, and passed over.
+    Words are runs of letters and digits in lower case. Complete texts are compared too, including
+    punctuation. An n-gram that more than 10 training problems share (or more than half of a small
+    set) counts as boilerplate and is ignored. Time is linear in the number of words: about 1 s for
+    2 million.
     """
     owners: dict[Any, list[int]] = {}
     for place, problem in enumerate(held_out):
         for key in _keys(problem):
             owners.setdefault(key, []).append(place)
-    met: dict[Any, list[int]] = {}
+    matches: dict[Any, list[int]] = {}
     for place, problem in enumerate(train):
         for key in owners.keys() & _keys(problem):
-            found = met.setdefault(key, [])
-            if len(found) <= _COMMON:
-                found.append(place)
+            places_of_key = matches.setdefault(key, [])
+            if len(places_of_key) <= _COMMON:
+                places_of_key.append(place)
     most = min(_COMMON, len(train) // 2)
     first: dict[int, int] = {}
-    for key, places in met.items():
+    for key, places in matches.items():
         if len(places) > max(1, most) and isinstance(key, tuple):
             continue
         for place in owners[key]:
@@ -82,31 +87,33 @@ def overlap(train: ProblemSet, held_out: ProblemSet) -> Overlap:
 
 
 def _keys(problem: Problem) -> set[Any]:
-    """Its runs of 13 words within a paragraph (instructions are paragraphs of their own), and the
-    whole text without spaces.
+    """Return a problem's 13-grams within paragraphs, and its complete text without spaces.
+
+    Instructions are separate paragraphs.
     """
     text = "\n\n".join(_said(problem))
-    found: set[Any] = {"".join(text.split())}
+    keys: set[Any] = {"".join(text.split())}
     for paragraph in text.lower().split("\n\n"):
         words = _WORD.findall(paragraph)
-        found.update(zip(*(words[i:] for i in range(WORDS_IN_A_ROW)), strict=False))
-    return found
+        keys.update(zip(*(words[i:] for i in range(WORDS_IN_A_ROW)), strict=False))
+    return keys
 
 
 def _said(problem: Problem) -> Iterable[str]:
-    """What is asked, without a system prompt."""
+    """Yield the texts of the user messages."""
     return (
         _text(message.get("content")) for message in problem.messages if message["role"] == "user"
     )
 
 
 def _text(content: Any) -> str:
-    """With images, whose bytes (or paths) tell two problems of the same words apart."""
+    """Return a content's text. Bytes or paths of images distinguish problems of the same words."""
     if not isinstance(content, list):
         return str(content or "")
     return "".join(str(part.get("text", "")) or f"[{part.get('image')!r}]" for part in content)
 
 
 def _place(problems: Sequence[Problem], index: int) -> str:
+    """Return the file and line of a problem, or its tag and index."""
     problem = problems[index]
     return problem.place or f"{problem.tag} {index}"

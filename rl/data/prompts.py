@@ -1,4 +1,4 @@
-"""What is put around a prompt: a system message, a template, a suffix."""
+"""Wrap prompts in a system message, a template or a suffix."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 from rl.types import Message, Problem
 
-# columns that would give the answer away
+# columns that would reveal the answer
 _HELD_BACK = ("answer", "response", "completion", "output", "solution")
 
 
 @dataclass(frozen=True)
 class Dress:
-    """`system`: put before conversations without a system message of their own. Of the last message
-    of the user:
+    """Wrap the prompt of each row.
 
-    template   a text in which {prompt} stands for it, and {name} for the text or number in another
-    column; what is no column, and
-               columns of answers, stay as they are written (such as \\boxed{answer})
-    suffix     what follows it
+    system: the first message of conversations without a system message.
+    template: replaces the text of the last user message. {prompt} is replaced by that text, {name}
+        by the text or number in column `name`. Braces with any other content, or with the name of
+        an answer column, stay as written (such as \\boxed{answer}).
+    suffix: appended to the last user message.
     """
 
     system: str | None = None
@@ -31,47 +31,61 @@ class Dress:
 
     @property
     def changes(self) -> bool:
+        """Return whether this wrapper changes any prompt."""
         return self.system is not None or self.template is not None or self.suffix is not None
 
     def __call__(
         self, messages: Sequence[Message], columns: Mapping[str, Any]
     ) -> tuple[Message, ...]:
-        """The messages as they are asked. A text without a prompt has none, and stays without."""
+        """Return the wrapped messages. A text without a prompt has no messages: returns ()."""
         if not messages:
             return ()
-        found = list(messages)
-        if self.system is not None and found[0]["role"] != "system":
-            found = [{"role": "system", "content": self.system}, *found]
-        at = next((i for i in reversed(range(len(found))) if found[i]["role"] == "user"), None)
+        prompt_messages = list(messages)
+        if self.system is not None and prompt_messages[0]["role"] != "system":
+            prompt_messages = [{"role": "system", "content": self.system}, *prompt_messages]
+        at = next(
+            (
+                i
+                for i in reversed(range(len(prompt_messages)))
+                if prompt_messages[i]["role"] == "user"
+            ),
+            None,
+        )
         if at is not None and (self.template is not None or self.suffix is not None):
-            found[at] = {**found[at], "content": self._dressed(found[at]["content"], columns)}
-        return tuple(found)
+            prompt_messages[at] = {
+                **prompt_messages[at],
+                "content": self._dressed(prompt_messages[at]["content"], columns),
+            }
+        return tuple(prompt_messages)
 
     def problem(self, problem: Problem) -> Problem:
-        """A problem of a generated set."""
+        """Return a problem of a generated set with its prompt wrapped."""
         return replace(problem, messages=self(problem.messages, problem.meta))
 
     def _dressed(self, content: Any, columns: Mapping[str, Any]) -> Any:
-        """Of content with images in it the last text is what is asked."""
+        """Wrap a message's content; in content with images, wrap the last text."""
         if not isinstance(content, list):
             return self._asked(content, columns)
         at = max(
             (i for i, part in enumerate(content) if part.get("type") == "text"),
             default=len(content),
         )
-        asked = self._asked(content[at]["text"] if at < len(content) else "", columns)
-        return [*content[:at], {"type": "text", "text": asked}, *content[at + 1 :]]
+        prompt = self._asked(content[at]["text"] if at < len(content) else "", columns)
+        return [*content[:at], {"type": "text", "text": prompt}, *content[at + 1 :]]
 
     def _asked(self, prompt: str, columns: Mapping[str, Any]) -> str:
-        held_back = {*_HELD_BACK, self.answer_column}
-        known = {
+        """Apply template and suffix to a text."""
+        excluded = {*_HELD_BACK, self.answer_column}
+        substitutions = {
             name: value
             for name, value in columns.items()
-            if isinstance(value, (str, int, float)) and name not in held_back
+            if isinstance(value, (str, int, float)) and name not in excluded
         }
-        known["prompt"] = prompt
+        substitutions["prompt"] = prompt
         if self.template is not None:
             prompt = re.sub(
-                r"\{(\w+)\}", lambda m: str(known[m[1]]) if m[1] in known else m[0], self.template
+                r"\{(\w+)\}",
+                lambda m: str(substitutions[m[1]]) if m[1] in substitutions else m[0],
+                self.template,
             )
         return prompt + (self.suffix or "")

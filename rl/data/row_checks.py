@@ -1,6 +1,4 @@
-"""Rows that could not be trained on or evaluated, found before the first step: named with file and
-line, or left out.
-"""
+"""Check all rows before the first step; report bad rows with file and line, or skip them."""
 
 from __future__ import annotations
 
@@ -20,23 +18,28 @@ logger = logging.getLogger(__name__)
 
 _HOW = {
     "response": "no response to learn: name its column with --response-column",
-    "rejected": "no pair of answers: name their columns with --chosen-column and --rejected-column, or set --data-format",
+    "rejected": (
+        "no pair of answers: name their columns with --chosen-column and --rejected-column, or "
+        "set --data-format"
+    ),
 }
 _EXAMPLES = {
     "response": '{"prompt": "2+2=", "completion": "4"}',
     "rejected": '{"prompt": "2+2=", "chosen": "4", "rejected": "5"}',
 }
-_MOST = 1000  # faulty rows, after which no more are looked for
+_MOST = 1000  # number of faulty rows after which the check stops
 _TEMPLATE = 256  # tokens that a chat template may add around the messages
 
 
 class RowCheck:
-    """What a stage asks of a row.
+    """Check that a row is usable in a training stage.
 
-    `reads`: the answers (fields of Problem) that are learnt or ranked. `sampled`: tokens that its
-    own answer may take, or 0. `longest`: tokens of what the method makes of a row that is more than
-    its prompt and one answer. `limits`: how long a row may be. `where_there`: of `reads` those that
-    the row has.
+    reads: the answers (fields of Problem) that the stage trains on or ranks.
+    sampled: the most tokens of a sampled answer, or 0.
+    longest: return the tokens of what the method builds from a row, if that is more than the prompt
+        and an answer.
+    limits: the length limits of a row.
+    where_there: check only those of `reads` that the row has.
     """
 
     def __init__(
@@ -61,11 +64,11 @@ class RowCheck:
         )
 
     def __call__(self, problem: Problem) -> Problem:
-        """The row, with its prompt cut where that is asked for.
+        """Return the row, with its prompt cut if on_too_long is "cut".
 
-        UserError where it cannot be rendered, lacks an answer, or is too long (TooLong: for the
-        model's context, or for a limit). A row of a file is rendered whole. Of a generated one, a
-        text of so few bytes that it must fit is not: every token is at least one.
+        Raises UserError if the row cannot be rendered or lacks an answer; TooLong if it exceeds the
+        model's context or a limit. Each row of a file is rendered. A generated row is not rendered
+        if it must fit by its number of bytes, since a token has at least 1 byte.
         """
         where = f"row {problem.index} of {self.name}" + (
             f" ({problem.place})" if problem.place else ""
@@ -80,7 +83,8 @@ class RowCheck:
                 raise UserError(f"{where} has {_HOW[field]} ({shape})")
         if self.sampled and not problem.messages:
             raise UserError(
-                f"{where} is a text without a prompt, and an answer to one is to be sampled: name it with --prompt-column"
+                f"{where} is a text without a prompt, but an answer to a prompt is to be sampled: "
+                "name the prompt's column with --prompt-column"
             )
         if (
             not self.limits.any
@@ -92,14 +96,14 @@ class RowCheck:
         cut = self.limits.max_row_tokens if self.limits.on_too_long == "cut" else None
         for answer in [*answers.values(), *([None] if self.sampled else [])]:
             length = self._length(problem, answer, where) + (self.sampled if answer is None else 0)
-            what = (
+            parts = (
                 f"its prompt and max_tokens {self.sampled} take"
                 if answer is None
                 else "its prompt and response take"
             )
             self._check_length(
                 length if cut is None or answer is None else min(cut, length),
-                what,
+                parts,
                 where,
                 answer is None,
             )
@@ -108,7 +112,7 @@ class RowCheck:
         return problem
 
     def _with_prompt(self, problem: Problem, where: str) -> Problem:
-        """The problem with a prompt within its limit."""
+        """Return the problem, its prompt cut to the limit if allowed. Raises TooLong otherwise."""
         limit, setting = self.limits.prompt_limit(self.sampled)
         if limit is None or not problem.messages:
             return problem
@@ -120,7 +124,8 @@ class RowCheck:
         raise self.limits.refuse(f"{where} has a prompt of {length} tokens, more than {setting}")
 
     def _check_length(self, length: int, what: str, where: str, samples: bool) -> None:
-        # of samples the prompt was looked at
+        """Raise TooLong if `length` tokens exceed the row limit or the model's context."""
+        # For samples, `_with_prompt` has checked the prompt.
         longest = None if samples else self.limits.max_row_tokens
         if longest is not None and length > longest:
             raise self.limits.refuse(
@@ -134,6 +139,7 @@ class RowCheck:
             )
 
     def _longest(self, problem: Problem, where: str) -> int:
+        """Return the result of `longest`; name the row in its errors."""
         try:
             assert self.longest is not None
             return self.longest(problem, self.renderer)
@@ -141,6 +147,7 @@ class RowCheck:
             raise UserError(f"{where}: {error}") from error
 
     def _must_fit(self, problem: Problem, answers: Sequence[str]) -> bool:
+        """Return whether the row fits the context by its bytes alone."""
         size = _TEMPLATE + sum(len(str(m.get("content") or "").encode()) for m in problem.messages)
         return (
             self.limit is None
@@ -148,13 +155,14 @@ class RowCheck:
         )
 
     def _length(self, problem: Problem, response: str | None, where: str) -> int:
+        """Return the tokens of prompt and response; None: of the generation prompt."""
         try:
             if response is None:
                 return self.renderer.build_generation_prompt(problem.messages).length
             if not problem.messages:
                 return self.renderer.build_text(response).length
-            said = {"role": "assistant", "content": response}
-            return self.renderer.build_supervised_example([*problem.messages, said])[0].length
+            reply = {"role": "assistant", "content": response}
+            return self.renderer.build_supervised_example([*problem.messages, reply])[0].length
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
 
@@ -162,21 +170,21 @@ class RowCheck:
 def good_rows(
     problems: ProblemSet, check: Callable[[Problem], Problem], on_bad_row: OnBadRow
 ) -> ProblemSet:
-    """The rows that pass `check`, which returns each as it is to be used. Of a stream, each is
-    checked when it is read.
+    """Return the rows that pass `check`, each as `check` returns it.
 
-    "error": FaultyRows (a UserError) for those that do not. "skip": they are logged and left out;
-    UserError if that leaves none. Rows that are too long are left out (see Limits), logged and
-    counted as well.
+    The rows of a stream are checked when they are read.
+    on_bad_row: "error" raises FaultyRows (a UserError) for bad rows; "skip" logs and skips the bad
+        rows, and raises UserError if no row remains.
+    Rows that are too long are skipped (see Limits), logged and counted, too.
     """
     if problems.is_lazy:
         return problems.checked(check, on_bad_row)
-    bad, long, kept = BadRows(on_bad_row), BadRows("skip"), []
+    bad, long, good_indices = BadRows(on_bad_row), BadRows("skip"), []
     changed: dict[int, Problem] = {}
     faults: list[UserError] = []
     for i, problem in enumerate(problems):
         try:
-            found = check(problem)
+            checked = check(problem)
         except UserError as error:
             skipped = isinstance(error, TooLong) and error.skip
             if on_bad_row == "error" and not skipped:
@@ -186,23 +194,23 @@ def good_rows(
                 continue
             (long if skipped else bad).add(problem.place or f"row {i}", BadRow(str(error)))
             continue
-        kept.append(i)
-        if found is not problem:
-            changed[i] = found
+        good_indices.append(i)
+        if checked is not problem:
+            changed[i] = checked
     if faults:
-        raise _faulty([str(fault) for fault in faults], len(kept)) from faults[0]
-    bad.settle(len(kept), {})
-    long.settle(len(kept), {})
+        raise _faulty([str(fault) for fault in faults], len(good_indices)) from faults[0]
+    bad.settle(len(good_indices), {})
+    long.settle(len(good_indices), {})
     if changed:
         problems = problems.with_rows(changed)
-    return problems if len(kept) == len(problems) else problems.subset(kept)
+    return problems if len(good_indices) == len(problems) else problems.subset(good_indices)
 
 
 def _faulty(texts: Sequence[str], good: int) -> FaultyRows:
-    """One fault in its own words, also where every row has it."""
+    """Return the error for faulty rows: the fault itself if all rows share it, else a listing."""
     alike = not good and len({kind_of_fault(text) for text in texts}) == 1
     text = texts[0] + (
-        f"\nAnd so it is of all {len(texts)} rows." if alike and len(texts) > 1 else ""
+        f"\nAll {len(texts)} rows have this fault." if alike and len(texts) > 1 else ""
     )
     return FaultyRows(
         texts, good, least=len(texts) == _MOST, text=text if alike or len(texts) == 1 else ""
@@ -212,8 +220,9 @@ def _faulty(texts: Sequence[str], good: int) -> FaultyRows:
 def answers_check(
     check: Callable[[Problem, StoredAnswer], None], on_bad_row: OnBadRow
 ) -> Callable[[Problem], Problem]:
-    """A check of rows by that of each stored answer: where bad ones are skipped, a row keeps its
-    good answers, if it has any.
+    """Return a check of rows that applies `check` to each stored answer.
+
+    If bad rows are skipped, a row keeps its good answers.
     """
 
     def whole(problem: Problem) -> Problem:

@@ -1,4 +1,4 @@
-"""`Streamed`: problems whose rows are read when they are asked for, for data larger than memory."""
+"""Define `Streamed`: problems whose rows are read on access, for data larger than memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rl.types import Problem
 
 logger = logging.getLogger(__name__)
 
-_WINDOW = 8  # blocks (of a file that is read in blocks) among whose rows an epoch's order is drawn
-_NAMED = 20  # rows left out that are named; the others are counted
+_WINDOW = 8  # blocks (of a file that is read in blocks) whose rows are shuffled together
+_NAMED = 20  # skipped rows that are logged by name; further rows are only counted
 
 
 class _Rows(Sequence[Any]):
-    """The rows from `start` to `stop` of a table, as the places of a ProblemSet."""
+    """Present the rows from `start` to `stop` of a table as the rows of a ProblemSet."""
 
     def __init__(self, table: Table, start: int, stop: int):
         self.table, self.start, self.stop = table, start, stop
@@ -38,12 +38,12 @@ class _Rows(Sequence[Any]):
 
 
 class Streamed(ProblemSet):
-    """Problems of a table (rl.data.tables), none of which is held.
+    """Read the problems of a table (rl.data.tables) on access, without keeping them.
 
-    The order is a function of (seed, epoch) as elsewhere; of a file that is read in blocks
-    (.parquet) the blocks are shuffled, and the rows within each eight of them. A bad row is found
-    when it is read: it ends the run, or the next good row stands in for it (on_bad_row,
-    on_too_long), which depends on the row alone.
+    The order is a function of (seed, epoch), as in `ProblemSet`. For a file that is read in blocks
+    (.parquet) the blocks are shuffled, and the rows within each 8 consecutive shuffled blocks. A
+    bad row is detected when it is read: it ends the run, or the next good row replaces it
+    (on_bad_row, on_too_long). The replacement depends only on the row.
     """
 
     is_lazy = True
@@ -78,7 +78,8 @@ class Streamed(ProblemSet):
         return [self._tag]
 
     def _narrowed(self, part: range, name: str) -> Streamed:
-        found = Streamed(
+        """Return a set of the rows `part` of the same table, with the same check."""
+        narrowed = Streamed(
             self._table,
             self._reader,
             self._dress,
@@ -88,8 +89,8 @@ class Streamed(ProblemSet):
             part=part,
             images=self._images,
         )
-        found._check = self._check
-        return found
+        narrowed._check = self._check
+        return narrowed
 
     def first(self, count: int) -> Streamed:
         return self._narrowed(
@@ -97,20 +98,20 @@ class Streamed(ProblemSet):
         )
 
     def last(self, count: int) -> Streamed:
-        """The last `count` problems."""
+        """Return the last `count` problems."""
         return self._narrowed(
             range(self._part.stop - count, self._part.stop), f"{self.name}, held out"
         )
 
     def checked(self, check: Callable[[Problem], Problem], on_bad_row: str) -> ProblemSet:
-        found = self._narrowed(self._part, self.name)
-        found._check, found.on_bad_row = check, on_bad_row
-        found.at(0)  # what no row would pass is found now
-        return found
+        checked_set = self._narrowed(self._part, self.name)
+        checked_set._check, checked_set.on_bad_row = check, on_bad_row
+        checked_set.at(0)  # raise now if no row passes the check
+        return checked_set
 
     def at(self, index: int, epoch: int = 0) -> Problem:
-        for further in range(len(self)):
-            place = (index + further) % len(self)
+        for offset in range(len(self)):
+            place = (index + offset) % len(self)
             row = self._table.row(self._part.start + place)
             try:
                 return self._problem(row.columns, row.place, index)
@@ -118,27 +119,32 @@ class Streamed(ProblemSet):
                 self._leave_out(
                     place, f"{row.place}: {error}", isinstance(error, TooLong) and error.skip, error
                 )
-        raise UserError(f"no row of {self.name} can be used, the last because: {row.place}")
+        raise UserError(f"no row of {self.name} can be used; the last row tried is {row.place}")
 
     def _problem(self, columns: Any, place: str, index: int) -> Problem:
         try:
             if isinstance(columns, BadRow):
                 raise columns
             messages, meta, response, rejected = self._reader.read(columns)
-            asked, shown = (
+            prompt, image_columns = (
                 self._images(self._dress(messages, columns), columns),
                 self._images.of_the_column(columns),
             )
         except BadRow as error:
             raise UserError(str(error)) from error
-        meta = {key: value for key, value in meta.items() if key not in shown} if shown else meta
-        problem = Problem(asked, meta, response, self._tag, index, rejected, place=place)
+        meta = (
+            {key: value for key, value in meta.items() if key not in image_columns}
+            if image_columns
+            else meta
+        )
+        problem = Problem(prompt, meta, response, self._tag, index, rejected, place=place)
         return problem if self._check is None else self._check(problem)
 
     def _leave_out(self, place: int, text: str, skip: bool, error: UserError) -> None:
+        """Log a bad row that is skipped. Raises UserError if bad rows are errors."""
         if self.on_bad_row == "error" and not skip:
             raise UserError(
-                f"{text}\nMend it, or leave such rows out with on_bad_row skip."
+                f"{text}\nCorrect it, or leave such rows out with on_bad_row skip."
             ) from error
         if place not in self.left_out:
             self.left_out.add(place)
@@ -148,15 +154,19 @@ class Streamed(ProblemSet):
                 )
 
     def with_rows(self, rows: Any) -> ProblemSet:
-        raise NotImplementedError("the rows of a stream are made when they are read")
+        raise NotImplementedError(
+            "the rows of a stream cannot be replaced: they are created when they are read"
+        )
 
     def subset(self, indices: Sequence[int]) -> ProblemSet:
-        raise NotImplementedError("the rows of a stream are chosen when they are read")
+        raise NotImplementedError(
+            "a stream has no subset by index: its rows are chosen when they are read"
+        )
 
     def _order(self, seed: int, epoch: int) -> np.ndarray:
         if not self._table.blocks or (seed, epoch) in self._orders:
             return super()._order(seed, epoch)
-        draw = np.random.Generator(np.random.Philox([seed, epoch]))
+        rng = np.random.Generator(np.random.Philox([seed, epoch]))
         ends = np.cumsum(self._table.blocks)
         starts = ends - np.asarray(self._table.blocks)
         low, high = self._part.start, self._part.stop
@@ -165,13 +175,13 @@ class Streamed(ProblemSet):
             for a, b in zip(starts, ends, strict=True)
             if max(a, low) < min(b, high)
         ]
-        shuffled = [blocks[i] for i in draw.permutation(len(blocks))]
+        shuffled = [blocks[i] for i in rng.permutation(len(blocks))]
         windows = [
             np.concatenate(shuffled[i : i + _WINDOW]) for i in range(0, len(shuffled), _WINDOW)
         ]
         while len(self._orders) >= 4:
             del self._orders[next(iter(self._orders))]
         self._orders[(seed, epoch)] = np.concatenate(
-            [draw.permutation(window) for window in windows]
+            [rng.permutation(window) for window in windows]
         )
         return self._orders[(seed, epoch)]

@@ -1,4 +1,4 @@
-"""Rows that are too long: how long they may be, and what becomes of those that are not."""
+"""Define the length limits of rows, and skip or cut the rows that exceed them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from rl.renderers import Renderer
 from rl.settings import DataSettings
 from rl.types import Message, Problem
 
-_TRIES = 8  # a text cut between tokens may be a token or two longer than what was left of it
+_TRIES = 8  # a text cut between tokens may encode to a few tokens more than remained
 
 
 class TooLong(UserError):
-    """A row that is too long. `skip`: whether it is to be left out, whatever is done about other
-    bad rows.
+    """Report a row that is too long.
+
+    skip: skip the row, whatever on_bad_row says about other bad rows.
     """
 
     def __init__(self, message: str, skip: bool):
@@ -26,7 +27,7 @@ class TooLong(UserError):
 
 @dataclass(frozen=True)
 class Limits:
-    """`max_prompt_tokens`, `max_row_tokens`: None where there is none but the model's context."""
+    """Hold the length limits of rows in tokens; None: only the model's context is a limit."""
 
     max_prompt_tokens: int | None = None
     max_row_tokens: int | None = None
@@ -34,40 +35,41 @@ class Limits:
 
     @classmethod
     def of(cls, data: DataSettings) -> Limits:
+        """Return the limits of the data settings."""
         return cls(data.max_prompt_tokens, data.max_row_tokens, data.on_too_long)
 
     @property
     def any(self) -> bool:
+        """Return whether any limit is set."""
         return self.max_prompt_tokens is not None or self.max_row_tokens is not None
 
     def prompt_limit(self, sampled: int) -> tuple[int | None, str]:
-        """(how long a prompt may be that `sampled` tokens are to follow, which setting says so)."""
-        own, row = (
+        """Return (limit of a prompt before `sampled` sampled tokens, text of the setting)."""
+        prompt, row = (
             self.max_prompt_tokens,
             None if self.max_row_tokens is None or not sampled else self.max_row_tokens - sampled,
         )
-        if row is None or (own is not None and own <= row):
-            return own, f"max_prompt_tokens {own}"
+        if row is None or (prompt is not None and prompt <= row):
+            return prompt, f"max_prompt_tokens {prompt}"
         return row, f"max_row_tokens {self.max_row_tokens} with max_tokens {sampled}"
 
     def refuse(self, text: str) -> TooLong:
-        """What is raised for a row beyond a limit that was given."""
+        """Return the error for a row that exceeds a configured limit."""
         return TooLong(
             f"{text}; --on-too-long skip leaves such rows out, cut shortens them",
             self.on_too_long in ("auto", "skip"),
         )
 
     def beyond_context(self, text: str) -> TooLong:
-        """What is raised for a row beyond the model's context."""
+        """Return the error for a row that exceeds the model's context."""
         return TooLong(text, self.on_too_long == "skip")
 
 
 def cut_prompt(problem: Problem, renderer: Renderer, limit: int, where: str) -> Problem:
-    """The problem with a prompt of at most `limit` tokens: its longest message of the user loses
-    its beginning.
+    """Cut the beginning of the longest user message, so that the prompt has at most `limit` tokens.
 
-    What the template writes, the system message and the end of what is asked stay. UserError where
-    that is not enough.
+    The text of the template, the system message and the end of the user message are kept. Raises
+    UserError if the prompt is still too long.
     """
     messages: list[Message] = list(problem.messages)
     users = [
@@ -77,7 +79,8 @@ def cut_prompt(problem: Problem, renderer: Renderer, limit: int, where: str) -> 
     ]
     if not users:
         raise UserError(
-            f"{where} has no message of the user that could be cut to max_prompt_tokens {limit}: leave out the row"
+            f"{where} has no user message that could be cut to max_prompt_tokens {limit}: "
+            "leave out the row"
         )
     at = max(users, key=lambda i: len(messages[i]["content"]))
     tokens = renderer.encode(messages[at]["content"])
@@ -94,13 +97,13 @@ def cut_prompt(problem: Problem, renderer: Renderer, limit: int, where: str) -> 
             renderer.build_generation_prompt(messages).length,
         )
     raise UserError(
-        f"{where} cannot be cut to a prompt of {limit} tokens: without its longest message of the user it still takes "
-        f"{length}; raise max_prompt_tokens, or leave out the row"
+        f"{where} cannot be cut to a prompt of {limit} tokens: without its longest user message "
+        f"it still takes {length}; raise max_prompt_tokens, or leave out the row"
     )
 
 
 def _whole(renderer: Renderer, tokens: Sequence[int]) -> str:
-    """Their text, without half a character at its beginning."""
+    """Decode tokens, without a partial character at the beginning."""
     text = str(
         renderer.tokenizer.decode(
             list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
