@@ -250,7 +250,7 @@ def test_stored_answers_that_are_too_long_are_skipped_one_by_one(tmp_path, rende
 
     with pytest.raises(
         UserError,
-        match="rows.jsonl line 2: prompt and answer take 3.. tokens, the model's context holds 200",
+        match="rows.jsonl line 2: prompt and answer take 3.. tokens, but the model's context holds 200",
     ):
         good_rows(problems, answers_check(check, "error"), "error")
     with caplog.at_level(logging.WARNING):
@@ -408,7 +408,7 @@ def test_an_error_that_cannot_be_encoded_is_kept_as_it_can_be_shown():
     [
         (b'{"a": 1}\n\xff\n', "line 2 is not JSON"),
         (b'{"a": 1}\n' + b"[" * 100_000 + b"\n", "line 2 is not JSON"),
-        (b'{"a": 1}\n5\n', "line 2 is no JSON object but a int"),
+        (b'{"a": 1}\n5\n', "line 2 is a int, expected a JSON object"),
     ],
 )
 def test_a_damaged_line_of_a_runs_file_is_named(tmp_path, text, says):

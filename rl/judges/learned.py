@@ -282,7 +282,7 @@ def judged(rollouts: Rollouts, rewards: LearnedRewards | None, *, alone: bool = 
     """Return the rollouts with a model's scores added to their rewards; unchanged without such a
     model.
 
-    With `alone`, answers have no group: a scorer that compares answers is skipped.
+    If the answers have no group, a scorer that compares answers is skipped.
     """
     if rewards is None or not rollouts.groups or (alone and not rewards.scores_alone):
         return rollouts

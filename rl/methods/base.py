@@ -175,7 +175,7 @@ class EvaluatesRows(abc.ABC):
 
     def longest(self, row: Problem, renderer: Any) -> int:
         """Return the number of tokens of the longest sequence that a row makes, if that can exceed
-        its prompt plus one answer; else 0.
+        its prompt plus a single answer; else 0.
         """
         return 0
 

@@ -88,8 +88,8 @@ class PolicyGradient:
     ) -> list[Datum]:
         """Return datums with advantages over each answer's tokens.
 
-        Groups without signal are dropped. If no group has signal, the first group is kept
-        (`at_least_one`).
+        Groups without signal are dropped. If no group has signal, the first group is kept by
+        default.
         """
         options = self.settings.policy_gradient
         if options.step_rewards == "sum":

@@ -159,7 +159,7 @@ class Ppo:
         settings, options = self.settings, self.settings.ppo
         params = adam_params(settings.optim, settings.loop, progress.batch, settings.learning_rate)
         temperature = {"temperature": settings.sampling.temperature}
-        tally = Tally()
+        sums = Tally()
         drift: dict[str, float] = {}
         before: dict[str, float] = {}
         if (correction_settings := settings.correction).active:
@@ -174,9 +174,9 @@ class Ppo:
             for i, part in enumerate(
                 _minibatches(datums, settings.optim.num_substeps, progress, epoch)
             ):
-                output = self._update(models, part, params, tally)
+                output = self._update(models, part, params, sums)
                 if epoch == 0 and i == 0 and not before:
-                    tally.metrics |= sampler_against_learner(
+                    sums.metrics |= sampler_against_learner(
                         part, [o["logprobs"].array for o in output.loss_fn_outputs]
                     )
             after = models.policy.forward(datums, "importance_sampling", temperature).result()
@@ -189,7 +189,7 @@ class Ppo:
                 break
         metrics = {
             "optim/lr": params.learning_rate,
-            **tally.summary(),
+            **sums.summary(),
             **before,
             **drift,
             **self._credited,

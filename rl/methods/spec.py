@@ -123,8 +123,8 @@ DECLARED = (
 
 
 def method_spec(method: type, settings: type, summary: str, **given: Any) -> MethodSpec:
-    """Create the spec of a method class from the properties that it declares or inherits; `given`
-    overrides them.
+    """Create the spec of a method class from the properties that it declares or inherits; explicit
+    arguments override them.
     """
     names = [name for name in DECLARED if hasattr(method, name)]
     if issubclass(method, EvaluatesRows):

@@ -39,7 +39,7 @@ def substeps(datums: Sequence[Item], n: int, rows: Sequence[int] = ()) -> list[l
 
     `rows` is the row of each datum; datums of a row are adjacent. Whole rows are then dealt out
     round-robin, because the answers of a row have different roles (good and bad, shown first and
-    second): a step that received only one position of each row would see only one role. Fewer
+    second): a step that received a single position of each row would see a single role. Fewer
     datums (or rows) than steps make fewer steps: no optimizer step is empty.
     """
     order = {row: i for i, row in enumerate(dict.fromkeys(rows))}
@@ -125,7 +125,7 @@ def corrected_datums(
     against_learner: bool,
     temperature: float,
 ) -> tuple[list[Datum], dict[str, float]]:
-    """Weight the datums by the correction `how`, from the learner's logprobs before the step; for
+    """Weight the datums by a correction, from the learner's logprobs before the step; for
     any policy loss, with a single forward pass.
 
     All policy losses are homogeneous in the advantage, which carries the weight. A rejected token
@@ -242,12 +242,14 @@ def one_pass(
     """Train a single pass over the data in `num_substeps` optimizer steps: the default `learn`.
     Returns `optim/...` metrics.
 
-    Sampler and learner are compared on the first substep, which has the weights that sampled.
-    `drawn` are the same datums with the behavior logprobs, if the loss does not read them. `rows`:
-    see `substeps`. If nothing has a gradient (every advantage is 0 and no other term is active),
-    the step is taken at learning rate 0: AdamW's moments of earlier batches and its weight decay
-    would otherwise move the weights for no reason. The step still counts, so versions, random
-    streams and schedules stay the same; `optim/skipped_no_signal` counts such steps.
+    Sampler and learner are compared on the first substep, which has the weights that sampled. If
+    the loss does not read behavior logprobs, the comparison takes them from a second list of the
+    same datums. `rows`: see `substeps`.
+
+    If nothing has a gradient (every advantage is 0 and no other term is active), the step is taken
+    at learning rate 0: AdamW's moments of earlier batches and its weight decay would otherwise move
+    the weights for no reason. The step still counts, so versions, random streams and schedules stay
+    the same; `optim/skipped_no_signal` counts such steps.
     """
     params = adam_params(optim, loop, progress.batch, peak)
     metrics: dict[str, float] = {"optim/lr": params.learning_rate}

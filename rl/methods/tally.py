@@ -21,7 +21,7 @@ class Tally:
     def add(
         self, who: str, metrics: Mapping[str, float], update: Mapping[str, float], tokens: int
     ) -> None:
-        """Add an update. `who` is "" for the policy, "critic_" for the critic. `tokens` is the
+        """Add an update. The prefix is "" for the policy, "critic_" for the critic. `tokens` is the
         update's number of action tokens.
         """
         for name, value in metrics.items():
