@@ -1,4 +1,4 @@
-"""Generated two-digit addition: "12+34=" -> "46". For models of a few hundred thousand parameters."""
+"""Generate two-digit addition, "12+34=" -> "46", for models of a few 100,000 parameters."""
 
 from __future__ import annotations
 
@@ -16,27 +16,29 @@ _LOW, _HIGH = 10, 99
 
 
 def is_test(a: int, b: int) -> bool:
-    """Whether a + b is held out: a tenth, by a hash of the operands in ascending order, so that b +
-    a goes with a + b.
+    """Return whether a + b is held out: 1/10 of the sums, by a hash of the sorted operands.
+
+    a + b and b + a are in the same split.
     """
     return zlib.crc32(f"{min(a, b)}+{max(a, b)}".encode()) % 10 == 0
 
 
 def _with_noise(problem: Problem, epoch: int, probability: float) -> Problem:
-    """With `probability`, one digit of the response is drawn anew (it may come out the same). A
-    function of index and epoch.
+    """Resample a digit of the response with `probability`; the new digit may be the same.
+
+    The result is a function of index and epoch.
     """
-    draw = random.Random(f"addition noise {problem.index} {epoch}")
+    rng = random.Random(f"addition noise {problem.index} {epoch}")
     response = problem.response or ""
-    if draw.random() >= probability:
+    if rng.random() >= probability:
         return problem
-    position = draw.randrange(len(response))
-    noisy = response[:position] + str(draw.randrange(10)) + response[position + 1 :]
+    position = rng.randrange(len(response))
+    noisy = response[:position] + str(rng.randrange(10)) + response[position + 1 :]
     return dataclasses.replace(problem, response=noisy)
 
 
 def _wrong(a: int, b: int) -> str:
-    """The sum with one digit changed, always the same way: what the right answer is preferred to."""
+    """Return the sum with a digit changed deterministically: the rejected answer."""
     digest = zlib.crc32(f"{a}+{b} wrong".encode())
     digits = str(a + b)
     position = digest % len(digits)
@@ -45,21 +47,25 @@ def _wrong(a: int, b: int) -> str:
 
 
 def _carries(a: int, b: int) -> int:
-    """How many carries a + b takes on paper: 0, 1 or 2, a measure of difficulty."""
+    """Return the number of carries in a + b (0, 1 or 2), a measure of difficulty."""
     ones = a % 10 + b % 10 > 9
     return ones + (a // 10 + b // 10 + ones > 9)
 
 
 def _noise(options: Mapping[str, str]) -> tuple[float, int]:
-    """(share of noisy responses, first epoch that has them)."""
-    found = noise_of(options)
-    if found is None or set(options) - {"noise", "from"}:
+    """Return (share of noisy responses, first epoch that has them).
+
+    Raises UserError for unknown or invalid options.
+    """
+    noise = noise_of(options)
+    if noise is None or set(options) - {"noise", "from"}:
         got = ",".join(f"{key}={value}" for key, value in options.items())
         raise UserError(
-            "addition takes the options noise=P with P from 0 to 1, and from=EPOCH, e.g. 'addition:noise=0.7' or "
+            "addition takes the options noise=P with P from 0 to 1, and from=EPOCH, e.g. "
+            "'addition:noise=0.7' or "
             f"'addition:noise=0.7,from=11'; got {got!r}"
         )
-    return found
+    return noise
 
 
 def addition(
@@ -69,14 +75,15 @@ def addition(
     tag: str = "addition",
     system_prompt: str | None = None,
 ) -> ProblemSet:
-    """All sums of two operands from 10 to 99 of the "train" or "test" split (disjoint; about 7,300
-    and 800).
+    """Generate all sums of two operands from 10 to 99 of a split.
 
-    Option `noise` (0 to 1): the share of responses of which one digit is drawn anew, for supervised
-    training of a model that knows the task but samples it badly. Option `from`: the epoch that the
-    noise begins with (0); before it responses are right, from which a model learns the task several
-    times faster. meta["answer"] is always right, `rejected` always wrong by a digit; meta["level"]
-    is the number of carries (0 to 2).
+    The splits "train" and "test" are disjoint and have about 7,300 and 800 sums.
+    Option `noise` (0 to 1): the share of responses in which a digit is resampled, for supervised
+    training of a model that knows the task but samples it badly.
+    Option `from`: the first epoch with noise (default 0). Before it responses are correct, from
+    which a model learns the task several times faster.
+    meta["answer"] is always correct, `rejected` always has a wrong digit; meta["level"] is the
+    number of carries (0 to 2).
     """
     noise, first = _noise(options or {})
     if split not in ("train", "test"):

@@ -1,10 +1,10 @@
-"""The shapes of published sets of programming problems. Each reads a row to a prompt, tests in
-meta["tests"], a solution if there is one.
+"""Define the row formats of published programming problems. Each converts a row to a prompt, tests
+in meta["tests"], and a solution if the row has it.
 
-meta["tests"] says what a program is run with, as plain data (rl.rewards.code reads it): {"style":
+meta["tests"] defines the tests of a program as plain data (rl.rewards.code reads it): {"style":
 "asserts", "setup", "asserts", "entry_point"}, {"style": "dialogues", "cases": [[stdin, stdout],
-...]} or {"style": "calls", "function", "cases": [[arguments, result], ...]}. What is expected stays
-in meta: of it the model sees what its prompt says, and its program only inputs.
+...]} or {"style": "calls", "function", "cases": [[arguments, result], ...]}. The expected
+results stay in meta: the model sees only those in its prompt, and its program only the inputs.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ _TRAIN, _VALIDATION, _TEST, _FEW_SHOT = (
     range(11, 511),
     range(1, 11),
 )
-_MOST_UNPACKED = 1 << 28  # bytes of one problem's packed tests
+_MOST_UNPACKED = 1 << 28  # bytes of a problem's unpacked tests
 
 
 class MBPP(RowFormat):
-    """text (sanitized: prompt), code, test_list; test_setup_code or test_imports. Austin et al.
-    2021, arXiv 2108.07732.
+    """Read MBPP (Austin et al. 2021, arXiv 2108.07732).
 
-    The prompt shows the first assert, which names the function; all of them test it.
+    Columns: text (sanitized: prompt), code, test_list; test_setup_code or test_imports.
+
+    The prompt shows the first assert, which names the function; all asserts test it.
     """
 
     def read(self, columns: Mapping[str, Any]) -> Read:
-        asked = _text(columns, "text" if "text" in columns else "prompt")
+        description = _text(columns, "text" if "text" in columns else "prompt")
         asserts, solution = (
             _texts(columns, "test_list"),
             _text(columns, "code").replace("\r\n", "\n"),
@@ -56,13 +57,15 @@ class MBPP(RowFormat):
                 raise BadRow(f"'test_list' holds what is no Python: {test[:60]!r}")
         tests = {"style": "asserts", "setup": setup, "asserts": asserts, "entry_point": None}
         prompt = (
-            f"{asked.strip()}\n\nYour code should pass tests such as:\n\n{asserts[0]}{INSTRUCTION}"
+            f"{description.strip()}\n\nYour code should pass tests such as:\n\n"
+            f"{asserts[0]}{INSTRUCTION}"
         )
         return _problem(prompt, tests, solution, columns, ("text", "prompt", "code"))
 
     def split_of(self, columns: Mapping[str, Any]) -> str | None:
-        """As published, by task_id: 601 to 974 train, 511 to 600 validation, 11 to 510 test, 1 to
-        10 examples in prompts.
+        """Return the published split of a task_id; None if the row has no task_id.
+
+        601 to 974: train; 511 to 600: validation; 11 to 510: test; 1 to 10: examples in prompts.
         """
         number = columns.get("task_id")
         splits = {"train": _TRAIN, "validation": _VALIDATION, "test": _TEST, "prompt": _FEW_SHOT}
@@ -72,12 +75,12 @@ class MBPP(RowFormat):
 
 
 class HumanEval(RowFormat):
-    """prompt (a function's head and docstring), canonical_solution (its body), test
-    (`check(candidate)`), entry_point.
+    """Read HumanEval (Chen et al. 2021, arXiv 2107.03374).
 
-    Chen et al. 2021, arXiv 2107.03374. A program that does not define the function is taken for its
-    body. Other functions of the prompt are the tests' own, in their setup: a program that defines
-    them anew changes nothing.
+    Columns: prompt (a function's head and docstring), canonical_solution (its body), test
+    (`check(candidate)`), entry_point. A program that does not define the function counts as its
+    body. Other functions of the prompt are in the setup of the tests: a program cannot redefine
+    them for the tests.
     """
 
     def read(self, columns: Mapping[str, Any]) -> Read:
@@ -99,19 +102,19 @@ class HumanEval(RowFormat):
         body = columns.get("canonical_solution")
         solution = head + body if isinstance(body, str) else None
         prompt = f"Complete this function.\n\n```python\n{head.rstrip()}\n```{INSTRUCTION}"
-        found = _problem(prompt, tests, solution, columns, ("prompt", "canonical_solution"))
-        return found._replace(meta={**found.meta, "head": head})
+        problem = _problem(prompt, tests, solution, columns, ("prompt", "canonical_solution"))
+        return problem._replace(meta={**problem.meta, "head": head})
 
 
 class APPS(RowFormat):
-    """question, input_output (JSON: inputs, outputs, and fn_name where a function is called),
-    starter_code, solutions (JSON, a list).
+    """Read APPS (Hendrycks et al. 2021, arXiv 2105.09938).
 
-    Hendrycks et al. 2021, arXiv 2105.09938.
+    Columns: question, input_output (JSON: inputs, outputs, and fn_name if a function is called),
+    starter_code, solutions (JSON, a list).
     """
 
     def read(self, columns: Mapping[str, Any]) -> Read:
-        asked, cases = _text(columns, "question"), _json(columns, "input_output", dict)
+        question, cases = _text(columns, "question"), _json(columns, "input_output", dict)
         inputs, outputs, function = cases.get("inputs"), cases.get("outputs"), cases.get("fn_name")
         if (
             not isinstance(inputs, list)
@@ -123,29 +126,30 @@ class APPS(RowFormat):
         if function is None:
             tests = _dialogues(
                 [
-                    (_joined(given), _joined(wanted))
-                    for given, wanted in zip(inputs, outputs, strict=True)
+                    (_joined(arguments), _joined(output))
+                    for arguments, output in zip(inputs, outputs, strict=True)
                 ]
             )
         else:
             if (
                 not isinstance(function, str)
                 or not function.isidentifier()
-                or not all(isinstance(given, list) for given in inputs)
+                or not all(isinstance(arguments, list) for arguments in inputs)
             ):
                 raise BadRow(
-                    f"'input_output' calls {str(function)[:40]!r} with what are no lists of arguments"
+                    f"'input_output' calls {str(function)[:40]!r} with inputs that are not lists "
+                    f"of "
+                    "arguments"
                 )
-            # Some problems have each result in a list of its own: [12] for 12, and [[1, 2]] for [1,
-            # 2].
-            wrapped = all(isinstance(wanted, list) and len(wanted) == 1 for wanted in outputs)
-            results = [wanted[0] for wanted in outputs] if wrapped else outputs
+            # Some problems wrap each result in a list: [12] for 12, and [[1, 2]] for [1, 2].
+            wrapped = all(isinstance(output, list) and len(output) == 1 for output in outputs)
+            results = [output[0] for output in outputs] if wrapped else outputs
             tests = _calls(function, [list(case) for case in zip(inputs, results, strict=True)])
         solutions = _json(columns, "solutions", list) if columns.get("solutions") else []
         solution = next(
             (text for text in solutions if isinstance(text, str) and text.strip()), None
         )
-        prompt = _asked(asked, columns.get("starter_code"), function)
+        prompt = _asked(question, columns.get("starter_code"), function)
         return _problem(
             prompt,
             tests,
@@ -156,15 +160,18 @@ class APPS(RowFormat):
 
 
 class LiveCodeBench(RowFormat):
-    """question_content, public_test_cases and private_test_cases (JSON lists of input, output,
-    testtype), starter_code, metadata.
+    """Read LiveCodeBench (Jain et al. 2024, arXiv 2403.07974).
 
-    Jain et al. 2024, arXiv 2403.07974. Private tests may be packed (base64 of zlib of a pickled
-    text), of which only a text is read.
+    Columns: question_content, public_test_cases and private_test_cases (JSON lists of input,
+    output, testtype), starter_code, metadata. Private tests may be packed (base64 of zlib of a
+    pickled text); only a text is unpickled.
     """
 
     def read(self, columns: Mapping[str, Any]) -> Read:
-        asked, cases = _text(columns, "question_content"), _json(columns, "public_test_cases", list)
+        question, cases = (
+            _text(columns, "question_content"),
+            _json(columns, "public_test_cases", list),
+        )
         if columns.get("private_test_cases"):
             cases = [*cases, *_private(columns["private_test_cases"])]
         if not cases or not all(
@@ -174,18 +181,22 @@ class LiveCodeBench(RowFormat):
         kinds = {case.get("testtype", "stdin") for case in cases}
         function = None
         if kinds == {"functional"}:
-            named = _json(columns, "metadata", dict).get("func_name")
-            if not isinstance(named, str) or not named.rpartition(".")[2].isidentifier():
+            function_name = _json(columns, "metadata", dict).get("func_name")
+            if (
+                not isinstance(function_name, str)
+                or not function_name.rpartition(".")[2].isidentifier()
+            ):
                 raise BadRow("'metadata' has no func_name, and 'public_test_cases' call a function")
-            function = named.rpartition(".")[2]
+            function = function_name.rpartition(".")[2]
             tests = _calls(function, [_call(case) for case in cases])
         elif kinds == {"stdin"}:
             tests = _dialogues([(str(case["input"]), str(case["output"])) for case in cases])
         else:
             raise BadRow(
-                f"'testtype' is stdin or functional, the same for all tests of a problem; here are {sorted(map(str, kinds))}"
+                f"'testtype' is stdin or functional, the same for all tests of a problem; "
+                f"received {sorted(map(str, kinds))}"
             )
-        prompt = _asked(asked, columns.get("starter_code"), function)
+        prompt = _asked(question, columns.get("starter_code"), function)
         used = (
             "question_content",
             "public_test_cases",
@@ -197,14 +208,14 @@ class LiveCodeBench(RowFormat):
 
 
 def looks_like(columns: Mapping[str, Any]) -> str | None:
-    """Which of these shapes a row has, by its columns."""
+    """Return the name of the format that a row has by its columns; None for any other row."""
     shapes = {
         "humaneval": {"prompt", "entry_point", "test"},
         "mbpp": {"code", "test_list"},
         "apps": {"question", "input_output"},
         "livecodebench": {"question_content", "public_test_cases"},
     }
-    return next((name for name, wanted in shapes.items() if wanted <= columns.keys()), None)
+    return next((name for name, required in shapes.items() if required <= columns.keys()), None)
 
 
 def _problem(
@@ -223,7 +234,7 @@ def _problem(
 
 
 def _asked(question: str, starter: Any, function: str | None) -> str:
-    how = (
+    task = (
         f"Define {function}."
         if function is not None
         else "Read the input from stdin and write the output to stdout."
@@ -233,7 +244,7 @@ def _asked(question: str, starter: Any, function: str | None) -> str:
         if isinstance(starter, str) and starter.strip()
         else ""
     )
-    return f"{question.strip()}\n\n{how}{begin}{INSTRUCTION}"
+    return f"{question.strip()}\n\n{task}{begin}{INSTRUCTION}"
 
 
 def _dialogues(cases: Sequence[tuple[str, str]]) -> dict[str, Any]:
@@ -245,14 +256,14 @@ def _calls(function: str, cases: list[Any]) -> dict[str, Any]:
 
 
 def _joined(value: Any) -> str:
-    """A text, or a list of lines."""
+    """Return a text; a list of lines is joined."""
     if isinstance(value, list):
         return "\n".join(str(line) for line in value)
     return str(value)
 
 
 def _call(case: Mapping[str, Any]) -> list[Any]:
-    """[arguments, result] of texts of JSON: an argument a line."""
+    """Parse [arguments, result] from JSON texts: an argument per line, and the result."""
     try:
         arguments = [json.loads(line) for line in str(case["input"]).splitlines() if line.strip()]
         return [arguments, json.loads(str(case["output"]))]
@@ -261,6 +272,7 @@ def _call(case: Mapping[str, Any]) -> list[Any]:
 
 
 def _private(packed: Any) -> list[Any]:
+    """Unpack private tests: JSON, or base64 of zlib of a pickled JSON text."""
     if not isinstance(packed, str):
         raise BadRow(f"'private_test_cases' is a {type(packed).__name__}, text is expected")
     text = packed
@@ -280,25 +292,26 @@ def _private(packed: Any) -> list[Any]:
             MemoryError,
         ) as error:
             raise BadRow(
-                f"'private_test_cases' is neither JSON nor packed as LiveCodeBench packs it ({error})"
+                f"'private_test_cases' is neither JSON nor packed as LiveCodeBench packs it "
+                f"({error})"
             ) from None
     try:
-        found = json.loads(text)
+        cases = json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
         raise BadRow(f"'private_test_cases' holds no JSON ({error})") from None
-    if not isinstance(found, list):
+    if not isinstance(cases, list):
         raise BadRow("'private_test_cases' holds no list")
-    return found
+    return cases
 
 
 class _TextOnly(pickle.Unpickler):
-    """Reads a pickled text (or other plain data), and imports nothing."""
+    """Unpickle a text (or other plain data) without importing anything."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, a text is expected")
+        raise pickle.UnpicklingError(f"it requires {module}.{name}, a text is expected")
 
     def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("it asks for something outside of itself")
+        raise pickle.UnpicklingError("it refers to external data, a text is expected")
 
 
 def _is_python(text: str) -> bool:
@@ -310,6 +323,7 @@ def _is_python(text: str) -> bool:
 
 
 def _text(columns: Mapping[str, Any], name: str) -> str:
+    """Return the text of a column. Raises BadRow if it is absent, empty or not text."""
     value = _there(columns, name)
     if not isinstance(value, str) or not value.strip():
         raise BadRow(f"{name!r} is empty or no text: {str(value)[:60]!r}")
@@ -317,6 +331,7 @@ def _text(columns: Mapping[str, Any], name: str) -> str:
 
 
 def _texts(columns: Mapping[str, Any], name: str) -> list[str]:
+    """Return the texts of a column. Raises BadRow if it is absent or no list of texts."""
     value = _there(columns, name)
     if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) for text in value):
         raise BadRow(f"{name!r} is a list of texts, this is {str(value)[:60]!r}")
@@ -324,7 +339,10 @@ def _texts(columns: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _json(columns: Mapping[str, Any], name: str, kind: type) -> Any:
-    """A column that holds JSON as text, or the value itself."""
+    """Return a column's value of type `kind`; a text is parsed as JSON.
+
+    Raises BadRow if the column is absent, or holds no JSON or another type.
+    """
     value = _there(columns, name)
     if isinstance(value, str):
         try:

@@ -1,5 +1,5 @@
-"""Generated countdown: from a few numbers, each used at most once, with + - * / to a target. For
-models that can already calculate.
+"""Generate countdown problems: reach a target from a few numbers, each used at most once, with
++ - * /. For models that can already calculate.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ _TARGETS = range(10, 1000)
 
 
 def is_test(numbers: list[int], target: int) -> bool:
-    """Whether a problem is held out: a tenth, by a hash of its numbers (in ascending order) and its
-    target.
-    """
+    """Return whether a problem is held out: 1/10, by a hash of its sorted numbers and target."""
     return zlib.crc32(f"countdown {sorted(numbers)} {target}".encode()) % 10 == 0
 
 
@@ -32,26 +30,28 @@ def countdown(
     tag: str = "countdown",
     system_prompt: str | None = None,
 ) -> ProblemSet:
-    """Solvable problems of the "train" or "test" split (disjoint), always the same ones. The reward
-    is `countdown`.
+    """Generate solvable problems of the "train" or "test" split (disjoint), deterministically.
 
-    Options: numbers=4 (how many), high=99 (the largest), size=10000 (of train; test has a tenth).
-    meta: numbers, target, level (how many of the numbers the solution that it was made from uses).
-    The response is that solution, in \\boxed{}.
+    The reward is `countdown`.
+    Options: numbers=4 (count of numbers), high=99 (the largest), size=10000 (problems of train;
+    test has 1/10).
+    meta: numbers, target, level (count of the numbers that the generating solution uses). The
+    response is that solution, in \\boxed{}.
+    Raises UserError for an unknown split or option, or if too few problems exist.
     """
-    wanted = _options(options or {})
+    resolved = _options(options or {})
     if split not in ("train", "test"):
         raise UserError(f"countdown has the splits 'train' and 'test', got {split!r}")
-    draw = random.Random(f"countdown {split} {sorted(wanted.items())}")
+    rng = random.Random(f"countdown {split} {sorted(resolved.items())}")
     system = () if system_prompt is None else ({"role": "system", "content": system_prompt},)
-    count = wanted["size"] if split == "train" else -(-wanted["size"] // 10)
+    count = resolved["size"] if split == "train" else -(-resolved["size"] // 10)
     problems: list[Problem] = []
     seen: set[tuple[tuple[int, ...], int]] = set()
     for _ in range(200 * count + 10_000):
         if len(problems) == count:
             break
-        numbers = [draw.randint(1, wanted["high"]) for _ in range(wanted["numbers"])]
-        solution, value, used = _expression(numbers, draw)
+        numbers = [rng.randint(1, resolved["high"]) for _ in range(resolved["numbers"])]
+        solution, value, used = _expression(numbers, rng)
         if value not in _TARGETS or is_test(numbers, value) != (split == "test"):
             continue
         key = (tuple(sorted(numbers)), value)
@@ -59,20 +59,22 @@ def countdown(
             continue
         seen.add(key)
         meta = {"numbers": numbers, "target": value, "answer": str(value), "level": used}
-        asked = {"role": "user", "content": _prompt(numbers, value)}
+        message = {"role": "user", "content": _prompt(numbers, value)}
         problems.append(
-            Problem((*system, asked), meta, f"\\boxed{{{solution}}}", tag, len(problems))
+            Problem((*system, message), meta, f"\\boxed{{{solution}}}", tag, len(problems))
         )
     if len(problems) < count:
-        what = (
-            f"of {wanted['numbers']} numbers up to {wanted['high']} there are not {count} problems"
+        problem_kind = (
+            f"of {resolved['numbers']} numbers up to {resolved['high']} fewer than {count} "
+            f"problems exist"
         )
-        raise UserError(f"countdown: {what}; ask for a smaller size")
+        raise UserError(f"countdown: {problem_kind}; request a smaller size")
     return ProblemSet(problems, name=f"countdown/{split}")
 
 
 def _options(options: Mapping[str, str]) -> dict[str, int]:
-    found = dict(_DEFAULTS)
+    """Return all options as numbers. Raises UserError for unknown or invalid options."""
+    resolved = dict(_DEFAULTS)
     for key, value in options.items():
         if (
             key not in _DEFAULTS
@@ -81,22 +83,25 @@ def _options(options: Mapping[str, str]) -> dict[str, int]:
         ):
             ranges = ", ".join(f"{name} from {_LEAST[name]} to {_MOST[name]}" for name in _DEFAULTS)
             raise UserError(
-                f"countdown takes the options {ranges}, e.g. 'countdown:numbers=3,high=20'; got {key}={value}"
+                f"countdown takes the options {ranges}, e.g. 'countdown:numbers=3,high=20'; got "
+                f"{key}={value}"
             )
-        found[key] = int(value)
-    return found
+        resolved[key] = int(value)
+    return resolved
 
 
 def _prompt(numbers: list[int], target: int) -> str:
     return (
-        f"Make {target} from the numbers {', '.join(map(str, numbers))}. Use + - * / and brackets, and each number at most once."
+        f"Make {target} from the numbers {', '.join(map(str, numbers))}. Use + - * / and "
+        f"brackets, and each number at most once."
         "\n\nThink step by step, then write the expression alone inside \\boxed{}."
     )
 
 
 def _expression(numbers: list[int], draw: random.Random) -> tuple[str, int, int]:
-    """A random expression of two of the numbers or more, its value, and how many it uses. It
-    divides where that comes out even.
+    """Return a random expression of at least 2 of the numbers, its value, and the count of numbers.
+
+    Divisions have no remainder.
     """
     used = draw.randint(2, len(numbers))
     parts = [(str(number), number) for number in draw.sample(numbers, used)]

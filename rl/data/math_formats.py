@@ -1,4 +1,4 @@
-"""The shapes of published problems in mathematics."""
+"""Define the row formats of published mathematics problems."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MATH_INSTRUCTION = "\n\nReason step by step, then write the final answer inside 
 
 
 class GSM8K(RowFormat):
-    """question, and an answer that is worked out and ends in "#### N".
+    """Read question, and answer: a solution that ends in "#### N".
 
     meta["answer"] is N without commas; the response is the solution without its <<...>> notes,
     ending in \\boxed{N}.
@@ -37,8 +37,9 @@ class GSM8K(RowFormat):
 
 
 class MATH(RowFormat):
-    """problem, and solution (whose last \\boxed{} is the answer) or answer or both; MATH, MATH-500
-    and what is shaped like them.
+    """Read problem, and solution (its last \\boxed{} is the answer) or answer or both.
+
+    This is the format of MATH, MATH-500 and similar data sets.
     """
 
     def read(self, columns: Mapping[str, Any]) -> Read:
@@ -49,9 +50,9 @@ class MATH(RowFormat):
             unmarked = f"'solution' ends without an answer in \\boxed{{}}: {str(solution)[-40:]!r}"
             raise BadRow("'answer' is empty" if "answer" in columns else unmarked)
         meta = {**meta_of(columns, None, {"problem", "solution"}), "answer": str(answer)}
-        asked = text_of(columns, "problem") + MATH_INSTRUCTION
+        prompt = text_of(columns, "problem") + MATH_INSTRUCTION
         boxed = worked is not None and maths.boxed_answer(worked) is not None
         response = (
             worked if boxed or worked is None else f"{worked}\nThe answer is \\boxed{{{answer}}}."
         )
-        return Read([{"role": "user", "content": asked}], meta, response)
+        return Read([{"role": "user", "content": prompt}], meta, response)

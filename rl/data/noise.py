@@ -1,4 +1,4 @@
-"""The options `noise` and `from` of generated data sets: careless responses, for SFT of a model
+"""Parse the options `noise` and `from` of generated data sets: wrong responses, for SFT of a model
 that knows a task but answers badly.
 """
 
@@ -8,8 +8,9 @@ from collections.abc import Mapping
 
 
 def noise_of(options: Mapping[str, str]) -> tuple[float, int] | None:
-    """(share of noisy responses, first epoch that has them), (0, 0) where nothing was said; None
-    where a value makes no sense.
+    """Return (share of noisy responses, first epoch that has them), by default (0, 0).
+
+    Returns None if a value is invalid.
     """
     try:
         noise, first = float(options.get("noise", "0")), int(options.get("from", "0"))

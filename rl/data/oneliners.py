@@ -1,4 +1,4 @@
-"""Generated one-line functions, tested by calls: "add 3, mod 7:" -> "def f(x):return (x+3)%7". For
+"""Generate one-line functions, tested by calls: "add 3, mod 7:" -> "def f(x):return (x+3)%7". For
 models of few parameters.
 """
 
@@ -16,7 +16,7 @@ from rl.errors import UserError
 from rl.types import Problem
 
 _CONSTANTS = range(2, 10)
-# of the value so far, {e} (in brackets: {b}), and a constant
+# {e}: the expression so far ({b}: in brackets); {c}: a constant
 _STEPS = {
     "add": "{b}+{c}",
     "take": "{b}-{c}",
@@ -31,8 +31,9 @@ Step = tuple[str, int]
 
 
 def is_test(steps: tuple[Step, Step]) -> bool:
-    """Whether a problem is held out: a tenth, by a hash of its steps in ascending order, so that
-    their two orders go together.
+    """Return whether a problem is held out: 1/10, by a hash of its sorted steps.
+
+    Both orders of the steps are in the same split.
     """
     return zlib.crc32(f"oneliners {sorted(steps)}".encode()) % 10 == 0
 
@@ -57,11 +58,11 @@ def _program(steps: tuple[Step, ...]) -> str:
 
 
 def _other(steps: tuple[Step, Step], draw: random.Random) -> tuple[Step, ...]:
-    """One step's operation or constant drawn anew (it may come out the same)."""
+    """Resample a step's operation or constant; the new value may be the same."""
     changed = list(steps)
-    which = draw.randrange(2)
-    name, c = changed[which]
-    changed[which] = (
+    position = draw.randrange(2)
+    name, c = changed[position]
+    changed[position] = (
         (draw.choice(list(_STEPS)), c) if draw.random() < 0.5 else (name, draw.choice(_CONSTANTS))
     )
     return tuple(changed)
@@ -74,12 +75,12 @@ def oneliners(
     tag: str = "oneliners",
     system_prompt: str | None = None,
 ) -> ProblemSet:
-    """All functions of two steps of the "train" or "test" split (disjoint; about 2,070 and 230).
-    The reward is `code_tests`.
+    """Generate all functions of two steps of a split. The reward is `code_tests`.
 
-    Option `noise` (0 to 1): the share of responses that do something else in one of their steps,
-    for supervised training of a model that can write functions but is careless. Option `from`: the
-    epoch that the noise begins with. meta["tests"] is always right.
+    The splits "train" and "test" are disjoint and have about 2,070 and 230 functions.
+    Option `noise` (0 to 1): the share of responses with a resampled step, for supervised training
+    of a model that can write functions but makes errors. Option `from`: the first epoch with noise.
+    meta["tests"] is always correct.
     """
     noise, first = _noise(options or {})
     if split not in ("train", "test"):
@@ -89,10 +90,10 @@ def oneliners(
     system = () if system_prompt is None else ({"role": "system", "content": system_prompt},)
     problems = []
     for index, steps in enumerate(pairs):
-        asked = {"role": "user", "content": ", ".join(f"{name} {c}" for name, c in steps) + ":"}
+        message = {"role": "user", "content": ", ".join(f"{name} {c}" for name, c in steps) + ":"}
         cases = [[[x], _apply(steps[1], _apply(steps[0], x))] for x in _INPUTS]
         meta = {"tests": {"style": "calls", "function": "f", "cases": cases}}
-        problems.append(Problem((*system, asked), meta, _program(steps), tag, index))
+        problems.append(Problem((*system, message), meta, _program(steps), tag, index))
 
     def variant(problem: Problem, epoch: int) -> Problem:
         draw = random.Random(f"oneliners noise {problem.index} {epoch}")
@@ -104,10 +105,13 @@ def oneliners(
 
 
 def _noise(options: Mapping[str, str]) -> tuple[float, int]:
-    """(share of noisy responses, first epoch that has them)."""
-    found = noise_of(options)
-    if found is None or set(options) - {"noise", "from"}:
+    """Return (share of noisy responses, first epoch that has them).
+
+    Raises UserError for unknown or invalid options.
+    """
+    noise = noise_of(options)
+    if noise is None or set(options) - {"noise", "from"}:
         got = ",".join(f"{key}={value}" for key, value in options.items())
         takes = "noise=P with P from 0 to 1, and from=EPOCH, e.g. 'oneliners:noise=0.5,from=4'"
         raise UserError(f"oneliners takes the options {takes}; got {got!r}")
-    return found
+    return noise

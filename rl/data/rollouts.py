@@ -1,13 +1,12 @@
-"""Stored rollouts: answers that were sampled and rewarded earlier, of a run of ours or published,
-as problems with `answers`.
+"""Load stored rollouts (answers that were sampled and rewarded earlier, by a run of this project or
+published) as problems with `answers`.
 
 A row is one of
 - an answer as a run writes it (rollouts/*.jsonl): tokens, logprobs, temperature and, with router
-  replay, experts as drawn; rows of one
-  group are one problem;
-- a prompt with a response and a reward, or with lists of both; rows of one prompt are one problem;
-- a question with columns of {"solution": ..., "is_correct": ...}, one for each model that answered
-  it (GSM8K's published ones).
+  replay, the experts at sampling; the rows of a group form a problem;
+- a prompt with a response and a reward, or with lists of both; the rows of a prompt form a problem;
+- a question with columns of {"solution": ..., "is_correct": ...}, a column for each model that
+  answered it (GSM8K's published answers).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from rl.errors import UserError
 from rl.images import has_images
 from rl.types import Message, Problem, StoredAnswer, experts_from_text
 
-# Where a column is not named, the first of these that a row has.
+# The candidates for a column that the caller does not name, in order of preference.
 PROMPTS = ("prompt", "question", "problem", "instruction")
 RESPONSES = ("response", "responses", "completion", "completions", "code", "output", "solution")
 REWARDS = ("reward", "rewards", "score", "scores", "is_correct", "correct")
@@ -35,7 +34,7 @@ _TRUTH = {"true": 1.0, "false": 0.0}
 
 @dataclass
 class _Group:
-    """A problem on its way: what was asked, and the answers found so far."""
+    """Collect the answers to a problem while the rows are read."""
 
     messages: list[Message]
     meta: dict[str, Any]
@@ -54,13 +53,15 @@ def load_rollouts(
     on_bad_row: OnBadRow = "error",
     steps: range | None = None,
 ) -> ProblemSet:
-    """Problems with `answers`, in the order in which they first occur.
+    """Load problems with `answers`, in the order of their first occurrence.
 
-    source: a run's folder, a folder of files, or one file (.jsonl, .json, .gz of both). limit: so
-    many problems. steps: of a run's folder, the steps whose rollouts are read, all of which must be
-    there; by default those that are there. Rewards may be numbers or truth values (true, false,
-    "true", "false"). A row that is none of the shapes above is named with file and line, or skipped
-    and counted.
+    source: a run's folder, a folder of files, or a file (.jsonl, .json, .gz of both).
+    limit: the number of problems to return.
+    steps: the steps of a run's folder to read, all of which must exist; None: all that exist.
+
+    Rewards may be numbers or truth values (true, false, "true", "false"). A row of any other form
+    than those above is reported with file and line, or skipped and counted, by on_bad_row. Raises
+    UserError if no stored answer exists.
     """
     files = _files(Path(source).expanduser(), steps)
     bad, good = BadRows(on_bad_row), 0
@@ -71,10 +72,12 @@ def load_rollouts(
                 if isinstance(row.columns, BadRow):
                     raise row.columns
                 if row.columns.get("image_count") or any(
-                    isinstance(one, list) and has_images(one) for one in row.columns.values()
+                    isinstance(column, list) and has_images(column)
+                    for column in row.columns.values()
                 ):
                     raise BadRow(
-                        "it was asked with images, and stored answers are trained on without: use sft or dpo for such rows"
+                        "its prompt has images, which training on stored answers does not support: "
+                        "use sft or dpo for such rows"
                     )
                 if "response_tokens" in row.columns:
                     key, group = _drawn(row.columns, row.place)
@@ -121,11 +124,10 @@ def load_rollouts(
 def filtered(
     problems: ProblemSet, top_fraction: float | None, reward_threshold: float | None
 ) -> ProblemSet:
-    """The problems with their best answers alone, those of at least `reward_threshold` or of the
-    best `top_fraction` of all.
+    """Keep only the answers of at least `reward_threshold`, or the best `top_fraction` of all.
 
-    Answers as good as the worst of that fraction are kept too: rewards often tie. Problems left
-    without an answer are left out.
+    Answers that tie with the worst of that fraction are kept too, since rewards often tie. Problems
+    without a remaining answer are dropped. Raises UserError if no answer remains.
     """
     rewards = sorted(
         (answer.reward for problem in problems for answer in problem.answers), reverse=True
@@ -133,54 +135,65 @@ def filtered(
     cutoff = reward_threshold if reward_threshold is not None else -math.inf
     if top_fraction is not None:
         cutoff = rewards[max(1, math.ceil(top_fraction * len(rewards))) - 1]
-    kept = [replace(p, answers=tuple(a for a in p.answers if a.reward >= cutoff)) for p in problems]
-    kept = [replace(p, index=i) for i, p in enumerate(p for p in kept if p.answers)]
-    if not kept:
+    problems_kept = [
+        replace(p, answers=tuple(a for a in p.answers if a.reward >= cutoff)) for p in problems
+    ]
+    problems_kept = [
+        replace(p, index=i) for i, p in enumerate(p for p in problems_kept if p.answers)
+    ]
+    if not problems_kept:
         raise UserError(
-            f"no stored answer of {problems.name} has a reward of {cutoff:g} or more; the best has {rewards[0]:g}"
+            f"no stored answer of {problems.name} has a reward of {cutoff:g} or more; the best "
+            f"has {rewards[0]:g}"
         )
-    return ProblemSet(kept, name=problems.name)
+    return ProblemSet(problems_kept, name=problems.name)
 
 
 def _files(path: Path, steps: range | None) -> list[Path]:
+    """Return the rollout files of a path, sorted. Raises UserError if any requested are missing."""
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise UserError(
-            f"stored rollouts {path} do not exist (seen from {Path.cwd()}): give a run's folder, or a file of rows"
+            f"stored rollouts {path} do not exist (current directory: {Path.cwd()}): "
+            "pass a run's folder or a file of rows"
         )
     folder = path / "rollouts" if (path / "rollouts").is_dir() else path
     if folder == path and (path / "metrics.jsonl").is_file():
         raise UserError(
-            f"the run in {path} kept no rollouts: a method that samples writes them every rollouts_every steps"
+            f"the run in {path} kept no rollouts: a method that samples writes them every "
+            f"rollouts_every steps"
         )
-    found = sorted(file for file in folder.iterdir() if file.name.endswith(FILE_SUFFIXES))
+    files = sorted(file for file in folder.iterdir() if file.name.endswith(FILE_SUFFIXES))
     if steps is not None:
-        found = [file for file in found if _step(file) in steps]
-        there = {_step(file) for file in found}
-        if missing := [step for step in steps if step not in there]:
+        files = [file for file in files if _step(file) in steps]
+        available_steps = {_step(file) for file in files}
+        if missing := [step for step in steps if step not in available_steps]:
             raise UserError(
-                f"{folder} lacks the rollouts of {len(missing)} of the {len(steps)} steps asked for (step {missing[0]} first)"
+                f"{folder} lacks the rollouts of {len(missing)} of the {len(steps)} steps "
+                f"asked for (step {missing[0]} first)"
             )
-    if not found:
+    if not files:
         within = ", ".join(sorted(inner.name for inner in folder.iterdir() if inner.is_dir())[:8])
         within = f" (only folders: {within})" if within else ""
         raise UserError(
-            f"{folder} holds no rollouts (.jsonl){within}: a run writes them every rollouts_every steps"
+            f"{folder} holds no rollouts (.jsonl){within}: a run writes them every rollouts_every "
+            f"steps"
         )
-    return found
+    return files
 
 
 def _step(file: Path) -> int:
-    """The step in the name of a file that a run wrote (step_000010.jsonl, step_000010_grpo.jsonl);
-    -1 of any other.
+    """Return the step in the name of a run's file (step_000010.jsonl, step_000010_grpo.jsonl).
+
+    Returns -1 for any other file.
     """
     digits = file.name.removeprefix("step_").partition(".")[0].partition("_")[0]
     return int(digits) if digits.isdecimal() else -1
 
 
 def _drawn(columns: Mapping[str, Any], place: str) -> tuple[tuple[Any, ...], _Group]:
-    """(which group of its file, the answer) of a row that a run wrote."""
+    """Return (key of the group within its file, the answer) of a row that a run wrote."""
     tokens, prompt = (_token_ids(columns, name) for name in ("response_tokens", "prompt_tokens"))
     for name in ("group", "tag", "problem"):
         if not isinstance(columns.get(name), (str, int, type(None))):
@@ -198,13 +211,14 @@ def _drawn(columns: Mapping[str, Any], place: str) -> tuple[tuple[Any, ...], _Gr
         place=place,
         experts=_experts(columns.get("experts"), len(prompt) + len(tokens) - 1),
     )
-    asked: list[Message] = [{"role": "user", "content": columns.get("prompt", "")}]
+    messages: list[Message] = [{"role": "user", "content": columns.get("prompt", "")}]
     return (columns.get("group"), columns.get("tag"), columns.get("problem")), _Group(
-        asked, {}, [answer], place
+        messages, {}, [answer], place
     )
 
 
 def _token_ids(columns: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """Return the token ids of a column. Raises BadRow unless it is a non-empty list of ids."""
     value = columns.get(name)
     if (
         not isinstance(value, list)
@@ -216,7 +230,11 @@ def _token_ids(columns: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 
 def _logprobs(value: Any, count: int) -> tuple[float, ...] | None:
-    """Of `count` tokens. A little above 0 is rounding; what is not finite is no probability."""
+    """Return the logprobs of `count` tokens; None if the row has none.
+
+    Raises BadRow for a wrong count, for numbers that are not finite, and for numbers of at least
+    1e-3; smaller positive numbers are rounding errors.
+    """
     if value is None:
         return None
     if (
@@ -225,34 +243,37 @@ def _logprobs(value: Any, count: int) -> tuple[float, ...] | None:
         or not all(_is_number(x) and x < 1e-3 for x in value)
     ):
         raise BadRow(
-            f"'logprobs' has one number for each of the {count} response_tokens, at most 0, this is {str(value)[:60]!r}"
+            f"'logprobs' has one number for each of the {count} response_tokens, at most 0, "
+            f"this is {str(value)[:60]!r}"
         )
     return tuple(float(x) for x in value)
 
 
 def _experts(value: Any, count: int) -> str | None:
-    """Of `count` tokens, as they are written."""
+    """Return the expert record of `count` tokens, as stored text; None if the row has none."""
     if value is None:
         return None
     try:
-        told = len(experts_from_text(value))
+        count_recorded = len(experts_from_text(value))
     except ValueError as error:
         raise BadRow(f"'experts': {error}") from error
-    if told != count:
+    if count_recorded != count:
         raise BadRow(
-            f"'experts' tells of {told} tokens; prompt and response, but for the last token, are {count}"
+            f"'experts' tells of {count_recorded} tokens; prompt and response, without the last "
+            f"token, have {count}"
         )
     return str(value)
 
 
 def _temperature(value: Any) -> float | None:
+    """Return the temperature. Raises BadRow unless it is None or a positive number."""
     if value is not None and not (_is_number(value) and value > 0):
         raise BadRow(f"'temperature' is a positive number, this is {str(value)[:60]!r}")
     return value
 
 
 def _is_number(value: Any) -> bool:
-    """A finite number that a float holds; true and false are none."""
+    """Return whether a value is a number with |value| < 1e300; true and false are not."""
     return type(value) in (int, float) and abs(value) < 1e300  # False for NaN too
 
 
@@ -263,12 +284,12 @@ def _published(
     response: str | None,
     reward: str | None,
 ) -> tuple[tuple[Any, ...], _Group]:
-    """(the prompt, its answers) of a row of text."""
+    """Return (key of the prompt, its answers) of a row of text."""
     prompt = _pick(columns, prompt, PROMPTS, "prompt")
-    asked = columns[prompt]
-    text = None if isinstance(asked, list) else _text(asked, prompt)
+    prompt_value = columns[prompt]
+    text = None if isinstance(prompt_value, list) else _text(prompt_value, prompt)
     messages: list[Message] = (
-        read_messages(asked, prompt) if text is None else [{"role": "user", "content": text}]
+        read_messages(prompt_value, prompt) if text is None else [{"role": "user", "content": text}]
     )
     solved = {
         name: value
@@ -307,26 +328,31 @@ def _published(
 
 
 def _pick(columns: Mapping[str, Any], named: str | None, usual: tuple[str, ...], what: str) -> str:
-    """The column that is named, or the first usual one that is there."""
+    """Return the named column, or the first of the usual columns that the row has.
+
+    Raises BadRow if the row has no such column.
+    """
     candidates: Iterator[str] = (
         name for name in ([named] if named is not None else usual) if name in columns
     )
-    found = next(candidates, None)
-    if found is None and named is not None:
+    match = next(candidates, None)
+    if match is None and named is not None:
         raise NoColumn(named, columns)
-    if found is None:
+    if match is None:
         has = ", ".join(map(repr, columns)) or "none"
         raise BadRow(f"no column of {', '.join(usual)}, it has {has}: name it with --{what}-column")
-    return found
+    return match
 
 
 def _text(value: Any, name: str) -> str:
+    """Return a non-empty text. Raises BadRow for any other value."""
     if not isinstance(value, str) or not value.strip():
         raise BadRow(f"{name!r} is a text, this is {str(value)[:60]!r}")
     return value
 
 
 def _reward(value: Any, name: str) -> float:
+    """Return a number or truth value as a float. Raises BadRow for any other value."""
     if isinstance(value, str) and value.lower() in _TRUTH:
         return _TRUTH[value.lower()]
     if not isinstance(value, bool) and not _is_number(value):

@@ -1,5 +1,5 @@
-"""Generated pictures: a few shapes on a plain ground, and a question about them. For models of half
-a million parameters that see.
+"""Generate images of a few shapes on a plain background, with a question about them. For vision
+models of half a million parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COLOURS = {
 PLACES = ("left", "right", "top", "bottom")
 QUESTIONS = {"count": "how many?", "colour": "colour?", "place": "where?"}
 _SIDE, _MOST = 32, 4
-# with 2,048 a model of half a million weights learns them by heart
+# With 2,048 rows a model of half a million weights memorizes them.
 _ROWS = {"train": 8192, "test": 256}
 _DEFAULTS = {"ask": "count", "rows": "", "blind": "0", "noise": "0", "from": "0"}
 
@@ -39,35 +39,41 @@ def shapes(
     tag: str = "shapes",
     system_prompt: str | None = None,
 ) -> ProblemSet:
-    """Pictures of 32 x 32 pixels, 8,192 of the "train" and 256 of the "test" split, drawn on the
-    spot.
+    """Generate images of 32 x 32 pixels: 8,192 of the "train" and 256 of the "test" split.
 
-    Options: `ask`, count (one to four shapes, "1" to "4"; default), colour (of one shape) or place
-    (of one: left, right, top, bottom). Those of a picture have one colour, and cover the same area
-    whatever their number: it cannot be told from the pixels' colours. `rows`: so many instead.
-    `blind=1`: every picture's pixels are permuted, which leaves nothing to see but the colours:
-    what a model reaches without looking. `noise` (0 to 1): the share of responses that are another
-    answer, for supervised training of a model that can see but is careless; `from`: the epoch that
-    the noise begins with. meta["answer"] is always right.
+    Options:
+    ask: "count" (1 to 4 shapes, "1" to "4"; default), "colour" (of a single shape) or "place" (of a
+        single shape: left, right, top, bottom). The shapes of an image have the same colour, and
+        cover the same area whatever their number, so that the pixels' colours do not reveal it.
+    rows: the number of rows.
+    blind=1: permute the pixels of every image, which keeps only the colours: a baseline without
+        vision.
+    noise (0 to 1): the share of wrong responses, for supervised training of a model that can see
+        but makes errors.
+    from: the first epoch with noise.
+    meta["answer"] is always correct. Raises UserError for invalid options or an unknown split.
     """
-    given = {**_DEFAULTS, **(options or {})}
-    wrong = (
-        given["ask"] not in QUESTIONS
-        or given["blind"] not in ("0", "1")
-        or not (given["rows"] or "1").isdigit()
+    resolved = {**_DEFAULTS, **(options or {})}
+    invalid = (
+        resolved["ask"] not in QUESTIONS
+        or resolved["blind"] not in ("0", "1")
+        or not (resolved["rows"] or "1").isdigit()
     )
-    noise = noise_of(given)
-    if wrong or noise is None or set(given) - set(_DEFAULTS):
+    noise = noise_of(resolved)
+    if invalid or noise is None or set(resolved) - set(_DEFAULTS):
         got = ",".join(f"{key}={value}" for key, value in (options or {}).items())
-        takes = f"ask={'|'.join(QUESTIONS)}, rows=N, blind=1, noise=P with P from 0 to 1, and from=EPOCH"
+        takes = (
+            f"ask={'|'.join(QUESTIONS)}, rows=N, blind=1, noise=P with P from 0 to 1, and "
+            f"from=EPOCH"
+        )
         raise UserError(f"shapes takes the options {takes}, e.g. 'shapes:ask=count'; got {got!r}")
     if split not in _ROWS:
         raise UserError(f"shapes has the splits 'train' and 'test', got {split!r}")
-    count = int(given["rows"] or _ROWS[split])
+    count = int(resolved["rows"] or _ROWS[split])
     if count < 1:
         raise UserError("shapes has at least one row, got rows=0")
     problems = [
-        _problem(split, index, given["ask"], given["blind"] == "1", tag, system_prompt)
+        _problem(split, index, resolved["ask"], resolved["blind"] == "1", tag, system_prompt)
         for index in range(count)
     ]
     probability, first = noise
@@ -79,7 +85,7 @@ def shapes(
         return replace(
             problem,
             response=draw.choice(
-                [other for other in _answers(given["ask"]) if other != problem.response]
+                [other for other in _answers(resolved["ask"]) if other != problem.response]
             ),
         )
 
@@ -117,8 +123,9 @@ def _answers(ask: str) -> tuple[str, ...]:
 
 
 def _picture(draw: random.Random, ask: str) -> tuple[str, Any]:
-    """(the answer, the picture). Shapes do not touch each other; where the place is asked, the one
-    lies clearly on its side.
+    """Return (the answer, the image).
+
+    Shapes do not touch. If the question is the place, the shape is clearly on its side.
     """
     from PIL import Image, ImageDraw
 
@@ -130,7 +137,7 @@ def _picture(draw: random.Random, ask: str) -> tuple[str, Any]:
     colour = COLOURS[answer if ask == "colour" else draw.choice(list(COLOURS))]
     shape = pen.ellipse if draw.random() < 0.5 else pen.rectangle
     boxes = _boxes(draw, number, "" if ask != "place" else answer)
-    while boxes is None:  # no room was left for the last
+    while boxes is None:  # the last shape did not fit
         boxes = _boxes(draw, number, "" if ask != "place" else answer)
     for box in boxes:
         shape(box, fill=colour)
@@ -138,27 +145,28 @@ def _picture(draw: random.Random, ask: str) -> tuple[str, Any]:
 
 
 def _boxes(draw: random.Random, number: int, place: str) -> list[tuple[int, int, int, int]] | None:
-    """Corners (both are drawn) of shapes that keep two pixels apart, of about the same area
-    together whatever their number.
+    """Return the corners (x0, y0, x1, y1, inclusive) of shapes; None if they did not fit.
+
+    Shapes are at least 2 pixels apart. Their total area is about the same whatever their number.
     """
-    found: list[tuple[int, int, int, int]] = []
+    boxes: list[tuple[int, int, int, int]] = []
     for _ in range(200):
-        if len(found) == number:
-            return found
+        if len(boxes) == number:
+            return boxes
         aspect = draw.uniform(0.65, 1.0 / 0.65)
         area = draw.uniform(95, 165) / number
         wide, high = max(2, round((area * aspect) ** 0.5)), max(2, round((area / aspect) ** 0.5))
         x, y = draw.randint(1, _SIDE - 1 - wide), draw.randint(1, _SIDE - 1 - high)
         apart = all(
-            x > c + 2 or a > x + wide + 1 or y > d + 2 or b > y + high + 1 for a, b, c, d in found
+            x > c + 2 or a > x + wide + 1 or y > d + 2 or b > y + high + 1 for a, b, c, d in boxes
         )
         if apart and place in ("", _side_of(x + wide / 2, y + high / 2)):
-            found.append((x, y, x + wide - 1, y + high - 1))
+            boxes.append((x, y, x + wide - 1, y + high - 1))
     return None
 
 
 def _side_of(x: float, y: float) -> str:
-    """Where a point lies, "" near the diagonals, where it is on two sides."""
+    """Return the side on which a point lies; "" near the diagonals, between two sides."""
     across, down = x - _SIDE / 2, y - _SIDE / 2
     if abs(abs(across) - abs(down)) < 3:
         return ""
