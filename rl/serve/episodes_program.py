@@ -37,19 +37,15 @@ class Endpoint(Environment):
     program: str
     """The program and its fixed arguments, as in a shell: "python agent.py"."""
     arguments: tuple[str, ...] = ()
-    """More arguments. Replaced in each episode: {seed}, {prompt}, {row} (a file with the episode's
-    row as JSON) and {COLUMN} of the row."""
+    """More arguments. Replaced in each episode: {seed}, {prompt}, {row} (a file with the row as JSON) and {COLUMN} of the row."""  # noqa: E501
     grader: str | None = None
-    """A reward (a name or file.py:function) that scores the last response against the row of
-    --dataset. None: the program posts a score."""
+    """Reward (name or file.py:function) of the last response and the --dataset row. None: the program posts a score."""  # noqa: E501
     dataset_rows: bool = False
     """Whether each episode uses a row of --dataset; always true with a grader."""
     pass_env: tuple[str, ...] = ()
-    """Names of environment variables that the program gets in addition to PATH, HOME and the like;
-    PREFIX* selects all variables with a prefix."""
+    """Names of environment variables that the program gets in addition to PATH, HOME and the like; PREFIX* selects several."""  # noqa: E501
     strict: bool = False
-    """Refuse requests with sampling parameters (temperature, seed, ...). Otherwise the run's
-    settings replace these."""
+    """Refuse requests with sampling parameters (temperature, seed, ...) instead of replacing these by the run's settings."""  # noqa: E501
 
     def __post_init__(self) -> None:
         try:
