@@ -1446,14 +1446,14 @@ MUTANTS = [
     ),
     M(
         "rl/serve/promises.py",
-        "now - promise.finished >= self.keep_seconds",
-        "now - promise.finished >= 1e9",
+        "now - request.finished >= self.keep_seconds",
+        "now - request.finished >= 1e9",
         "answers are forgotten",
         "serve_gone",
     ),
     M(
         "rl/serve/promises.py",
-        "expired = now - promise.told >= self.told_seconds",
+        "expired = now - request.told >= self.told_seconds",
         "expired = False",
         "sent answers are forgotten",
         "serve_memory",

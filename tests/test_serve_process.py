@@ -359,5 +359,5 @@ def test_an_architecture_that_sampler_tp_cannot_split_is_refused_before_loading(
     )
     settings = settings_of(args)
     assert settings.worker.sampler.tp == 2
-    with pytest.raises(UserError, match="fast decoder .*it does not support"):
+    with pytest.raises(UserError, match="fast decoder .*is not supported by it"):
         Served.of(settings)

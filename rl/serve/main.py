@@ -96,8 +96,8 @@ class Served:
         Ranks other than 0 serve rank 0 inside this call and exit in it. Raises UserError if the
         output folder was written by another server and `settings.resume` is off.
         """
-        book = Book(settings.output_dir, settings.limits)
-        if book.found_there() and not settings.resume:
+        session_store = Book(settings.output_dir, settings.limits)
+        if session_store.found_there() and not settings.resume:
             raise UserError(
                 f"{settings.output_dir} was written by another server: pass --resume to continue "
                 "it, or choose another folder"
@@ -106,20 +106,20 @@ class Served:
         for base in settings.bases if tp_size > 1 else ():  # before weights are loaded
             check_team_holds(Skeleton(base.where, base.tokenizer, None).shape, tp_size)
         worker = replace(settings.worker, share_bases=True)
-        desk = Desk(
+        engine = Desk(
             ServiceClient(output_dir=settings.output_dir, seed=settings.seed, settings=worker),
             settings,
         )
         limits = settings.limits
-        tenants, promises = (
-            Tenants(desk, book),
+        model_manager, request_store = (
+            Tenants(engine, session_store),
             Promises(limits.result_seconds, limits.told_seconds, limits.held_bytes),
         )
-        promises.others = tenants.others
-        desk.tally.gauges["held_bytes"] = lambda: float(promises.held)
-        if settings.resume and book.found_there():
-            book.read_again({base.name: base for base in settings.bases})
-            for model in book.models.values():
+        request_store.others = model_manager.others
+        engine.tally.gauges["held_bytes"] = lambda: float(request_store.held)
+        if settings.resume and session_store.found_there():
+            session_store.read_again({base.name: base for base in settings.bases})
+            for model in session_store.models.values():
                 if model.last is not None:
                     last_request = Promise(
                         f"{model.model_id}:{model.last['seq']}",
@@ -127,15 +127,15 @@ class Served:
                         "optim_step",
                         session=model.session,
                     )
-                    promises.add(settled(last_request, model.last["result"]))
-        parts, links = (desk, book, tenants, promises), Links()
+                    request_store.add(settled(last_request, model.last["result"]))
+        parts, links = (engine, session_store, model_manager, request_store), Links()
         routes = [
             *Tinker(*parts).routes(),
             *Samples(*parts).routes(),
             *Rest(*parts, links).routes(),
-            *openai_routes(desk),
+            *openai_routes(engine),
         ]
-        return cls(*parts, make_app(desk, routes, links))
+        return cls(*parts, make_app(engine, routes, links))
 
     async def look_after(self) -> None:
         """Call `look` every second, until cancelled."""

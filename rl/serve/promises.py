@@ -91,14 +91,14 @@ class Promises:
         Raises Refused (400) if the stored request has another digest. The status is not 409,
         because clients retry a 409.
         """
-        promise = self._all.get(request_id)
-        if promise is not None and promise.digest and promise.digest != digest:
+        request = self._all.get(request_id)
+        if request is not None and request.digest and request.digest != digest:
             raise Refused(
                 400,
                 f"{request_id} was used before for something else: use a new number for each "
                 "request",
             )
-        return promise
+        return request
 
     def check_room(self, tenant: str, size: int) -> None:
         """Raise Refused (429) if `size` more bytes exceed `held_bytes` or the tenant's share.
@@ -109,7 +109,7 @@ class Promises:
         stale: list[Promise] | None = None
         while (refusal := self._refusal(tenant, size)) is not None:
             stale = (
-                [promise for promise in self._late() if promise.tenant == tenant][::-1]
+                [request for request in self._late() if request.tenant == tenant][::-1]
                 if stale is None
                 else stale
             )
@@ -161,8 +161,8 @@ class Promises:
 
     def find(self, request_id: str, owner: str) -> Promise:
         """Return a request. Raises Refused (410) if the id is unknown or has another owner."""
-        promise = self._all.get(request_id)
-        if promise is None or promise.owner != owner:
+        request = self._all.get(request_id)
+        if request is None or request.owner != owner:
             retention = (
                 f"results are kept for {self.told_seconds:.0f} s after they were sent, unsent "
                 f"results for {self.keep_seconds:.0f} s"
@@ -172,7 +172,7 @@ class Promises:
                 f"unknown request id: it has expired ({retention}), or belongs to an earlier "
                 "server",
             )
-        return promise
+        return request
 
     def sweep(self) -> None:
         """Remove expired results, at most every `told_seconds` / 64.
@@ -183,28 +183,28 @@ class Promises:
         if now - self._swept < self.told_seconds / 64:
             return
         self._swept = now
-        for promise in list(self._all.values()):
-            if promise.told is not None:
-                expired = now - promise.told >= self.told_seconds
+        for request in list(self._all.values()):
+            if request.told is not None:
+                expired = now - request.told >= self.told_seconds
             else:
                 expired = (
-                    promise.finished is not None and now - promise.finished >= self.keep_seconds
+                    request.finished is not None and now - request.finished >= self.keep_seconds
                 )
             if expired:
-                self._forget(promise)
-        for promise in self._late() if self.held > self.held_bytes else ():
+                self._forget(request)
+        for request in self._late() if self.held > self.held_bytes else ():
             if self.held > self.held_bytes:
-                self._forget(promise)
+                self._forget(request)
 
     def _late(self) -> list[Promise]:
         """Return the requests with results not fetched within `told_seconds`, oldest first."""
         stale_before = time.monotonic() - self.told_seconds
         return [
-            promise
-            for promise in list(self._all.values())
-            if promise.told is None
-            and promise.finished is not None
-            and promise.finished < stale_before
+            request
+            for request in list(self._all.values())
+            if request.told is None
+            and request.finished is not None
+            and request.finished < stale_before
         ]
 
     def _forget(self, promise: Promise) -> None:

@@ -110,12 +110,12 @@ class Samples:
         if self.promises.known(request_id, digest) is None and len(raw) > _BYTES_AT_ONCE:
             parsed = await asyncio.to_thread(self._read, count, body)
         # check again: the same request may have arrived meanwhile
-        promise = self.promises.known(request_id, digest)
-        if promise is None:
+        pending = self.promises.known(request_id, digest)
+        if pending is None:
             ids = [f"{request_id}:{i}" for i in range(count)]
             tenant, size = self.desk.tenant(owner, sampler.session), len(raw)
             self.promises.check_room(tenant, size)
-            promise = Promise(
+            pending = Promise(
                 request_id,
                 owner,
                 "sample",
@@ -127,15 +127,15 @@ class Samples:
             )
             parsed = parsed or self._read(count, body)
             if isinstance(parsed, Exception):
-                settled(promise, error=parsed)
+                settled(pending, error=parsed)
             else:
                 prompt, params, options = parsed
                 client = functools.partial(self.tenants.sampling_client, sampler)
-                promise.done = self.desk.ask_sample(
+                pending.done = self.desk.ask_sample(
                     client, owner, prompt, count, params, tenant=tenant, sequence_ids=ids, **options
                 )
-            self.promises.add(promise)
-        return JsonAnswer({"request_id": request_id, "sample_sequence_ids": promise.sequence_ids})
+            self.promises.add(pending)
+        return JsonAnswer({"request_id": request_id, "sample_sequence_ids": pending.sequence_ids})
 
     def _read(
         self, count: int, body: Body

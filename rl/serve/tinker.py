@@ -187,8 +187,8 @@ class Tinker:
         """
         seq = body.whole("model_seq_id")
         request_id, digest = f"{session.session_id}:train:{seq}:0", digest_of(raw)
-        promise = self.promises.known(request_id, digest)
-        if promise is None:
+        pending = self.promises.known(request_id, digest)
+        if pending is None:
             tenant, model_id = (
                 self.desk.tenant(session.owner, session.session_id),
                 f"{session.session_id}:train:{seq}",
@@ -204,7 +204,7 @@ class Tinker:
             # a model that was only in memory when an earlier server ended no longer exists: it is
             # created again
             if existing is not None and (existing.written or not existing.resumed):
-                promise = Promise(
+                pending = Promise(
                     request_id,
                     session.owner,
                     "create_model",
@@ -212,11 +212,11 @@ class Tinker:
                     session=session.session_id,
                     tenant=tenant,
                 )
-                self.promises.add(settled(promise, existing.answer))
+                self.promises.add(settled(pending, existing.answer))
                 return JsonAnswer({"request_id": request_id, "model_id": model_id})
             model = self.book.add_model(session, seq, base, body.words("user_metadata"))
             model.digest, model.answer = digest.hex(), {"model_id": model_id, **answer}
-            promise = Promise(
+            pending = Promise(
                 request_id,
                 session.owner,
                 "create_model",
@@ -224,13 +224,13 @@ class Tinker:
                 session=session.session_id,
                 tenant=tenant,
             )
-            self.promises.add(promise)
+            self.promises.add(pending)
             self.desk.submit(
                 session.owner,
                 model.model_id,
                 "create_model",
                 lambda: self.tenants.create(model, make),
-                promise.done,
+                pending.done,
                 tenant,
             )
         return JsonAnswer(
@@ -249,11 +249,11 @@ class Tinker:
         await self.desk.run(
             model.owner, "unload_model", unload, self.desk.tenant(model.owner, model.session)
         )
-        promise = Promise(
+        pending = Promise(
             f"{model.model_id}:unload:{time.monotonic_ns()}", model.owner, "unload_model"
         )
-        self.promises.add(settled(promise, {"model_id": model.model_id, "type": "unload_model"}))
-        return JsonAnswer({"request_id": promise.request_id, "model_id": model.model_id})
+        self.promises.add(settled(pending, {"model_id": model.model_id, "type": "unload_model"}))
+        return JsonAnswer({"request_id": pending.request_id, "model_id": model.model_id})
 
     async def get_info(self, request: Request) -> Response:
         """Return architecture, tokenizer and LoRA rank of a model."""
@@ -305,7 +305,7 @@ class Tinker:
         if self.promises.known(request_id, digest) is None:
             tenant = self.desk.tenant(model.owner, model.session)
             self.promises.check_room(tenant, size)
-            promise = Promise(
+            pending = Promise(
                 request_id,
                 model.owner,
                 what,
@@ -314,8 +314,8 @@ class Tinker:
                 tenant=tenant,
                 size=size,
             )
-            self.tenants.ask(model, seq, promise, work)
-            self.promises.add(promise)
+            self.tenants.ask(model, seq, pending, work)
+            self.promises.add(pending)
         return JsonAnswer({"request_id": request_id, "model_id": model.model_id})
 
     async def forward_backward(self, request: Request) -> Response:
@@ -503,12 +503,12 @@ class Tinker:
     async def retrieve_future(self, request: Request) -> Response:
         """Return the result of a request, or 408 after `poll_seconds`; the SDK then polls again."""
         body = await Body.of(request)
-        promise = self.promises.find(body.text("request_id"), request.state.owner)
-        if not await promise.wait(self.desk.settings.limits.poll_seconds):
-            state = {"type": "try_again", "request_id": promise.request_id, "queue_state": "active"}
+        pending = self.promises.find(body.text("request_id"), request.state.owner)
+        if not await pending.wait(self.desk.settings.limits.poll_seconds):
+            state = {"type": "try_again", "request_id": pending.request_id, "queue_state": "active"}
             return JsonAnswer(state, status_code=408)
-        promise.told = time.monotonic()
-        answer, protobuf = promise.answer, PROTOBUF in request.headers.get("accept", "")
+        pending.told = time.monotonic()
+        answer, protobuf = pending.answer, PROTOBUF in request.headers.get("accept", "")
         if protobuf or len(answer.body) < _BYTES_AT_ONCE:
             return answer.response(protobuf)
         return await asyncio.to_thread(answer.response, protobuf)
@@ -516,9 +516,9 @@ class Tinker:
     async def cancel_future(self, request: Request) -> Response:
         """Cancel a sample request. A request that trains is not cancelled."""
         body = await Body.of(request)
-        promise = self.promises.find(body.text("request_id"), request.state.owner)
-        if promise.what == "sample":
-            promise.done.cancel()
+        pending = self.promises.find(body.text("request_id"), request.state.owner)
+        if pending.what == "sample":
+            pending.done.cancel()
         return Response(status_code=204)
 
 
