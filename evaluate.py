@@ -2,13 +2,12 @@
 results.json`.
 
 WEIGHTS is a run's folder (its newest checkpoint, or --checkpoint), a folder of weights, a hub name
-or tiny:<preset>. For a run, whatever is not given is as in its own held-out evaluation, and then so
-are the figures. A --dataset by a short name (humaneval, math500, mbpp, gsm8k, ...;
-docs/datasets.md) brings the reward that scores it. A reward of the run's own that lies outside of
-the current folder is imported with --trust-run alone: whoever wrote the run's files chose that
-file. Besides those below it takes every flag that says how data is read and asked, as train.py does
-(docs/data.md): --prompt-column,
---data-format, --prompt-suffix, --system-prompt, --template.enable_thinking false,
+or tiny:<preset>. For a run, the defaults are the settings of its held-out evaluation, which
+reproduce its metrics. A --dataset by a short name (humaneval, math500, mbpp, gsm8k, ...;
+docs/datasets.md) also selects the reward that scores it. A custom reward of a run, if it is outside
+of the current folder, is imported only with --trust-run: the author of the run's files chose that
+file. All flags of train.py on reading data and building prompts are accepted too (docs/data.md):
+--prompt-column, --data-format, --prompt-suffix, --system-prompt, --template.enable_thinking false,
 --max-prompt-tokens, --stop, ...
 """
 
@@ -34,30 +33,33 @@ parser.add_argument(
 )
 parser.add_argument(
     "--dataset",
-    help="problems to ask: a short name, a folder's or hub name's test split, a file (default: the run's)",
+    help="evaluation problems: a short name, a folder's or hub name's test split, a file "
+    "(default: the run's)",
 )
 parser.add_argument(
-    "--reward", help="what scores an answer: a registered name, module:function or file.py:function"
+    "--reward",
+    help="reward that scores an answer: a registered name, module:function or file.py:function",
 )
 parser.add_argument(
     "--environment",
     metavar="NAME",
-    help="what answers over several turns (default: the run's); its settings: --environment.KEY VALUE",
+    help="environment for multi-turn episodes (default: the run's); its settings: "
+    "--environment.KEY VALUE",
 )
 parser.add_argument(
     "--sandbox",
-    help="where code_tests runs programs: bubblewrap, sandlock, a URL, ... (default: the run's, else auto)",
+    help="sandbox of code_tests: bubblewrap, sandlock, a URL, ... (default: the run's, else auto)",
 )
 parser.add_argument(
     "--limit",
     type=int,
-    help="ask the first so many problems (default: the run's eval_limit, else 256)",
+    help="number of problems, from the first (default: the run's eval_limit, else 256)",
 )
 parser.add_argument(
     "--samples",
     type=int,
     default=1,
-    help="answers to each problem; more than 1 give pass@k as well",
+    help="samples for each problem; more than 1 also report pass@k",
 )
 parser.add_argument(
     "--temperature", type=float, help="0 is greedy (default: that of the run's evaluation, else 1)"
@@ -66,23 +68,25 @@ parser.add_argument(
     "--top-k",
     type=int,
     default=-1,
-    help="sample from the k most probable tokens alone (default -1: all)",
+    help="sample from the k most probable tokens only (default -1: all)",
 )
 parser.add_argument(
     "--top-p",
     type=float,
     default=1.0,
-    help="sample from the fewest tokens that hold this probability (default 1)",
+    help="sample from the smallest set of tokens with this probability (default 1)",
 )
-parser.add_argument("--max-tokens", type=int, help="longest answer (default: the run's, else 256)")
 parser.add_argument(
-    "--seed", type=int, help="of the samples (default: that of the run's evaluation)"
+    "--max-tokens", type=int, help="maximum tokens of a response (default: the run's, else 256)"
+)
+parser.add_argument(
+    "--seed", type=int, help="sampling seed (default: that of the run's evaluation)"
 )
 parser.add_argument(
     "--sampler-tp",
     type=int,
     default=1,
-    help="so many processes of a machine hold the weights together (default 1)",
+    help="tensor parallel size: number of processes that share the weights (default 1)",
 )
 parser.add_argument(
     "--renderer",
@@ -91,85 +95,88 @@ parser.add_argument(
 parser.add_argument(
     "--trust-run",
     action="store_true",
-    help="import the run's own reward from wherever its config says it lies",
+    help="import the run's custom reward from the path in its config",
 )
 parser.add_argument(
-    "--output", type=Path, help="write the figures and every answer to this .json file"
+    "--output", type=Path, help="write the metrics and every answer to this .json file"
 )
 
 
 def apart(words: list[str]) -> tuple[tuple[tuple[str, str], ...], list[str]]:
-    """(settings of an environment, --environment.KEY VALUE, among the words that are no others';
-    the rest of the words).
+    """Split the unknown arguments into environment settings (--environment.KEY VALUE) and other
+    words.
     """
-    found: list[tuple[str, list[str]]] = []
+    flags: list[tuple[str, list[str]]] = []
     others: list[str] = []
-    own = False
+    in_environment_flag = False
     for word in words:
         name, equals, value = word.partition("=")
         if word.startswith("--"):
-            own = name.startswith("--environment.") and len(name) > len("--environment.")
-            if own:
-                found.append(
+            in_environment_flag = name.startswith("--environment.") and len(name) > len(
+                "--environment."
+            )
+            if in_environment_flag:
+                flags.append(
                     (
                         name.removeprefix("--environment.").replace("-", "_"),
                         [value] if equals else [],
                     )
                 )
-        elif own:
-            found[-1][1].append(word)
-        if not own:
+        elif in_environment_flag:
+            flags[-1][1].append(word)
+        if not in_environment_flag:
             others.append(word)
-    return tuple((name, shlex.join(values or ["True"])) for name, values in found), others
+    return tuple((name, shlex.join(values or ["True"])) for name, values in flags), others
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What to ask: settings of data and of an environment."""
+    """Hold the settings of the evaluation's data and environment."""
 
     data: Any
     env: Any
 
 
 def environment_settings(args: argparse.Namespace, stage: Any) -> Any:
-    """The environment asked for, else the run's, with the settings given over it."""
+    """Return the requested environment, else the run's, updated with the settings in `args`."""
     from rl.settings import EnvironmentSettings
 
-    own = getattr(stage.settings, "env", None) if stage else None
-    env = own or EnvironmentSettings()
-    if args.environment is not None and args.environment != env.environment:
-        env = EnvironmentSettings(environment=args.environment)
+    run_env = getattr(stage.settings, "env", None) if stage else None
+    settings = run_env or EnvironmentSettings()
+    if args.environment is not None and args.environment != settings.environment:
+        settings = EnvironmentSettings(environment=args.environment)
     return replace(
-        env, environment_settings=(*env.environment_settings, *args.environment_settings)
+        settings, environment_settings=(*settings.environment_settings, *args.environment_settings)
     )
 
 
 def settings(args: argparse.Namespace, stage: Any) -> tuple[Any, Any, Any]:
-    """What to ask (data settings, sampling settings) and how (SamplingParams): as given, else as in
-    the run, else the defaults.
+    """Return (data settings, sampling settings, SamplingParams).
+
+    Each value is from the arguments, else from the run, else the default.
     """
     from rl.data import scored_by
     from rl.errors import UserError
     from rl.settings import DataSettings, SamplingSettings, override
     from rl.types import SamplingParams
 
-    own_reward = scored_by(args.dataset) if args.dataset is not None else None
-    reward = args.reward or own_reward
+    dataset_reward = scored_by(args.dataset) if args.dataset is not None else None
+    reward = args.reward or dataset_reward
     if stage is None and not args.environment and not (args.dataset and reward):
-        missing = f"{args.weights} is no run's folder, so no settings can be taken from it"
+        missing = f"{args.weights} is not a run's folder and provides no settings"
         raise UserError(
-            f"{missing}: give --dataset (such as openai/gsm8k) and --reward (such as gsm8k)"
+            f"{missing}: pass --dataset (such as openai/gsm8k) and --reward (such as gsm8k)"
         )
     data = stage.settings.data if stage else DataSettings()
     sampling = stage.settings.sampling if stage else SamplingSettings(temperature=1.0)
-    given = {
+    overrides = {
         "eval_dataset": args.dataset,
         "eval_limit": args.limit,
         "renderer": args.renderer,
         "sandbox": args.sandbox,
     }
-    data = replace(data, **{name: value for name, value in given.items() if value is not None})
-    if own_reward is not None:  # its rows have their own shape, not that of the run's
+    data = replace(data, **{name: value for name, value in overrides.items() if value is not None})
+    if dataset_reward is not None:  # its rows have a different format than the run's
         data = replace(
             data,
             data_format="auto",
@@ -181,8 +188,10 @@ def settings(args: argparse.Namespace, stage: Any) -> tuple[Any, Any, Any]:
     if reward is not None:
         data = replace(data, reward=reward, rewards=())
     data, sampling = override((data, sampling), args.others, vars(args))
-    own = sampling.temperature if sampling.eval_temperature is None else sampling.eval_temperature
-    temperature = own if args.temperature is None else args.temperature
+    run_temperature = (
+        sampling.temperature if sampling.eval_temperature is None else sampling.eval_temperature
+    )
+    temperature = run_temperature if args.temperature is None else args.temperature
     longest = args.max_tokens or sampling.max_tokens
     return (
         data,
@@ -192,7 +201,7 @@ def settings(args: argparse.Namespace, stage: Any) -> tuple[Any, Any, Any]:
 
 
 def table_of(counts: dict[str, int], figures: dict[str, float]) -> Any:
-    """Counts, then figures with their standard errors, for the console."""
+    """Return a console table of counts and of metrics with their standard errors."""
     from rich.table import Table
 
     table = Table(show_header=False)
@@ -215,34 +224,37 @@ def main(args: argparse.Namespace) -> None:
 
     weights = open_weights(args.weights, args.checkpoint)
     data, sampling, params = settings(args, weights.stage)
-    asked = Asked(data, environment_settings(args, weights.stage))
+    request = Asked(data, environment_settings(args, weights.stage))
     console = Console(highlight=False, soft_wrap=True)
-    say_what_is_trusted(args, data, asked, console)
-    environment = environment_of(asked)
-    problems, reward = what_to_ask(args, data, asked, environment)
+    say_what_is_trusted(args, data, request, console)
+    environment = environment_of(request)
+    problems, reward = what_to_ask(args, data, request, environment)
     kind = None if reward is None else sandbox_kind(reward, data)
-    shown = " + ".join(f"{weight:g} {name}" for name, weight in data.rewards) or data.reward
+    reward_name = " + ".join(f"{weight:g} {name}" for name, weight in data.rewards) or data.reward
     if environment is not None:
-        shown = f"environment {environment.name}" + (f" + {shown}" if reward is not None else "")
+        reward_name = f"environment {environment.name}" + (
+            f" + {reward_name}" if reward is not None else ""
+        )
     seed = weights.evaluation_seed if args.seed is None else args.seed
     problems, result = played(
-        args, weights, asked, sampling, params, environment, problems, reward, seed
+        args, weights, request, sampling, params, environment, problems, reward, seed
     )
     if not result.groups:
         raise UserError(
-            f"{'the reward' if environment is None else 'the'} {shown} failed on every answer: {result.errors[0]}"
+            f"{'the reward' if environment is None else 'the'} {reward_name} failed on every "
+            f"answer: {result.errors[0]}"
         )
-    what = {
+    summary = {
         "weights": weights.name,
         "problems": problems.name,
-        "reward": shown,
+        "reward": reward_name,
         "temperature": params.temperature,
     }
-    what |= {"top_k": params.top_k} if params.top_k != -1 else {}
-    what |= {"top_p": params.top_p} if params.top_p != 1 else {}
+    summary |= {"top_k": params.top_k} if params.top_k != -1 else {}
+    summary |= {"top_p": params.top_p} if params.top_p != 1 else {}
     report(
         args,
-        what | ({"sandbox": kind} if kind is not None else {}),
+        summary | ({"sandbox": kind} if kind is not None else {}),
         problems,
         result,
         seed,
@@ -251,23 +263,27 @@ def main(args: argparse.Namespace) -> None:
 
 
 def say_what_is_trusted(args: argparse.Namespace, data: Any, asked: Asked, console: Any) -> None:
-    """What of the folder's config would be imported; UserError where it is from elsewhere and
-    nobody trusts it.
+    """Print which code of the run's config is imported.
+
+    Raises UserError if that code is outside of the current folder and not trusted.
     """
     from rl.run import check_trusted, environment_address, rewards_of
 
-    theirs = [("reward", rewards_of(data))] if args.reward is None else []
-    theirs += [("environment", environment_address(asked))] if args.environment is None else []
-    for what, named in theirs:
-        for said in check_trusted(named, f"the config of {args.weights}", args.trust_run, what):
-            console.print(said, markup=False)
+    candidates = [("reward", rewards_of(data))] if args.reward is None else []
+    candidates += [("environment", environment_address(asked))] if args.environment is None else []
+    for what, addresses in candidates:
+        for notice in check_trusted(
+            addresses, f"the config of {args.weights}", args.trust_run, what
+        ):
+            console.print(notice, markup=False)
 
 
 def what_to_ask(
     args: argparse.Namespace, data: Any, asked: Asked, environment: Any
 ) -> tuple[Any, Any]:
-    """(held-out problems, what scores answers to them, or whole episodes beside an environment;
-    None where nothing does)
+    """Return (held-out problems, reward).
+
+    With an environment, the reward scores whole episodes; None if no reward does.
     """
     from rl.errors import UserError
     from rl.run import check_scoring, episode_reward, held_out_rows, reward_of
@@ -275,7 +291,7 @@ def what_to_ask(
     problems = held_out_rows(environment, asked)
     if problems is None:
         raise UserError(
-            f"{data.dataset} has too few rows to hold any out: name problems with --dataset"
+            f"{data.dataset} has too few rows for a held-out split: pass problems with --dataset"
         )
     reward = reward_of(data)
     if environment is not None:
@@ -283,7 +299,7 @@ def what_to_ask(
         return problems, episode_reward(data)
     if reward is None:
         raise UserError(
-            f"{args.weights} was trained without a reward: give --reward (such as gsm8k)"
+            f"{args.weights} was trained without a reward: pass --reward (such as gsm8k)"
         )
     return problems, reward
 
@@ -299,7 +315,7 @@ def played(
     reward: Any,
     seed: int,
 ) -> tuple[Any, Any]:
-    """(the problems that fit, the scored answers to them)"""
+    """Return (the problems that fit, their scored answers)."""
     from rl.environments import ProblemGroupBuilder
     from rl.episodes import rollout
     from rl.judges import with_episode_rewards
@@ -321,14 +337,14 @@ def played(
             builders = episode_groups(
                 environment, asked, list(problems), args.samples, renderer, renderers
             )
-            found = rollout(builders, sampler, params, seed=seed, players=players)
-            return problems, with_episode_rewards(found, scorer)
+            result = rollout(builders, sampler, params, seed=seed, players=players)
+            return problems, with_episode_rewards(result, scorer)
         problems = that_fit(problems, data, sampler.info, renderer, params.max_tokens)
         assert scorer is not None
-        alone = [
+        group_builders = [
             ProblemGroupBuilder(problem, args.samples, renderer, scorer) for problem in problems
         ]
-        return problems, rollout(alone, sampler, params, seed=seed, players={})
+        return problems, rollout(group_builders, sampler, params, seed=seed, players={})
 
 
 def report(
@@ -339,11 +355,11 @@ def report(
     seed: int,
     console: Any,
 ) -> None:
-    """On the console, and in --output."""
+    """Print the results and write them to --output."""
     from rl.jsonl import finite, write_atomically
     from rl.run import answer_rows, figures
 
-    rows, found = answer_rows(result.groups, list(problems)), figures(result.groups, args.samples)
+    rows, metrics = answer_rows(result.groups, list(problems)), figures(result.groups, args.samples)
     counts = {
         "problems": len(problems),
         "answers": len(rows),
@@ -351,13 +367,13 @@ def report(
     }
     console.print(
         ", ".join(f"{name} {value}" for name, value in what.items()),
-        table_of(counts, found),
+        table_of(counts, metrics),
         sep="\n",
         markup=False,
     )
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        everything = finite({**what, "seed": seed, **counts, **found, "rows": rows})
+        everything = finite({**what, "seed": seed, **counts, **metrics, "rows": rows})
         write_atomically(args.output, json.dumps(everything, indent=1) + "\n")
 
 

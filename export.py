@@ -1,10 +1,10 @@
-"""Weights for others: `python export.py runs/grpo exports/grpo --merge --dtype bf16`, a folder for
-transformers, PEFT or vLLM.
+"""Export weights for transformers, PEFT or vLLM: `python export.py runs/grpo exports/grpo --merge
+--dtype bf16`.
 
 WEIGHTS is a run's folder (its newest checkpoint, or --checkpoint), a checkpoint, or a folder of
-weights. OUT is a new folder. A LoRA result stays an adapter unless --merge. Merging is done in
-fp32, and a head that is tied to the embedding becomes a matrix of its own where it was adapted:
-logits stay those of the run.
+weights. OUT is a new folder. A LoRA adapter stays an adapter unless --merge. Merging is done in
+fp32. A head that is tied to the embedding becomes a separate matrix if it was adapted, so the
+logits equal those of the run.
 """
 
 import argparse
@@ -19,7 +19,7 @@ parser.add_argument(
     "weights", metavar="WEIGHTS", help="a run's folder, a checkpoint, or a folder of weights"
 )
 parser.add_argument(
-    "out", metavar="OUT", type=Path, help="folder to write; new, or empty, unless --overwrite"
+    "out", metavar="OUT", type=Path, help="folder to write; new or empty, unless --overwrite"
 )
 parser.add_argument(
     "--checkpoint", help="of a run: best, or a name in its checkpoints.jsonl (default: the newest)"
@@ -27,23 +27,24 @@ parser.add_argument(
 parser.add_argument(
     "--merge",
     action="store_true",
-    help="merge a LoRA adapter into its base: weights that need nothing else",
+    help="merge a LoRA adapter into its base model",
 )
 parser.add_argument(
     "--overwrite",
     action="store_true",
-    help="replace an earlier export in OUT, once the new one is whole; nothing else",
+    help="replace an earlier export in OUT after the new export is complete; never replaces other "
+    "folders",
 )
 parser.add_argument(
     "--dtype",
     choices=["fp32", "bf16", "fp16"],
     default="fp32",
-    help="of the numbers written (default fp32)",
+    help="data type of the exported weights (default fp32)",
 )
 parser.add_argument(
     "--push",
     metavar="REPO",
-    help="also upload it to this repository of the Hugging Face hub (made private if it is new)",
+    help="also upload to this repository of the Hugging Face hub (created as private if it is new)",
 )
 
 
@@ -53,7 +54,7 @@ def main(args: argparse.Namespace) -> None:
     from rl.run import described, export, push
 
     console = Console(highlight=False, soft_wrap=True)
-    found = export(
+    summary = export(
         args.weights,
         args.out,
         name=args.checkpoint,
@@ -61,7 +62,7 @@ def main(args: argparse.Namespace) -> None:
         dtype=args.dtype,
         overwrite=args.overwrite,
     )
-    console.print(described(found), markup=False)
+    console.print(described(summary), markup=False)
     if args.push:
         console.print(f"pushed to {push(args.out, args.push)}", markup=False)
     console.print(f"Next:\n  python sample.py {shlex.quote(str(args.out))}", markup=False)

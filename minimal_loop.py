@@ -1,5 +1,4 @@
-"""A custom RL loop on the clients' verbs alone: teach a tiny model two-digit addition, then improve
-it by what it tries.
+"""Train a tiny model on two-digit addition with a custom RL loop that uses only the client API.
 
     accelerate launch minimal_loop.py        (or: python minimal_loop.py [--steps 40])
 
@@ -19,8 +18,8 @@ def problem(rng: random.Random) -> tuple[str, str]:
 
 
 def teach(client, renderer, rng: random.Random, steps: int) -> None:
-    """Supervised fine-tuning on answers in which a digit is often wrong: the model learns sums, but
-    answers carelessly.
+    """Fine-tune on answers with frequent wrong digits: the model learns sums, but is often
+    inaccurate.
     """
     for _ in range(steps):
         data = []
@@ -48,15 +47,15 @@ def main(sft_steps: int, steps: int, problems: int = 64, group: int = 8, seed: i
     mean = 0.0
     for step in range(steps):
         sampler = client.save_weights_and_get_sampling_client()
-        asked = [problem(rng) for _ in range(problems)]
+        batch = [problem(rng) for _ in range(problems)]
         prompts = [
             renderer.build_generation_prompt([{"role": "user", "content": question}])
-            for question, _ in asked
+            for question, _ in batch
         ]
-        # 1. sample (they run as one batch)
+        # 1. sample (all prompts run as a single batch)
         futures = [sampler.sample(prompt, group, params) for prompt in prompts]
         data, rewards = [], []
-        for (_, answer), prompt, future in zip(asked, prompts, futures, strict=True):
+        for (_, answer), prompt, future in zip(batch, prompts, futures, strict=True):
             sequences = future.result().sequences
             # 2. evaluate
             scores = [
@@ -90,9 +89,9 @@ def main(sft_steps: int, steps: int, problems: int = 64, group: int = 8, seed: i
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--sft-steps", type=int, default=400, help="steps of supervised teaching before the loop"
+        "--sft-steps", type=int, default=400, help="supervised steps before the loop"
     )
-    parser.add_argument("--steps", type=int, default=40, help="steps of reinforcement learning")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, problems and samples")
+    parser.add_argument("--steps", type=int, default=40, help="reinforcement learning steps")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, problems and samples")
     args = parser.parse_args()
     main(args.sft_steps, args.steps, seed=args.seed)

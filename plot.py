@@ -1,9 +1,9 @@
-"""Draw a run's curves, or compare several runs: `python plot.py runs/addition [runs/other ...] [-o
+"""Plot a run's curves, or compare several runs: `python plot.py runs/addition [runs/other ...] [-o
 curves.png]`.
 
-The picture goes to curves.png in the folder of the run; of several runs to curves.png here; or
-where -o says, a name that ends with .png, .svg or .pdf (or the last of the names, where that is
-one). A folder there: curves.png in it.
+The picture is written to curves.png in the run's folder; for several runs, to curves.png in the
+current folder. -o, or a last name that ends with .png, .svg or .pdf, sets another file; if it is a
+folder, the picture is curves.png in it.
 """
 
 import argparse
@@ -21,10 +21,13 @@ parser.add_argument(
     "-o",
     "--out",
     type=Path,
-    help=f"picture to write (default: {CURVES} in the run's folder; of several runs, here)",
+    help=f"picture to write (default: {CURVES} in the run's folder; for several runs, in the "
+    "current folder)",
 )
 parser.add_argument(
-    "--labels", nargs="+", help="names in the legend, one a run (default: the folders' names)"
+    "--labels",
+    nargs="+",
+    help="names in the legend, in the order of the runs (default: the folders' names)",
 )
 
 
@@ -37,7 +40,7 @@ def main() -> int:
     ):
         *args.runs, last = args.runs
         if args.out is not None:
-            parser.error(f"{last} and -o {args.out} both name the picture: give one of them")
+            parser.error(f"{last} and -o {args.out} both name the picture: pass only one of them")
         args.out = last
     first = args.runs[0] if args.runs[0].is_dir() else args.runs[0].parent
     default = first / CURVES if len(args.runs) == 1 else Path(CURVES)

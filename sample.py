@@ -1,10 +1,10 @@
-"""Ask saved weights: `python sample.py runs/addition --prompt "12+34=" -n 4`.
+"""Sample from saved weights: `python sample.py runs/addition --prompt "12+34=" -n 4`.
 
 WEIGHTS is a run's folder (its newest checkpoint, or --checkpoint), a folder of weights, a hub name
-or tiny:<preset>. Without --prompt, prompts are read line by line: from a pipe, or as you type them
-(Ctrl-D ends); with --dataset they are its rows. Besides those below it takes every flag that says
-how data is read and asked, as train.py does (docs/data.md): --prompt-column,
---prompt-suffix, --template.enable_thinking false, --stop, ...
+or tiny:<preset>. Without --prompt, prompts are read line by line from standard input: a pipe or the
+terminal (Ctrl-D ends). With --dataset, the prompts are its rows. All flags of train.py on reading
+data and building prompts are accepted too (docs/data.md): --prompt-column, --prompt-suffix,
+--template.enable_thinking false, --stop, ...
 """
 
 import argparse
@@ -22,59 +22,67 @@ parser.add_argument(
 parser.add_argument(
     "--checkpoint", help="of a run: best, or a name in its checkpoints.jsonl (default: the newest)"
 )
-parser.add_argument("--prompt", nargs="+", help="what to ask, one or several")
+parser.add_argument("--prompt", nargs="+", help="prompts to sample from")
 parser.add_argument(
     "--dataset",
-    help="ask the rows of a file, folder or hub data set (their test split, if they have one)",
+    help="use the rows of a file, folder or hub data set as prompts (its test split, if it has "
+    "one)",
 )
 parser.add_argument(
     "--image",
     nargs="+",
     default=[],
-    help="files that are shown with every prompt, to a model that sees",
+    help="image files added to every prompt, for vision models",
 )
 parser.add_argument(
-    "--limit", type=int, default=5, help="of --dataset the first so many rows (default 5)"
+    "--limit", type=int, default=5, help="number of rows of --dataset, from the first (default 5)"
 )
-parser.add_argument("-n", type=int, default=1, help="answers to each prompt (default 1)")
+parser.add_argument("-n", type=int, default=1, help="samples for each prompt (default 1)")
 parser.add_argument("--temperature", type=float, help="0 is greedy (default: the run's, else 1)")
 parser.add_argument(
     "--top-k",
     type=int,
     default=-1,
-    help="sample from the k most probable tokens alone (default -1: all)",
+    help="sample from the k most probable tokens only (default -1: all)",
 )
 parser.add_argument(
     "--top-p",
     type=float,
     default=1.0,
-    help="sample from the fewest tokens that hold this probability (default 1)",
+    help="sample from the smallest set of tokens with this probability (default 1)",
 )
-parser.add_argument("--max-tokens", type=int, help="longest answer (default: the run's, else 256)")
 parser.add_argument(
-    "--seed", type=int, default=0, help="the same seed gives the same answers (default 0)"
+    "--max-tokens", type=int, help="maximum tokens of a response (default: the run's, else 256)"
+)
+parser.add_argument(
+    "--seed",
+    type=int,
+    default=0,
+    help="sampling seed: the same seed gives the same samples (default 0)",
 )
 parser.add_argument(
     "--sampler-tp",
     type=int,
     default=1,
-    help="so many processes of a machine hold the weights together (default 1)",
+    help="tensor parallel size: number of processes that share the weights (default 1)",
 )
 parser.add_argument(
     "--renderer",
     help="chat_template, role_colon or plain (default: the run's, else by the tokenizer)",
 )
 parser.add_argument(
-    "--system-prompt", help="put before every prompt (default: the run's, else none)"
+    "--system-prompt", help="system prompt before every prompt (default: the run's, else none)"
 )
 
 
 def prompts(given: list[str] | None) -> Iterator[str]:
-    """Those of the command line, else lines of the input until it ends; empty ones are passed over."""
-    shown = "> " if sys.stdin.isatty() else ""
+    """Iterate over the command line's prompts; without them, over non-empty lines of standard
+    input.
+    """
+    prefix = "> " if sys.stdin.isatty() else ""
     while given is None:
         try:
-            line = input(shown)
+            line = input(prefix)
         except EOFError:
             return
         if line.strip():
@@ -136,7 +144,10 @@ def main(args: argparse.Namespace) -> None:
             for sequence in sampler.sample(tokens, args.n, params).result().sequences:
                 message, ended = renderer.parse_response(sequence.tokens)
                 mean = sum(sequence.logprobs or []) / max(1, len(sequence.tokens))
-                note = f"  [mean logprob {mean:.4f}, {len(sequence.tokens)} tokens{'' if ended else ', cut off'}]"
+                note = (
+                    f"  [mean logprob {mean:.4f}, {len(sequence.tokens)} "
+                    f"tokens{'' if ended else ', cut off'}]"
+                )
                 console.print(Text(str(message["content"])).append(note, style="dim"))
 
 
@@ -159,5 +170,5 @@ if __name__ == "__main__":
     from rl.run import guarded
 
     sys.exit(
-        guarded(lambda: main(args), see="python sample.py --help", outcome="nothing more is asked")
+        guarded(lambda: main(args), see="python sample.py --help", outcome="no further sampling")
     )

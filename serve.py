@@ -1,9 +1,9 @@
 """Serve models: `python serve.py --base-model Qwen/Qwen3-0.6B --port 8000 --output-dir
 runs/served`, or under `accelerate launch`.
 
-The `tinker` SDK trains and samples against it (TINKER_BASE_URL=http://localhost:8000, and any key
-that begins with tml-), and whatever speaks to an OpenAI-style endpoint samples from it
-(OPENAI_BASE_URL=http://localhost:8000/v1). docs/serving.md tells more.
+The `tinker` SDK trains and samples with this server (TINKER_BASE_URL=http://localhost:8000, and any
+key that begins with tml-). Clients of OpenAI-style endpoints sample from it
+(OPENAI_BASE_URL=http://localhost:8000/v1). See docs/serving.md.
 """
 
 import argparse
@@ -13,88 +13,113 @@ import sys
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
 )
-parser.add_argument("--base-model", action="append", required=True, metavar="NAME[=WHERE[,TOKENIZER]]",
-                    help="a hub name, folder or tiny:<preset>; =WHERE: served under another name; may be repeated")  # fmt: skip
+parser.add_argument(
+    "--base-model",
+    action="append",
+    required=True,
+    metavar="NAME[=WHERE[,TOKENIZER]]",
+    help="a hub name, folder or tiny:<preset>; =WHERE: serve it under this name; may be repeated",
+)
 parser.add_argument(
     "--output-dir",
-    help="where everything is written that clients save (default: runs/served-<time>)",
+    help="folder for all data that clients save (default: runs/served-<time>)",
 )
 parser.add_argument(
-    "--host", default="127.0.0.1", help="another one than loopback takes keys (default 127.0.0.1)"
+    "--host",
+    default="127.0.0.1",
+    help="address to listen on; other than loopback requires keys (default 127.0.0.1)",
 )
 parser.add_argument(
-    "--port", type=int, default=8000, help="0 takes any that is free, and says which (default 8000)"
+    "--port",
+    type=int,
+    default=8000,
+    help="port; 0 selects a free port and prints it (default 8000)",
 )
 parser.add_argument(
     "--keys-file",
-    help="a key a line; each is a tenant of its own (also WHETSTONE_SERVE_KEYS, comma-separated)",
+    help="file with a key per line, each a separate tenant (also WHETSTONE_SERVE_KEYS, "
+    "comma-separated)",
 )
-parser.add_argument("--tls-cert", help="a certificate file, to serve over https")
-parser.add_argument("--tls-key", help="its key file")
+parser.add_argument("--tls-cert", help="certificate file, to serve over https")
+parser.add_argument("--tls-key", help="key file of the certificate")
 parser.add_argument(
     "--seed",
     type=int,
     default=0,
-    help="of samples that are drawn without a seed of their own (default 0)",
+    help="sampling seed of requests without a seed (default 0)",
 )
 parser.add_argument(
     "--resume",
     action="store_true",
-    help="go on with what is in --output-dir: sessions, models, paths",
+    help="continue from --output-dir: sessions, models, paths",
 )
 parser.add_argument(
     "--durable",
     action="store_true",
-    help="write each model after every update, so that even SIGKILL loses none",
+    help="write each model after every update, so that even SIGKILL loses no update",
 )
-parser.add_argument("--sampler-tp", type=int, default=1, metavar="K",
-                    help="under accelerate launch: so many processes of a machine hold the weights together (default 1)")  # fmt: skip
 parser.add_argument(
-    "--renderer", help="how chat is turned into tokens (default: the model's own chat template)"
+    "--sampler-tp",
+    type=int,
+    default=1,
+    metavar="K",
+    help="under accelerate launch: tensor parallel size, the number of processes "
+    "that share the weights (default 1)",
 )
-parser.add_argument("--stop-grace", type=float, default=60.0, metavar="SECONDS",
-                    help="from SIGTERM to exit: running work gets a third, then models are written (default 60)")  # fmt: skip
+parser.add_argument(
+    "--renderer", help="renderer that converts chats to tokens (default: the model's chat template)"
+)
+parser.add_argument(
+    "--stop-grace",
+    type=float,
+    default=60.0,
+    metavar="SECONDS",
+    help="from SIGTERM to exit: running work gets a third, then models are written (default 60)",
+)
 limits = parser.add_argument_group(
-    "limits", "with several tenants, each may hold at most half of what the others leave free"
+    "limits",
+    "with several tenants, each may hold at most half of the capacity that the others leave free",
 )
-limits.add_argument("--body-bytes", type=int, help="of one request (default 256 MiB)")
+limits.add_argument("--body-bytes", type=int, help="bytes of a request's body (default 256 MiB)")
 limits.add_argument(
-    "--header-seconds", type=float, help="for a request's line and headers to come (default 20)"
+    "--header-seconds", type=float, help="time limit of a request's line and headers (default 20)"
 )
 limits.add_argument(
     "--body-seconds",
     type=float,
-    help="for its body to come, and 1 more for every 64 KiB (default 60)",
+    help="time limit of a request's body, plus 1 for every 64 KiB (default 60)",
 )
 limits.add_argument(
     "--held-bytes",
     type=int,
-    help="of requests that wait and of answers that are kept (default 1 GiB)",
+    help="bytes of waiting requests and kept responses (default 1 GiB)",
 )
-limits.add_argument("--open-requests", type=int, help="answered at once (default 2048)")
-limits.add_argument("--queued", type=int, help="requests that wait (default 4096)")
-limits.add_argument("--tokens", type=int, help="of one request (default 4000000)")
-limits.add_argument("--sessions", type=int, help="alive at once (default 256)")
 limits.add_argument(
-    "--models", type=int, help="training clients, in memory or written out (default 64)"
+    "--open-requests", type=int, help="requests processed concurrently (default 2048)"
+)
+limits.add_argument("--queued", type=int, help="waiting requests (default 4096)")
+limits.add_argument("--tokens", type=int, help="tokens of a request (default 4000000)")
+limits.add_argument("--sessions", type=int, help="concurrent sessions (default 256)")
+limits.add_argument(
+    "--models", type=int, help="training clients, in memory or on disk (default 64)"
 )
 limits.add_argument(
     "--models-in-memory",
     type=int,
-    help="the least recently used is written out and read back (default 8)",
+    help="models in memory; the least recently used moves to disk until its next use (default 8)",
 )
 limits.add_argument(
     "--samplers",
     type=int,
-    help="sampling sessions; then the tenant with the most loses its oldest (default 4096)",
+    help="sampling sessions; beyond it, the tenant with the most loses its oldest (default 4096)",
 )
 limits.add_argument(
-    "--samplers-in-memory", type=int, help="sampling sessions whose weights are held (default 64)"
+    "--samplers-in-memory", type=int, help="sampling sessions with weights in memory (default 64)"
 )
 limits.add_argument(
     "--session-seconds",
     type=float,
-    help="without a heartbeat until a session's memory is given back (default 900)",
+    help="time without a heartbeat after which a session's memory is freed (default 900)",
 )
 
 if __name__ == "__main__":
@@ -114,7 +139,8 @@ if __name__ == "__main__":
         ]
         if lacking:
             raise UserError(
-                f"serving needs packages that are not here ({', '.join(lacking)}): pip install -r requirements-serve.txt"
+                f"serving needs packages that are not installed ({', '.join(lacking)}): pip "
+                "install -r requirements-serve.txt"
             )
         from rl.serve import main
 

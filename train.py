@@ -1,8 +1,8 @@
 """Train a language model: `accelerate launch train.py [METHOD] [RECIPE.yaml] [--flags]`, or plain
 `python train.py`.
 
-No words at all run the default recipe, recipes/addition.yaml. `--help` lists methods and recipes,
-`METHOD --help` every setting.
+Without arguments it runs the default recipe, recipes/addition.yaml. `--help` lists methods and
+recipes, `METHOD --help` all settings.
 """
 
 import sys
@@ -12,7 +12,7 @@ from rl.quick import beside, quick
 
 
 def follow(*ends):
-    """In a process beside this one: what a plan takes long to know (rl.memory)."""
+    """Run the slow preparations of a memory plan (rl.memory) in a helper process."""
     from rl.memory import follow
 
     follow(*ends)
@@ -34,6 +34,8 @@ if __name__ == "__main__":
     )
     quick()
 
-    from rl.run import main  # torch and everything heavy, once there is something to run
+    from rl.run import (
+        main,
+    )  # torch and all large modules, imported only after the arguments are parsed
 
     sys.exit(main(run, helpers))

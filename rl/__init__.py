@@ -1,8 +1,8 @@
-"""Whetstone: reinforcement learning for language models on your own GPUs.
+"""Expose the public API of Whetstone: reinforcement learning for language models on your GPUs.
 
     from rl import ServiceClient, types, renderers
 
-Everything is imported when it is first asked for, so that `import rl` costs nothing.
+Names are imported on first access, so `import rl` costs nothing.
 """
 
 from __future__ import annotations
@@ -101,55 +101,57 @@ _FACE: dict[str, tuple[str, str | None]] = {
     "types": ("rl.types", None),
 }
 _TYPES = (
-    "AdamOptimizerConfig", "AdamParams", "Checkpoint", "CheckpointType", "Datum", "EncodedTextChunk",
-    "ForwardBackwardOutput", "GetInfoResponse", "ImageChunk", "LoraConfig", "LossFnType", "ModelID", "ModelInput",
-    "ModelInputChunk", "OptimParams", "OptimStepResponse", "PromptProvenanceSpan", "SampleResponse",
-    "SampledProvenanceSpan", "SampledSequence", "SamplingParams", "StopReason", "TensorData", "TensorDtype",
-    "TrainingRun",
+    "AdamOptimizerConfig", "AdamParams", "Checkpoint", "CheckpointType", "Datum",
+    "EncodedTextChunk", "ForwardBackwardOutput", "GetInfoResponse", "ImageChunk", "LoraConfig",
+    "LossFnType", "ModelID", "ModelInput", "ModelInputChunk", "OptimParams", "OptimStepResponse",
+    "PromptProvenanceSpan", "SampleResponse", "SampledProvenanceSpan", "SampledSequence",
+    "SamplingParams", "StopReason", "TensorData", "TensorDtype", "TrainingRun",
 )  # fmt: skip
 _ERRORS = (
-    "APIConnectionError", "APIError", "APIResponseValidationError", "APIStatusError", "APITimeoutError",
-    "AuthenticationError", "BadRequestError", "BillingError", "ConflictError", "InternalServerError", "NotFoundError",
-    "PermissionDeniedError", "RateLimitError", "RequestFailedError", "TinkerError", "UnprocessableEntityError",
-    "UserError",
+    "APIConnectionError", "APIError", "APIResponseValidationError", "APIStatusError",
+    "APITimeoutError", "AuthenticationError", "BadRequestError", "BillingError", "ConflictError",
+    "InternalServerError", "NotFoundError", "PermissionDeniedError", "RateLimitError",
+    "RequestFailedError", "TinkerError", "UnprocessableEntityError", "UserError",
 )  # fmt: skip
 _FACE |= {name: ("rl.types", name) for name in _TYPES} | {
     name: ("rl.errors", name) for name in _ERRORS
 }
 
-# Names of Tinker's client that mean nothing without its service.
+# Names of Tinker's client that have no meaning without its service.
 _ELSEWHERE = {
-    "AdminClient": "there is no organisation to administer",
-    "auth": "there is no account and no key",
+    "AdminClient": "organisations do not exist here",
+    "auth": "accounts and keys do not exist here",
     "DimuonOptimizerConfig": "the optimizer is AdamW: types.AdamOptimizerConfig",
     "DimuonParams": "the optimizer is AdamW: types.AdamParams",
     "DmelChunk": "models here read text",
-    "OptimStepRequest": "verbs are called, no requests are made",
+    "OptimStepRequest": "the API is method calls, not request objects",
     "ParsedCheckpointTinkerPath": "a checkpoint's path is its folder: use pathlib",
-    "RequestOptions": "nothing is sent over a network",
-    "SampleRequest": "verbs are called, no requests are made",
-    "Timeout": "nothing is sent over a network; a future's result() takes a timeout",
+    "RequestOptions": "no network is involved",
+    "SampleRequest": "the API is method calls, not request objects",
+    "Timeout": "no network is involved; a future's result() takes a timeout",
 }
 
 __all__ = [
-    "APIConnectionError", "APIError", "APIFuture", "APIResponseValidationError", "APIStatusError", "APITimeoutError",
-    "AdamOptimizerConfig", "AdamParams", "AuthenticationError", "BackcompatSamplingClientFuture",
-    "BackcompatTrainingClientFuture", "BadRequestError", "BillingError", "Checkpoint", "CheckpointType",
-    "ConflictError", "Datum", "EncodedTextChunk", "ForwardBackwardOutput", "GetInfoResponse", "ImageChunk",
-    "InternalServerError", "LoRAConfig", "LoraConfig", "LossFnType", "LossHandle", "ModelID", "ModelInput",
-    "ModelInputChunk", "NotFoundError", "OptimParams", "OptimStepResponse", "PerDatumLossFn", "PermissionDeniedError",
+    "APIConnectionError", "APIError", "APIFuture", "APIResponseValidationError", "APIStatusError",
+    "APITimeoutError", "AdamOptimizerConfig", "AdamParams", "AuthenticationError",
+    "BackcompatSamplingClientFuture", "BackcompatTrainingClientFuture", "BadRequestError",
+    "BillingError", "Checkpoint", "CheckpointType", "ConflictError", "Datum", "EncodedTextChunk",
+    "ForwardBackwardOutput", "GetInfoResponse", "ImageChunk", "InternalServerError", "LoRAConfig",
+    "LoraConfig", "LossFnType", "LossHandle", "ModelID", "ModelInput", "ModelInputChunk",
+    "NotFoundError", "OptimParams", "OptimStepResponse", "PerDatumLossFn", "PermissionDeniedError",
     "PromptProvenanceSpan", "RateLimitError", "RequestFailedError", "RestClient", "SampleResponse",
-    "SampledProvenanceSpan", "SampledSequence", "SamplingClient", "SamplingParams", "ServiceClient", "StopReason",
-    "TensorData", "TensorDtype", "TinkerError", "TrainingClient", "TrainingConfig", "TrainingRun",
-    "UnprocessableEntityError", "UserError", "get_tokenizer", "model_info", "register_reward", "renderers",
-    "resolve_reward", "rewards", "train", "types",
+    "SampledProvenanceSpan", "SampledSequence", "SamplingClient", "SamplingParams", "ServiceClient",
+    "StopReason", "TensorData", "TensorDtype", "TinkerError", "TrainingClient", "TrainingConfig",
+    "TrainingRun", "UnprocessableEntityError", "UserError", "get_tokenizer", "model_info",
+    "register_reward", "renderers", "resolve_reward", "rewards", "train", "types",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name in _ELSEWHERE:
         raise AttributeError(
-            f"rl has no {name}: {_ELSEWHERE[name]} (docs/tinker.md says what else differs from Tinker's client)"
+            f"rl has no {name}: {_ELSEWHERE[name]} (docs/tinker.md lists all differences "
+            "from Tinker's client)"
         )
     if name not in _FACE:
         raise AttributeError(
@@ -165,9 +167,7 @@ def __dir__() -> list[str]:
 
 
 class _Late(ModuleType):
-    """A module under an address that scripts import it from; loaded when something of it is asked
-    for.
-    """
+    """Stand in for a module at the address that scripts import; load its attributes on access."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.modules[__name__].__getattr__(self.__name__.rpartition(".")[2]), name)

@@ -1,5 +1,5 @@
-"""What a user is meant to read: errors, shown without a traceback by the command line, and remarks,
-for which nothing ends.
+"""Define the errors shown to users (without a traceback on the command line) and remarks, which are
+warnings.
 """
 
 import os
@@ -8,13 +8,13 @@ from typing import Any
 
 
 class TinkerError(Exception):
-    """The root of the errors that Tinker's client names, so that `except rl.TinkerError` means here
-    what it means there.
+    """Base class of the errors of Tinker's API, so that `except rl.TinkerError` works as in
+    Tinker's client.
     """
 
 
 class APIError(TinkerError):
-    """`message`: what went wrong. `body`: nothing here, where no server answers."""
+    """Report an API error. `message`: description. `body`: always None here, without a server."""
 
     def __init__(self, message: str = "", *_: Any, **__: Any):
         super().__init__(message)
@@ -23,23 +23,27 @@ class APIError(TinkerError):
 
 
 class APIStatusError(APIError):
-    """An answer of a server with this `status_code`; here, what would have been one."""
+    """Report what a server would answer with this `status_code`."""
 
     status_code = 400
 
 
 class BadRequestError(APIStatusError, ValueError):
-    """A verb was called with what it cannot do: what it got, what was expected, and the remedy."""
+    """Reject the arguments of an API call. The message has the received and expected value, and the
+    remedy.
+    """
 
 
 class UserError(BadRequestError):
-    """Something the user can set right: the message gives the value, what was expected, and the
+    """Report an error that the user can fix. The message has the value, the expected value, and the
     remedy.
     """
 
 
 class RequestFailedError(TinkerError):
-    """A verb failed while it ran. `category` and `request_id` as in Tinker's client."""
+    """Report a call that failed during execution. `category` and `request_id` as in Tinker's
+    client.
+    """
 
     def __init__(self, message: str = "", request_id: str = "", category: str = "unknown"):
         super().__init__(message, request_id, category)
@@ -49,8 +53,7 @@ class RequestFailedError(TinkerError):
         return self.message
 
 
-# Never raised here, where there is no server and no account: scripts written for Tinker's client
-# name them in `except`.
+# Never raised here, without server and account: scripts for Tinker's client name them in `except`.
 
 
 class APIConnectionError(APIError):
@@ -98,11 +101,11 @@ class InternalServerError(APIStatusError):
 
 
 class RunFolderError(UserError):
-    """A run's folder cannot be used as asked; the message says what to do."""
+    """Reject a run's folder for the requested use. The message names the remedy."""
 
 
 class UnusedSetting(ValueError):
-    """A setting was given that has no effect beside the others. `name`: which."""
+    """Reject a setting that has no effect with the other settings. `name`: the setting."""
 
     def __init__(self, name: str, text: str):
         super().__init__(text)
@@ -110,20 +113,20 @@ class UnusedSetting(ValueError):
 
 
 class FailedElsewhere(Exception):
-    """Another rank could not do its part: this one leaves off as well. Never shown: the other
-    rank's error is.
-    """
+    """End this rank after another rank failed. Never shown: the other rank's error is."""
 
 
 class RankLost(RuntimeError):
-    """Another rank ended, hangs, or fell out of step: this run cannot go on. The message names the
-    rank, its host and process.
+    """Report that another rank ended, hangs, or is out of step, so this run cannot continue.
+
+    The message names the rank, its host and process.
     """
 
 
 def remark(text: str, stacklevel: int = 3) -> None:
-    """A warning on rank 0 alone: every rank finds the same. `stacklevel` as in `warnings.warn`; 3
-    names the caller's caller.
+    """Warn on rank 0 only, since every rank detects the same condition.
+
+    `stacklevel` as in `warnings.warn`; 3 names the caller's caller.
     """
     if int(os.environ.get("RANK", "0")) == 0:
         warnings.warn(text, stacklevel=stacklevel)

@@ -1,4 +1,4 @@
-"""Rows of JSON in files, strict and whole, and the names of a run's metrics file."""
+"""Read and write rows of strict JSON, and name a run's metrics file."""
 
 from __future__ import annotations
 
@@ -17,24 +17,22 @@ METRICS = "metrics.jsonl"
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write the whole file or leave the old one, also after a power cut."""
-    aside = path.with_name(path.name + ".tmp")
-    with aside.open("w", encoding="utf-8", errors="replace") as file:
+    """Replace the file atomically: after a crash or power cut, it has its old or new content."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8", errors="replace") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(aside, path)
+    os.replace(temporary, path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the new name itself: what it replaces may be removed next
+        os.fsync(folder)  # the directory entry: the caller may remove the replaced data next
     finally:
         os.close(folder)
 
 
 def finite(value: Any) -> Any:
-    """`value` with numbers as Python's own, and null for what strict JSON cannot say (NaN,
-    infinity).
-    """
+    """Convert numbers to Python's types, and NaN and infinity, which strict JSON lacks, to None."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, Mapping):
@@ -50,10 +48,10 @@ def finite(value: Any) -> Any:
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """One line of strict JSON, keys in their given order. ValueError for NaN and infinity: pass the
-    row through `finite`.
+    """Return a line of strict JSON, with keys in their order.
 
-    Half of a surrogate pair, which UTF-8 has no bytes for, is written as JSON's own escape.
+    Half of a surrogate pair, which UTF-8 cannot encode, is written as a JSON escape. Raises
+    ValueError for NaN and infinity: pass the row through `finite`.
     """
     return (
         json.dumps(row, ensure_ascii=False, allow_nan=False)
@@ -64,8 +62,10 @@ def json_line(row: Mapping[str, Any]) -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a .jsonl file. An unfinished last line (a killed writer) is left out; any other
-    bad line is an error.
+    """Read the rows of a .jsonl file.
+
+    An unfinished last line (of a killed writer) is skipped; any other malformed line raises
+    UserError.
     """
     if not path.exists():
         return []
@@ -73,7 +73,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-    unfinished = lines.pop()  # b"" where the last line was finished
+    unfinished = lines.pop()  # b"" if the last line is complete
     rows = [_row(line, f"{path} line {number}") for number, line in enumerate(lines, start=1)]
     if unfinished:
         try:
@@ -90,40 +90,42 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
         raise UserError(f"{where} is not JSON ({error}); repair or delete that line") from error
     if not isinstance(row, dict):
         raise UserError(
-            f"{where} is no JSON object but a {type(row).__name__}; repair or delete that line"
+            f"{where} is a {type(row).__name__}, expected a JSON object; repair or delete that line"
         )
     return row
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl: "step" counts upwards, "stage" is a text, other values are
-    numbers, texts or null.
+    """Read the rows of a metrics.jsonl and validate them.
 
-    UserError naming the first line that is none of that.
+    "step" is ascending, "stage" is a string, other values are numbers, strings or null. Raises
+    UserError naming the first invalid line.
     """
     rows = read_rows(path)
     last = 0
     for number, row in enumerate(rows, start=1):
-        step, wrong = row.get("step"), None
+        step, problem = row.get("step"), None
         if not isinstance(step, int) or isinstance(step, bool) or step < last:
-            wrong = f"its step is {step!r:.40} where a whole number from {last} on was expected"
+            problem = f"its step is {step!r:.40}, expected a whole number of at least {last}"
         elif not isinstance(row.get("stage", ""), str):
-            wrong = f"its stage is {row['stage']!r:.40} where a name was expected"
+            problem = f"its stage is {row['stage']!r:.40}, expected a name"
         else:
-            odd = next((key for key, value in row.items() if not _is_metric(value)), None)
-            wrong = (
+            bad_key = next((key for key, value in row.items() if not _is_metric(value)), None)
+            problem = (
                 None
-                if odd is None
-                else f"its {odd[:40]} is {row[odd]!r:.40} where a number was expected"
+                if bad_key is None
+                else f"its {bad_key[:40]} is {row[bad_key]!r:.40}, expected a number"
             )
-        if wrong is not None:
-            raise UserError(f"{path} line {number}: {wrong}; repair that line")
+        if problem is not None:
+            raise UserError(f"{path} line {number}: {problem}; repair that line")
         last = row["step"]
     return rows
 
 
 def _is_metric(value: Any) -> bool:
-    """No number beyond a float's: JSON's integers have no end, and some write infinity."""
+    """Return whether a value is a metric within float's range: JSON's integers are unbounded, and
+    some writers emit infinity.
+    """
     return (
         value is None
         or isinstance(value, (str, bool))

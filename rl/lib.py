@@ -1,5 +1,6 @@
-"""The clients at the addresses that they have in Tinker's client: `lib.public_interfaces`, a module
-for each there, one here.
+"""Provide the clients at their addresses in Tinker's client, `lib.public_interfaces`.
+
+Tinker has a module for each client; here all these addresses are this module.
 """
 
 from __future__ import annotations

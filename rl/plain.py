@@ -1,35 +1,36 @@
-"""Text of others made fit to print: bounded, without escape sequences, and such that every stream
-can encode it.
+"""Sanitize foreign text for printing: bounded length, no escape sequences, encodable by every
+stream.
 """
 
 from __future__ import annotations
 
 import re
 
-MOST = 4000  # characters of one message: what a person reads
+MOST = 4000  # characters of a single message, for a human reader
 
-# What moves a cursor, changes colours, sets a title or a link, whole: CSI; OSC, DCS and their like
-# up to their end; two-character ones.
+# Complete sequences that move the cursor, or set colours, a title or a link: CSI; OSC, DCS and
+# similar ones up to their end; two-character sequences.
 _ESCAPES = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_].*?(?:\x07|\x1b\\|\x9c|$)|\x1b[ -/]*[0-~]|\x9b[0-?]*[ -/]*[@-~]",
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_].*?(?:\x07|\x1b\\|\x9c|$)"
+    r"|\x1b[ -/]*[0-~]|\x9b[0-?]*[ -/]*[@-~]",
     re.DOTALL,
 )
-# Other control characters (C0 but tab and newline, DEL, C1) and marks that turn the direction of
-# writing around.
+# Other control characters (C0 except tab and newline, DEL, C1) and marks that reverse the direction
+# of writing.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _SURROGATES = re.compile("[\ud800-\udfff]")  # halves of pairs, which no stream can encode
 
 
 def plain_text(text: str, limit: int) -> str:
-    """`text` in at most about `limit` characters (the middle left out, and how much), escape
-    sequences removed, lines kept.
+    """Return `text` without escape sequences, truncated in the middle to about `limit` characters.
 
-    Characters that cannot be printed are shown as \\x1b, \\ud800 and the like.
+    A note replaces the omitted middle and counts its characters. Lines are kept. Unprintable
+    characters are shown as \\x1b, \\ud800 and so on.
     """
-    left_out = len(text) - limit
-    if left_out > 0:  # before anything that takes time in its length
+    omitted = len(text) - limit
+    if omitted > 0:  # truncate before any step that takes time in the length
         head, tail = text[: limit * 3 // 4], text[len(text) - limit // 4 :]
-        return f"{_printable(head)} [... {left_out} characters left out ...] {_printable(tail)}"
+        return f"{_printable(head)} [... {omitted} characters omitted ...] {_printable(tail)}"
     return _printable(text)
 
 
@@ -39,13 +40,13 @@ def _printable(text: str) -> str:
 
 
 def printable(text: str, most: int = MOST, encoding: str = "utf-8") -> str:
-    """As `plain_text`, for a message: control characters are left out, not named, and what
-    `encoding` lacks is escaped.
+    """Return `text` for a message: like `plain_text`, but without control characters, and escaped
+    for `encoding`.
     """
     if len(text) > most:
         head, tail = most * 3 // 4, most // 4
         text = (
-            f"{text[:head]} ... ({len(text) - head - tail} characters left out) ... {text[-tail:]}"
+            f"{text[:head]} ... ({len(text) - head - tail} characters omitted) ... {text[-tail:]}"
         )
     text = _CONTROLS.sub("", _ESCAPES.sub("", text.replace("\r\n", "\n")))
     return _SURROGATES.sub("\ufffd", text).encode(encoding, "backslashreplace").decode(encoding)
@@ -57,11 +58,12 @@ def _named(match: re.Match[str]) -> str:
 
 
 def says(error: BaseException, limit: int = 2000) -> str:
-    """An exception as "Type: text", made plain. Its text is code of whoever raised it, which may
-    itself fail.
+    """Return an exception as sanitized "Type: text".
+
+    Its `__str__` is foreign code, which may fail.
     """
     try:
         text = str(error)
-    except Exception as second:  # boundary: somebody's __str__
-        text = f"(its text could not be had: {type(second).__name__})"
+    except Exception as str_error:  # boundary: a foreign __str__
+        text = f"(its text could not be computed: {type(str_error).__name__})"
     return plain_text(f"{type(error).__name__}: {text}", limit)

@@ -1,4 +1,4 @@
-"""Commands that start and end quickly, though they import torch and transformers."""
+"""Shorten the start and the exit of commands that import torch and transformers."""
 
 from __future__ import annotations
 
@@ -12,48 +12,47 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_WAYS = 2  # processes that are asked side by side
+_WAYS = 2  # number of connections to the helper process
 
 
 def quick() -> None:
-    """Called by a script before it imports anything large.
+    """Reduce garbage collection. Call it before any large import.
 
-    A million objects that stay come with the imports: Python's collector looks at them again and
-    again while they come, and once more when the process ends, some two of the six seconds of a
-    short command. Here it looks less often, and not at the end.
+    The imports create a million permanent objects. Python's collector traverses them repeatedly
+    during the imports, and again at exit: about two of the six seconds of a short command. This
+    makes the collector run less often, and not at exit.
     """
     gc.set_threshold(50_000)
     atexit.register(gc.freeze)  # registered first, so called last
 
 
 def beside(work: Callable[..., None]) -> Sequence[Any]:
-    """Starts a process that does `work`, called with its ends of some connections
-    (multiprocessing's); returns the other ends.
+    """Fork a process that calls `work` with its ends of some connections; return the other ends.
 
-    For a script's very beginning: what that process imports it imports while this one goes on. None
-    are returned where that would gain nothing (a single core), where another rank does the work, or
-    where processes cannot be forked. It ends with this one, and says nothing.
+    The connections are multiprocessing's. Call it at the start of a script: the process imports its
+    modules while the script continues. Returns no ends on a single core (no gain), on ranks other
+    than 0, or if forking fails. The process ends with this process and prints nothing.
     """
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
     if cores < 2 or os.environ.get("RANK", "0") != "0":
         return ()
     from multiprocessing.connection import Pipe
 
-    ours, theirs = zip(*(Pipe() for _ in range(_WAYS)), strict=True)
+    parent_ends, child_ends = zip(*(Pipe() for _ in range(_WAYS)), strict=True)
     try:
         child = os.fork()
     except OSError:
         return ()
     if child == 0:
-        _work_alone(work, ours, theirs)
-    for end in theirs:
+        _work_alone(work, parent_ends, child_ends)
+    for end in child_ends:
         end.close()
     atexit.register(_end, child)
-    return ours
+    return parent_ends
 
 
 def _work_alone(work: Callable[..., None], ours: Sequence[Any], theirs: Sequence[Any]) -> None:
-    """All that the process does. Processes that it forks end with it, too."""
+    """Run the helper process. Processes that it forks also end with it."""
     with contextlib.suppress(BaseException):
         _end_with_the_parent()
         os.register_at_fork(after_in_child=_end_with_the_parent)

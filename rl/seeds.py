@@ -1,4 +1,4 @@
-"""One seed, many independent streams."""
+"""Derive independent seeds from a single seed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import hashlib
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed that is a fixed function of `parts` (BLAKE2b), on every machine and version."""
+    """Return a 63-bit seed that is a fixed function of `parts` (BLAKE2b) on every machine and
+    version.
+    """
     text = "/".join(str(part) for part in parts).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

@@ -114,7 +114,7 @@ def test_printable(text: str, shown: str) -> None:
 
 def test_printable_bounds_and_encodes() -> None:
     long = printable("x" * 10_000_000)
-    assert len(long) < 4100 and "9996000 characters left out" in long
+    assert len(long) < 4100 and "9996000 characters omitted" in long
     assert printable("é日", encoding="ascii") == "\\xe9\\u65e5"
 
 

@@ -119,24 +119,24 @@ def test_the_forms_of_tests():
         {"test_a.py": "x"}
     )
     for tests, said in (
-        (None, "nothing to test by"),
-        ([], "one assert or more"),
-        ([3], "each a text"),
+        (None, "problem has no tests"),
+        ([], "at least 1 assert"),
+        ([3], "each a string"),
         ({"style": "guess"}, "has a style"),
         (
             {"style": "calls", "cases": []},
-            "of style calls has cases, compare, function; this has cases",
+            "of style calls has cases, compare, function; got cases",
         ),
         (
             {"style": "calls", "function": "f", "cases": [[1]]},
-            "each of an input and what is expected",
+            "each a pair of input and expected result",
         ),
-        ({"style": "asserts", "asserts": ["x"], "timeout": 3}, "this has asserts, timeout"),
+        ({"style": "asserts", "asserts": ["x"], "timeout": 3}, "got asserts, timeout"),
     ):
         with pytest.raises(ValueError, match=said):
             code.tests_of({"tests": tests} if tests is not None else {"answer": "3"})
     with pytest.raises(
-        ValueError, match="of style asserts is for Python, meta\\['language'\\] is 'cpp'"
+        ValueError, match="of style asserts is for Python, but meta\\['language'\\] is 'cpp'"
     ):
         code.tests_of({"tests": ["assert f()"]}, "cpp")
 
@@ -184,7 +184,7 @@ def test_what_programs_earn(scorers: Any):
         for share, right, passed in expected_shares
     ]
     failed = scorers().score_many([("", whole, {"answer": "3"})])[0]
-    assert failed.reward is None and "nothing to test by" in str(failed.error)
+    assert failed.reward is None and "problem has no tests" in str(failed.error)
 
 
 def test_what_is_printed_is_compared_but_for_space_at_the_ends(scorers: Any):

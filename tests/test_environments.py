@@ -323,7 +323,7 @@ CALLS = {
         ["Error: the call <tool_call>\nnote(1)\n</tool_call> is not a valid call: no JSON"],
     ),
     "cut off": ('<tool_call>\n{"name": "no...', ["was not finished"]),
-    "much": (call("shout", times=100_000_000), ["characters left out"]),
+    "much": (call("shout", times=100_000_000), ["characters omitted"]),
 }
 
 

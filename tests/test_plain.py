@@ -60,7 +60,7 @@ def test_any_text_is_bounded_printable_and_stays_as_it_is_the_second_time():
 def test_what_is_left_out_is_counted():
     text = plain_text("x" * 1_000_000 + "end", 100)
     assert (
-        text.startswith("x" * 75 + " [... 999903 characters left out ...] ")
+        text.startswith("x" * 75 + " [... 999903 characters omitted ...] ")
         and text.endswith("end")
         and len(text) < 200
     )
@@ -72,6 +72,6 @@ def test_an_exceptions_text_may_fail():
             raise KeyError("x")
 
     assert (
-        says(Bad()) == "Bad: (its text could not be had: KeyError)"
+        says(Bad()) == "Bad: (its text could not be computed: KeyError)"
         and says(ValueError("why")) == "ValueError: why"
     )

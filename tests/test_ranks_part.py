@@ -459,7 +459,7 @@ def test_a_run_whose_rewards_cannot_be_restored_ends_with_the_cause(ranks, tmp_p
     assert launch.wait(120) == [2, 0], launch.output()
     said = " ".join(launch.output(0).replace("│", " ").split())
     assert (
-        "can score no more" in said
+        "cannot score any more" in said
         and "MemoryError: as if there were none" in said
         and "Traceback" not in said
     )

@@ -165,7 +165,7 @@ def test_a_reward_sees_the_whole_episode(mine):
         pending = scorer.submit("2*3?", "6", {}, EPISODE)
         without = scorer.submit("2*3?", "6", {}).result()
         assert pending.result().reward == 6.0 and pending.result().metrics == {"tools": 1.0}
-        assert "sees whole episodes" in without.error
+        assert "takes whole episodes" in without.error
     assert EPISODE.reward == 0.75
     with Scorer(f"{mine}:all_turns") as scorer:
         assert [
@@ -283,7 +283,7 @@ def test_the_share_of_a_script():
         ("cosine_length", {"max_length": 0}, "max_length is at least 1"),
         ("cosine_length", {}, "needs the setting 'max_length'"),
         ("cosine_length", {"max_length": 5, "reward": "exact_mach"}, "did you mean 'exact_match'"),
-        ("script", {"script": "latn"}, r"no letters are called \['latn'\]"),
+        ("script", {"script": "latn"}, r"unknown script \['latn'\]"),
         ("script", {"script": []}, "latin, cyrillic"),
         ("language", {"language": "english"}, "a code of two letters"),
     ],

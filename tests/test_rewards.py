@@ -59,7 +59,7 @@ def test_the_three_kinds_of_spec_give_the_same_reward(registry, tmp_path):
         ("keyword_contains", {}, "needs the setting 'keywords'"),
         ("exact_match", {"x": 1}, "no setting 'x': it takes none"),
         ("keyword_contains", {"keywords": "abc"}, "list"),
-        ("format_compliance", {"patterns": ["("]}, "no regular expression"),
+        ("format_compliance", {"patterns": ["("]}, "not a regular expression"),
         ("format_compliance", {}, "nothing to check"),
         ("no_such_module_x:f", {}, "importing 'no_such_module_x' failed"),
         ("math:sqroot", {}, "did you mean 'sqrt'"),
@@ -228,7 +228,7 @@ def test_gsm8k_by_hand():
         0.0, {"correct": 0.0, "format": 1.0}
     )
     assert reward.evaluate("", "1200", meta) == RewardResult(-0.1, {"correct": 0.0, "format": 0.0})
-    with pytest.raises(ValueError, match="is no number"):
+    with pytest.raises(ValueError, match="is not a number"):
         reward("", r"\boxed{7}", {"answer": "x+1"})
 
 

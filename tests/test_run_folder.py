@@ -392,7 +392,7 @@ def test_metrics_with_holes_are_refused(done, tmp_path):
         ([], "lacks steps 1, 2, 3, 5, 6"),
         (lines[::-1], "line 2: its step is"),
         ([lines[0].replace('"step": 1', '"step": "1"'), *lines[1:]], "line 1: its step is '1'"),
-        (["[1]\n", *lines[1:]], "line 1 is no JSON object"),
+        (["[1]\n", *lines[1:]], "line 1 is a list, expected a JSON object"),
     ):
         (folder / "metrics.jsonl").write_text("".join(change))
         with pytest.raises(UserError, match=message) as error:

@@ -255,7 +255,7 @@ def test_evaluate_asks_before_it_imports_what_a_folder_of_somebody_else_names(
 def test_mistakes_end_in_one_box(tmp_path: Path):
     for name, words, message in (
         ("sample.py", ["./gone", "--prompt", "1+1="], "no folder ./gone"),
-        ("evaluate.py", ["tiny:addition"], "give --dataset"),
+        ("evaluate.py", ["tiny:addition"], "pass --dataset"),
     ):
         done = script(name, *words, cwd=tmp_path)
         assert done.returncode == 2 and "Traceback" not in done.stderr and message in done.stderr, (

@@ -143,7 +143,7 @@ def test_a_fault_of_the_problem_and_a_reward_of_ones_own_stay_not_scored():
 
     with Scorer("math_correctness", workers=1) as scorer:
         (score,) = scorer.score_many([("", "5", {"anser": "5"})])
-    assert score.reward is None and "no answer to compare with" in (score.error or "")
+    assert score.reward is None and "no expected answer" in (score.error or "")
     with Scorer(own) as scorer:
         (score,) = scorer.score_many([("", "5", {})])
     assert score.reward is None and score.failure == "error"

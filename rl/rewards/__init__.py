@@ -1,5 +1,7 @@
-"""Rewards: text to score. Names and settings are in `registry`, built-ins in `text`, `maths`,
-`code`, ...; `scorer` runs them.
+"""Score text with reward functions.
+
+`registry` holds names and settings; `text`, `maths`, `code`, ... hold the built-in rewards;
+`scorer` runs rewards.
 """
 
 from rl.rewards import code, countdown, maths, style, text

@@ -1,6 +1,4 @@
-"""Arithmetic on whole numbers as an answer writes it: its exact value, and the numbers that it
-uses.
-"""
+"""Evaluate whole-number arithmetic written in an answer: exact value, and the numbers used."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import ast
 import re
 from fractions import Fraction
 
-# so short that neither parsing nor the numbers can grow
+# At most 200 characters, which bounds both the parsing time and the size of the numbers.
 _ALLOWED = re.compile(r"[\d\s+\-*/()]{1,200}")
 _LATEX = (
     (r"\times", "*"),
@@ -23,8 +21,9 @@ _LATEX = (
 
 
 def evaluated(text: str) -> tuple[Fraction, list[int]] | None:
-    """(exact value, the numbers used) of an expression, which may end in "= value"; None for what
-    is none, or divides by 0.
+    """Return (exact value, numbers used) of an expression, which may end in "= value".
+
+    Return None if the text is no arithmetic expression or divides by 0.
     """
     for latex, sign in _LATEX:
         text = text.replace(latex, sign)
@@ -45,13 +44,13 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand, used)
     if isinstance(node, ast.BinOp):
-        left, right = _value(node.left, used), _value(node.right, used)
+        lhs, rhs = _value(node.left, used), _value(node.right, used)
         if isinstance(node.op, ast.Add):
-            return left + right
+            return lhs + rhs
         if isinstance(node.op, ast.Sub):
-            return left - right
+            return lhs - rhs
         if isinstance(node.op, ast.Mult):
-            return left * right
+            return lhs * rhs
         if isinstance(node.op, ast.Div):
-            return left / right
-    raise ValueError(f"no arithmetic: {ast.dump(node)[:60]}")
+            return lhs / rhs
+    raise ValueError(f"not an arithmetic expression: {ast.dump(node)[:60]}")

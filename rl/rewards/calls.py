@@ -1,8 +1,7 @@
-"""How a reward function is called: on one answer, on many at once, as a coroutine, with the whole
-episode.
+"""Call a reward function: for a single answer, a batch, as a coroutine, or with the whole episode.
 
-A kind is what `register_reward` says of a function, and what the function is: an `async def` is
-awaited, many side by side.
+A `Kind` combines what was declared in `register_reward` with the type of the function: an `async
+def` function is awaited, with many coroutines running concurrently.
 """
 
 from __future__ import annotations
@@ -16,15 +15,16 @@ from typing import Any, SupportsFloat
 
 from rl.types import Message
 
-Item = tuple[Any, ...]  # prompt, response, meta, and the episode where one is seen
-_AT_ONCE = 256  # coroutines that run side by side
+Item = tuple[Any, ...]  # prompt, response, meta, and the episode if the reward takes episodes
+_AT_ONCE = 256  # maximum number of concurrent coroutines
 _KIND = "__reward_kind__"
 
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """A reward together with figures to log, e.g. {"correct": 1.0, "format": 0.0}. `seconds`: what
-    each reward in it took.
+    """Hold a reward and metrics to log, e.g. {"correct": 1.0, "format": 0.0}.
+
+    `seconds`: run time of each reward that is part of it, by name.
     """
 
     reward: float
@@ -34,7 +34,7 @@ class RewardResult:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy wrote at one turn, and what came of it."""
+    """Hold the policy's response in a single turn, its reward and its metrics."""
 
     response: str
     reward: float = 0.0
@@ -45,8 +45,9 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """An episode as a reward sees it. `messages`: all of it in order, the policy's answers and
-    those of tools included.
+    """Hold an episode as passed to a reward function.
+
+    `messages`: all messages in order, including the policy's answers and tool results.
     """
 
     messages: Sequence[Message]
@@ -55,14 +56,16 @@ class Episode:
 
     @property
     def reward(self) -> float:
-        """What the environment gave so far."""
+        """Return the sum of the rewards that the environment has returned so far."""
         return sum(turn.reward for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`batched`: called once with lists. `episode`: sees the episode in the place of prompt and
-    response. `awaits`: a coroutine.
+    """Describe the call signature of a reward function.
+
+    `batched`: called once with lists. `episode`: takes the episode instead of prompt and response.
+    `awaits`: a coroutine function.
     """
 
     batched: bool = False
@@ -71,38 +74,41 @@ class Kind:
 
     @property
     def leading(self) -> int:
-        """How many parameters come before the settings."""
+        """Return the number of parameters before the settings."""
         return 2 if self.episode else 3
 
 
 def mark_kind(target: Callable[..., Any], kind: Kind) -> None:
-    """Notes on a function or class what `register_reward` said of it, so that it is known by its
-    address too.
+    """Store the kind declared in `register_reward` on a function or class.
+
+    The kind is then also known if the target is loaded by its address instead of its registered
+    name.
     """
     if kind != Kind():
         setattr(target, _KIND, kind)
 
 
 def kind_of(target: Any) -> Kind:
-    """Of a function, a class, an instance or a partial of them."""
+    """Return the kind of a function, a class, an instance, or a partial of these."""
     inner = getattr(target, "func", target)  # of functools.partial
-    said = getattr(inner, _KIND, None)
-    said = said if isinstance(said, Kind) else Kind()
+    declared = getattr(inner, _KIND, None)
+    declared = declared if isinstance(declared, Kind) else Kind()
     call = getattr(inner, "__call__", None)  # noqa: B004
     awaits = any(inspect.iscoroutinefunction(function) for function in (inner, call))
-    return Kind(said.batched, said.episode, awaits or said.awaits)
+    return Kind(declared.batched, declared.episode, awaits or declared.awaits)
 
 
 def arguments(kind: Kind, item: Item) -> tuple[Any, ...]:
-    """What a function of this kind is called with for one item. Raises ValueError where it lacks
-    the episode.
+    """Return the arguments with which a function of this kind is called for a single item.
+
+    Raises ValueError if the kind takes an episode and the item has none.
     """
     prompt, response, meta, *rest = item
     if not kind.episode:
         return prompt, response, meta
     if not rest or rest[0] is None:
         raise ValueError(
-            "sees whole episodes, and was asked about an answer alone: give the episode"
+            "takes whole episodes, but was called for a single answer: pass the episode"
         )
     return rest[0], meta
 
@@ -110,12 +116,11 @@ def arguments(kind: Kind, item: Item) -> tuple[Any, ...]:
 def call_together(
     function: Callable[..., Any], kind: Kind, items: Sequence[Item], limit: float | None
 ) -> list[Any]:
-    """What the function gives for each item: its value, or the exception that it raised for this
-    one.
+    """Return the function's result for each item: its value, or the exception that it raised.
 
-    A call on many that raises, or does not return as many as it was given, is made again on each
-    half: what only one of them breaks costs that one alone. `limit`: seconds that each coroutine
-    may take.
+    If a batched call raises or returns the wrong number of results, each half is called again, so
+    an error that a single item causes affects that item only. `limit`: time limit of each coroutine
+    in seconds.
     """
     if kind.batched:
         return _in_one_call(function, kind, list(items), limit)
@@ -129,18 +134,19 @@ def _in_one_call(
         columns = [
             list(column) for column in zip(*(arguments(kind, item) for item in items), strict=True)
         ]
-        found = function(*columns)
-        if inspect.isawaitable(found):
-            found = run_coroutine(_within(found, limit))
-        if isinstance(found, str | bytes | Mapping) or not hasattr(found, "__len__"):
-            kind_found = type(found).__name__
+        values = function(*columns)
+        if inspect.isawaitable(values):
+            values = run_coroutine(_within(values, limit))
+        if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
+            type_name = type(values).__name__
             raise TypeError(
-                f"returned {str(found)[:80]!r} ({kind_found}) for {len(items)} answers; a list of rewards is expected"
+                f"returned {str(values)[:80]!r} ({type_name}) for {len(items)} answers; a "
+                "list of rewards is expected"
             )
-        if len(found) != len(items):
-            raise ValueError(f"returned {len(found)} rewards for {len(items)} answers")
-        return list(found)
-    except (Exception, SystemExit) as error:  # boundary: the user's code
+        if len(values) != len(items):
+            raise ValueError(f"returned {len(values)} rewards for {len(items)} answers")
+        return list(values)
+    except (Exception, SystemExit) as error:  # boundary: user code
         if len(items) == 1:
             return [error]
         half = len(items) // 2
@@ -153,60 +159,64 @@ def _in_one_call(
 async def _side_by_side(
     function: Callable[..., Any], kind: Kind, items: Sequence[Item], limit: float | None
 ) -> list[Any]:
-    turn = asyncio.Semaphore(_AT_ONCE)
+    semaphore = asyncio.Semaphore(_AT_ONCE)
 
-    async def one(item: Item) -> Any:
-        async with turn:
+    async def run_item(item: Item) -> Any:
+        async with semaphore:
             try:
                 return await _within(function(*arguments(kind, item)), limit)
-            except (Exception, SystemExit) as error:  # boundary: the user's code
+            except (Exception, SystemExit) as error:  # boundary: user code
                 return error
 
-    return await asyncio.gather(*(one(item) for item in items))
+    return await asyncio.gather(*(run_item(item) for item in items))
 
 
 async def _within(awaitable: Any, limit: float | None) -> Any:
     try:
-        async with asyncio.timeout(limit) as clock:
+        async with asyncio.timeout(limit) as deadline:
             return await awaitable
     except TimeoutError as error:
-        if clock.expired():
+        if deadline.expired():
             raise TookTooLong(f"did not end within {limit:g} s") from error
         raise
 
 
 class TookTooLong(Exception):
-    """A coroutine was given up at its time limit."""
+    """Raised when a coroutine exceeds its time limit."""
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Its result, also where the calling thread runs an event loop already (in a thread of its
-    own).
+    """Run a coroutine and return its result.
+
+    If the calling thread already runs an event loop, the coroutine runs in a new thread.
     """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
-    found: list[Any] = []
+    outcome: list[Any] = []
 
     def run() -> None:
         try:
-            found.append((asyncio.run(coroutine), None))
-        except BaseException as error:  # raised again in the caller's thread
-            found.append((None, error))
+            outcome.append((asyncio.run(coroutine), None))
+        except BaseException as error:  # raised again in the calling thread
+            outcome.append((None, error))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join()
-    value, error = found[0]
+    value, error = outcome[0]
     if error is not None:
         raise error
     return value
 
 
 def as_number(value: Any, what: str) -> float:
-    """A float, of numpy's and torch's numbers too. Raises TypeError for anything else."""
-    if not isinstance(value, SupportsFloat):  # not text
+    """Convert a number to float, including numpy and torch scalars.
+
+    Raises TypeError for any other type.
+    """
+    if not isinstance(value, SupportsFloat):  # false for str
         raise TypeError(
             f"{what} is {value!r} ({type(value).__name__}); a number or a RewardResult is expected"
         )
@@ -214,20 +224,23 @@ def as_number(value: Any, what: str) -> float:
 
 
 class NotApplicable(TypeError):
-    """A reward returned None: it says nothing of this answer. An error where there is no other
-    reward beside it.
+    """Raised when a reward returns None: the reward does not apply to this answer.
+
+    It is an error if the reward is the only one.
     """
 
     def __init__(self) -> None:
         super().__init__(
-            "reward is None (NoneType), not applicable, and there is no other beside it (--rewards adds up several): is a return missing?"
+            "reward is None (NoneType), not applicable, and it is the only reward (--rewards "
+            "adds up several): is a return missing?"
         )
 
 
 def as_result(value: Any) -> RewardResult:
-    """What a function returned, with its metrics as floats. NaN and infinity pass.
+    """Convert a function's return value to a `RewardResult` with float metrics.
 
-    Raises NotApplicable for None, TypeError for what else is no number.
+    NaN and infinity are accepted. Raises NotApplicable for None, TypeError for any other value that
+    is not a number.
     """
     if value is None or (isinstance(value, RewardResult) and value.reward is None):
         raise NotApplicable

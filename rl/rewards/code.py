@@ -1,8 +1,7 @@
-"""Rewards for programs, which run in a sandbox (rl.sandbox): `code_tests` by tests, `code_output`
-by what a program prints.
+"""Score programs in a sandbox (rl.sandbox): `code_tests` by tests, `code_output` by their output.
 
-The reward runs in a worker process as others do, and each worker has a sandbox of its own: what
-hangs costs its program, not the run.
+Like other rewards, these run in a worker process. Each worker has its own sandbox, so a program
+that hangs affects only its own score, not the run.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 Score = Literal["all", "fraction"]
 Block = Literal["fenced", "any"]
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*$", re.MULTILINE)
-_NAMES = {  # what a block may be called in each language
+_NAMES = {  # accepted code block tags of each language
     "python": ("python", "py", "python3", ""),
     "c++": ("cpp", "c++", "cc", ""),
     "bash": ("bash", "sh", "shell", ""),
@@ -38,14 +37,14 @@ _KEYS = {
 
 
 class _Programs(Starts):
-    """What rewards of programs share: their settings, and the sandbox, which is made where it is
-    first needed.
+    """Hold the settings and the sandbox that all program rewards share.
 
-    score: "all" gives 1 where every test passes, "fraction" the share that do. block: "fenced"
-    takes the last ``` block of a response and charges 0.1 where there is none; "any" takes a
-    response without one as it is. sandbox: its kind ("auto": the strongest that this host has).
-    seconds: of all tests of an answer together; one has three quarters of them. packages: that
-    programs may import besides the standard library (None: numpy where it is installed).
+    The sandbox is created on first use. score: "all" gives 1 if every test passes, "fraction" the
+    share of tests that pass. block: "fenced" takes the last ``` block of a response and subtracts
+    0.1 if it has none; "any" also takes a response without a block as the program. sandbox: its
+    kind ("auto": the strongest that this host supports). seconds: time limit of all tests of an
+    answer together; a single test has three quarters of it. packages: packages that programs may
+    import besides the standard library (None: numpy if it is installed).
     """
 
     def __init__(
@@ -73,26 +72,29 @@ class _Programs(Starts):
         self._sandbox: Sandbox | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_sandbox": None}  # a worker makes its own
+        return {**self.__dict__, "_sandbox": None}  # a worker creates its own sandbox
 
     def begin(self) -> None:
-        """Where it is to run, before its first item, whose time limit the sandbox's own start is no
-        part of.
+        """Start the sandbox before the first item, so that its start does not count against the
+        item's time limit.
         """
         self.sandbox()
 
     def sandbox(self) -> Sandbox:
-        """Raises UserError where this host has none of the kind, with the remedy."""
+        """Return the sandbox, created on first use.
+
+        Raises UserError, with the remedy, if this host does not support the requested kind.
+        """
         if self._sandbox is None:
             self._sandbox = make_sandbox(self.mode, self.seconds, self.packages)
         return self._sandbox
 
     def graded(self, program: str | None, tests: Tests) -> RewardResult:
-        """The reward of a program, None where the response has none."""
+        """Return the reward of a program; None means that the response contains no program."""
         has_format, correct, passed = float(program is not None), 0.0, 0.0
         if program is not None and program.strip():
-            found = self._grade(program, tests)
-            correct, passed = float(found.all), found.fraction
+            grade = self._grade(program, tests)
+            correct, passed = float(grade.all), grade.fraction
         if self.score == "all":
             return RewardResult(
                 correct + 0.1 * (has_format - 1.0), {"correct": correct, "format": has_format}
@@ -103,27 +105,28 @@ class _Programs(Starts):
         )
 
     def _grade(self, program: str, tests: Tests) -> Grade:
-        """Its verdicts; a second time where the sandbox itself was lost. A program that loses it
-        twice fails.
+        """Run the tests on a program; retry if the sandbox itself was lost.
+
+        A program that loses the sandbox twice fails.
         """
-        found = self.sandbox().grade(program, tests, early_stop=self.score == "all")
-        if any(reason.startswith("lost") for reason in found.reasons):
-            found = self.sandbox().grade(program, tests, early_stop=self.score == "all")
-        return found
+        grade = self.sandbox().grade(program, tests, early_stop=self.score == "all")
+        if any(reason.startswith("lost") for reason in grade.reasons):
+            grade = self.sandbox().grade(program, tests, early_stop=self.score == "all")
+        return grade
 
 
 @register_reward("code_tests", reports=("correct", "format"))
 class CodeTests(_Programs):
-    """What a program earns by meta["tests"]: asserts, dialogues over stdin and stdout, calls of a
-    function, or files for pytest.
+    """Score a program by meta["tests"]: asserts, stdin/stdout dialogues, function calls, or pytest
+    files.
 
-    A list of texts is a list of asserts (MBPP's test_list). Other forms are named: {"style":
-    "asserts", "asserts": [...], "setup": "", "entry_point": None}, {"style": "dialogues", "cases":
-    [[stdin, stdout], ...]}, {"style": "calls", "function": "f", "cases": [[arguments, result],
-    ...]}, {"style": "pytest", "files": {name: text}}; as JSON text too. meta["head"]: what stands
-    before the body of a function (HumanEval); its other functions are the tests' setup, unless the
-    tests have one. Metrics: correct (every test), format (a program was found), and for "fraction"
-    tests_passed, the share.
+    A list of strings is a list of asserts (MBPP's test_list). Other forms name their style:
+    {"style": "asserts", "asserts": [...], "setup": "", "entry_point": None}, {"style": "dialogues",
+    "cases": [[stdin, stdout], ...]}, {"style": "calls", "function": "f", "cases": [[arguments,
+    result], ...]}, {"style": "pytest", "files": {name: text}}. Each may also be JSON text.
+    meta["head"] is the code before the function's body (HumanEval); its other functions become the
+    tests' setup, unless the tests have a setup. Metrics: correct (every test passes), format (the
+    response contains a program), and for "fraction" tests_passed (the share).
     """
 
     def __call__(
@@ -147,10 +150,10 @@ class CodeTests(_Programs):
 
 @register_reward("code_output", reports=("correct", "format"))
 class CodeOutput(_Programs):
-    """1 where the program prints meta["answer"] (or meta["expected_output"]), given meta["stdin"]
-    if there is any.
+    """Score 1 if the program prints meta["answer"] (or meta["expected_output"]).
 
-    White space at the ends of lines and of the whole does not count. Metrics as of code_tests.
+    Its stdin is meta["stdin"], if present. White space at the ends of lines and of the whole output
+    is ignored. Metrics as for code_tests.
     """
 
     def __call__(
@@ -159,19 +162,20 @@ class CodeOutput(_Programs):
         from rl.sandbox import Dialogues
 
         meta = meta or {}
-        wanted = (
+        expected = (
             meta["expected_output"]
             if meta.get("expected_output") is not None
             else expected_answer(meta)
         )
         language = language_of(meta)
-        tests = Dialogues([(str(meta.get("stdin") or ""), str(wanted))], "trimmed", language)
+        tests = Dialogues([(str(meta.get("stdin") or ""), str(expected))], "trimmed", language)
         return self.graded(program_in(response, self.block, language), tests)
 
 
 def make_sandbox(mode: str, seconds: float, packages: Sequence[str] | None = None) -> Sandbox:
-    """A sandbox for one program at a time. Raises UserError where this host has none of the kind,
-    with the remedy.
+    """Create a sandbox that runs a single program at a time.
+
+    Raises UserError, with the remedy, if this host does not support the requested kind.
     """
     from rl.sandbox import Limits, Sandbox
 
@@ -180,39 +184,43 @@ def make_sandbox(mode: str, seconds: float, packages: Sequence[str] | None = Non
 
 
 def language_of(meta: Mapping[str, Any] | None) -> str:
-    """meta["language"] by the sandbox's name for it ("cpp" is c++); python where it is not said."""
-    said = str((meta or {}).get("language") or "python").lower()
-    return next((language for language, names in _NAMES.items() if said in names), said)
+    """Return the sandbox's name of meta["language"] ("cpp" becomes c++); python by default."""
+    language_name = str((meta or {}).get("language") or "python").lower()
+    return next(
+        (language for language, names in _NAMES.items() if language_name in names), language_name
+    )
 
 
 def program_in(response: str, block: Block, language: str = "python") -> str | None:
-    """The last whole fenced block of this language (or of none named); else the response itself for
-    "any", None for "fenced".
+    """Return the last complete fenced block tagged with this language or untagged.
+
+    Without such a block, return the response itself for "any", None for "fenced".
     """
     names = _NAMES.get(language, (language, ""))
     response = response.removeprefix("\ufeff")
-    found: str | None = None
-    opened: re.Match[str] | None = None
+    program: str | None = None
+    opening: re.Match[str] | None = None
     for fence in _FENCE.finditer(response):
-        if opened is None:
-            opened = fence
-        elif fence.group(1).startswith(opened.group(1)) and not fence.group(2):
-            if opened.group(2).lower() in names:
-                found = response[opened.end() + 1 : fence.start()].removeprefix("\ufeff")
-            opened = None
-    if found is not None or block == "fenced":
-        return found
-    return response if opened is None else None  # a block that was cut off is no program
+        if opening is None:
+            opening = fence
+        elif fence.group(1).startswith(opening.group(1)) and not fence.group(2):
+            if opening.group(2).lower() in names:
+                program = response[opening.end() + 1 : fence.start()].removeprefix("\ufeff")
+            opening = None
+    if program is not None or block == "fenced":
+        return program
+    return response if opening is None else None  # a truncated block is not a program
 
 
 def completed(head: str, program: str, name: str) -> str:
-    """The whole of a program that may be the body of the function `name` alone, whose head (with
-    imports and helpers) stands in `head`.
+    """Return the complete program for a response that may contain only the body of function `name`.
+
+    `head` holds the function's signature, with imports and helper functions.
     """
     defines = re.compile(rf"^(?:async )?def {re.escape(name)}\b", re.MULTILINE)
     if defines.search(program):
-        begin = defines.search(head)
-        return f"{head[: begin.start()] if begin else head}\n{program}"
+        definition = defines.search(head)
+        return f"{head[: definition.start()] if definition else head}\n{program}"
     lines = program.strip("\n").splitlines()
     if lines and not lines[0].startswith((" ", "\t")):
         lines = ["    " + line for line in lines]
@@ -224,55 +232,63 @@ def completed(head: str, program: str, name: str) -> str:
 
 
 def tests_of(meta: Mapping[str, Any] | None, language: str = "python") -> tuple[Tests, str | None]:
-    """meta["tests"] as rl.sandbox has them, and the function they are about where that is said.
-    Raises ValueError naming what is wrong.
+    """Return meta["tests"] as an rl.sandbox test object, and the name of the tested function if
+    known.
+
+    Raises ValueError if the tests are missing or malformed.
     """
     from rl.sandbox import Asserts, Calls, Dialogues, Pytest
 
-    found = None if meta is None else meta.get("tests", meta.get("test_list"))
-    if found is None:
+    spec = None if meta is None else meta.get("tests", meta.get("test_list"))
+    if spec is None:
         raise ValueError(
-            f"the problem has nothing to test by: meta needs 'tests' (a list of asserts, say), it has {sorted(meta or {})}"
+            "the problem has no tests: meta needs 'tests' (a list of asserts, for example), "
+            f"it has {sorted(meta or {})}"
         )
-    if isinstance(found, str):
-        found = _parsed(found)
-    if isinstance(found, (list, tuple)):
-        found = {"style": "asserts", "asserts": list(found)}
-    if not isinstance(found, Mapping) or found.get("style") not in _KEYS:
+    if isinstance(spec, str):
+        spec = _parsed(spec)
+    if isinstance(spec, (list, tuple)):
+        spec = {"style": "asserts", "asserts": list(spec)}
+    if not isinstance(spec, Mapping) or spec.get("style") not in _KEYS:
         raise ValueError(
-            f"meta['tests'] is a list of asserts or has a style ({', '.join(_KEYS)}), this is {str(found)[:80]!r}"
+            f"meta['tests'] is a list of asserts or has a style ({', '.join(_KEYS)}), got "
+            f"{str(spec)[:80]!r}"
         )
-    style = found["style"]
+    style = spec["style"]
     needed, also = _KEYS[style]
-    here = found.keys() - {"style"}
-    if needed - here or here - needed - also:
+    keys = spec.keys() - {"style"}
+    if needed - keys or keys - needed - also:
         raise ValueError(
-            f"meta['tests'] of style {style} has {', '.join(sorted(needed | also))}; this has {', '.join(sorted(here))}"
+            f"meta['tests'] of style {style} has {', '.join(sorted(needed | also))}; got "
+            f"{', '.join(sorted(keys))}"
         )
     if language != "python" and style != "dialogues":
         raise ValueError(
-            f"meta['tests'] of style {style} is for Python, meta['language'] is {language!r}: dialogues are for any language"
+            f"meta['tests'] of style {style} is for Python, but meta['language'] is "
+            f"{language!r}: dialogues work for any language"
         )
-    given = {key: found[key] for key in here}
+    fields = {key: spec[key] for key in keys}
     if style == "asserts":
-        if not given["asserts"] or not all(isinstance(line, str) for line in given["asserts"]):
+        if not fields["asserts"] or not all(isinstance(line, str) for line in fields["asserts"]):
             raise ValueError(
-                f"meta['tests'] has one assert or more, each a text; this has {str(given['asserts'])[:80]!r}"
+                "meta['tests'] needs at least 1 assert, each a string; got "
+                f"{str(fields['asserts'])[:80]!r}"
             )
         return Asserts(
-            given.get("setup") or "", list(given["asserts"]), given.get("entry_point")
-        ), given.get("entry_point")
+            fields.get("setup") or "", list(fields["asserts"]), fields.get("entry_point")
+        ), fields.get("entry_point")
     if style == "pytest":
-        return Pytest(dict(given["files"])), None
-    cases = given["cases"]
+        return Pytest(dict(fields["files"])), None
+    cases = fields["cases"]
     if not cases or not all(isinstance(case, (list, tuple)) and len(case) == 2 for case in cases):
         raise ValueError(
-            f"meta['tests'] has cases, each of an input and what is expected; this has {str(cases)[:80]!r}"
+            "meta['tests'] needs cases, each a pair of input and expected result; got "
+            f"{str(cases)[:80]!r}"
         )
-    pairs = [(given, wanted) for given, wanted in cases]
+    pairs = [(fields, expected) for fields, expected in cases]
     if style == "dialogues":
-        return Dialogues(pairs, found.get("compare", "tokens"), language), None
-    return Calls(given["function"], pairs, found.get("compare", "exact")), given["function"]
+        return Dialogues(pairs, spec.get("compare", "tokens"), language), None
+    return Calls(fields["function"], pairs, spec.get("compare", "exact")), fields["function"]
 
 
 def _parsed(text: str) -> Any:

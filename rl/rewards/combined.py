@@ -1,6 +1,4 @@
-"""Rewards that are made of rewards: what becomes of a part that fails, or says that it does not
-apply.
-"""
+"""Combine rewards; handle parts that fail or do not apply."""
 
 from __future__ import annotations
 
@@ -16,20 +14,23 @@ from rl.rewards.calls import Item, NotApplicable, RewardResult, TookTooLong
 def caught(call: Callable[..., RewardResult], *given: Any) -> RewardResult | BaseException:
     try:
         return call(*given)
-    except (Exception, SystemExit) as error:  # boundary: the user's code
+    except (Exception, SystemExit) as error:  # boundary: user code
         return error
 
 
 class PartFailed(Exception):
-    """A part of a reward made of rewards failed: "in its part 'a', which raised ..."; its cause is
-    what that part raised.
+    """Raised when a part of a combined reward fails: "in its part 'a', which raised ...".
+
+    `__cause__` is the exception that the part raised.
     """
 
 
 class Combined(ABC):
-    """A reward made of rewards. A part that fails fails the whole, and is named."""
+    """Compute a reward from other rewards. If a part fails, the whole fails and the error names the
+    part.
+    """
 
-    # whether a part that does not apply has None for a result, instead of failing the whole
+    # If true, a part that does not apply has the result None, instead of failing the whole.
     leaves_out = False
 
     @property
@@ -38,11 +39,11 @@ class Combined(ABC):
 
     @abstractmethod
     def rewards(self) -> Sequence[Any]:
-        """The parts."""
+        """Return the parts."""
 
     @abstractmethod
     def put_together(self, item: Item, results: Sequence[Any]) -> RewardResult:
-        """The whole's result from those of its parts, in their order."""
+        """Compute the whole's result from the results of its parts, in their order."""
 
     def evaluate(self, item: Item) -> RewardResult:
         return self._whole(item, [caught(part.evaluate, *item) for part in self.rewards()])
@@ -50,33 +51,31 @@ class Combined(ABC):
     def evaluate_many(
         self, items: Sequence[Item], limit: float | None = None
     ) -> list[RewardResult | BaseException]:
-        """Each part scores all items before the next does; an item that one of them fails on has
-        failed.
-        """
+        """Score all items with each part in turn; an item fails if any part fails on it."""
         columns = [part.evaluate_many(items, limit) for part in self.rewards()]
         return [caught(self._whole, item, row) for item, *row in zip(items, *columns, strict=True)]
 
     def _whole(self, item: Item, results: Sequence[RewardResult | BaseException]) -> RewardResult:
-        found: list[RewardResult | None] = []
+        applicable: list[RewardResult | None] = []
         for part, result in zip(self.rewards(), results, strict=True):
             if self.leaves_out and isinstance(result, NotApplicable):
-                found.append(None)
+                applicable.append(None)
             elif isinstance(result, TookTooLong):
                 raise result
             elif isinstance(result, BaseException):
-                how = (
+                reason = (
                     str(result)
                     if isinstance(result, PartFailed)
                     else f"which raised {says(result)}"
                 )
-                raise PartFailed(f"in its part {part.name!r}, {how}") from (
+                raise PartFailed(f"in its part {part.name!r}, {reason}") from (
                     result.__cause__ or result
                 )
             elif not isfinite(result.reward):
                 raise PartFailed(f"in its part {part.name!r}, which returned {result.reward}")
             else:
-                found.append(result)
-        return self.put_together(item, found)
+                applicable.append(result)
+        return self.put_together(item, applicable)
 
     def __call__(
         self, prompt: str, response: str, meta: Mapping[str, Any] | None = None

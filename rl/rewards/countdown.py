@@ -1,5 +1,5 @@
-"""The reward of countdown: an expression of the given numbers, each at most once, that comes out at
-the target.
+"""Score countdown answers: an expression that uses each of the numbers at most once and equals the
+target.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ _TAG = re.compile(r"<answer>([^<]{1,1000})</answer>")
 
 @register_reward("countdown", bounded=True)
 def countdown(prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
-    """correct + 0.1 (format - 1): `format` where an expression of + - * / and brackets stands in
-    \\boxed{}, after "####" or in <answer></answer>, `correct` where it also uses only
-    meta["numbers"], each at most once, and equals meta["target"]. Best 1, worst -0.1.
+    """Return correct + 0.1 (format - 1). Best 1, worst -0.1.
+
+    `format`: an expression of + - * / and brackets is in \\boxed{}, after "####" or in
+    <answer></answer>. `correct`: the expression also uses only meta["numbers"], each at most once,
+    and equals meta["target"].
     """
     if meta is None or "numbers" not in meta or "target" not in meta:
         raise UserError(
             f"countdown needs meta['numbers'] and meta['target'], it has {sorted(meta or {})}"
         )
     tagged = _TAG.findall(response)
-    marked = marked_answer(response) or (tagged[-1] if tagged else None)
-    found = None if marked is None else evaluated(marked)
+    answer = marked_answer(response) or (tagged[-1] if tagged else None)
+    evaluation = None if answer is None else evaluated(answer)
     correct = False
-    if found is not None:
-        value, used = found
+    if evaluation is not None:
+        value, used = evaluation
         correct = value == Fraction(meta["target"]) and not Counter(used) - Counter(
             int(number) for number in meta["numbers"]
         )
-    has_format = float(found is not None)
+    has_format = float(evaluation is not None)
     return RewardResult(
         float(correct) + 0.1 * (has_format - 1.0), {"correct": float(correct), "format": has_format}
     )

@@ -1,4 +1,4 @@
-"""Modules of .py files that are on no path."""
+"""Load .py files that are not on sys.path as modules."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from rl.errors import UserError
 
 
 def load_file(path: str, what: str) -> ModuleType:
-    """The module of a .py file, executed once per process and kept under a name of its own.
-    UserError, of `what`, where it fails.
+    """Load a .py file as a module, executed once per process and stored under a unique module name.
+
+    Raises UserError, naming `what`, if loading fails.
     """
     name = f"whetstone_file_{Path(path).stem}_{zlib.crc32(path.encode()):08x}"
     if name in sys.modules:
@@ -21,16 +22,18 @@ def load_file(path: str, what: str) -> ModuleType:
     if not Path(path).is_file():
         raise UserError(f"{what} file {path} does not exist")
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # true of every .py path
+    assert spec is not None and spec.loader is not None  # holds for every .py path
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: dataclasses and pickles in it look themselves up
-    beside = str(Path(path).parent)
-    if beside not in sys.path:
-        # its neighbours can be imported; last, so that none stands in for a library
-        sys.path.append(beside)
+    sys.modules[name] = (
+        module  # before execution: dataclasses and pickles in the file look the module up
+    )
+    folder = str(Path(path).parent)
+    if folder not in sys.path:
+        # Makes modules in the same folder importable; last, so that none shadows a library.
+        sys.path.append(folder)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # boundary: the user's module
+    except Exception as error:  # boundary: user code
         del sys.modules[name]
         raise UserError(
             f"{what} file {path} failed to load: {type(error).__name__}: {error}"

@@ -1,9 +1,8 @@
-"""What passes between a scorer and a worker process: messages of a checked length, and replies that
-are JSON.
+"""Encode the messages between a scorer and a worker: framed and checksummed, with JSON replies.
 
-A worker runs code of others, so what comes from it is read as data: never unpickled, of bounded
-length, with a checksum, and with the number of its item, the worker's process id and a secret of
-this worker (its nonce). Anything else is a BadReply.
+A worker runs user code, so its output is parsed as data: never unpickled, of bounded length, with a
+checksum, the number of its item, the worker's process id and a secret of this worker (its nonce).
+Anything else is a BadReply.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ from typing import Any
 from rl.plain import plain_text
 from rl.rewards.calls import RewardResult
 
-MAX_REPLY = 1 << 20  # bytes of one reply: a reward, its metrics, an error's text
+MAX_REPLY = 1 << 20  # bytes of a single reply: a reward, its metrics, an error's text
 MAX_ERROR = 2000  # characters of an error's text that are kept
-SECONDS = "time/"  # what a metric's name begins with that says how long a reward took
+SECONDS = "time/"  # prefix of the metrics that hold a reward's run time in seconds
 _MAX_NAME = 200  # characters of a metric's name
-READY = 0  # number of the message that a worker is ready; items count from 1
+READY = 0  # item number of the message "the worker is ready"; items count from 1
 
-_HEADER = struct.Struct(">2sQI")  # mark, length and checksum of what follows
+_HEADER = struct.Struct(">2sQI")  # mark, length and checksum of the payload
 _MARK = b"WR"
 _FIELDS = {"item", "pid", "nonce", "reward", "metrics", "failure", "error"}
-# JSON has no names for them
+# Strict JSON has no literals for these.
 _ODD_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class BadReply(Exception):
-    """What a worker sent is no reply of its to this item."""
+    """Raised when a worker's message is not a valid reply to the expected item."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came of one item: a result, or a failure ("error" | "nan" | "timeout") and its
+    """Hold the outcome of an item: a result, or a failure ("error" | "nan" | "timeout") and its
     description.
     """
 
@@ -52,8 +51,9 @@ def frame(payload: bytes) -> bytes:
 
 
 class Frames:
-    """Messages out of a stream of bytes, which comes in pieces. `limit`: bytes of the longest
-    message.
+    """Split a byte stream, received in arbitrary chunks, into messages.
+
+    `limit`: maximum length of a message in bytes.
     """
 
     def __init__(self, limit: int):
@@ -64,8 +64,9 @@ class Frames:
         self._buffer += data
 
     def next(self) -> bytes | None:
-        """The next message; None where it is not all there yet. Raises BadReply as soon as it can
-        be none.
+        """Return the next message; None while it is incomplete.
+
+        Raises BadReply as soon as the bytes cannot be a message.
         """
         buffer = self._buffer
         if not buffer.startswith(_MARK[: len(buffer)]):
@@ -86,7 +87,7 @@ class Frames:
 
 
 def encode_reply(number: int, nonce: str, reply: Reply) -> bytes:
-    """A reply as a message, by the process that calls this."""
+    """Encode a reply of the calling process as a message."""
     fields: dict[str, Any] = {
         "item": number,
         "pid": os.getpid(),
@@ -101,28 +102,26 @@ def encode_reply(number: int, nonce: str, reply: Reply) -> bytes:
         fields["metrics"] = {
             key: _named(value) for key, value in {**reply.result.metrics, **seconds}.items()
         }
-    payload = json.dumps(fields).encode()  # in ASCII: a lone surrogate travels as \ud800
+    payload = json.dumps(fields).encode()  # in ASCII: a lone surrogate is encoded as \ud800
     if len(payload) > MAX_REPLY:
-        too_long = f"returned metrics of {len(payload)} bytes, at most {MAX_REPLY} are taken"
+        too_long = f"returned metrics of {len(payload)} bytes, the maximum is {MAX_REPLY}"
         return encode_reply(number, nonce, Reply(None, "error", too_long))
     return frame(payload)
 
 
 def decode_reply(payload: bytes, number: int, pid: int | None, nonce: str) -> tuple[Reply, int]:
-    """(the reply to item `number` of the worker with this process id and nonce, its process id).
-    Raises BadReply, which says why.
+    """Return (reply to item `number`, process id of the sender).
 
-    `pid`: None where it is not known yet.
+    `pid`: process id of the worker, None if not known yet. Raises BadReply, with the reason, if the
+    payload is not the reply of the worker with this process id and nonce.
     """
     try:
         fields = _DECODER.decode(payload.decode("utf-8"))
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # UnicodeDecodeError is a ValueError, and so is a number of 5,000 digits
-        raise BadReply(f"it is no JSON ({plain_text(str(error), 100)})") from None
+    except (ValueError, RecursionError) as error:
+        # UnicodeDecodeError is a ValueError, and so is the error for a number of 5,000 digits.
+        raise BadReply(f"it is not JSON ({plain_text(str(error), 100)})") from None
     if not isinstance(fields, dict) or fields.keys() != _FIELDS:
-        raise BadReply(f"it holds other fields: {plain_text(repr(fields), 100)}")
+        raise BadReply(f"it has unexpected fields: {plain_text(repr(fields), 100)}")
     if fields["nonce"] != nonce:
         raise BadReply("it does not hold the worker's nonce")
     sender = fields["pid"]
@@ -132,14 +131,14 @@ def decode_reply(payload: bytes, number: int, pid: int | None, nonce: str) -> tu
         )
     if type(fields["item"]) is not int or fields["item"] != number:
         raise BadReply(
-            f"it answers item {plain_text(repr(fields['item']), 40)}, item {number} was asked for"
+            f"it answers item {plain_text(repr(fields['item']), 40)}, expected item {number}"
         )
     return _reply(fields), sender
 
 
 def as_data(reply: Reply) -> Reply:
-    """A reply of a closure as it would be from another process: bounded, plain, and nothing but
-    numbers and text.
+    """Return a closure's reply as if received from another process: bounded, sanitized, numbers and
+    text only.
     """
     message = encode_reply(READY, "", reply)
     return decode_reply(message[_HEADER.size :], READY, None, "")[0]
@@ -149,7 +148,7 @@ def _reply(fields: dict[str, Any]) -> Reply:
     failure, error = fields["failure"], fields["error"]
     if failure is not None:
         if failure not in ("error", "nan", "timeout") or not isinstance(error, str):
-            raise BadReply(f"it fails by {plain_text(repr((failure, error)), 100)}")
+            raise BadReply(f"its failure is malformed: {plain_text(repr((failure, error)), 100)}")
         return Reply(None, failure, plain_text(error, MAX_ERROR))
     reward, metrics = fields["reward"], fields["metrics"]
     if not isinstance(metrics, dict):
@@ -176,7 +175,7 @@ def _number(value: object, what: str) -> float:
     try:
         return float(value)  # type: ignore[arg-type]  # an int or a float
     except OverflowError:
-        raise BadReply(f"its {plain_text(what, 60)} is beyond what a float holds") from None
+        raise BadReply(f"its {plain_text(what, 60)} is beyond the range of a float") from None
 
 
 def _named(value: float) -> float | str:
@@ -186,7 +185,7 @@ def _named(value: float) -> float | str:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} stands where JSON has no name for it")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_no_constant)

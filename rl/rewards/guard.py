@@ -1,13 +1,16 @@
-"""The guard of one reward worker, or of one program: a small process between the trainer and the
-process that runs the reward.
+"""Run the reaper of a reward worker or a program.
 
-Run as a script, of the standard library alone: `python -P guard.py SOCKET PARENT SYS_PATH`, or for
-a program, which has no socket, `python -P guard.py -1 PARENT "" PROGRAM ARGUMENTS...`. It forks the
-worker (or program), passes on what that prints, and when the trainer ends or lets go, or the worker
-ends, it kills all that the worker started and then ends as the worker did. It adopts what loses its
-parent (Linux: a "child subreaper"), so a process that went into a session of its own is found as
-well. Its standard output is a socket to the trainer, whose end is how it learns that the trainer is
-gone. It is no sandbox: a reward is code that runs as the same user, and can do what that user can.
+The reaper is a small process between the trainer and the worker; it ends all the worker's
+descendants.
+
+Runs as a script that needs only the standard library: `python -P guard.py SOCKET PARENT SYS_PATH`,
+or for a program, which has no socket, `python -P guard.py -1 PARENT "" PROGRAM ARGUMENTS...`. It
+forks the worker (or program) and forwards its output. When the trainer ends or closes its socket,
+or when the worker ends, it kills every process that the worker started, then ends with the worker's
+exit status. It adopts orphaned descendants (Linux: a "child subreaper"), so it also finds a process
+that started its own session. Its standard output is a socket to the trainer; the end of that stream
+signals that the trainer has ended. It is not a sandbox: a reward runs as the same user, with that
+user's permissions.
 """
 
 from __future__ import annotations
@@ -24,11 +27,14 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-MARK = "WHETSTONE_REWARD_WORKER"  # in the environment of a worker and of what it starts
-PRINTED_BYTES = 64 * 1024  # of what one worker prints that are passed on
-LAST_BYTES = 2048  # of it that are passed on in any case: why a worker ended stands there
-# to find and kill what is left; only a reward that starts processes faster than they are killed
-# needs so long
+# environment variable of a worker and of every process that it starts
+MARK = "WHETSTONE_REWARD_WORKER"
+PRINTED_BYTES = 64 * 1024  # bytes of a worker's output that are forwarded
+# Bytes of the end of a worker's output, which are always forwarded: they usually hold the reason
+# why the worker ended.
+LAST_BYTES = 2048
+# Time to find and kill all remaining processes. Only a reward that starts processes faster than
+# they are killed needs this long.
 END_SECONDS = 3.0
 _ASKED_TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _PARENT_DIED = signal.SIGRTMIN + 5 if sys.platform == "linux" else signal.SIGHUP
@@ -37,41 +43,45 @@ _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
 
 
 def prctl(option: int, value: int) -> None:
-    """Linux's prctl; nothing elsewhere."""
+    """Call Linux's prctl; do nothing on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def main(channel: int, parent: int, path: list[str], program: list[str]) -> NoReturn:
-    """`channel`: the socket of items and replies, the worker's alone. `path`: the trainer's
-    sys.path. `program`: in their place.
+    """Run the reaper; never return.
+
+    `channel`: socket of items and replies, used by the worker only. `path`: the trainer's sys.path.
+    `program`: command to run instead of a worker.
     """
-    # Signals that ask a run to stop may reach all its processes (a scheduler's do), and it needs
-    # its rewards to finish the step. Handlers that do nothing, since what a reward starts would
-    # inherit SIG_IGN.
+    # A signal that asks a run to stop may reach all its processes (a scheduler sends it to all),
+    # but the run needs its rewards to finish the step. These handlers do nothing; SIG_IGN would be
+    # inherited by the processes that a reward starts.
     for number in (*_ASKED_TO_STOP, signal.SIGCHLD, _PARENT_DIED):
         signal.signal(number, lambda *_: None)
-    heard, hears = os.pipe()
-    for fd in (heard, hears):
+    wakeup_read, wakeup_write = os.pipe()
+    for fd in (wakeup_read, wakeup_write):
         os.set_blocking(fd, False)
-    signal.set_wakeup_fd(hears, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
     prctl(_SET_CHILD_SUBREAPER, 1)
-    # beside the socket, which a fork of the trainer may hold open
+    # In addition to the socket, which a fork of the trainer may keep open.
     prctl(_SET_PARENT_DEATH_SIGNAL, _PARENT_DIED)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # the trainer died before prctl was called
         os._exit(1)
-    printed, prints = os.pipe()
+    output_read, output_write = os.pipe()
     worker = os.fork()
     if worker == 0:
-        _leave_guard(prints, parent=os.getppid(), closing=(heard, hears, printed))
+        _leave_guard(
+            output_write, parent=os.getppid(), closing=(wakeup_read, wakeup_write, output_read)
+        )
         if program:
             _become_program(program)
         _become_worker(channel, path)
-    for fd in (channel, prints):
+    for fd in (channel, output_write):
         if fd >= 0:
             os.close(fd)
-    code = _watch(worker, heard, printed)
-    if code < 0:  # end as it did, without a second core file
+    code = _watch(worker, wakeup_read, output_read)
+    if code < 0:  # end with the worker's signal, without a second core file
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-code, signal.SIG_DFL)
@@ -80,10 +90,10 @@ def main(channel: int, parent: int, path: list[str], program: list[str]) -> NoRe
 
 
 def _leave_guard(prints: int, *, parent: int, closing: tuple[int, ...]) -> None:
-    """In the fork: a session of its own, the guard's pipe for all that is printed, none of the
-    guard's descriptors and handlers.
+    """Set up the forked process: its own session, output to the reaper's pipe, and none of the
+    reaper's descriptors and signal handlers.
     """
-    os.setsid()  # a reward that kills its process group kills itself
+    os.setsid()  # a reward that kills its process group kills only itself
     prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -107,9 +117,9 @@ def _become_program(words: list[str]) -> NoReturn:
 
 
 def _become_worker(channel: int, path: list[str]) -> NoReturn:
-    os.set_inheritable(channel, False)  # what a reward starts must not hold it
+    os.set_inheritable(channel, False)  # processes started by a reward must not inherit it
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]  # text streams, both
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     sys.path[:] = path
     sys.argv[:] = [""]
     code = 1
@@ -118,9 +128,7 @@ def _become_worker(channel: int, path: list[str]) -> NoReturn:
 
         serve(channel)
         code = 0
-    except (
-        BaseException
-    ):  # boundary: whatever ends a worker, its parent's code is not run a second time
+    except BaseException:  # boundary: the parent's code must not run a second time
         import traceback
 
         traceback.print_exc()
@@ -132,9 +140,10 @@ def _become_worker(channel: int, path: list[str]) -> NoReturn:
 
 
 def _watch(worker: int, heard: int, printed: int) -> int:
-    """Passes on what the worker prints until it or the trainer ends; then kills what is left.
+    """Forward the worker's output until the worker or the trainer ends, then kill all remaining
+    processes.
 
-    Returns the worker's exit code, -N where signal N killed it.
+    Returns the worker's exit code, -N if signal N killed it.
     """
     output = _Output(printed)
     os.set_blocking(_LIFE, False)
@@ -142,15 +151,15 @@ def _watch(worker: int, heard: int, printed: int) -> int:
     for fd in (_LIFE, heard, printed):
         poller.register(fd, select.POLLIN)
     code: int | None = None
-    gone = False
-    while code is None and not gone:
+    trainer_ended = False
+    while code is None and not trainer_ended:
         for fd, _ in poller.poll():
             if fd == printed and not output.pass_on():
                 poller.unregister(printed)
-            elif fd == _LIFE:  # the trainer sends nothing: its end closed
-                gone = True
+            elif fd == _LIFE:  # the trainer sends nothing: the event means that it closed its end
+                trainer_ended = True
             elif fd == heard:
-                gone = gone or int(_PARENT_DIED) in os.read(heard, 4096)
+                trainer_ended = trainer_ended or int(_PARENT_DIED) in os.read(heard, 4096)
         code = _reap(worker)
     code = end_all(worker, code)
     output.finish()
@@ -158,44 +167,43 @@ def _watch(worker: int, heard: int, printed: int) -> int:
 
 
 class _Output:
-    """What a worker prints: the first part is passed on, the rest is read and dropped but for its
-    end.
-    """
+    """Forward the first part of a worker's output; drop the rest except for its end."""
 
     def __init__(self, printed: int):
         self._printed, self._left, self._last, self._dropped = printed, PRINTED_BYTES, b"", 0
         os.set_blocking(printed, False)
 
     def pass_on(self) -> bool:
-        """Reads once. False where nothing more can come."""
+        """Read once. Return False if no more output can arrive."""
         try:
             data = os.read(self._printed, 1 << 16)
         except BlockingIOError:
             return True
-        now, later = data[: self._left], data[self._left :]
-        if now:
-            self._left -= len(now)
-            _send(now)
-        if later:
-            self._dropped += len(later)
-            self._last = (self._last + later)[-LAST_BYTES:]
+        passed, excess = data[: self._left], data[self._left :]
+        if passed:
+            self._left -= len(passed)
+            _send(passed)
+        if excess:
+            self._dropped += len(excess)
+            self._last = (self._last + excess)[-LAST_BYTES:]
         return bool(data)
 
     def finish(self) -> None:
-        """Once all who could print are dead: the rest that fits, and the end."""
+        """Forward the remaining output that fits, and its end, once all writers are dead."""
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
             before = self._left, self._dropped
             if not self.pass_on() or before == (self._left, self._dropped):
                 break
         if self._dropped > len(self._last):
-            _send(f"\n[{self._dropped - len(self._last)} bytes left out]\n".encode())
+            _send(f"\n[{self._dropped - len(self._last)} bytes omitted]\n".encode())
         _send(self._last)
 
 
 def _send(data: bytes) -> None:
-    """To the trainer, if it still listens and has room: a worker never waits for somebody to read
-    what it prints.
+    """Send data to the trainer if it still reads and its buffer has room.
+
+    Never block: a worker must not wait for a reader of its output.
     """
     try:
         os.write(_LIFE, data)
@@ -203,11 +211,11 @@ def _send(data: bytes) -> None:
         pass
 
 
-# -------------------------------------------------------------------------- ending what was started
+# ----------------------------------------------------------------------- ending all descendants
 
 
 def _reap(worker: int) -> int | None:
-    """Takes note of all children that ended. The worker's exit code if it is among them."""
+    """Reap all children that ended; return the worker's exit code if the worker is among them."""
     code = None
     while True:
         try:
@@ -221,18 +229,19 @@ def _reap(worker: int) -> int | None:
 
 
 def end_all(worker: int, code: int | None) -> int:
-    """Kills the worker, its process group, and every descendant, adopted ones too. Returns the
-    worker's exit code.
+    """Kill the worker, its process group, and all descendants, including adopted ones.
+
+    Returns the worker's exit code.
     """
     deadline = time.monotonic() + END_SECONDS
     kill(worker, group=True)
     while time.monotonic() < deadline:
-        ended = _reap(worker)
-        code = ended if ended is not None else code
+        exit_code = _reap(worker)
+        code = exit_code if exit_code is not None else code
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
-            break  # no child is left, and an orphan would be ours
+            break  # no child remains, and orphans would have been adopted
         for pid in descendants(os.getpid()):
             kill(pid)
         time.sleep(0.001)
@@ -244,38 +253,38 @@ def kill(pid: int, *, group: bool = False) -> None:
         try:
             end(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
-            pass  # it has ended, or made itself another user's
+            pass  # it has ended, or runs as another user
 
 
 def descendants(of: int) -> list[int]:
-    """The living processes below one, as /proc tells; [] where there is none."""
+    """Return the pids of the living descendants of a process from /proc; [] without /proc."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
         except OSError:
-            continue  # it ended while we looked
+            continue  # it ended in the meantime
         if fields[0] != b"Z":
             children.setdefault(int(fields[1]), []).append(int(folder.name))
-    found, look = [], [of]
-    while look:
-        below = children.pop(look.pop(), [])
-        found += below
-        look += below
-    return found
+    result, pending = [], [of]
+    while pending:
+        child_pids = children.pop(pending.pop(), [])
+        result += child_pids
+        pending += child_pids
+    return result
 
 
 def marked(mark: str) -> list[int]:
-    """The processes whose environment holds MARK=mark; [] where there is no /proc."""
-    found = []
-    wanted = f"{MARK}={mark}".encode()
+    """Return the pids of processes with MARK=mark in their environment; [] without /proc."""
+    pids = []
+    entry = f"{MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
+            if entry in (folder / "environ").read_bytes().split(b"\0"):
+                pids.append(int(folder.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 if __name__ == "__main__":

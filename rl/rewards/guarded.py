@@ -1,5 +1,6 @@
-"""A program of somebody's, run under a guard (rl.rewards.guard): whatever it starts ends with it,
-and it ends with this process.
+"""Run a program under a reaper process (rl.rewards.guard).
+
+All processes that the program starts end with it, and the program ends with this process.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from rl.rewards import guard
 
 
 class GuardedProgram:
-    """`environment`: all that it gets. `fileno`: readable when it printed something or ended, see
-    `hear`. OSError where none starts.
+    """Run a program under a reaper process.
+
+    `environment`: its complete environment. `fileno`: readable if the program printed output or
+    ended, see `hear`. Raises OSError if the process cannot be started.
     """
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str], mark: str):
         self._mark, self._last = mark, b""
-        self._life, guards = socket.socketpair()
+        self._life, guard_end = socket.socketpair()
         try:
             self._process = subprocess.Popen(
                 [
@@ -38,8 +41,8 @@ class GuardedProgram:
                     *words,
                 ],
                 stdin=subprocess.DEVNULL,
-                stdout=guards.fileno(),
-                stderr=guards.fileno(),
+                stdout=guard_end.fileno(),
+                stderr=guard_end.fileno(),
                 env={**environment, guard.MARK: mark},
                 start_new_session=True,
             )
@@ -47,15 +50,16 @@ class GuardedProgram:
             self._life.close()
             raise
         finally:
-            guards.close()
+            guard_end.close()
         self._life.setblocking(False)
 
     def fileno(self) -> int:
         return self._life.fileno()
 
     def hear(self) -> bool:
-        """Reads what it printed, and drops all but the end. False where it has ended, with all that
-        it started.
+        """Read the available output and keep only its end.
+
+        Returns False if the program and all its descendants have ended.
         """
         while True:
             try:
@@ -69,26 +73,26 @@ class GuardedProgram:
             self._last = (self._last + data)[-guard.LAST_BYTES :]
 
     def ended(self, seconds: float = guard.END_SECONDS) -> int:
-        """Its exit code, -N where signal N ended it; -9 where it has to be killed for one."""
+        """Return the exit code, -N if signal N ended the program; -9 if it has to be killed."""
         try:
             code = self._process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             code = -int(signal.SIGKILL)
-        if code < 0:  # the guard itself may have been killed, by a program that knows what it is
+        if code < 0:  # the program may have killed its reaper
             self.kill()
         return code
 
     @property
     def printed(self) -> str:
-        """The end of what it printed: the last lines."""
+        """Return the last lines of the output."""
         return plain_text(self._last.decode(errors="replace").strip(), 400)
 
     def let_go(self) -> None:
-        """Has the guard end it and all that it started; nobody waits for that."""
+        """Make the reaper end the program and all its descendants, without waiting."""
         self._life.close()
 
     def kill(self) -> None:
-        """Ends it and all that carries its mark, whatever became of the guard."""
+        """Kill the program and all processes with its mark, even if the reaper is dead."""
         with contextlib.suppress(OSError):
             self._life.close()
         for pid in {*guard.descendants(self._process.pid), *guard.marked(self._mark)} - {

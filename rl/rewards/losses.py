@@ -1,4 +1,6 @@
-"""What is said of workers that a reward cost: it may do so at every answer."""
+"""Log workers that a reward crashed or hung, with bounded output: a reward may do so at every
+answer.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 
 class Losses:
-    """Logs a lost worker: the first of its kind at once, then the tenth, the hundredth, ... with
-    their number. From any thread.
+    """Log lost workers of each failure kind: the 1st, 10th, 100th, ... with their count.
+    Thread-safe.
     """
 
     def __init__(self, reward: str):
@@ -21,15 +23,18 @@ class Losses:
         self._counts: dict[str | None, int] = {}
 
     def __call__(self, reply: Reply, culprit: PendingScore) -> None:
-        """`culprit`: the answer at which the worker was lost, in the way that `reply` says."""
+        """Count a lost worker and log it if the count is a power of 10.
+
+        `culprit`: the answer that the worker was scoring. `reply`: the failure.
+        """
         with self._lock:
             self._counts[reply.failure] = count = self._counts.get(reply.failure, 0) + 1
         if str(count).rstrip("0") == "1":
-            so_far = f" ({count} answers so far)" if count > 1 else ""
+            total = f" ({count} answers so far)" if count > 1 else ""
             logger.warning(
                 "reward %r %s%s (prompt %s)",
                 self._reward,
                 reply.error,
-                so_far,
+                total,
                 excerpt(culprit.prompt),
             )

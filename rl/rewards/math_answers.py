@@ -1,5 +1,6 @@
-"""Whether an answer equals the expected one: the rules for equations, lists, intervals, units and
-words (docs/rewards.md).
+"""Decide whether an answer equals the expected answer.
+
+The rules for equations, lists, intervals, units and words are in docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -41,14 +42,17 @@ _AND = re.compile(
 )
 # 45' and 1 0, which the parser reads as 45 and as a sum
 _NO_FORMULA = re.compile(r"\d\s*'|(?<!_)\d\s+[\d.]")
-_REALS = {r"(-\infty,\infty)", r"(-\infty,+\infty)", r"\mathbb{R}", r"\mathbbR", r"\R", r"\Reals", r"\text{allrealnumbers}",
-          "allrealnumbers"}  # fmt: skip
+_REALS = {
+    r"(-\infty,\infty)", r"(-\infty,+\infty)", r"\mathbb{R}", r"\mathbbR", r"\R", r"\Reals",
+    r"\text{allrealnumbers}", "allrealnumbers",
+}  # fmt: skip
 _EMPTY = {r"\emptyset", r"\varnothing", r"\{\}", "∅"}
 
 
 def answers_equal(answer: str, expected: str) -> bool:
-    """Whether `answer` is `expected` as mathematics. Raises TooLarge if working it out may not end
-    in reasonable time.
+    """Return whether `answer` equals `expected` mathematically.
+
+    Raises TooLarge if the comparison may not end in reasonable time.
     """
     if compact(answer) == compact(expected):
         return True
@@ -60,30 +64,33 @@ def answers_equal(answer: str, expected: str) -> bool:
 
 
 def _readings_equal(answer: str, expected: str) -> bool:
-    """1,234 is a number, or two of them: both texts are read in the same way."""
+    """Compare both readings of commas, applied to both texts: 1,234 is a number, or two numbers."""
     if compact(answer) == compact(expected):
         return True
-    joined = [join_thousands(text) for text in (answer, expected)]
-    if _equal(joined[0], joined[1]):
+    without_commas = [join_thousands(text) for text in (answer, expected)]
+    if _equal(without_commas[0], without_commas[1]):
         return True
-    # 1,000 is no list
-    if joined == [answer, expected] or any(re.search(r",0\d", text) for text in (answer, expected)):
+    # 1,000 is not a list
+    if without_commas == [answer, expected] or any(
+        re.search(r",0\d", text) for text in (answer, expected)
+    ):
         return False
     return len(split_top(expected, ",")) > 1 and _equal(answer, expected)
 
 
 def _equal(answer: str, expected: str) -> bool:
     answer, expected = _strip_brackets(answer), _strip_brackets(expected)
-    for same in (_REALS, _EMPTY):
-        if re.sub(r"\s", "", expected) in same:
-            return re.sub(r"\s", "", answer) in same
+    for synonyms in (_REALS, _EMPTY):
+        if re.sub(r"\s", "", expected) in synonyms:
+            return re.sub(r"\s", "", answer) in synonyms
     if re.fullmatch("[a-zA-Z]", answer) and re.fullmatch("[a-zA-Z]", expected):
         return answer == expected
-    words = as_words(expected)
-    if words is not None and (said := as_words(answer)) is not None:
-        return words == said
+    expected_words = as_words(expected)
+    if expected_words is not None and (answer_words := as_words(answer)) is not None:
+        return expected_words == answer_words
     rules: Sequence[Callable[[str, str], bool | None]] = (
-        _equal_plus_minus, _equal_lists, _equal_membership, _equal_chains, _equal_sequences, _equal_unions, _equal_matrices,
+        _equal_plus_minus, _equal_lists, _equal_membership, _equal_chains, _equal_sequences,
+        _equal_unions, _equal_matrices,
     )  # fmt: skip
     for rule in rules:
         verdict = rule(answer, expected)
@@ -93,38 +100,40 @@ def _equal(answer: str, expected: str) -> bool:
 
 
 def split_top(text: str, *separators: str) -> list[str]:
-    """Split at separators that stand outside all brackets."""
-    parts, depth, begin, place = [], 0, 0, 0
-    while place < len(text):
-        character = text[place]
+    """Split at separators outside all brackets."""
+    parts, depth, start, position = [], 0, 0, 0
+    while position < len(text):
+        character = text[position]
         depth += (character in _OPEN) - (character in _CLOSE)
         separator = (
-            next((s for s in separators if text.startswith(s, place)), None) if depth == 0 else None
+            next((s for s in separators if text.startswith(s, position)), None)
+            if depth == 0
+            else None
         )
         if separator is not None and not (
-            separator[0] == "\\" and text[place + len(separator) :][:1].isalpha()
+            separator[0] == "\\" and text[position + len(separator) :][:1].isalpha()
         ):
-            parts.append(text[begin:place])
-            place = begin = place + len(separator)
+            parts.append(text[start:position])
+            position = start = position + len(separator)
             continue
-        place += 1
-    return [part.strip() for part in [*parts, text[begin:]]]
+        position += 1
+    return [part.strip() for part in [*parts, text[start:]]]
 
 
 def _wrapped(text: str) -> bool:
-    """Whether the first bracket closes with the last one."""
+    """Return whether the first bracket closes with the last character."""
     if len(text) < 2 or text[0] not in _OPEN or text[-1] not in _CLOSE:
         return False
     depth = 0
-    for place, character in enumerate(text):
+    for position, character in enumerate(text):
         depth += (character in _OPEN) - (character in _CLOSE)
         if depth == 0:
-            return place == len(text) - 1
+            return position == len(text) - 1
     return False
 
 
 def _strip_brackets(text: str) -> str:
-    """Without brackets around all of one value: {5}, (5)."""
+    """Remove brackets around a single value: {5}, (5)."""
     text = text.strip()
     while (
         _wrapped(text)
@@ -138,7 +147,7 @@ def _strip_brackets(text: str) -> str:
 
 
 def _sequence(text: str) -> tuple[str, list[str]] | None:
-    """(its two brackets, its items) of a tuple, an interval or a set; None if it is none."""
+    """Return (its two brackets, its items) of a tuple, interval or set; None for any other text."""
     text = text.strip()
     if text.startswith(r"\{") and text.endswith(r"\}") and _wrapped(text[1:-2] + "}"):
         return "{}", _commas(text[2:-2])
@@ -153,7 +162,7 @@ def _commas(text: str) -> list[str]:
 
 
 def _equal_plus_minus(answer: str, expected: str) -> bool | None:
-    """a \\pm b is the two values of it, also within a list or set."""
+    """Compare a \\pm b as its two values, also within a list or set."""
     if not any(sign in text for text in (answer, expected) for sign in (r"\pm", r"\mp")):
         return None
     sides = []
@@ -178,14 +187,15 @@ def _both_signs(text: str) -> list[str]:
 
 
 def _value_of(item: str) -> str:
-    """The value of "x = value"; the item itself if it is no such thing."""
+    """Return the value of "x = value"; any other item unchanged."""
     members = _members(item)
     return members[-1] if len(members) == 2 and is_name(members[0]) else item
 
 
 def _equal_lists(answer: str, expected: str) -> bool | None:
-    """Lists without brackets, and sets, in any order. Names of the values count: x = 1, y = 2 is 1,
-    2 but not 2, 1.
+    """Compare lists without brackets, and sets, in any order.
+
+    Names of the values count: x = 1, y = 2 is 1, 2 but not 2, 1.
     """
     sides = []
     for text in (answer, expected):
@@ -196,12 +206,12 @@ def _equal_lists(answer: str, expected: str) -> bool | None:
         )
     if not any(sides):
         return None
-    found, wanted = sides[0] or [answer], sides[1] or [expected]
-    if len(found) != len(wanted):
+    answer_items, expected_items = sides[0] or [answer], sides[1] or [expected]
+    if len(answer_items) != len(expected_items):
         return False
     names = [
         [_members(item)[0] if _value_of(item) != item else "" for item in side]
-        for side in (found, wanted)
+        for side in (answer_items, expected_items)
     ]
     if (
         any(len(set(side)) > 1 for side in names)
@@ -209,28 +219,29 @@ def _equal_lists(answer: str, expected: str) -> bool | None:
         and not all(all(side) for side in names)
     ):
         return all(
-            _readings_equal(_value_of(a), _value_of(b)) for a, b in zip(found, wanted, strict=True)
+            _readings_equal(_value_of(a), _value_of(b))
+            for a, b in zip(answer_items, expected_items, strict=True)
         )
-    return _same_items(found, wanted)
+    return _same_items(answer_items, expected_items)
 
 
 def _same_items(found: Sequence[str], wanted: Sequence[str]) -> bool:
-    """Whether the items are equal in some order."""
+    """Return whether the items are equal in some order."""
     if len(found) != len(wanted):
         return False
     if len(wanted) > _MAX_ITEMS:
         raise TooLarge("a list of too many items")
-    left = list(wanted)
+    remaining = list(wanted)
     for item in found:
-        match = next((i for i, other in enumerate(left) if _readings_equal(item, other)), None)
+        match = next((i for i, other in enumerate(remaining) if _readings_equal(item, other)), None)
         if match is None:
             return False
-        del left[match]
+        del remaining[match]
     return True
 
 
 def _equal_membership(answer: str, expected: str) -> bool | None:
-    """x \\in S is S."""
+    """Compare x \\in S as S."""
     sides = [split_top(text, r"\in") for text in (answer, expected)]
     if not any(len(side) == 2 and is_name(side[0]) for side in sides):
         return None
@@ -240,19 +251,19 @@ def _equal_membership(answer: str, expected: str) -> bool | None:
 
 
 def _members(text: str) -> list[str]:
-    """The members of a chain of equalities."""
-    marked, places = text, [match for match in _EQUALS.finditer(text)]
-    parts, begin = [], 0
-    for match in places:
+    """Split a chain of equalities into its members."""
+    marked, matches = text, [match for match in _EQUALS.finditer(text)]
+    parts, start = [], 0
+    for match in matches:
         before = marked[: match.start()]
         if sum(before.count(c) for c in _OPEN) == sum(before.count(c) for c in _CLOSE):
-            parts.append(text[begin : match.start()].strip())
-            begin = match.end()
-    return [*parts, text[begin:].strip()]
+            parts.append(text[start : match.start()].strip())
+            start = match.end()
+    return [*parts, text[start:].strip()]
 
 
 def is_name(text: str) -> bool:
-    """Whether a text names a quantity: x, x_1, f(x), \\angle ABC, Area."""
+    """Return whether a text names a quantity: x, x_1, f(x), \\angle ABC, Area."""
     return (
         _NAME.fullmatch(text.strip()) is not None
         and not _FUNCTION_NAMES.match(text.strip())
@@ -270,40 +281,49 @@ def _letters(text: str) -> set[str]:
 
 
 def _equal_chains(answer: str, expected: str) -> bool | None:
-    """x = value is the value, as is value = x; each member of a chain has to be it too, but a name
-    or a formula of other letters.
+    """Compare chains of equalities. x = value and value = x are the value.
+
+    Each other member of the chain must equal the expected value too, except for names and formulas
+    in other letters.
     """
-    found, wanted = [[member for member in _members(text) if member] for text in (answer, expected)]
-    if len(found) < 2 and len(wanted) < 2:
+    answer_members, expected_members = [
+        [member for member in _members(text) if member] for text in (answer, expected)
+    ]
+    if len(answer_members) < 2 and len(expected_members) < 2:
         return None
-    if len(wanted) > 2:
-        return _equal(answer, wanted[-1]) if compact(wanted[-1]) else False
-    if len(found) == 2 and is_name(found[1]) and not is_name(found[0]):
-        found = found[::-1]
-    if len(wanted) == 2 and is_name(wanted[1]) and not is_name(wanted[0]):
-        wanted = wanted[::-1]
-    if len(wanted) == 2:
-        return _equal_equation(found, wanted, answer, expected)
-    gold = wanted[0]
+    if len(expected_members) > 2:
+        return _equal(answer, expected_members[-1]) if compact(expected_members[-1]) else False
+    if len(answer_members) == 2 and is_name(answer_members[1]) and not is_name(answer_members[0]):
+        answer_members = answer_members[::-1]
+    if (
+        len(expected_members) == 2
+        and is_name(expected_members[1])
+        and not is_name(expected_members[0])
+    ):
+        expected_members = expected_members[::-1]
+    if len(expected_members) == 2:
+        return _equal_equation(answer_members, expected_members, answer, expected)
+    gold = expected_members[0]
     letters = _letters(gold)
-    first = found[0]
+    first = answer_members[0]
     free = is_name(first) or (
         _SYMBOLS.fullmatch(first) is not None
         and bool(_letters(first))
         and not _letters(first) <= letters
     )
-    members = found[1:] if free else found
-    for place, member in enumerate(members):
-        last = place == len(members) - 1
-        foreign = bool(_letters(member) - letters) and (free or place > 0) and not last
+    members = answer_members[1:] if free else answer_members
+    for position, member in enumerate(members):
+        last = position == len(members) - 1
+        foreign = bool(_letters(member) - letters) and (free or position > 0) and not last
         if not foreign and not _equal(member, gold):
             return False
     return True
 
 
 def _equal_equation(found: list[str], wanted: list[str], answer: str, expected: str) -> bool:
-    """What is expected is an equation: an assignment, whose value is enough, or another, which is
-    compared as a whole.
+    """Compare with an expected equation.
+
+    For an expected assignment, its value is enough. Any other equation is compared as a whole.
     """
     if is_name(wanted[0]) or exact_number(read_quantity(wanted[0]).text) is not None:
         if len(found) == 1:
@@ -316,36 +336,44 @@ def _equal_equation(found: list[str], wanted: list[str], answer: str, expected: 
 
 
 def _equal_sequences(answer: str, expected: str) -> bool | None:
-    """Tuples, points and intervals: the same brackets, and the same values in order."""
-    found, wanted = _sequence(answer), _sequence(expected)
-    if found is None and wanted is None:
+    """Compare tuples, points and intervals: the same brackets, and equal values in order."""
+    answer_sequence, expected_sequence = _sequence(answer), _sequence(expected)
+    if answer_sequence is None and expected_sequence is None:
         return None
-    if found is None or wanted is None or found[0] != wanted[0] or len(found[1]) != len(wanted[1]):
+    if (
+        answer_sequence is None
+        or expected_sequence is None
+        or answer_sequence[0] != expected_sequence[0]
+        or len(answer_sequence[1]) != len(expected_sequence[1])
+    ):
         return False
-    if len(wanted[1]) > _MAX_ITEMS:
+    if len(expected_sequence[1]) > _MAX_ITEMS:
         raise TooLarge("a list of too many items")
-    return all(_equal(a, b) for a, b in zip(found[1], wanted[1], strict=True))
+    return all(_equal(a, b) for a, b in zip(answer_sequence[1], expected_sequence[1], strict=True))
 
 
 def _equal_unions(answer: str, expected: str) -> bool | None:
-    found, wanted = split_top(answer, r"\cup"), split_top(expected, r"\cup")
-    if len(found) == len(wanted) == 1:
+    answer_parts, expected_parts = split_top(answer, r"\cup"), split_top(expected, r"\cup")
+    if len(answer_parts) == len(expected_parts) == 1:
         return None
-    return _same_items(found, wanted)
+    return _same_items(answer_parts, expected_parts)
 
 
 def _equal_matrices(answer: str, expected: str) -> bool | None:
-    """Matrices and columns, in round or square brackets: the same entries. Determinants are
+    """Compare matrices and columns, in round or square brackets, by their entries. Determinants are
     formulas.
     """
-    found, wanted = _MATRIX.fullmatch(answer.strip()), _MATRIX.fullmatch(expected.strip())
-    if wanted is None or wanted.group(1) in ("vmatrix", "Vmatrix"):
+    answer_match, expected_match = (
+        _MATRIX.fullmatch(answer.strip()),
+        _MATRIX.fullmatch(expected.strip()),
+    )
+    if expected_match is None or expected_match.group(1) in ("vmatrix", "Vmatrix"):
         return None
-    if found is None or found.group(1) in ("vmatrix", "Vmatrix"):
+    if answer_match is None or answer_match.group(1) in ("vmatrix", "Vmatrix"):
         return False
     sides = [
         [row.split("&") for row in re.split(r"\\\\", side.group(2)) if row.strip()]
-        for side in (found, wanted)
+        for side in (answer_match, expected_match)
     ]
     if [len(row) for row in sides[0]] != [len(row) for row in sides[1]]:
         return False
@@ -358,27 +386,32 @@ def _equal_matrices(answer: str, expected: str) -> bool | None:
 
 
 def _equal_values(answer: str, expected: str) -> bool:
-    """Single values: numbers exactly, with their units; numbers of a base digit by digit; formulas
-    by sympy.
+    """Compare single values.
+
+    Numbers are compared exactly, with their units; numbers with a base digit by digit; formulas by
+    sympy.
     """
     bases = [_BASE.fullmatch(re.sub(r"\s", "", text)) for text in (answer, expected)]
     if any(bases):
         return all(bases) and bases[0].groups() == bases[1].groups()  # type: ignore[union-attr]  # all of them are matches
-    found, wanted = read_quantity(answer), read_quantity(expected)
-    if found.unit is not None and wanted.unit is not None and found.unit != wanted.unit:
+    answer_quantity, expected_quantity = read_quantity(answer), read_quantity(expected)
+    if (
+        answer_quantity.unit is not None
+        and expected_quantity.unit is not None
+        and answer_quantity.unit != expected_quantity.unit
+    ):
         return False
-    numbers = [exact_number(side.text) for side in (found, wanted)]
+    numbers = [exact_number(side.text) for side in (answer_quantity, expected_quantity)]
     if numbers[0] is None or numbers[1] is None:
-        return _equal_formulas(found, wanted)
+        return _equal_formulas(answer_quantity, expected_quantity)
     values = [
         n * side.factor / (100 if side.percent else 1)
-        for n, side in zip(numbers, (found, wanted), strict=True)
+        for n, side in zip(numbers, (answer_quantity, expected_quantity), strict=True)
         if n is not None
     ]
-    # A percent sign may be left out, as a unit may; one that was not expected makes a hundredth of
-    # the number.
+    # A percent sign or a unit may be omitted. An unexpected percent sign divides the number by 100.
     return values[0] == values[1] or (
-        wanted.percent and not found.percent and numbers[0] == numbers[1]
+        expected_quantity.percent and not answer_quantity.percent and numbers[0] == numbers[1]
     )
 
 

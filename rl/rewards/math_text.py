@@ -1,6 +1,4 @@
-"""Spelling of mathematical answers: one form for the ways of LaTeX and plain text, exact numbers,
-units.
-"""
+"""Normalize the spelling of mathematical answers: LaTeX and plain text, exact numbers, units."""
 
 from __future__ import annotations
 
@@ -8,16 +6,18 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-MAX_DIGITS = 2000  # digits of a number that is compared; also the largest exponent of ten
+MAX_DIGITS = 2000  # of a number that is compared; also the largest exponent of ten
 _REPLACEMENTS = (
-    ("−", "-"), ("–", "-"), ("×", r"\times "), ("·", r"\cdot "), ("⋅", r"\cdot "), ("÷", r"\div "), ("π", r"\pi "),
-    ("∞", r"\infty "), ("≤", r"\le "), ("≥", r"\ge "), ("≠", r"\ne "), ("∪", r"\cup "), ("∩", r"\cap "), ("±", r"\pm "),
-    ("∈", r"\in "), ("ℝ", r"\mathbb{R}"), ("½", r"\frac{1}{2}"), ("²", "^{2}"), ("³", "^{3}"), ("…", r"\ldots "), ("º", "°"),
+    ("−", "-"), ("–", "-"), ("×", r"\times "), ("·", r"\cdot "), ("⋅", r"\cdot "), ("÷", r"\div "),
+    ("π", r"\pi "), ("∞", r"\infty "), ("≤", r"\le "), ("≥", r"\ge "), ("≠", r"\ne "),
+    ("∪", r"\cup "), ("∩", r"\cap "), ("±", r"\pm "), ("∈", r"\in "), ("ℝ", r"\mathbb{R}"),
+    ("½", r"\frac{1}{2}"), ("²", "^{2}"), ("³", "^{3}"), ("…", r"\ldots "), ("º", "°"),
     ("√", r"\sqrt "), ("{,}", ","), (r"\%", "%"), (r"\$", "$"),
 )  # fmt: skip
 _FRACTIONS = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
 _SPACES = re.compile(
-    r"(\\\\)|\\!\s*|\\[,;: ]|\\(?:q?quad|displaystyle|textstyle|limits|left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\.?|~"
+    r"(\\\\)|\\!\s*|\\[,;: ]"
+    r"|\\(?:q?quad|displaystyle|textstyle|limits|left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\.?|~"
 )
 _DEGREES = re.compile(
     r"\^\s*\{?\s*\\circ(?![a-zA-Z])\s*\}?|\\degrees?(?![a-zA-Z])|\\text\s*\{\s*degrees?\s*\}"
@@ -56,11 +56,12 @@ _UNITS = {
     "cm": "cm centimeter centimeters centimetre centimetres", "mm": "mm millimeter millimeters",
     "km": "km kilometer kilometers kilometre kilometres", "m": "m meter meters metre metres",
     "in": "in inch inches", "ft": "ft foot feet", "yd": "yd yard yards", "mi": "mi mile miles",
-    "g": "g gram grams", "kg": "kg kilogram kilograms", "lb": "lb lbs pound pounds", "oz": "oz ounce ounces",
-    "s": "s sec secs second seconds", "min": "min mins minute minutes", "h": "h hr hrs hour hours", "day": "day days",
-    "week": "week weeks", "month": "month months", "year": "yr yrs year years", "°": "° deg degree degrees",
-    "rad": "rad rads radian radians", "dollar": "$ dollar dollars usd", "cent": "cent cents",
-    "l": "l liter liters litre litres", "ml": "ml milliliter milliliters", "mph": "mph", "unit": "unit units",
+    "g": "g gram grams", "kg": "kg kilogram kilograms", "lb": "lb lbs pound pounds",
+    "oz": "oz ounce ounces", "s": "s sec secs second seconds", "min": "min mins minute minutes",
+    "h": "h hr hrs hour hours", "day": "day days", "week": "week weeks", "month": "month months",
+    "year": "yr yrs year years", "°": "° deg degree degrees", "rad": "rad rads radian radians",
+    "dollar": "$ dollar dollars usd", "cent": "cent cents", "l": "l liter liters litre litres",
+    "ml": "ml milliliter milliliters", "mph": "mph", "unit": "unit units",
 }  # fmt: skip
 _UNIT_OF = {word: unit for unit, words in _UNITS.items() for word in words.split()}
 _UNIT_WORDS = {*_UNIT_OF, *_MULTIPLIERS, "percent", "per", "square", "sq", "cubic", "cu"}
@@ -68,19 +69,21 @@ _TRAILING_TEXT = re.compile(
     rf"(.*?[\d\w}})\]°])\s*((?:{TEXT}\s*)+)(?:\^\s*\{{?([23])\}}?)?", re.DOTALL
 )
 _TRAILING_WORDS = re.compile(
-    r"(.*?[\d})\]])\s*((?:(?<=\s)[a-zA-Z]|[a-zA-Z]{2,})(?:[ /.]+[a-zA-Z]+)*)\.?(?:\^\s*\{?([23])\}?)?",
+    r"(.*?[\d})\]])\s*((?:(?<=\s)[a-zA-Z]|[a-zA-Z]{2,})(?:[ /.]+[a-zA-Z]+)*)"
+    r"\.?(?:\^\s*\{?([23])\}?)?",
     re.DOTALL,
 )
 
 
 class TooLarge(Exception):
-    """An answer that is not worked out, because that may not end in reasonable time."""
+    """Raised for an answer that is not evaluated because that may not end in reasonable time."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """What an answer without its units says. `percent`: a percent sign was written. `unit`: None if
-    it has none that is known.
+    """Hold an answer without its units.
+
+    `percent`: the answer has a percent sign. `unit`: None if the answer has no known unit.
     """
 
     text: str
@@ -90,7 +93,7 @@ class Quantity:
 
 
 def spell(text: str) -> str:
-    """Return the answer without its dollar signs, spacing and sizes, in LaTeX's names."""
+    """Return the answer in LaTeX's names, without dollar signs, spacing and size commands."""
     for symbol, latex in _REPLACEMENTS:
         text = text.replace(symbol, latex)
     text = (
@@ -119,13 +122,15 @@ def join_thousands(text: str) -> str:
 
 
 def compact(text: str) -> str:
-    """Return the text without white space and dollar signs, words in \\text{} as they are."""
+    """Return the text without white space and dollar signs, words in \\text{} unchanged."""
     text = re.sub(r"(?<=\d)\s+(?=\d)", "~", re.sub(TEXT, r"\1", text))  # 1 0 is not 10
     return re.sub(r"[\s$]", "", text).rstrip(".")
 
 
 def as_words(text: str) -> str | None:
-    """Return an answer that is words ("east", "(C)") in one spelling; None if it is a formula."""
+    """Return an answer that consists of words ("east", "(C)") in a canonical spelling; None for a
+    formula.
+    """
     plain = re.sub(TEXT, r" \1 ", text)
     marked = plain != text
     plain = re.sub(r"^[\s(]+|[\s).]+$", "", plain)
@@ -180,8 +185,8 @@ def read_quantity(text: str) -> Quantity:
 
 
 def exact_number(text: str) -> Fraction | None:
-    """Return the value of a written number: decimal, fraction, mixed, scientific, repeating; None
-    if it is none.
+    """Return the value of a written number: decimal, fraction, mixed, scientific, repeating; else
+    None.
 
     Raises TooLarge for a number of more than MAX_DIGITS digits.
     """
@@ -208,7 +213,7 @@ def exact_number(text: str) -> Fraction | None:
         return _ratio(_decimal(match.group(1)), _decimal(match.group(2)))
     if match := _FRACTION.fullmatch(text):
         sign, whole, top, digit, bottom, last = match.groups()
-        parts = [part or alone for part, alone in ((top, digit), (bottom, last))]
+        parts = [part or single_digit for part, single_digit in ((top, digit), (bottom, last))]
         if not all(_DECIMAL.fullmatch(part) for part in parts):
             return None
         ratio = _ratio(_decimal(parts[0]), _decimal(parts[1]))

@@ -1,5 +1,6 @@
-"""Whether two formulas are equal, by math-verify and sympy, on trees whose values are bounded
-before anything is worked out.
+"""Decide whether two formulas are equal, with math-verify and sympy.
+
+The size of all values in a formula's tree is bounded before anything is evaluated.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from typing import Any
 
 from rl.rewards.math_text import TooLarge
 
-SECONDS = 4.0  # to compare one answer, where a signal can end it
+SECONDS = 4.0  # time limit of a single comparison, enforced by a signal
 _MAX_CHARACTERS = 500
-_MAX_DEPTH = 25  # of brackets: the time of the parser grows quickly with it
+_MAX_DEPTH = 25  # of brackets: the parser's time grows quickly with it
 _MAX_NODES = 400
-_MAX_DIGITS = 2000.0  # of any value on the way
+_MAX_DIGITS = 2000.0  # of any intermediate value
 _MAX_EXPANDED = 60  # power of a sum
 _MAX_POWER = 10_000  # power of a symbol
 _MAX_ARGUMENT = 1000  # of a factorial and of a binomial
 _MAX_TERMS = 1000  # of a sum or a product
 _EAGER = re.compile(r"\\[dt]?binom|\\(?:gcd|lcm|operatorname)|choose|[dt]?binom")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\}|\([^()]*\))\s*°")
-_PRODUCTS = (  # (2)(5) and 2(5) would be read as mixed numbers
+_PRODUCTS = (  # (2)(5) and 2(5) would be parsed as mixed numbers
     (re.compile(r"\)\s*(?=\(|\d|\\frac)"), r")\\cdot "),
     (re.compile(r"(?<![_^\d.])(\d+(?:\.\d+)?)\s*\("), r"\1\\cdot("),
     (re.compile(r"\\sqrt\s*(\[[^\[\]]*\])?\s*([0-9a-zA-Z])"), r"\\sqrt\1{\2}"),
@@ -36,13 +37,14 @@ _BARE_LOG = re.compile(r"\\log(?![a-zA-Z])(?!\s*_)")
 
 
 class _Late(BaseException):
-    """The time is over. No Exception, since sympy catches these."""
+    """Raised at the time limit. Not an Exception, since sympy catches these."""
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TooLarge in the body after `seconds` of this process's time, on a main thread;
-    elsewhere there is no limit.
+    """Raise TooLarge in the body after `seconds` of CPU time of this process.
+
+    It works on the main thread; on other threads there is no limit.
     """
     if (
         threading.current_thread() is not threading.main_thread()
@@ -51,13 +53,13 @@ def time_limit(seconds: float) -> Iterator[None]:
         yield
         return
 
-    def end(*_: object) -> None:
+    def raise_timeout(*_: object) -> None:
         raise _Late
 
-    before = signal.signal(signal.SIGVTALRM, end)
+    previous_handler = signal.signal(signal.SIGVTALRM, raise_timeout)
     try:
         try:
-            # again, in case a first one is swallowed
+            # Repeat the signal, in case the first is swallowed.
             signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.5)
             yield
         finally:
@@ -66,14 +68,14 @@ def time_limit(seconds: float) -> Iterator[None]:
         raise TooLarge(f"not compared within {seconds:g} s") from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-        signal.signal(signal.SIGVTALRM, before)
+        signal.signal(signal.SIGVTALRM, previous_handler)
 
 
 def formulas_equal(answer: str, expected: str) -> bool:
-    """Whether two formulas in LaTeX are equal. A log without a base is decimal or natural, the same
-    in both.
+    """Return whether two formulas in LaTeX are equal.
 
-    Raises TooLarge if working them out may not end in reasonable time.
+    A log without a base is decimal or natural, the same in both formulas. Raises TooLarge if the
+    comparison may not end in reasonable time.
     """
     if _equal(answer, expected):
         return True
@@ -82,18 +84,21 @@ def formulas_equal(answer: str, expected: str) -> bool:
 
 
 def _equal(answer: str, expected: str) -> bool:
-    found, gold = parse_formula(answer), parse_formula(expected)
-    if found is None or gold is None:
+    answer_tree, expected_tree = parse_formula(answer), parse_formula(expected)
+    if answer_tree is None or expected_tree is None:
         return False
     return bool(
-        load_math_verify().verify([gold], [found], numeric_precision=30, timeout_seconds=None)
+        load_math_verify().verify(
+            [expected_tree], [answer_tree], numeric_precision=30, timeout_seconds=None
+        )
     )
 
 
 @functools.lru_cache(maxsize=4096)
 def parse_formula(text: str) -> Any:
-    """Return the tree of a formula with its decimals as exact fractions; None if it cannot be read.
-    Raises TooLarge.
+    """Return the tree of a formula, with decimals as exact fractions; None if it cannot be parsed.
+
+    Raises TooLarge if the formula exceeds a bound.
     """
     _check_text(text)
     math_verify = load_math_verify()
@@ -119,16 +124,16 @@ def parse_formula(text: str) -> Any:
 
 
 def load_math_verify() -> Any:
-    """Return the library, which takes seconds to import the first time."""
+    """Import and return math_verify; the first import takes seconds."""
     import math_verify
 
-    # It warns that its time limits are off; they are off on purpose.
+    # It warns that its time limits are off, which is intended here.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return math_verify
 
 
 def _check_text(text: str) -> None:
-    """Refuse what the parser itself would be slow at, or would work out at once. Raises TooLarge."""
+    """Raise TooLarge for text that the parser is slow at, or would evaluate while parsing."""
     if len(text) > _MAX_CHARACTERS:
         raise TooLarge(f"a formula of {len(text)} characters")
     depth = deepest = 0
@@ -142,7 +147,7 @@ def _check_text(text: str) -> None:
 
 
 def _exact(tree: Any) -> Any:
-    """Return the tree with every decimal as the fraction that its digits say: 0.333 is not 1/3."""
+    """Return the tree with each decimal as the fraction of its written digits: 0.333 is not 1/3."""
     import sympy
 
     if not isinstance(tree, sympy.Basic):
@@ -153,8 +158,10 @@ def _exact(tree: Any) -> Any:
 
 
 def bound_tree(tree: Any) -> float:
-    """Return an upper bound on the decimal digits that the value of a tree has (its numerator and
-    denominator). Raises TooLarge.
+    """Return an upper bound on the number of decimal digits of a tree's value (numerator and
+    denominator).
+
+    Raises TooLarge if the value or the tree exceeds a bound.
     """
     import sympy
 
@@ -167,22 +174,23 @@ def bound_tree(tree: Any) -> float:
 
 
 def _count_terms(node: Any) -> int:
-    """Return an upper bound on the terms of a formula that is multiplied out. Raises TooLarge above
-    _MAX_TERMS.
+    """Return an upper bound on the number of terms of a multiplied-out formula.
+
+    Raises TooLarge above _MAX_TERMS.
     """
     import sympy
 
     if not isinstance(node, sympy.Expr) or not node.args or not node.free_symbols:
         return 1
-    below = [_count_terms(child) for child in node.args]
+    child_counts = [_count_terms(child) for child in node.args]
     count = 1
     if isinstance(node, sympy.Add):
-        count = sum(below)
+        count = sum(child_counts)
     elif isinstance(node, sympy.Mul):
-        count = math.prod(below)
-    elif isinstance(node, sympy.Pow) and node.exp.is_Integer and below[0] > 1:
+        count = math.prod(child_counts)
+    elif isinstance(node, sympy.Pow) and node.exp.is_Integer and child_counts[0] > 1:
         power = min(abs(int(node.exp)), _MAX_EXPANDED)
-        count = math.comb(power + below[0] - 1, power)
+        count = math.comb(power + child_counts[0] - 1, power)
     if count > _MAX_TERMS:
         raise TooLarge("a formula of too many terms")
     return count
@@ -200,22 +208,24 @@ def _digits(node: Any) -> float:
             + 20
         )
     if isinstance(node, (sympy.Integral, sympy.Derivative, sympy.Limit)):
-        raise TooLarge(f"a {type(node).__name__.lower()} is no answer")
+        raise TooLarge(f"a {type(node).__name__.lower()} is not an answer")
     if isinstance(node, (sympy.Sum, sympy.Product)):
         return _checked(_terms(node) * max(1.0, _digits(node.function)))
-    below = [_digits(child) for child in getattr(node, "args", ())]
+    child_digits = [_digits(child) for child in getattr(node, "args", ())]
     if isinstance(node, sympy.Pow):
-        return _power(node.base, node.exp, below[0], below[1])
+        return _power(node.base, node.exp, child_digits[0], child_digits[1])
     if isinstance(node, (sympy.exp, sympy.sinh, sympy.cosh, sympy.tanh)):
-        return _power(sympy.E, node.args[0], 1.0, below[0])
+        return _power(sympy.E, node.args[0], 1.0, child_digits[0])
     if isinstance(
         node, (sympy.factorial, sympy.binomial, sympy.gamma, sympy.factorial2, sympy.subfactorial)
     ):
-        largest = max(_size(child, digits) for child, digits in zip(node.args, below, strict=True))
+        largest = max(
+            _size(child, digits) for child, digits in zip(node.args, child_digits, strict=True)
+        )
         if largest > _MAX_ARGUMENT:
             raise TooLarge(f"a {type(node).__name__} of a large number")
         return _checked(largest * 3.0)
-    return _checked(max(1.0, sum(below)))
+    return _checked(max(1.0, sum(child_digits)))
 
 
 def _power(base: Any, exponent: Any, digits: float, digits_of_exponent: float) -> float:
@@ -228,7 +238,9 @@ def _power(base: Any, exponent: Any, digits: float, digits_of_exponent: float) -
 
 
 def _size(node: Any, digits: float) -> float:
-    """Return an upper bound on the absolute value of a number; 1 of a formula with symbols."""
+    """Return an upper bound on the absolute value of a number; for a formula with symbols, at least
+    1.
+    """
     import sympy
 
     if node.has(sympy.oo, -sympy.oo, sympy.zoo, sympy.nan):

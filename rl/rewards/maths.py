@@ -1,8 +1,8 @@
-"""Built-in rewards for answers that are mathematics: `gsm8k` (numbers, plain string work) and
+"""Define built-in rewards for mathematics: `gsm8k` (numbers, string comparison) and
 `math_correctness`.
 
-Where the answer stands in a response: the last whole \\boxed{...} or the text after the last
-"####", whichever is later.
+The answer of a response is its last complete \\boxed{...} or the text after its last "####",
+whichever comes later.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rl.rewards.registry import register_reward
 from rl.rewards.text import expected_answer
 
 _BOXED = ("\\boxed", "\\fbox")
-# \boxed 5, \boxed5: so some of MATH's solutions have it
+# \boxed 5 and \boxed5, which some of MATH's solutions use
 _BARE = re.compile(r"\\(?:boxed|fbox) *([^\s{}$\\.,;]+)")
 # no sign after an operand: x-1
 _NUMBER = re.compile(r"(?<![\w)}.])[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
-_MAX_NUMBER = 300  # characters of an answer that is read as one number
+_MAX_NUMBER = 300  # characters of an answer that is parsed as a single number
 # A formula anywhere before the number, or an operator, a function or "and" right before it.
 _NOT_BEFORE = re.compile(
     r"[\\^*+|]|[_!/<>-]\s*[({]*\s*$|\b[a-zA-Z]\($"
@@ -34,11 +34,13 @@ _NOT_BEFORE = re.compile(
 _NOT_AFTER = re.compile(
     r"\(|\s*[*^_!+|\\{}\[<>]|\s*/\s*[^a-zA-Z\s]|\s*-\s*[^a-zA-Z\s]|\s+(?:or|and)\s+\S*$"
 )
-_EMPHASIS = re.compile(r"(\*\*|__|\*|`)([^*_`]+)\1")  # Markdown's
+_EMPHASIS = re.compile(r"(\*\*|__|\*|`)([^*_`]+)\1")  # Markdown emphasis
 _UNIT_LETTERS = "mgshlLFC"
-_NOT_UNITS = {"pi", "sin", "cos", "tan", "log", "ln", "sqrt", "factorial", "mod", "times", "plus", "minus",
-              "hundred", "thousand", "million", "billion", "trillion", "dozen"}  # fmt: skip
-# A formula in dollar signs has space on both its sides or on none, unlike what stands between two
+_NOT_UNITS = {
+    "pi", "sin", "cos", "tan", "log", "ln", "sqrt", "factorial", "mod", "times", "plus", "minus",
+    "hundred", "thousand", "million", "billion", "trillion", "dozen",
+}  # fmt: skip
+# A formula in dollar signs has space on both its sides or on neither, unlike the text between two
 # prices.
 _UNMARKED = re.compile(
     r"\$\$?(?!\s)([^$]+)(?<!\s)\$(?!\d)|\$\$?\s([^$]+)\s\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]"
@@ -48,21 +50,23 @@ _LAST_NUMBER = re.compile(
     r"(?<![\w.])-?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+|[eE][+-]?\d+)?\s?(?:\\?%|°)?"
 )
 _HASHES = re.compile(r"(?<!#)####(?!#)")  # GSM8K's mark; a longer run of # is a rule or noise
-# characters of a response without a marked answer that are searched: parsing is slow and grows with
-# length
+# Number of characters searched in a response without a marked answer: parsing time grows with
+# length.
 _MAX_TAIL = 500
 
 
 def _last_boxed(text: str) -> tuple[int, str] | None:
-    """Position and content of the last \\boxed{...} whose braces close (or \\boxed 5), or None.
-    Time goes with the length.
+    """Return (position, content) of the last \\boxed{...} whose braces close (or \\boxed 5), or
+    None.
+
+    Takes time linear in the length.
     """
-    open_braces: list[tuple[int, bool]] = []  # position, whether \\boxed stands before it
+    open_braces: list[tuple[int, bool]] = []  # position, whether \\boxed precedes it
     best: tuple[int, int] | None = None
     for match in re.finditer(r"[{}]", text):
         position = match.start()
         if match.group() == "{":
-            before = text[max(0, position - 9) : position].rstrip(" ")  # \boxed {5} as well
+            before = text[max(0, position - 9) : position].rstrip(" ")  # also matches \boxed {5}
             open_braces.append((position, before.endswith(_BOXED)))
         elif open_braces:
             start, boxed = open_braces.pop()
@@ -75,16 +79,18 @@ def _last_boxed(text: str) -> tuple[int, str] | None:
 
 
 def boxed_answer(text: str) -> str | None:
-    """The content of the last whole \\boxed{...} (or \\fbox), braces within it included, or of
-    \\boxed 5; None where it is empty.
+    """Return the content of the last complete \\boxed{...} (or \\fbox), including nested braces, or
+    of \\boxed 5.
+
+    Return None if it is empty or missing.
     """
     boxed = _last_boxed(text)
     return (boxed[1] or None) if boxed is not None else None
 
 
 def marked_answer(response: str) -> str | None:
-    """The answer that the response marks with \\boxed{} or "####"; None where it marks none (an
-    empty one is none).
+    """Return the answer marked with \\boxed{} or "####"; None if none is marked or the mark is
+    empty.
     """
     boxed = _last_boxed(response)
     hashes = max((match.end() for match in _HASHES.finditer(response)), default=-1)
@@ -97,11 +103,11 @@ def marked_answer(response: str) -> str | None:
 
 
 def parse_number(text: str) -> str | None:
-    """The one number in `text`, spelled canonically ("1,200.50 dollars" -> "1200.5"); None where
-    there is none, several, or a formula.
+    """Return the only number in `text` in canonical spelling ("1,200.50 dollars" -> "1200.5").
 
-    Around it stand words and units alone: 5x, 5!, \\pm 5, f(5) and 5 million are not 5. Equations
-    before it have to hold: 4 = 5 is none.
+    Return None for no number, several numbers, or a formula. Only words and units may surround the
+    number: 5x, 5!, \\pm 5, f(5) and 5 million are not 5. Equations before it must hold: 4 = 5 is no
+    number.
     """
     if len(text) > _MAX_NUMBER:
         return None
@@ -135,13 +141,13 @@ def parse_number(text: str) -> str | None:
     sums = [evaluated(re.sub(r"[$,]", "", member)) for member in members]
     return (
         canonical
-        if all(found is None or found[0] == Fraction(canonical) for found in sums)
+        if all(evaluation is None or evaluation[0] == Fraction(canonical) for evaluation in sums)
         else None
     )
 
 
 def _plain_around(before: str, after: str) -> bool:
-    """Whether a number stands between words and units alone."""
+    """Return whether only words and units surround a number."""
     if _NOT_BEFORE.search(before) or _NOT_AFTER.match(after):
         return False
     if re.match(r"\s*[ap]\.?m\b", after):
@@ -164,14 +170,16 @@ def _canonical(number: str) -> str:
 
 @register_reward("gsm8k", bounded=True)
 def gsm8k(prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
-    """correct + 0.1 (format - 1): `format` where a number is given in \\boxed{} or after "####",
-    `correct` where it is also meta["answer"]. A number that is not marked so is not looked for.
-    Best 1, worst -0.1.
+    """Return correct + 0.1 (format - 1). Best 1, worst -0.1.
+
+    `format`: \\boxed{} or "####" marks a number. `correct`: that number is also meta["answer"].
+    Unmarked numbers are ignored.
     """
     expected = parse_number(expected_answer(meta))
     if expected is None:
         raise UserError(
-            f"the expected answer {expected_answer(meta)!r} is no number: 'math_correctness' compares formulas"
+            f"the expected answer {expected_answer(meta)!r} is not a number: "
+            "'math_correctness' compares formulas"
         )
     marked = marked_answer(response)
     number = parse_number(marked) if marked is not None else None
@@ -182,8 +190,9 @@ def gsm8k(prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> 
 
 
 def unmarked_answer(response: str) -> str | None:
-    """The answer of a response that marks none: what stands last after "answer is", in dollar
-    signs, or as a number.
+    """Return the answer of a response without a mark.
+
+    It is the last match of text after "answer is" or in dollar signs, else the last number.
     """
     tail = response[-_MAX_TAIL:].rstrip()
     matches = [
@@ -200,12 +209,12 @@ def unmarked_answer(response: str) -> str | None:
 def math_correctness(
     prompt: str, response: str, meta: Mapping[str, Any] | None = None
 ) -> RewardResult:
-    """1 where the answer equals meta["answer"] (or meta["expected_answer"]) as mathematics: 1/2 =
-    0.5 = \\frac{1}{2}.
+    """Return 1 if the answer equals meta["answer"] (or meta["expected_answer"]): 1/2 = 0.5 =
+    \\frac{1}{2}.
 
-    Read is the marked answer (\\boxed{} or "####"), else the last expression of the response.
-    `format`: it was marked. `gave_up`: 1 where working the answer out may not end in reasonable
-    time (9^{9^{9^9}}), which scores 0.
+    The answer is the marked answer (\\boxed{} or "####"), else the last expression of the response.
+    `format`: the answer was marked. `gave_up`: 1 if evaluating the answer may not end in reasonable
+    time (9^{9^{9^9}}); such an answer scores 0.
     """
     expected = expected_answer(meta)
     marked = marked_answer(response)
@@ -216,9 +225,7 @@ def math_correctness(
             correct = float(answers_equal(answer, marked_answer(expected) or expected))
         except ImportError:
             raise
-        except (
-            Exception
-        ):  # boundary: what a text breaks in the parser or in sympy is a wrong answer
+        except Exception:  # boundary: an error in the parser or in sympy means a wrong answer
             gave_up = 1.0
     return RewardResult(
         correct, {"correct": correct, "format": float(marked is not None), "gave_up": gave_up}

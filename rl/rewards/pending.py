@@ -1,4 +1,4 @@
-"""A response's score, there or still to come."""
+"""Hold the score of a response, available now or later."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ Failure = Literal["error", "timeout", "nan", "death"]
 
 
 class RewardsLost(UserError):
-    """No worker of a scorer could be started again: nothing can be scored any more."""
+    """Raised when no worker of a scorer can be restarted: no further response can be scored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A response's reward and metrics. Where the reward failed, `reward` is None, `error` says how,
-    `failure` of what kind.
+    """Hold the reward and metrics of a response.
+
+    If the reward failed, `reward` is None, `error` describes the failure, and `failure` is its
+    kind.
     """
 
     reward: float | None
@@ -30,16 +32,20 @@ class Score:
 
 
 class PendingScore:
-    """A score that is being worked out."""
+    """Represent a score that is being computed."""
 
     __slots__ = ("_before", "_done", "_lost", "_score", "at_once", "item", "prompt")
 
     def __init__(self, prompt: str, item: Any, before: Callable[[], None] | None = None):
-        """`before`: called when it is first asked for; what is scored together is held back until
-        then.
+        """Create the future of a response's score.
+
+        `before`: called when the score is first requested; responses that are scored in a batch are
+        queued until then.
         """
         self.prompt = prompt
-        self.at_once = False  # whether it was there when it was asked for, and always is
+        self.at_once = (
+            False  # whether the score was available at once, which is constant for a scorer
+        )
         self._before = before
         self.item = item
         self._done = threading.Event()
@@ -51,16 +57,16 @@ class PendingScore:
         return self._done.is_set()
 
     def result(self, timeout: float | None = None) -> Score:
-        """Wait for the score, at most `timeout` seconds. None still ends: each item before it has
-        its time limit.
+        """Wait at most `timeout` seconds for the score.
 
-        Raises TimeoutError; RewardsLost where nobody is left who could score it.
+        None also ends: each item before this one has its time limit. Raises TimeoutError at the
+        timeout, RewardsLost if no worker remains.
         """
         self._ask()
-        ended = self._done.wait(timeout)
+        arrived = self._done.wait(timeout)
         if self._lost is not None:
             raise self._lost
-        if not ended or self._score is None:
+        if not arrived or self._score is None:
             raise TimeoutError(
                 f"no score within {timeout} s for the response to {excerpt(self.prompt)}"
             )
@@ -83,5 +89,5 @@ class PendingScore:
 
 
 def excerpt(text: str) -> str:
-    """The beginning of a prompt, as an error names it."""
+    """Return the beginning of a prompt, for an error message."""
     return plain_text(repr(text if len(text) <= 60 else text[:57] + "..."), 400)

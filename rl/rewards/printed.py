@@ -1,5 +1,5 @@
-"""What rewards print, in worker processes and in threads: shown line by line, made plain, and no
-more than a part of it.
+"""Forward the output of rewards in worker processes and threads: line by line, sanitized,
+truncated.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 
 from rl.plain import plain_text
 
-_MOST = 64 * 1024  # characters in all; then one line says that the rest is dropped
+_MOST = 64 * 1024  # characters in total; then a final line reports that the rest is dropped
 _LONGEST_LINE = 500
 
 
 class Printed:
-    """Writes to standard error, each line with the reward's name before it. Any thread may call it."""
+    """Write lines to standard error, each prefixed with the reward's name. Thread-safe."""
 
     def __init__(self, name: str, most: int = _MOST):
         self._name, self._left = plain_text(name, 80), most
         self._lock = threading.Lock()
 
     def __call__(self, data: bytes) -> None:
-        """A piece of what one worker printed, in UTF-8 as far as it goes."""
+        """Write a chunk of a worker's output, decoded as UTF-8 with replacement."""
         with self._lock:
             if self._left <= 0:
                 return
@@ -36,13 +36,16 @@ class Printed:
             text = "\n".join(lines)[: self._left]
             self._left -= len(text)
             if self._left <= 0:
-                text += f"\n[{self._name}] prints more than is shown: the rest is dropped"
+                text += f"\n[{self._name}] exceeded its output limit: the rest is dropped"
         if text:
             _write(text + "\n")
 
 
 def _write(text: str) -> None:
-    """A stream that is closed, full or of a poor encoding is no reason to lose a score."""
+    """Write to standard error; ignore a stream that is closed, full or cannot encode the text.
+
+    An output error must not lose a score.
+    """
     try:
         encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
         # not back to the reward that printed it
@@ -53,12 +56,14 @@ def _write(text: str) -> None:
         pass
 
 
-# ------------------------------------------------------------------------------------ from a thread
+# ------------------------------------------------------------------------------ output of threads
 
 
 class _ByThread:
-    """Stands for a stream of this process: what the threads in `owners` write goes to their own,
-    all else to the stream.
+    """Wrap a stream of this process and route the output of registered threads.
+
+    `owners` maps a thread id to the function that receives the thread's output. All other output
+    passes to the stream.
     """
 
     def __init__(self, stream: Any):
@@ -85,11 +90,12 @@ _TURN = threading.Lock()
 
 @contextlib.contextmanager
 def from_this_thread(printed: Callable[[bytes], None]) -> Iterator[None]:
-    """Inside, `printed` is called with each line that this thread prints; other threads print as
-    ever.
+    """Call `printed` with each line that the current thread prints inside the context.
+
+    The output of other threads is unchanged.
     """
-    pieces = _Lines(printed)
-    me = threading.get_ident()
+    writer = _Lines(printed)
+    thread_id = threading.get_ident()
     for name in ("stdout", "stderr"):
         with _TURN:
             stream = getattr(sys, name)
@@ -97,7 +103,7 @@ def from_this_thread(printed: Callable[[bytes], None]) -> Iterator[None]:
                 stream = _ByThread(stream)
                 setattr(sys, name, stream)
             if stream is not None:
-                stream.owners[me] = pieces
+                stream.owners[thread_id] = writer
     try:
         yield
     finally:
@@ -105,15 +111,15 @@ def from_this_thread(printed: Callable[[bytes], None]) -> Iterator[None]:
             with _TURN:
                 stream = getattr(sys, name)
                 if isinstance(stream, _ByThread):
-                    stream.owners.pop(me, None)
+                    stream.owners.pop(thread_id, None)
                     if not stream.owners:
                         setattr(sys, name, stream.stream)
-        pieces.end()
+        writer.end()
 
 
 class _Lines:
-    """Passes on whole lines, or what has grown longer than a line is shown: print writes a text and
-    its end apart.
+    """Buffer output until a line is complete or exceeds the shown length: print writes a text and
+    its newline separately.
     """
 
     def __init__(self, printed: Callable[[bytes], None]):

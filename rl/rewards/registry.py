@@ -1,12 +1,11 @@
-"""Rewards by name: `register_reward` puts a function into the registry, `resolve_reward` finds or
-imports one.
+"""Register rewards by name (`register_reward`) and resolve them (`resolve_reward`).
 
 A reward is `fn(prompt: str, response: str, meta: dict | None) -> float | RewardResult | None`
 (None: not applicable), or an `async def` of these. Settings are keyword arguments after these
-three; a class is registered as a factory: its `__init__` takes the settings, its instances are the
-rewards. A batched one gets lists of the three and returns a list; one of episodes gets (episode,
-meta); one with a parameter `completions` gets TRL's lists. See rl.rewards.calls and
-rl.rewards.styles.
+three. A class is registered as a factory: its `__init__` takes the settings, its instances are the
+rewards. A batched reward takes lists of the three arguments and returns a list; an episode reward
+takes (episode, meta); a reward with a parameter `completions` takes TRL's lists. See
+rl.rewards.calls and rl.rewards.styles.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from rl.rewards.styles import adapted, settings_of_lists, takes_lists
 logger = logging.getLogger(__name__)
 
 RewardFunction = Callable[..., Any]
-GAVE_UP = "gave_up"  # metric: 1 where a built-in reward could not work an answer out
+GAVE_UP = "gave_up"  # metric: 1 if a built-in reward could not evaluate an answer
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -56,7 +55,7 @@ class _Entry:
     needs: tuple[str, ...]
     bounded: bool
     builtin: bool
-    reports: tuple[str, ...]  # metrics that are 0 where the reward gave up
+    reports: tuple[str, ...]  # metrics that are 0 if the reward gave up
 
 
 _REGISTRY: dict[str, _Entry] = {}
@@ -72,40 +71,44 @@ def register_reward(
     episode: bool = False,
     reports: Sequence[str] = (),
 ) -> Callable[[F], F]:
-    """Decorator: makes a reward function, or a class of rewards, available as `name`.
+    """Register the decorated reward function, or class of rewards, as `name`.
 
-    A taken name is an error unless `replace` is set, the same function is registered again (a
-    module reloaded), or the name is a built-in's (a warning says so). `needs` names modules that a
-    worker imports before its first item. `bounded=True` promises that the function ends by itself
-    within milliseconds, whatever the response: it then runs in the training process.
-    `batched=True`: called once for many answers, fn(prompts, responses, metas) -> a reward for
-    each. `episode=True`: called as fn(episode, meta) with the whole `Episode`, all its turns (lists
-    of both where it is batched as well). `reports`: of a built-in reward, the metrics that are 0
-    for an answer on which it gave up.
+    A name that is already registered raises UserError, unless `replace` is set, the same function
+    is registered again (a reloaded module), or the name belongs to a built-in reward (then a
+    warning is issued). `needs`: modules that a worker imports before its first item. `bounded=True`
+    promises that the function ends within milliseconds for any response: it then runs in the
+    training process. `batched=True`: called once for many answers, fn(prompts, responses, metas) ->
+    a reward for each. `episode=True`: called as fn(episode, meta) with the whole `Episode`,
+    including all its turns (lists of both if it is batched as well). `reports`: for a built-in
+    reward, the metrics that are 0 for an answer on which it gave up.
     """
     if not name or ":" in name:
         raise UserError(
-            f"a reward's name is not empty and holds no ':' (that is for 'module:object'), got {name!r}"
+            "a reward's name is not empty and has no ':' (reserved for 'module:object'), "
+            f"got {name!r}"
         )
 
     def decorate(target: F) -> F:
         mark_kind(target, Kind(batched, episode))
         builtin = target.__module__.startswith("rl.rewards.")
-        old = _REGISTRY.get(name)
+        existing = _REGISTRY.get(name)
         if (
-            old is not None
+            existing is not None
             and not replace
-            and _qualified_name(old.target) != _qualified_name(target)
+            and _qualified_name(existing.target) != _qualified_name(target)
         ):
-            if not old.builtin:
+            if not existing.builtin:
                 raise UserError(
-                    f"reward {name!r} is already registered by {_qualified_name(old.target)}: choose another name, "
-                    f"or register_reward({name!r}, replace=True) to take its place"
+                    f"reward {name!r} is already registered by "
+                    f"{_qualified_name(existing.target)}: choose another name, "
+                    f"or register_reward({name!r}, replace=True) to replace it"
                 )
             if builtin:
-                return target  # the user's was there first
+                return (
+                    target  # the user registered this name before the built-in module was imported
+                )
             warnings.warn(
-                f"reward {name!r}: {_qualified_name(target)} takes the place of the built-in one",
+                f"reward {name!r}: {_qualified_name(target)} replaces the built-in reward",
                 stacklevel=2,
             )
         _REGISTRY[name] = _Entry(target, tuple(needs), bounded, builtin, tuple(reports))
@@ -115,24 +118,23 @@ def register_reward(
 
 
 def registered_rewards() -> list[str]:
-    """The names that `resolve_reward` knows, sorted."""
+    """Return all registered names, sorted."""
     return sorted(_REGISTRY)
 
 
 class Reward:
-    """A resolved reward with its settings bound. Calling it gives the float; `evaluate` keeps the
-    metrics.
+    """Hold a resolved reward with its settings bound.
 
-    `bounded`: ends by itself (see `register_reward`). `builtin`: it gives a number for every
-    answer, 0 if it gives up. `needs`: modules to import before the first call. `together`: answers
-    are best scored many in one call, `evaluate_many` (a batched function, a coroutine). `episode`:
-    it sees whole episodes.
-    It can be pickled wherever its function can be imported by name.
+    Calling it returns the float; `evaluate` also returns the metrics. `bounded`: ends by itself
+    (see `register_reward`). `builtin`: returns a number for every answer, 0 if it gives up.
+    `needs`: modules to import before the first call. `together`: many answers are best scored in a
+    single call of `evaluate_many` (a batched function or a coroutine). `episode`: takes whole
+    episodes. A `Reward` can be pickled if its function can be imported by name.
     """
 
     together: bool
     episode: bool
-    limit: float | None = None  # seconds for each coroutine, from the scorer that runs it
+    limit: float | None = None  # time limit of each coroutine in seconds, set by the scorer
 
     def __init__(
         self,
@@ -164,22 +166,23 @@ class Reward:
         meta: Mapping[str, Any] | None = None,
         episode: Episode | None = None,
     ) -> RewardResult:
-        """The reward and its metrics. Raises TypeError where the function returned no number; NaN
-        and infinity pass.
+        """Return the reward and its metrics.
+
+        NaN and infinity are accepted. Raises TypeError if the function did not return a number.
         """
         item = (prompt, response, meta, episode)
         if self.together:
-            (found,) = self.evaluate_many([item], self.limit)
-            if isinstance(found, BaseException):
-                raise found
-            return found
-        begin = time.perf_counter()
+            (outcome,) = self.evaluate_many([item], self.limit)
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome
+        start = time.perf_counter()
         if isinstance(self.function, Combined):
             return as_result(self.function.evaluate(item))
         try:
             result = as_result(self.function(*arguments(self.kind, item)))
         except Exception as error:  # boundary: an answer may break a grader in any way
-            # which is about the problem or the host, not about the answer
+            # A UserError is about the problem or the host, not about the answer.
             if not self.builtin or isinstance(error, UserError):
                 raise
             logger.warning(
@@ -189,31 +192,31 @@ class Reward:
         else:
             if self.builtin and not isfinite(result.reward):
                 result = self.gave_up()
-        return self._timed(result, time.perf_counter() - begin)
+        return self._timed(result, time.perf_counter() - start)
 
     def gave_up(self) -> RewardResult:
-        """The result of a built-in reward for an answer that it could not work out: 0, with the
-        metric `gave_up`.
-        """
+        """Return the result of a built-in reward that gave up: 0, with the metric `gave_up`."""
         metrics = {name: 0.0 for part in self.parts() for name in part.reports}
         return RewardResult(0.0, {**metrics, GAVE_UP: 1.0})
 
     def evaluate_many(
         self, items: Sequence[Item], limit: float | None = None
     ) -> list[RewardResult | BaseException]:
-        """The result of each item, or the exception that it raised. `limit`: seconds that each
-        coroutine may take.
+        """Return the result of each item, or the exception that it raised.
+
+        `limit`: time limit of each coroutine in seconds.
         """
         if self.together and isinstance(self.function, Combined):
             return self.function.evaluate_many(items, limit)
-        begin, found = time.perf_counter(), []
+        start, outcomes = time.perf_counter(), []
         if not self.together:
             return [caught(self.evaluate, *item) for item in items]
         for value in call_together(self.function, self.kind, items, limit):
-            found.append(value if isinstance(value, BaseException) else caught(as_result, value))
-        seconds = (time.perf_counter() - begin) / max(1, len(items))
+            outcomes.append(value if isinstance(value, BaseException) else caught(as_result, value))
+        seconds = (time.perf_counter() - start) / max(1, len(items))
         return [
-            one if isinstance(one, BaseException) else self._timed(one, seconds) for one in found
+            outcome if isinstance(outcome, BaseException) else self._timed(outcome, seconds)
+            for outcome in outcomes
         ]
 
     def _timed(self, result: RewardResult, seconds: float) -> RewardResult:
@@ -221,19 +224,19 @@ class Reward:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that it cannot do without, as far as its signature says."""
+        """Return the data columns that the function requires, according to its signature."""
         return tuple(getattr(self.function, "columns", ()))
 
     @property
     def short_name(self) -> str:
-        """As metrics name it: of "module:function" the function."""
+        """Return the name used in metrics: for "module:function", the function."""
         return self.name.rpartition(":")[2]
 
     def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> float:
         return self.evaluate(prompt, response, meta).reward
 
     def parts(self) -> Iterator[Reward]:
-        """The rewards that it is made of: itself, where it is none of several."""
+        """Iterate over the parts of a combined reward, recursively; else over the reward itself."""
         if isinstance(self.function, Combined):
             for part in self.function.rewards():
                 yield from part.parts()
@@ -242,12 +245,14 @@ class Reward:
 
     @property
     def runs_programs(self) -> bool:
-        """Whether a part of it runs answers as programs, in a sandbox."""
+        """Return whether any part runs answers as programs, in a sandbox."""
         return any(isinstance(part.function, Starts) for part in self.parts())
 
     def begin(self) -> None:
-        """Called once where it is to run, before its first item: what it starts there is not on an
-        item's time.
+        """Start the parts' resources, such as sandboxes.
+
+        Called once in the worker before its first item, so the start does not count against an
+        item's time limit.
         """
         for part in self.parts():
             if isinstance(part.function, Starts):
@@ -258,16 +263,17 @@ class Reward:
 
 
 class Starts(ABC):
-    """A reward that starts something of its own where it runs."""
+    """Define the interface of rewards that start a resource in the process in which they run."""
 
     @abstractmethod
     def begin(self) -> None:
-        """Start it. Raises UserError where it cannot be."""
+        """Start the resource. Raises UserError if that fails."""
 
 
 class _FileFunction:
-    """An object of a .py file that is no importable module; pickled as its address, so that a
-    worker loads it by itself.
+    """Wrap an object of a .py file that is not an importable module.
+
+    It is pickled as its address, and a worker loads the file again.
     """
 
     def __init__(self, path: str, attribute: str, settings: Mapping[str, Any]):
@@ -289,16 +295,18 @@ class _FileFunction:
 
 
 def resolve_reward(spec: str | RewardFunction | Reward, **settings: Any) -> Reward:
-    """The reward that `spec` names: a registered name, "module:object", "path/to/file.py:object",
-    or a callable.
+    """Resolve a reward.
 
-    `settings` are bound to it, e.g. `resolve_reward("length_penalty", target_length=100)`; one that
-    it does not take, or a missing one that it needs, is an error that lists what it takes.
+    `spec`: a registered name, "module:object", "path/to/file.py:object", or a callable. `settings`
+    are bound to the reward, e.g. `resolve_reward("length_penalty", target_length=100)`. Raises
+    UserError, listing the accepted settings, if a setting is unknown or a required setting is
+    missing.
     """
     if isinstance(spec, Reward):
         if settings:
             raise UserError(
-                f"{spec!r} is resolved already and takes no settings, got {sorted(settings)}: pass its name"
+                f"{spec!r} is already resolved and takes no settings, got "
+                f"{sorted(settings)}: pass its name"
             )
         return spec
     if not isinstance(spec, str):
@@ -310,14 +318,17 @@ def resolve_reward(spec: str | RewardFunction | Reward, **settings: Any) -> Rewa
         return Reward(spec, _from_address(spec, settings))
     entry = _REGISTRY.get(spec)
     if entry is None:
-        near = difflib.get_close_matches(spec, _REGISTRY, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        close_names = difflib.get_close_matches(spec, _REGISTRY, n=1)
+        hint = f"did you mean {close_names[0]!r}? " if close_names else ""
         known = ", ".join(registered_rewards())
         raise UserError(
-            f"no reward is named {spec!r}: {hint}registered are {known}; your own is given as 'module:function'"
+            f"no reward is named {spec!r}: {hint}registered are {known}; pass your function "
+            "as 'module:function'"
         )
     function = _bind(spec, entry.target, settings)
-    if isinstance(function, Combined):  # as bounded as its parts, and it needs what they need
+    if isinstance(
+        function, Combined
+    ):  # bounded if all parts are bounded; needs the modules of all parts
         needs = tuple(module for part in function.rewards() for module in part.needs)
         return Reward(
             spec, function, needs=needs, bounded=all(part.bounded for part in function.rewards())
@@ -337,8 +348,10 @@ def _qualified_name(target: Callable[..., Any]) -> str:
 
 
 def _settings_of(target: Callable[..., Any]) -> Iterator[inspect.Parameter]:
-    """The parameters that are settings: all of a class's, those after (prompt, response, meta) or
-    (episode, meta) of a function.
+    """Iterate over the parameters that are settings.
+
+    These are all parameters of a class; of a function those after (prompt, response, meta) or
+    (episode, meta).
     """
     parameters = list(inspect.signature(target).parameters.values())
     if isinstance(target, type):
@@ -348,8 +361,8 @@ def _settings_of(target: Callable[..., Any]) -> Iterator[inspect.Parameter]:
         yield from settings_of_lists(target)
         return
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    rest = [p for p in parameters if p.kind in positional][kind_of(target).leading :]
-    yield from rest
+    positional_settings = [p for p in parameters if p.kind in positional][kind_of(target).leading :]
+    yield from positional_settings
     yield from (
         p
         for p in parameters
@@ -358,7 +371,7 @@ def _settings_of(target: Callable[..., Any]) -> Iterator[inspect.Parameter]:
 
 
 def _bind(name: str, target: Callable[..., Any], settings: Mapping[str, Any]) -> RewardFunction:
-    """`target` with its settings filled in: an instance of a class, a partial of a function."""
+    """Bind settings to `target`: an instance of a class, or a partial of a function."""
     parameters = list(_settings_of(target))
     accepted = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
     open_ended = len(accepted) < len(parameters)
@@ -377,55 +390,59 @@ def _bind(name: str, target: Callable[..., Any], settings: Mapping[str, Any]) ->
             f"reward {name!r} needs the setting {', '.join(map(repr, missing))}: {listing}"
         )
     if isinstance(target, type):
-        made = target(**settings)
-        return made if isinstance(made, Combined) else adapted(name, made)
+        instance = target(**settings)
+        return instance if isinstance(instance, Combined) else adapted(name, instance)
     return adapted(name, functools.partial(target, **settings) if settings else target)
 
 
 def _from_address(spec: str, settings: Mapping[str, Any]) -> RewardFunction:
-    place, _, attribute = spec.rpartition(":")
-    if not place or not attribute:
+    location, _, attribute = spec.rpartition(":")
+    if not location or not attribute:
         raise UserError(f"reward {spec!r}: 'module:object' or 'path/to/file.py:object' is expected")
-    if place.endswith(".py"):
-        return _FileFunction(str(Path(place).expanduser().resolve()), attribute, settings)
+    if location.endswith(".py"):
+        return _FileFunction(str(Path(location).expanduser().resolve()), attribute, settings)
     try:
-        module = importlib.import_module(place)
+        module = importlib.import_module(location)
     except ImportError as error:
         raise UserError(
-            f"reward {spec!r}: importing {place!r} failed ({type(error).__name__}: {error}); it must be importable from "
-            f"where you run (PYTHONPATH), or be given as 'path/to/file.py:{attribute}'"
+            f"reward {spec!r}: importing {location!r} failed ({type(error).__name__}: "
+            f"{error}); it must be importable from "
+            "the current environment (PYTHONPATH), or be passed as "
+            f"'path/to/file.py:{attribute}'"
         ) from error
     return _bind(spec, _attribute(module, attribute, spec), settings)
 
 
 def _attribute(module: ModuleType, dotted: str, spec: str) -> Callable[..., Any]:
-    found: Any = module
+    value: Any = module
     for part in dotted.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
-        here = _own_callables(module)
-        near = difflib.get_close_matches(dotted, here, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        value = getattr(value, part, None)
+    if not callable(value):
+        available = _own_callables(module)
+        close_names = difflib.get_close_matches(dotted, available, n=1)
+        hint = f"did you mean {close_names[0]!r}? " if close_names else ""
         raise UserError(
-            f"reward {spec!r}: {dotted!r} is no callable there; {hint}it has {', '.join(here) or 'none'}"
+            f"reward {spec!r}: the module has no callable {dotted!r}; {hint}it has "
+            f"{', '.join(available) or 'none'}"
         )
-    return found
+    return value
 
 
 def _own_callables(module: ModuleType) -> list[str]:
-    """Names of what could be a reward there: what it imports from elsewhere is not offered, unless
-    it has nothing else.
+    """Return the names of callables in a module that could be rewards.
+
+    Imported callables are listed only if the module defines none.
     """
-    found = {
+    callables = {
         key: value
         for key, value in vars(module).items()
         if callable(value) and not key.startswith("_")
     }
-    # an instance (a partial, an object that is called) was made there
-    kinds = (type, FunctionType, BuiltinFunctionType)
-    own = [
+    # an instance (a partial, a callable object) was created in this module
+    plain_types = (type, FunctionType, BuiltinFunctionType)
+    defined_here = [
         key
-        for key, value in found.items()
-        if not isinstance(value, kinds) or value.__module__ == module.__name__
+        for key, value in callables.items()
+        if not isinstance(value, plain_types) or value.__module__ == module.__name__
     ]
-    return sorted(own or found)
+    return sorted(defined_here or callables)

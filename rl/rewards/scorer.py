@@ -1,5 +1,5 @@
-"""`Scorer`: runs a reward on many responses at once, each within a time limit, and survives
-whatever the reward does.
+"""Run a reward on many responses concurrently, with a time limit for each, and recover from
+failures.
 """
 
 from __future__ import annotations
@@ -41,39 +41,43 @@ logger = logging.getLogger(__name__)
 Place = Literal["inline", "process", "thread"]
 
 _MAX_CHUNK = 64
-# items that together take about this long travel together: 100 round trips a second cost nothing
+# Items with about this total run time are sent in a single message: 100 round trips a second cost
+# nothing.
 _CHUNK_SECONDS = 0.01
-_CLOSE_SECONDS = 0.2  # how often a wait for a reply looks whether the scorer was closed
-_LATE_SECONDS = 2.0  # after its limit, for a coroutine that was given up to say so itself
-# between attempts to start a worker that was lost: what it lacks may come back
+_CLOSE_SECONDS = 0.2  # interval at which a wait for a reply checks whether the scorer was closed
+_LATE_SECONDS = (
+    2.0  # grace after the time limit, in which a cancelled coroutine reports the timeout itself
+)
+# Pauses between attempts to restart a lost worker: a missing resource may become available.
 _RESTART_SECONDS = (0.2, 1.0, 3.0)
 
 
 class Scorer:
-    """Scores responses by one reward, `timeout` seconds for each, measured from when its turn
-    comes.
+    """Score responses with a single reward. Thread-safe.
 
-    Where the reward runs (`place`) follows from what it is:
-    - "inline": built-ins that cannot hang, at once, in the calling thread;
-    - "process": all that another process can import: other built-ins, registered functions of a
-      module, "module:object",
-      "file.py:object". One that hangs is killed with all it started, one that crashes is replaced,
-      the rest is not lost;
+    `timeout`: time limit of each response in seconds, measured from the start of its evaluation.
+    `workers`: number of concurrent workers. Default for processes: half the cores, from 2 to 16
+    (each core, up to 64, if answers are run as programs); for threads: 1, so that a closure need
+    not be thread-safe.
+
+    The reward's type determines where it runs (`place`):
+    - "inline": built-in rewards that cannot hang run immediately in the calling thread.
+    - "process": every reward that another process can import: other built-ins, registered functions
+      of a module, "module:object", "file.py:object". A reward that hangs is killed with all
+      processes that it started; a worker that crashes is replaced; no other scores are lost.
     - "thread": closures, lambdas and functions of the script itself (`__main__`, which a worker
-      must not run again). One that
-      hangs is abandoned: its sample is given up, but its thread goes on. Move the function into a
-      module to have it killed.
-    `workers`: how many at a time; default half the cores, from 2 to 16, for processes (each core,
-    up to 64, where answers are run as programs); 1 for threads, so that a closure need not be
-    thread-safe. Safe to use from any thread. A reward that cannot be loaded is a UserError here;
-    where workers are lost and none can be started again, waiting for a score raises RewardsLost. A
-    reward that takes many at once (batched, or a coroutine) gets all that was submitted when the
-    first score is waited for, in one call within the time limit (of a coroutine: each within it). A
-    call that hangs, dies or raises is made again on its halves, so that what one answer breaks
-    costs that one. `seconds`: what each reward took, summed over answers, until `take_seconds`. An
-    answer that takes a built-in reward longer, or ends its worker, scores 0 with the metric
-    `gave_up`. A process gets the part of the environment that workers.ENVIRONMENT names, and
-    `environment`: names of more (PREFIX* as well).
+      must not run again). A reward that hangs is abandoned: its sample is given up, but its thread
+      continues. Move the function into a module to have it killed.
+
+    A reward that cannot be loaded raises UserError here. If workers are lost and none can be
+    restarted, waiting for a score raises RewardsLost. A reward that takes many items at once
+    (batched, or a coroutine) receives all submitted items when the first score is waited for, in a
+    single call within the time limit (coroutines: each within it). A call that hangs, dies or
+    raises is repeated on each half of its items, so an answer that breaks it affects only its own
+    score. `seconds`: run time of each reward, summed over answers, until `take_seconds`. An answer
+    for which a built-in reward exceeds the time limit, or ends its worker, scores 0 with the metric
+    `gave_up`. A worker process receives the environment variables in workers.ENVIRONMENT and those
+    in `environment` (names, or patterns such as PREFIX*).
     """
 
     def __init__(
@@ -99,7 +103,8 @@ class Scorer:
             if importlib.util.find_spec(module) is None:
                 package = module.replace("_", "-")
                 raise UserError(
-                    f"reward {self.reward.name!r} needs the package {package}: pip install {package}"
+                    f"reward {self.reward.name!r} needs the package {package}: pip install "
+                    f"{package}"
                 )
         self.place: Place = _place(self.reward)
         self._environment = environment_of_rewards(environment)
@@ -107,34 +112,37 @@ class Scorer:
         self._lock = threading.Condition()
         self._waiting = Waiting(self.reward.together)
         self._closed = False
-        self._item_seconds = _CHUNK_SECONDS  # running mean; so the first items travel alone
+        self._item_seconds = (
+            _CHUNK_SECONDS  # running mean; this initial value sends the first items individually
+        )
         self._threads: list[threading.Thread] = []
-        self._feeding = 0  # workers' owners that have not given up
+        self._feeding = 0  # number of worker threads that have not given up
         self._lost: RewardsLost | None = None
         if self.place == "inline":
             return
-        # A program is run while its worker waits: a worker for each core keeps them busy.
-        own = 1 if self.place == "thread" or self.reward.together else 0
-        default = own or max(
+        # A worker waits while a program runs: a worker for each core keeps all cores busy.
+        single_worker = 1 if self.place == "thread" or self.reward.together else 0
+        default = single_worker or max(
             2, min(64, _cores()) if self.reward.runs_programs else min(16, _cores() // 2)
         )
-        first = _Start()
+        first_start = _Start()
         for number in range(workers or default):
             thread = threading.Thread(
-                target=self._feed, args=(first if number == 0 else None,), daemon=True
+                target=self._feed, args=(first_start if number == 0 else None,), daemon=True
             )
             thread.name = f"scorer {number}"
             self._feeding += 1
             try:
                 thread.start()
-            except RuntimeError as error:  # no process or memory is left for it
+            except RuntimeError as error:  # no process or memory is available for it
                 self._feeding -= 1
                 if number == 0:
                     raise UserError(
                         f"reward {self.reward.name!r} cannot be used: {error}"
                     ) from error
                 logger.warning(
-                    "reward %r runs on %d workers, for another no thread can be started (%s)",
+                    "reward %r runs on %d workers: a thread for another worker cannot be "
+                    "started (%s)",
                     self.reward.name,
                     number,
                     error,
@@ -142,10 +150,10 @@ class Scorer:
                 break
             self._threads.append(thread)
         atexit.register(self.close)
-        first.done.wait()  # which the first thread sets, whatever becomes of its worker
-        if first.error is not None:
+        first_start.done.wait()  # the first thread always sets it, even if its worker fails
+        if first_start.error is not None:
             self.close()
-            raise UserError(f"reward {self.reward.name!r} cannot be used: {first.error}")
+            raise UserError(f"reward {self.reward.name!r} cannot be used: {first_start.error}")
 
     def submit(
         self,
@@ -154,9 +162,11 @@ class Scorer:
         meta: Mapping[str, Any] | None = None,
         episode: Episode | None = None,
     ) -> PendingScore:
-        """Hand over a response, and where the reward sees one (`reward.episode`) the episode that
-        it ends; its score is worked out while the caller goes on, or where many are scored together
-        once one is waited for.
+        """Submit a response for scoring, and its episode if the reward takes episodes
+        (`reward.episode`).
+
+        The score is computed in the background; a reward that scores many at once starts when the
+        first score is waited for.
         """
         item: Item = (prompt, response, dict(meta) if meta is not None else None, episode)
         pending = PendingScore(prompt, item, self._flush if self.reward.together else None)
@@ -167,14 +177,14 @@ class Scorer:
         if self.place == "process":
             try:
                 pending.item = pickle.dumps(item)
-            except Exception as error:  # boundary: pickling calls the code of the user's objects
-                why = f"runs in another process, where this meta cannot go ({says(error)})"
-                self._finish(pending, Reply(None, "error", why))
+            except Exception as error:  # boundary: pickling runs code of user objects
+                reason = f"runs in another process, and this meta cannot be pickled ({says(error)})"
+                self._finish(pending, Reply(None, "error", reason))
                 return pending
         with self._lock:
             if self._closed:
                 raise RuntimeError(
-                    f"the scorer of reward {self.reward.name!r} is closed: make a new one"
+                    f"the scorer of reward {self.reward.name!r} is closed: create a new scorer"
                 )
             if self._lost is not None:
                 raise self._lost
@@ -183,30 +193,33 @@ class Scorer:
         return pending
 
     def _flush(self) -> None:
-        """What was held back is to be scored now."""
+        """Start scoring the queued responses."""
         with self._lock:
             self._waiting.release()
             self._lock.notify_all()
 
     def take_seconds(self) -> dict[str, float]:
-        """Seconds of each reward by its name since this was last asked, over all its workers."""
+        """Return seconds per reward name since the last call, summed over all workers, and reset
+        them.
+        """
         with self._lock:
-            taken, self.seconds = self.seconds, {}
-        return taken
+            seconds, self.seconds = self.seconds, {}
+        return seconds
 
     def score_many(self, items: Iterable[tuple[Any, ...]]) -> list[Score]:
-        """The scores of (prompt, response, meta) items, in their order; of (prompt, response, meta,
-        episode) where episodes are seen.
+        """Return the scores of (prompt, response, meta) items, in order.
+
+        For an episode reward the items are (prompt, response, meta, episode).
         """
         return [pending.result() for pending in [self.submit(*item) for item in items]]
 
     def close(self) -> None:
-        """Stop the workers. What was not scored yet gets a score without reward."""
+        """Stop the workers. Responses that were not scored yet get a score without reward."""
         with self._lock:
             self._closed = True
-            left = self._waiting.drain()
+            remaining = self._waiting.drain()
             self._lock.notify_all()
-        for pending in left:
+        for pending in remaining:
             self._finish(pending, Reply(None, "error", "was not run: the scorer was closed"))
         for thread in self._threads:
             thread.join(timeout=5.0)
@@ -221,8 +234,9 @@ class Scorer:
     def _finish(
         self, pending: PendingScore, reply: Reply, score: RewardResult | None = None
     ) -> None:
-        """Turn a reply into the score, and count it. `score`: the result of a reply that failed,
-        where that is no failure of the batch.
+        """Convert a reply to a score and count it.
+
+        `score`: result to use for a failed reply that does not count as a failure of the batch.
         """
         kinds: dict[str, str] = {
             "error": "errors",
@@ -232,15 +246,15 @@ class Scorer:
         }
         failure: Failure | None = reply.failure  # type: ignore[assignment]  # Reply has plain text
         metrics = {} if reply.result is None else reply.result.metrics
-        # from another process they come as metrics
-        taken = {} if reply.result is None else dict(reply.result.seconds)
-        taken |= {
+        # Another process sends run times as metrics.
+        seconds = {} if reply.result is None else dict(reply.result.seconds)
+        seconds |= {
             name.removeprefix(SECONDS): value
             for name, value in metrics.items()
             if name.startswith(SECONDS)
         }
         with self._lock:
-            for name, value in taken.items():
+            for name, value in seconds.items():
                 self.seconds[name] = self.seconds.get(name, 0.0) + value
             self.counts["calls"] += 1
             if failure is not None:
@@ -259,8 +273,10 @@ class Scorer:
             pending.set(Score(None, {}, error, failure))
 
     def _take(self) -> list[PendingScore]:
-        """Wait for work; as many items as fit into a chunk, leaving the other workers their share.
-        Empty when closed.
+        """Wait for work and return as many items as fit into a chunk, leaving the other workers
+        their share.
+
+        Returns an empty list when the scorer is closed.
         """
         with self._lock:
             while not self._waiting and not self._closed:
@@ -271,8 +287,10 @@ class Scorer:
             )
 
     def _feed(self, start: _Start | None) -> None:
-        """One worker's owner: starts it when there is work (the first at once, as a proof), and
-        again when it is lost.
+        """Run the thread that manages a worker: start it when work arrives, and restart it if it is
+        lost.
+
+        With `start`, the worker starts immediately, to check that the reward can be loaded.
         """
         worker: Worker | None = None
         chunk: deque[PendingScore] = deque()
@@ -281,24 +299,25 @@ class Scorer:
                 worker = start.attempt(self._make_worker)
                 if worker is None:
                     return
-            while taken := self._take():
-                chunk = deque(taken)
+            while batch := self._take():
+                chunk = deque(batch)
                 while chunk:
                     worker = worker or self._restart()
                     worker = self._run_chunk(worker, chunk)
         except _Closed as error:
             while chunk:
                 self._finish(chunk.popleft(), Reply(None, "error", f"was not run: {error}"))
-        except Exception as error:  # whatever it is, nobody may wait for what this thread holds
-            logger.warning("reward %r has one worker less: %s", self.reward.name, says(error))
+        except Exception as error:  # no caller may wait forever for the items of this thread
+            logger.warning("reward %r lost a worker permanently: %s", self.reward.name, says(error))
             self._give_up(chunk, error)
         finally:
             if worker is not None:
                 worker.stop()
 
     def _restart(self) -> Worker:
-        """A worker in the place of one that was lost. Raises WorkerFailedToStart after the last
-        attempt, _Closed.
+        """Start a replacement for a lost worker.
+
+        Raises WorkerFailedToStart after the last attempt, _Closed if the scorer was closed.
         """
         for pause in (*_RESTART_SECONDS, None):
             if self._closed:
@@ -308,33 +327,42 @@ class Scorer:
             except WorkerFailedToStart as error:
                 if pause is None:
                     raise
-                logger.warning("reward %r: %s; tried again in %g s", self.reward.name, error, pause)
+                logger.warning(
+                    "reward %r: %s; next attempt in %g s", self.reward.name, error, pause
+                )
             with self._lock:
                 self._lock.wait_for(lambda: self._closed, timeout=pause)
         raise AssertionError("the last attempt returns or raises")
 
     def _give_up(self, chunk: deque[PendingScore], cause: Exception) -> None:
-        """One owner leaves: what it holds is for the others; with the last one, nothing can be
-        scored any more.
+        """End this worker's thread: return its items to the queue; after the last worker, fail all
+        items.
         """
         with self._lock:
             self._waiting.back(chunk)
             chunk.clear()
             self._feeding -= 1
-            left: list[PendingScore] = []
+            remaining: list[PendingScore] = []
             if self._feeding == 0:
-                why = f"reward {self.reward.name!r} can score no more, none of its workers could be started again: {cause}"
-                remedy = "Where something is used up, make room: processes (ulimit -u), descriptors (ulimit -n), memory"
-                self._lost = RewardsLost(f"{why}. {remedy}")
-                left = self._waiting.drain()
+                reason = (
+                    f"reward {self.reward.name!r} cannot score any more: none of its workers "
+                    f"could be restarted: {cause}"
+                )
+                remedy = (
+                    "If a resource is exhausted, free some: processes (ulimit -u), descriptors "
+                    "(ulimit -n), memory"
+                )
+                self._lost = RewardsLost(f"{reason}. {remedy}")
+                remaining = self._waiting.drain()
             self._lock.notify_all()
-        for pending in left:
-            assert self._lost is not None  # where anything is left
+        for pending in remaining:
+            assert self._lost is not None  # set above whenever items remain
             pending.lose(self._lost)
 
     def _run_chunk(self, worker: Worker, chunk: deque[PendingScore]) -> Worker | None:
-        """Score a chunk until it is empty or the worker is lost to its first item. Returns the
-        worker that is left.
+        """Score a chunk until it is empty or its first item loses the worker.
+
+        Returns the worker, or None if it was lost.
         """
         try:
             worker.send([pending.item for pending in chunk])
@@ -347,9 +375,9 @@ class Scorer:
         except WorkerDied as error:
             reply = Reply(None, "death", f"ended its worker process: {error}")
         except BadReply as error:
-            reply = Reply(None, "error", f"sent what is no reply to it: {error}")
+            reply = Reply(None, "error", f"sent an invalid reply: {error}")
         worker.stop()
-        # which of them is to blame shows where the halves are scored apart
+        # Scoring the halves separately shows which item is to blame.
         if self.reward.together and len(chunk) > 1:
             with self._lock:
                 self._waiting.halve(list(chunk))
@@ -362,26 +390,28 @@ class Scorer:
         return None
 
     def _receive(self, worker: Worker) -> Reply:
-        """The reply to the item that began just now. Raises TimeoutError, WorkerDied, _Closed."""
-        begin = time.monotonic()
+        """Return the reply to the item that just started. Raises TimeoutError, WorkerDied or
+        _Closed.
+        """
+        start = time.monotonic()
         while True:
-            left = (
-                begin
+            remaining = (
+                start
                 + self.timeout
                 + (_LATE_SECONDS if self.reward.together else 0.0)
                 - time.monotonic()
             )
             try:
-                reply = worker.receive(min(_CLOSE_SECONDS, max(0.0, left)))
+                reply = worker.receive(min(_CLOSE_SECONDS, max(0.0, remaining)))
             except TimeoutError:
                 if self._closed:
                     raise _Closed("the scorer was closed") from None
-                if left <= 0:
+                if remaining <= 0:
                     raise
                 continue
             # Workers write this without a lock: a lost update of a running mean does no harm.
             self._item_seconds += (
-                0.2 * max(1e-6, time.monotonic() - begin) - 0.2 * self._item_seconds
+                0.2 * max(1e-6, time.monotonic() - start) - 0.2 * self._item_seconds
             )
             return reply
 
@@ -392,21 +422,21 @@ class Scorer:
 
 
 class _Closed(Exception):
-    """The scorer was closed while an item ran."""
+    """Raised when the scorer was closed while an item ran."""
 
 
 class _Start:
-    """How the start of the first worker went."""
+    """Hold the outcome of starting the first worker."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
         self.error: str | None = None
 
     def attempt(self, make: Callable[[], Worker]) -> Worker | None:
-        """None where it failed: `error` says why."""
+        """Start the worker; return None on failure, with the reason in `error`."""
         try:
             return make()
-        except Exception as error:  # the constructor waits for this thread, and raises it
+        except Exception as error:  # the constructor waits for this thread, and raises the error
             self.error = str(error) if isinstance(error, WorkerFailedToStart) else says(error)
             return None
         finally:
@@ -422,10 +452,9 @@ def _place(reward: Reward) -> Place:
         return "inline"
     try:
         payload = pickle.dumps(reward)
-    except (
-        Exception
-    ):  # boundary: pickling calls the code of the user's objects; what cannot be pickled stays here
+    except Exception:
+        # boundary: pickling runs code of user objects; an object that cannot be pickled stays here
         return "thread"
-    # Functions of the script itself pickle by name, but the name means another module in the
-    # worker.
+    # Functions of the script itself are pickled by name, but in the worker the name means another
+    # module.
     return "thread" if b"__main__" in payload else "process"

@@ -1,5 +1,5 @@
-"""Running a reward on an item, wherever that is, and the loop of a worker process (which
-rl.rewards.guard forks).
+"""Run a reward on items, in any worker, and run the loop of a worker process (forked by
+rl.rewards.guard).
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from rl.rewards.registry import Reward
 
 
 def evaluate_item(reward: Reward, item: Item) -> Reply:
-    """Run the reward; whatever the user's code raises becomes the reply, with the line that raised
+    """Run the reward; convert any exception of user code to a reply that names the line that raised
     it.
     """
     try:
         result = reward.evaluate(*item)
-    except (Exception, SystemExit) as error:  # boundary: the user's code
+    except (Exception, SystemExit) as error:  # boundary: user code
         return _failure(error)
     return _reply(result)
 
 
 def evaluate_items(reward: Reward, items: Sequence[Item]) -> Iterator[Reply]:
-    """The replies to all items, in order: one after the other, or of one call where the reward
-    takes many at once.
+    """Return the replies to all items, in order: item by item, or from a single call of a batched
+    reward.
     """
     if not reward.together:
         yield from (evaluate_item(reward, item) for item in items)
         return
-    for found in reward.evaluate_many(items, reward.limit):
-        yield _failure(found) if isinstance(found, BaseException) else _reply(found)
+    for outcome in reward.evaluate_many(items, reward.limit):
+        yield _failure(outcome) if isinstance(outcome, BaseException) else _reply(outcome)
 
 
 def _reply(result: RewardResult) -> Reply:
@@ -50,7 +50,7 @@ def _reply(result: RewardResult) -> Reply:
 def _failure(error: BaseException) -> Reply:
     if isinstance(error, TookTooLong):
         return Reply(None, "timeout", str(error))
-    how = (
+    description = (
         f"failed {error}"[:MAX_ERROR]
         if isinstance(error, PartFailed)
         else f"raised {says(error, MAX_ERROR)}"
@@ -58,29 +58,31 @@ def _failure(error: BaseException) -> Reply:
     cause = (
         error.__cause__ if isinstance(error, PartFailed) and error.__cause__ is not None else error
     )
-    return Reply(None, "error", plain_text(f"{how} (at {_where(cause)})", MAX_ERROR + 500))
+    return Reply(None, "error", plain_text(f"{description} (at {_where(cause)})", MAX_ERROR + 500))
 
 
 def _where(error: BaseException) -> str:
-    """The file and line that raised it."""
+    """Return the file and line that raised an exception."""
     trace = error.__traceback__
     if trace is None:
-        return "returned in the place of a reward"
+        return "returned instead of a reward"
     while trace.tb_next is not None:
         trace = trace.tb_next
     return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
 
 
 def serve(channel: int) -> None:
-    """The worker process: receives the reward, says READY (or why it is not), then answers lists of
-    items until the socket ends.
+    """Run the worker process: receive the reward, send READY or the error, then score batches of
+    items.
+
+    Returns when the socket is closed.
     """
     os.register_at_fork(after_in_child=lambda: _let_go(channel))
-    me = os.getpid()
-    frames = Frames(limit=1 << 62)  # the trainer may send what it likes
+    worker_pid = os.getpid()
+    frames = Frames(limit=1 << 62)  # no limit: the trainer is trusted
     nonce, pickled = pickle.loads(_read(channel, frames))
     ready = Reply(RewardResult(0.0))
-    # names this process before any code of the user's runs
+    # Reports this process's id before any user code runs.
     _write(channel, encode_reply(READY, nonce, ready))
     try:
         reward = pickle.loads(pickled)
@@ -90,7 +92,7 @@ def serve(channel: int) -> None:
     except UserError as error:
         _write(channel, encode_reply(READY, nonce, Reply(None, "error", str(error))))
         return
-    except Exception as error:  # boundary: the user's module
+    except Exception as error:  # boundary: user code
         _write(
             channel,
             encode_reply(
@@ -105,21 +107,21 @@ def serve(channel: int) -> None:
     while batch := _read(channel, frames):
         for reply in _answers(reward, pickle.loads(batch)):
             number += 1
-            if os.getpid() != me:
-                # a copy of this process that the reward made and that came back here: the answer is
-                # the original's
+            if os.getpid() != worker_pid:
+                # A fork of this process, made by the reward, returned to this loop: only the
+                # original may reply.
                 os._exit(0)
             _write(channel, encode_reply(number, nonce, reply))
 
 
 def _answers(reward: Reward, pickled: Sequence[bytes]) -> Iterator[Reply]:
-    """The replies to items as they travelled, in order."""
+    """Return the replies to pickled items, in order."""
     if not reward.together:
-        for one in pickled:
-            item = _unpickled(one)
+        for payload in pickled:
+            item = _unpickled(payload)
             yield item if isinstance(item, Reply) else evaluate_item(reward, item)
         return
-    items = [_unpickled(one) for one in pickled]
+    items = [_unpickled(payload) for payload in pickled]
     replies = evaluate_items(reward, [item for item in items if not isinstance(item, Reply)])
     for item in items:
         yield item if isinstance(item, Reply) else next(replies)
@@ -128,16 +130,16 @@ def _answers(reward: Reward, pickled: Sequence[bytes]) -> Iterator[Reply]:
 def _unpickled(pickled: bytes) -> Item | Reply:
     try:
         return pickle.loads(pickled)
-    except Exception as error:  # boundary: the code of the user's objects
+    except Exception as error:  # boundary: code of user objects
         return Reply(
             None,
             "error",
-            f"runs in another process, where this meta could not be read ({says(error)})",
+            f"runs in another process, and this meta could not be unpickled ({says(error)})",
         )
 
 
 def _let_go(channel: int) -> None:
-    """In a fork of the worker: it must neither answer nor keep the socket open."""
+    """Close the socket in a fork of the worker: it must neither reply nor keep the socket open."""
     try:
         os.close(channel)
     except OSError:
@@ -145,7 +147,7 @@ def _let_go(channel: int) -> None:
 
 
 def _read(channel: int, frames: Frames) -> bytes:
-    """The next message; b"" once the trainer closed the socket, or is gone."""
+    """Return the next message; b"" if the trainer closed the socket or ended."""
     while (message := frames.next()) is None:
         data = os.read(channel, 1 << 16)
         if not data:
@@ -155,6 +157,6 @@ def _read(channel: int, frames: Frames) -> bytes:
 
 
 def _write(channel: int, message: bytes) -> None:
-    left = memoryview(message)
-    while left:
-        left = left[os.write(channel, left) :]
+    remaining = memoryview(message)
+    while remaining:
+        remaining = remaining[os.write(channel, remaining) :]

@@ -1,5 +1,5 @@
-"""Built-in rewards over how an answer is written: repetition, length by correctness, the script and
-the language it is in.
+"""Define built-in rewards on the form of an answer: repetition, length by correctness, script,
+language.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from rl.rewards.calls import Item, RewardResult
 from rl.rewards.combined import Combined
 from rl.rewards.registry import Reward, register_reward, resolve_reward
 
-# of an answer that are looked at, and tokens: the time limit of what runs inside the trainer is
-# milliseconds
+# Maximum number of letters or tokens examined: a reward in the trainer's process must end within
+# milliseconds.
 _MOST_LETTERS = 20_000
 
 
 @register_reward("repetition", bounded=True)
 class Repetition:
-    """-scale * the share of n-grams that have stood in the answer before: 0 where none repeats,
-    nearly -scale where it loops.
+    """Score -scale * share of n-grams that repeat an earlier n-gram of the answer.
 
-    The n-grams are of `n` words (letter case does not count), or of characters; an answer shorter
-    than one has none. Metric `repetition`: the share.
+    0 without repetition, nearly -scale for a loop. The n-grams consist of `n` words (letter case is
+    ignored) or characters; an answer shorter than an n-gram has none. Metric `repetition`: the
+    share.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class Repetition:
 
 @register_reward("cosine_length")
 class CosineLength(Combined):
-    """Length by correctness: where `reward` gives at least `threshold`, from `right` for no length
-    at all to `right_long`, else from `wrong` to `wrong_long`, along half a cosine up to
-    `max_length`; longer answers get `too_long`.
+    """Reward length by correctness (Yeo et al., arXiv 2502.03373, section 4.2, also the source of
+    the defaults).
 
-    Yeo et al., arXiv 2502.03373, section 4.2 (its values are the defaults): a right answer had
-    better be short, a wrong one may still be thinking. The length is in words or in characters; of
-    tokens, see overlong_share.
+    If `reward` is at least `threshold`, the result goes from `right` at length 0 to `right_long`,
+    else from `wrong` to `wrong_long`, along half a cosine up to `max_length`. Longer answers get
+    `too_long`. Correct answers should be short; wrong answers may need more reasoning. The length
+    is in words or characters; for tokens, see overlong_share.
     """
 
     def __init__(
@@ -111,8 +111,10 @@ class CosineLength(Combined):
 
 @functools.lru_cache(maxsize=1 << 17)
 def _script(letter: str) -> str:
-    """The script of a letter as its Unicode name begins: LATIN, CYRILLIC, CJK, HIRAGANA, ... "" of
-    what is no letter.
+    """Return the script of a letter, the first word of its Unicode name: latin, cyrillic, cjk,
+    hiragana, ...
+
+    Return "" for any other character.
     """
     return unicodedata.name(letter, "").partition(" ")[0].lower() if letter.isalpha() else ""
 
@@ -127,28 +129,29 @@ _NAMES = {"han": "cjk", "chinese": "cjk", "korean": "hangul"}
 
 @register_reward("script", bounded=True)
 class Script:
-    """The share of the answer's letters that are of `script` (latin, cyrillic, greek, arabic, cjk,
-    hangul, ...; or a list of them).
+    """Score the share of the answer's letters in `script`.
 
-    An answer without letters (a number) gets `without`. Metric `script`: the share.
+    `script`: latin, cyrillic, greek, arabic, cjk, hangul, ..., or a list of these. An answer
+    without letters (a number) gets `without`. Metric `script`: the share.
     """
 
     def __init__(self, *, script: str | Sequence[str], without: float = 1.0):
         names = [script] if isinstance(script, str) else list(script)
-        wanted = {_NAMES.get(name.lower(), name.lower()) for name in names}
-        unknown = sorted(wanted - _scripts())
-        if not wanted or unknown:
+        scripts = {_NAMES.get(name.lower(), name.lower()) for name in names}
+        unknown = sorted(scripts - _scripts())
+        if not scripts or unknown:
             raise UserError(
-                f"script: no letters are called {unknown or names}; latin, cyrillic, greek, cjk are names"
+                f"script: unknown script {unknown or names}; scripts are latin, cyrillic, "
+                "greek, cjk and others"
             )
-        self.wanted, self.without = wanted, without
+        self.wanted, self.without = scripts, without
 
     def __call__(
         self, prompt: str, response: str, meta: Mapping[str, Any] | None = None
     ) -> RewardResult:
-        scripts = [found for letter in response[:_MOST_LETTERS] if (found := _script(letter))]
+        scripts = [script for letter in response[:_MOST_LETTERS] if (script := _script(letter))]
         share = (
-            sum(found in self.wanted for found in scripts) / len(scripts)
+            sum(script in self.wanted for script in scripts) / len(scripts)
             if scripts
             else self.without
         )
@@ -157,36 +160,38 @@ class Script:
 
 @register_reward("language", needs=("py3langid",))
 class Language:
-    """The probability that the answer is in `language` (an ISO 639-1 code: en, de, zh, ...), as the
-    library py3langid reads it.
+    """Score the probability that the answer is in `language`, according to the library py3langid.
 
-    Without `language`: in that of the prompt. Short texts are told apart badly; `script` needs no
-    library.
+    `language`: an ISO 639-1 code (en, de, zh, ...); without it, the language of the prompt.
+    Detection is unreliable for short texts; `script` needs no library.
     """
 
     def __init__(self, *, language: str | None = None):
         if language is not None and not (
             isinstance(language, str) and len(language) == 2 and language.isalpha()
         ):
-            raise UserError(f"language: a code of two letters such as en or de, got {language!r}")
+            raise UserError(
+                f"language: expected a code of two letters such as en or de, got {language!r}"
+            )
         self.language = language.lower() if language else None
 
     def __call__(
         self, prompt: str, response: str, meta: Mapping[str, Any] | None = None
     ) -> RewardResult:
         ranked = dict(_identifier().rank(response))
-        wanted = self.language or _identifier().rank(prompt)[0][0]
-        if wanted not in ranked:
+        language = self.language or _identifier().rank(prompt)[0][0]
+        if language not in ranked:
             raise UserError(
-                f"py3langid knows no language {wanted!r}, it knows {', '.join(sorted(ranked))}"
+                f"py3langid does not know the language {language!r}, it knows "
+                f"{', '.join(sorted(ranked))}"
             )
-        share = float(ranked[wanted])
+        share = float(ranked[language])
         return RewardResult(share, {"language": share})
 
 
 @functools.cache
 def _identifier() -> Any:
-    """py3langid's model, whose scores are made to be probabilities."""
+    """Return py3langid's model, with scores normalized to probabilities."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     return LanguageIdentifier.from_pickled_model(MODEL_FILE, norm_probs=True)

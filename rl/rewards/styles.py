@@ -1,5 +1,5 @@
-"""Reward functions as TRL's users write them: lists of completions and of the data's columns, as a
-batched reward of ours.
+"""Adapt reward functions in TRL's form, which take lists of completions and data columns, to
+batched rewards.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from typing import Any
 from rl.errors import UserError
 from rl.rewards.calls import Kind, kind_of, mark_kind
 
-# in meta, for functions of lists: the prompt of a row that came as a list of messages
+# Key of meta for functions in TRL's form: the prompt of a row that came as a list of messages.
 CONVERSATION = "prompt_messages"
 
 _LISTS = ("prompts", "completions")
-# TRL's, of its trainer
+# arguments that only TRL's trainer provides
 _NOT_HERE = ("completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric")
 
 
 def takes_lists(target: Callable[..., Any]) -> bool:
-    """Whether a function (or an instance that is called) is one of lists, as TRL's are: it has a
-    parameter `completions`.
+    """Return whether a function (or callable instance) takes lists, as TRL's reward functions do.
+
+    Such a function has a parameter `completions`.
     """
     return "completions" in _parameters(target)
 
@@ -30,12 +31,14 @@ def takes_lists(target: Callable[..., Any]) -> bool:
 def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(target).parameters
-    except (TypeError, ValueError):  # written in C: it says nothing of itself
+    except (TypeError, ValueError):  # written in C: it has no signature
         return {}
 
 
 def settings_of_lists(target: Callable[..., Any]) -> Iterator[inspect.Parameter]:
-    """Of a function of lists, the parameters that may be settings: those that have a default."""
+    """Iterate over the parameters of a TRL-style function that may be settings: those with a
+    default.
+    """
     for parameter in _parameters(target).values():
         if (
             parameter.kind is inspect.Parameter.VAR_KEYWORD
@@ -45,52 +48,61 @@ def settings_of_lists(target: Callable[..., Any]) -> Iterator[inspect.Parameter]
 
 
 def adapted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as one that is called by its kind. UserError where it can be called neither so nor
-    with lists.
+    """Wrap a TRL-style function in `OfLists`; return any other function unchanged.
+
+    Raises UserError if the function can be called neither with the arguments of its kind nor with
+    TRL's lists.
     """
     if takes_lists(function):
         return OfLists(name, function)
     kind, parameters = kind_of(function), _parameters(function)
     if parameters:
-        given: tuple[Any, ...] = ([], [], []) if kind.batched else ("prompt", "response", {})
+        example_arguments: tuple[Any, ...] = (
+            ([], [], []) if kind.batched else ("prompt", "response", {})
+        )
         try:
-            inspect.signature(function).bind(*given[: kind.leading])
+            inspect.signature(function).bind(*example_arguments[: kind.leading])
         except TypeError as error:
             raise UserError(
-                f"reward {name!r} takes ({', '.join(parameters)}), and a reward is called with "
-                f"{'(episode, meta)' if kind.episode else '(prompt, response, meta)'}, or as TRL's are with (completions, ...columns) as "
+                f"reward {name!r} takes ({', '.join(parameters)}), but a reward is called "
+                "with "
+                f"{'(episode, meta)' if kind.episode else '(prompt, response, meta)'}, or in "
+                "TRL's form with (completions, ...columns) as "
                 f"lists: {error}"
             ) from error
     return function
 
 
 class OfLists:
-    """A function of lists: `completions`, `prompts` if it asks for them, and columns of the data as
-    lists under their names.
+    """Call a TRL-style function with lists: `completions`, `prompts` if requested, and data columns
+    by name.
 
-    It returns a number (or None: not applicable) for each. A row whose prompt was a list of
-    messages has its completion as one too, [{"role": "assistant", "content": ...}]. It gets the
-    columns that it names, or all where it takes **columns.
+    The function returns a number (or None: not applicable) for each row. If a row's prompt was a
+    list of messages, its completion is a list too, [{"role": "assistant", "content": ...}]. The
+    function receives the columns that its parameters name, or all columns if it takes **columns.
     """
 
     def __init__(self, name: str, function: Callable[..., Any]):
         self.name, self.function = name, function
         mark_kind(self, Kind(batched=True))
-        given = set(function.keywords) if isinstance(function, functools.partial) else set()
+        bound_settings = (
+            set(function.keywords) if isinstance(function, functools.partial) else set()
+        )
         parameters = _parameters(function)
         self._takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-        named = [
+        columns = [
             p
             for p in parameters.values()
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-            and p.name not in (*_LISTS, *given)
+            and p.name not in (*_LISTS, *bound_settings)
         ]
-        self.columns = tuple(p.name for p in named if p.default is inspect.Parameter.empty)
-        self._optional = tuple(p.name for p in named if p.default is not inspect.Parameter.empty)
+        self.columns = tuple(p.name for p in columns if p.default is inspect.Parameter.empty)
+        self._optional = tuple(p.name for p in columns if p.default is not inspect.Parameter.empty)
         self._prompts = "prompts" in parameters or self._takes_all
-        if asked := [name for name in self.columns if name in _NOT_HERE]:
+        if unavailable := [name for name in self.columns if name in _NOT_HERE]:
             raise UserError(
-                f"reward {name!r} asks for {', '.join(asked)}, of TRL's trainer alone: give it a default, or leave it out"
+                f"reward {name!r} requires {', '.join(unavailable)}, which only TRL's "
+                "trainer provides: give the parameter a default, or remove it"
             )
 
     def __call__(
@@ -99,34 +111,35 @@ class OfLists:
         responses: Sequence[str],
         metas: Sequence[Mapping[str, Any] | None],
     ) -> Any:
-        """What the function returns (a coroutine's is awaited by the caller)."""
+        """Return the function's result (the caller awaits a coroutine)."""
         rows = [dict(meta or {}) for meta in metas]
-        chats = [row.pop(CONVERSATION, None) for row in rows]
+        conversations = [row.pop(CONVERSATION, None) for row in rows]
         fields: dict[str, list[Any]] = {
             name: [_column(row, name, self.name) for row in rows] for name in self.columns
         }
-        others = (
+        optional_columns = (
             dict.fromkeys(key for row in rows for key in row) if self._takes_all else self._optional
         )
-        for key in others:
+        for key in optional_columns:
             if key not in fields and key not in _LISTS and any(key in row for row in rows):
                 fields[key] = [row.get(key) for row in rows]
-        said: list[Any] = [
+        completions: list[Any] = [
             response if chat is None else [{"role": "assistant", "content": response}]
-            for response, chat in zip(responses, chats, strict=True)
+            for response, chat in zip(responses, conversations, strict=True)
         ]
         if self._prompts:
             fields["prompts"] = [
                 prompt if chat is None else chat
-                for prompt, chat in zip(prompts, chats, strict=True)
+                for prompt, chat in zip(prompts, conversations, strict=True)
             ]
-        found = self.function(completions=said, **fields)
-        return found.tolist() if hasattr(found, "tolist") else found
+        rewards = self.function(completions=completions, **fields)
+        return rewards.tolist() if hasattr(rewards, "tolist") else rewards
 
 
 def _column(meta: Mapping[str, Any], name: str, reward: str) -> Any:
     if name not in meta:
         raise KeyError(
-            f"the reward {reward} takes the column {name!r}, and the row has {', '.join(map(repr, meta)) or 'none'}"
+            f"the reward {reward} takes the column {name!r}, but the row has "
+            f"{', '.join(map(repr, meta)) or 'none'}"
         )
     return meta[name]

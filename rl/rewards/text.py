@@ -1,6 +1,4 @@
-"""Built-in rewards over plain text: exact match, keywords, length, format, and a weighted sum of
-rewards.
-"""
+"""Define built-in rewards on text: exact match, keywords, length, format, and weighted sums."""
 
 from __future__ import annotations
 
@@ -16,29 +14,32 @@ from rl.rewards.registry import Reward, register_reward, resolve_reward
 
 
 def expected_answer(meta: Mapping[str, Any] | None) -> str:
-    """meta["answer"], or meta["expected_answer"], as text. Raises UserError where the problem has
-    neither.
+    """Return meta["answer"], or meta["expected_answer"], as text.
+
+    Raises UserError if the problem has neither.
     """
     for key in ("answer", "expected_answer"):
         if meta is not None and meta.get(key) is not None:
             return str(meta[key]).strip()
     keys = sorted(meta) if meta is not None else None
     raise UserError(
-        f"the problem has no answer to compare with: meta needs 'answer' (or 'expected_answer'), it has {keys}"
+        "the problem has no expected answer: meta needs 'answer' (or 'expected_answer'), it "
+        f"has {keys}"
     )
 
 
 @register_reward("exact_match", bounded=True)
 def exact_match(prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
-    """1 where the response, stripped of white space, is meta["answer"], else 0."""
+    """Return 1 if the response, stripped of white space, equals meta["answer"], else 0."""
     correct = float(response.strip() == expected_answer(meta))
     return RewardResult(correct, {"correct": correct})
 
 
 @register_reward("keyword_contains", bounded=True)
 class KeywordContains:
-    """The share of `keywords` that the response contains (as substrings; letter case counts only if
-    `case_sensitive`).
+    """Score the share of `keywords` that the response contains as substrings.
+
+    Letter case counts only if `case_sensitive`.
     """
 
     def __init__(self, *, keywords: Sequence[str], case_sensitive: bool = False):
@@ -48,7 +49,8 @@ class KeywordContains:
             or not all(isinstance(word, str) and word for word in keywords)
         ):
             raise UserError(
-                f"keyword_contains: keywords is a list of one or more texts, got {keywords!r}"
+                "keyword_contains: keywords is a list of at least 1 non-empty string, got "
+                f"{keywords!r}"
             )
         self.case_sensitive = case_sensitive
         self.keywords = [word if case_sensitive else word.lower() for word in keywords]
@@ -60,7 +62,7 @@ class KeywordContains:
 
 @register_reward("length_penalty", bounded=True)
 class LengthPenalty:
-    """-penalty_scale * |length - target_length|, so 0 at best; the length in words, or in
+    """Score -penalty_scale * |length - target_length|, at most 0; the length in words or
     characters.
     """
 
@@ -75,7 +77,8 @@ class LengthPenalty:
             raise UserError(f"length_penalty: target_length is at least 0, got {target_length}")
         if not penalty_scale >= 0:
             raise UserError(
-                f"length_penalty: penalty_scale is at least 0 (the reward is its negative), got {penalty_scale}"
+                "length_penalty: penalty_scale is at least 0 (the reward is its negative), "
+                f"got {penalty_scale}"
             )
         if unit not in ("words", "characters"):
             raise UserError(f"length_penalty: unit is 'words' or 'characters', got {unit!r}")
@@ -94,7 +97,7 @@ _FENCE = "```"
 
 
 def _is_json(response: str) -> bool:
-    """Whether the response is one JSON object or array, alone or in a code fence."""
+    """Return whether the response is a single JSON object or array, optionally in a code fence."""
     text = response.strip()
     if text.startswith(_FENCE) and text.endswith(_FENCE) and len(text) > 2 * len(_FENCE):
         text = text[len(_FENCE) : -len(_FENCE)].removeprefix("json")
@@ -105,7 +108,7 @@ def _is_json(response: str) -> bool:
 
 
 def _is_numbered_list(response: str) -> bool:
-    """Whether it has lines that begin "1.", "2.", ... (or "1)"), in order from 1, at least two."""
+    """Return whether at least two lines begin "1.", "2.", ... (or "1)"), in order from 1."""
     numbers = [
         int(number)
         for number in re.findall(r"^[ \t]*(\d{1,6})[.)][ \t]+\S", response, re.MULTILINE)
@@ -115,9 +118,10 @@ def _is_numbered_list(response: str) -> bool:
 
 @register_reward("format_compliance")  # not bounded: a pattern may backtrack without end
 class FormatCompliance:
-    """The share of the checks that hold: each regular expression of `patterns` is found (^ and $ at
-    lines), the response is JSON (`json`), it is a numbered list from 1 on (`numbered_list`). Metric
-    `format`: 1 where all of them hold.
+    """Score the share of checks that hold.
+
+    Checks: each regular expression of `patterns` matches (^ and $ match at lines), the response is
+    JSON (`json`), it is a numbered list from 1 (`numbered_list`). Metric `format`: 1 if all hold.
     """
 
     def __init__(
@@ -129,12 +133,13 @@ class FormatCompliance:
             self.patterns = [re.compile(pattern, re.MULTILINE) for pattern in patterns]
         except re.error as error:
             raise UserError(
-                f"format_compliance: {error.pattern!r} is no regular expression: {error}"
+                f"format_compliance: {error.pattern!r} is not a regular expression: {error}"
             ) from error
         self.json, self.numbered_list = json, numbered_list
         if not (self.patterns or json or numbered_list):
             raise UserError(
-                "format_compliance has nothing to check: give patterns=[...], json=True or numbered_list=True"
+                "format_compliance has nothing to check: pass patterns=[...], json=True or "
+                "numbered_list=True"
             )
 
     def __call__(
@@ -150,12 +155,12 @@ class FormatCompliance:
 
 @register_reward("composite")
 class Composite(Combined):
-    """sum of weight * reward over `weights` {spec: weight}; `settings` {spec: {...}} are the parts'
-    own settings.
+    """Score the sum of weight * reward over `weights` {spec: weight}.
 
-    Metrics: each part's reward under its name, its own metrics under their names (those of two
-    parts must not meet). A part that fails fails the whole, and is named. A part that returns None
-    does not apply: the others are the sum.
+    `settings` {spec: {...}} holds the settings of each part. Metrics: each part's reward under its
+    name, and the part's metrics under their names (prefixed with the part's name if two parts
+    collide). If a part fails, the whole fails and the error names the part. A part that returns
+    None does not apply: the sum is over the others.
     """
 
     leaves_out = True
@@ -189,7 +194,7 @@ class Composite(Combined):
         metrics: dict[str, float] = {}
         seconds: dict[str, float] = {}
         if all(result is None for result in results):
-            raise PartFailed("in none of its parts: every one returned None, not applicable")
+            raise PartFailed("in all of its parts: each returned None, not applicable")
         for (part, weight), result in zip(self.parts, results, strict=True):
             if result is None:
                 continue

@@ -1,5 +1,5 @@
-"""What a scorer was handed and has not begun: what may begin, what is held back to be scored
-together, parts of calls that failed.
+"""Queue the submitted items of a scorer: ready items, items held for a batch, and halves of failed
+calls.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from rl.rewards.pending import PendingScore
 
 
 class Waiting:
-    """A queue; not safe by itself, its scorer holds a lock. `together`: items are held back until
-    `release`, then taken at once.
+    """Queue pending scores. Not thread-safe: the scorer holds a lock.
+
+    `together`: items are held until `release`, then taken in a single batch.
     """
 
     def __init__(self, together: bool):
@@ -22,7 +23,7 @@ class Waiting:
         self._parts: deque[list[PendingScore]] = deque()
 
     def __bool__(self) -> bool:
-        """Whether there is work to begin now."""
+        """Return whether any item is ready."""
         return bool(self._free or self._parts)
 
     def add(self, pending: PendingScore) -> None:
@@ -33,17 +34,18 @@ class Waiting:
         self._held.clear()
 
     def back(self, items: Iterable[PendingScore]) -> None:
-        """What was taken and not begun, to the front again."""
+        """Return items that were taken but not started to the front of the queue."""
         self._free.extendleft(reversed(list(items)))
 
     def halve(self, items: Sequence[PendingScore]) -> None:
-        """A call on all of these failed: each half is to be tried apart."""
+        """Queue each half of a failed call's items as a separate call."""
         half = len(items) // 2
         self._parts.extend([list(items[:half]), list(items[half:])])
 
     def take(self, workers: int, most: int) -> list[PendingScore]:
-        """A worker's share of what is there; `most`: items at once, where they are scored one by
-        one.
+        """Return a worker's share of the ready items.
+
+        `most`: maximum number of items, unless items are scored in a single batch.
         """
         if self._parts:
             return self._parts.popleft()
@@ -51,8 +53,12 @@ class Waiting:
         return [self._free.popleft() for _ in range(share if self.together else min(share, most))]
 
     def drain(self) -> list[PendingScore]:
-        """Everything, in order; nothing is left."""
-        found = [*(one for part in self._parts for one in part), *self._free, *self._held]
+        """Remove and return all items, in order."""
+        remaining = [
+            *(pending for part in self._parts for pending in part),
+            *self._free,
+            *self._held,
+        ]
         for queue in (self._parts, self._free, self._held):
             queue.clear()
-        return found
+        return remaining

@@ -1,11 +1,11 @@
-"""Where a reward runs: in the calling thread, in a process that can be killed, or in a thread that
-can be abandoned.
+"""Run a reward in a process that can be killed, or in a thread that can be abandoned.
 
-A worker answers one `Reply` to each item, in order, as soon as it is there, so its owner can time
-every item. The process is a fresh interpreter, not a fork (forks of a process with threads or CUDA
-hang) and not multiprocessing's spawn (which runs the user's script again): it imports the reward's
-module alone. It runs under a guard (rl.rewards.guard), which ends all that it started; what it
-sends is read as data (rl.rewards.frames); it gets the named part of the environment alone.
+A worker sends a `Reply` to each item, in order, as soon as it is available, so the scorer can time
+every item. A worker process is a fresh interpreter. It is not a fork (forks of a process with
+threads or CUDA hang) and not multiprocessing's spawn (which runs the user's script again): it
+imports only the reward's module. It runs under a reaper (rl.rewards.guard), which ends all
+processes that it started. Its messages are parsed as data (rl.rewards.frames). It receives only the
+named environment variables.
 """
 
 from __future__ import annotations
@@ -47,66 +47,74 @@ from rl.rewards.printed import from_this_thread
 from rl.rewards.registry import Reward
 from rl.rewards.serving import evaluate_items
 
-# to import the reward's module, which may be heavy; the time limit of an item starts after it
+# To import the reward's module, which may take long; an item's time limit starts after it.
 _START_SECONDS = 120.0
-_SEND_SECONDS = 30.0  # for a worker that is idle to take its items
-# for a guard to end; one that does not is killed, and what it guarded is looked for
+_SEND_SECONDS = 30.0  # for an idle worker to receive its items
+# For a reaper to end. After it, the reaper is killed, and the processes below it are
+# searched for.
 _END_SECONDS = guard.END_SECONDS + 2.0
 
-# What a reward may need to find its libraries and files. Keys and tokens have other names; more are
-# handed over by name.
+# Variables that a reward may need to find its libraries and files. Keys and tokens are not among
+# them; pass further variables by name.
 ENVIRONMENT = (
-    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "LANG", "LANGUAGE", "LC_*", "TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME",
-    "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LD_PRELOAD", "OMP_*", "MKL_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE",
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "LANG", "LANGUAGE", "LC_*", "TMPDIR",
+    "TEMP", "TMP", "XDG_CACHE_HOME", "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH",
+    "DYLD_LIBRARY_PATH", "LD_PRELOAD", "OMP_*", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS",
+    "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE",
     "TOKENIZERS_PARALLELISM", "SSL_CERT_FILE", "SSL_CERT_DIR",
 )  # fmt: skip
 
 
 class WorkerDied(Exception):
-    """The worker ended without an answer."""
+    """Raised when the worker ended without a reply."""
 
 
 class WorkerFailedToStart(Exception):
-    """The worker could not be started, or the reward not be set up in it."""
+    """Raised when the worker or its reward could not be started."""
 
 
 def environment_of_rewards(names: Sequence[str] = ()) -> dict[str, str]:
-    """The part of this process's environment that a reward's worker gets: ENVIRONMENT and `names`
-    (patterns with * both).
+    """Return the environment variables for a reward's worker.
+
+    They are the variables of this process that match ENVIRONMENT or `names` (both may have patterns
+    with *).
     """
-    wanted = (*ENVIRONMENT, *names)
-    found = {
+    patterns = (*ENVIRONMENT, *names)
+    variables = {
         name: value
         for name, value in os.environ.items()
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted)
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
     }
-    # Workers are many and small: a thread pool for linear algebra in each would only fight over the
-    # cores; the GPU is the trainer's.
-    return {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **found}
+    # Workers are many and small: a thread pool for linear algebra in each would only compete for
+    # the cores. The GPU belongs to the trainer.
+    return {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
 
 
 class Worker(ABC):
-    """Runs items one after the other. Used by one thread."""
+    """Run items sequentially. A worker is used by a single thread."""
 
     @abstractmethod
     def send(self, items: Sequence[Any]) -> None:
-        """Hand over items, as the kind of worker takes them: `Item`s, or pickled ones for a
-        process. Raises WorkerDied.
+        """Send items: `Item`s for a thread, pickled items for a process. Raises WorkerDied if the
+        worker ended.
         """
 
     @abstractmethod
     def receive(self, timeout: float) -> Reply:
-        """The next reply. Raises TimeoutError after `timeout` seconds, WorkerDied, BadReply."""
+        """Return the next reply. Raises TimeoutError after `timeout` seconds, WorkerDied or
+        BadReply.
+        """
 
     @abstractmethod
     def stop(self) -> None:
-        """End it now, whatever it does."""
+        """End the worker immediately, even while it runs an item."""
 
 
 class ThreadWorker(Worker):
-    """A daemon thread: sees the caller's objects, but one that hangs can only be abandoned, and
-    goes on using its core.
+    """Run items in a daemon thread.
+
+    The thread shares the caller's objects. If an item hangs, the thread can only be abandoned, and
+    continues to use its core.
     """
 
     def __init__(self, reward: Reward, printed: Callable[[bytes], None]):
@@ -128,9 +136,7 @@ class ThreadWorker(Worker):
                 for _ in items:
                     try:
                         self._outbox.put(as_data(next(replies)))
-                    except (
-                        BaseException
-                    ) as error:  # boundary: the user's code raised what is meant to end a process
+                    except BaseException as error:  # boundary: user code may raise SystemExit
                         self._outbox.put(Reply(None, "error", f"raised {says(error)}"))
 
     def send(self, items: Sequence[Item]) -> None:
@@ -144,7 +150,8 @@ class ThreadWorker(Worker):
             raise TimeoutError from None
 
     def stop(self) -> None:
-        # what was sent is sent again to the next worker: do not run it twice
+        # Drop items that are still queued: they are sent again to the next worker and must not run
+        # twice.
         while not self._inbox.empty():
             try:
                 self._inbox.get_nowait()
@@ -154,10 +161,10 @@ class ThreadWorker(Worker):
 
 
 class ProcessWorker(Worker):
-    """A fresh interpreter in a session of its own, and its guard; `stop` ends it and all it
-    started. It ends with its owner.
+    """Run items in a fresh interpreter in its own session, under a reaper.
 
-    `environment`: all that it gets. `printed`: called with pieces of what the reward prints.
+    `stop` ends the interpreter and every process that it started; so does the end of this process.
+    `environment`: its complete environment. `printed`: called with chunks of the reward's output.
     """
 
     def __init__(
@@ -165,7 +172,9 @@ class ProcessWorker(Worker):
     ):
         self._printed, self._last_words = printed, b""
         self._nonce, self._mark = secrets.token_hex(16), secrets.token_hex(16)
-        self._pid: int | None = None  # of the process that runs the reward, from its first message
+        self._pid: int | None = (
+            None  # of the process that runs the reward, known from its first message
+        )
         self._answered = READY
         self._ended = False
         self._frames = Frames(MAX_REPLY)
@@ -177,12 +186,12 @@ class ProcessWorker(Worker):
             ) from error
         try:
             self._write(frame(pickle.dumps((self._nonce, pickle.dumps(reward)))), _START_SECONDS)
-            self._reply(READY, _START_SECONDS)  # before it runs any code of the user's
+            self._reply(READY, _START_SECONDS)  # sent before any user code runs
             ready = self._reply(READY, _START_SECONDS)
         except TimeoutError as error:
             self._fail(f"not ready after {_START_SECONDS:.0f} s", error)
         except BadReply as error:
-            self._fail(f"what it sent is no reply: {error}", error)
+            self._fail(f"it sent an invalid reply: {error}", error)
         except (OSError, WorkerDied) as error:
             self._fail(self._end(), error)
         if ready.error is not None:
@@ -198,22 +207,22 @@ class ProcessWorker(Worker):
         try:
             for _ in range(2):
                 pairs += socket.socketpair()
-            self._channel, theirs, self._life, guards = pairs
-            said = guards.fileno()
-            words = [
+            self._channel, worker_end, self._life, guard_end = pairs
+            guard_fd = guard_end.fileno()
+            command = [
                 sys.executable,
                 "-P",
                 str(Path(guard.__file__)),
-                str(theirs.fileno()),
+                str(worker_end.fileno()),
                 str(os.getpid()),
                 json.dumps(sys.path),
             ]
             self._process = subprocess.Popen(
-                words,
-                pass_fds=(theirs.fileno(),),
+                command,
+                pass_fds=(worker_end.fileno(),),
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=guard_fd,
+                stderr=guard_fd,
                 env=dict(environment),
                 start_new_session=True,
             )
@@ -221,10 +230,10 @@ class ProcessWorker(Worker):
             for end in pairs:
                 end.close()
             raise
-        theirs.close()
-        guards.close()
-        for ours in (self._channel, self._life):
-            ours.setblocking(False)
+        worker_end.close()
+        guard_end.close()
+        for parent_end in (self._channel, self._life):
+            parent_end.setblocking(False)
         self._poller = select.poll()
         self._poller.register(self._channel, select.POLLIN)
         self._poller.register(self._life, select.POLLIN)
@@ -233,7 +242,7 @@ class ProcessWorker(Worker):
         try:
             self._write(frame(pickle.dumps(list(items))), _SEND_SECONDS)
         except TimeoutError:
-            raise WorkerDied(f"it took no items for {_SEND_SECONDS:g} s") from None
+            raise WorkerDied(f"it received no items for {_SEND_SECONDS:g} s") from None
         except OSError as error:
             raise WorkerDied(self._end()) from error
 
@@ -243,13 +252,15 @@ class ProcessWorker(Worker):
         return reply
 
     def _write(self, message: bytes, seconds: float) -> None:
-        """Raises TimeoutError where the worker does not read, another OSError where it has ended."""
-        left, deadline = memoryview(message), time.monotonic() + seconds
+        """Send a message. Raises TimeoutError if the worker does not read, another OSError if it
+        has ended.
+        """
+        remaining, deadline = memoryview(message), time.monotonic() + seconds
         poller = select.poll()
         poller.register(self._channel, select.POLLOUT)
-        while left:
+        while remaining:
             try:
-                left = left[self._channel.send(left) :]
+                remaining = remaining[self._channel.send(remaining) :]
             except BlockingIOError:
                 if not poller.poll(1000 * max(0.0, deadline - time.monotonic())):
                     raise TimeoutError from None
@@ -264,18 +275,18 @@ class ProcessWorker(Worker):
         return reply
 
     def _wait(self, seconds: float) -> None:
-        """Until something came from the worker or its guard. Raises TimeoutError."""
+        """Wait for data from the worker or its reaper. Raises TimeoutError after `seconds`."""
         events = self._poller.poll(1000 * seconds)
         if not events:
             raise TimeoutError
         for fd, _ in events:
             if not (self._hear() if fd == self._channel.fileno() else self._listen()):
                 self._ended = True
-        if self._ended:  # what it sent before counts
+        if self._ended:  # messages sent before the end count
             _drain(self._channel, self._hear)
 
     def _hear(self) -> bool:
-        """Reads replies. False where the worker has ended."""
+        """Read replies. Return False if the worker has ended."""
         try:
             data = self._channel.recv(1 << 16)
         except BlockingIOError:
@@ -286,7 +297,7 @@ class ProcessWorker(Worker):
         return bool(data)
 
     def _listen(self) -> bool:
-        """Reads what the reward printed. False where the guard has ended."""
+        """Read the reward's output. Return False if the reaper has ended."""
         try:
             data = self._life.recv(1 << 16)
         except BlockingIOError:
@@ -299,37 +310,43 @@ class ProcessWorker(Worker):
         return bool(data)
 
     def _end(self) -> str:
-        """How the process ended, in words, and what it said last."""
+        """Describe how the process ended, with its last line of output."""
         try:
             code = self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
-            return "it closed its pipe but runs on"
+            return "it closed its pipe but is still running"
         _drain(self._life, self._listen)
         lines = self._last_words.decode(errors="replace").strip().splitlines()
-        # as a traceback ends, before what may follow
+        # The line that ends a traceback, which other output may follow.
         errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-        said = (
+        last_output = (
             f", it last printed: {plain_text((errors or lines)[-1].strip(), 300)}" if lines else ""
         )
-        return (f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}") + said
+        return (
+            f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}"
+        ) + last_output
 
     def stop(self) -> None:
-        """As in `Worker`. Takes seconds only where something evades; twice does nothing more."""
+        """End the worker and all its descendants. Takes seconds only if a process evades;
+        idempotent.
+        """
         self._channel.close()
-        self._life.close()  # the guard hears this, and ends everything
+        self._life.close()  # the reaper detects this and ends all processes
         try:
             code = self._process.wait(timeout=_END_SECONDS)
         except subprocess.TimeoutExpired:
             code = None
-        # it may have been killed or stopped itself, by a reward that knows what it is
+        # The reward may have killed or stopped its reaper.
         if code is None or code < 0:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Kills what a guard left: by ancestry where it still is (nobody adopts what is below it),
-        by mark where it is gone.
+        """Kill the processes that a reaper did not end.
+
+        They are identified by ancestry while the reaper exists (it adopts orphans), by mark
+        otherwise.
         """
-        for _ in range(3):  # what was forked while we looked
+        for _ in range(3):  # again for processes forked in the meantime
             guarded = (
                 [] if self._process.poll() is not None else guard.descendants(self._process.pid)
             )
@@ -337,16 +354,17 @@ class ProcessWorker(Worker):
                 guard.kill(pid)
         if self._process.poll() is None:
             self._process.kill()
-            # the kernel holds it: nothing more can be done
+            # If the kernel blocks it, nothing more can be done.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=5.0)
 
 
 def _drain(stream: socket.socket, read: Callable[[], bool]) -> None:
-    """Reads what is there already of a stream whose sender has ended (bounded: somebody else may go
-    on sending).
+    """Read the remaining data of a stream with an ended sender.
+
+    The number of reads is bounded, since another process may continue to send.
     """
-    poller = select.poll()  # select itself takes no descriptor above 1023
+    poller = select.poll()  # select.select takes no descriptor above 1023
     poller.register(stream, select.POLLIN)
     for _ in range(64):
         if not poller.poll(0) or not read():

@@ -21,7 +21,7 @@ _BROKEN = (
     "AttributeError",
     "TypeError",
     "NotApplicable",
-    "no answer to compare with",
+    "no expected answer",
 )
 
 
