@@ -14,6 +14,7 @@ from rl.settings.fields import fields_of
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = ["evaluate", "export", "plot", "sample", "serve", "minimal_loop"]
+SCRIPTS += ["rl/environments/played"]
 # Of other programs that the pages name: accelerate, Slurm, pip, lm-evaluation-harness, TRL
 # (docs/coming_from.md).
 OTHERS = {

@@ -1,5 +1,5 @@
-"""What a model reads: text tokens, and images for those that take them. Names and fields as in
-Tinker's client.
+"""Define model inputs: text tokens, and images for vision models. Names and fields follow Tinker's
+client.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from typing import Literal, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class EncodedTextChunk:
-    """A run of token ids, kept as a list of its own: what the caller does to his afterwards changes
-    nothing.
-    """
+    """Hold a run of token ids, copied, so that later changes of the caller's list have no effect."""
 
     tokens: Sequence[int]
     type: Literal["encoded_text"] = "encoded_text"
@@ -24,7 +22,7 @@ class EncodedTextChunk:
             object.__setattr__(self, "tokens", list(self.tokens))
         except TypeError as error:
             raise ValueError(
-                f"a chunk's tokens are a list of token ids, got {self.tokens!r:.80}"
+                f"a chunk's tokens must be a list of token ids, got {self.tokens!r:.80}"
             ) from error
 
     @property
@@ -34,11 +32,11 @@ class EncodedTextChunk:
 
 @dataclass(frozen=True, slots=True)
 class ImageChunk:
-    """An image as png or jpeg bytes. `length` is known only to a vision model's processor.
+    """Hold an image as png or jpeg bytes. Only a vision model's processor knows its `length`.
 
-    `expected_tokens`: how many tokens it is thought to take, checked against what it takes.
-    `tokens` (extension): the ids that stand for it in a model's input, once that model's reader has
-    looked at it (`rl.images`); from its first image token to its last.
+    expected_tokens: the expected number of tokens, checked against the actual number.
+    tokens (extension): the ids of the image in a model's input, from its first image token to its
+        last; set once that model's image processor has processed the image (`rl.images`).
     """
 
     data: bytes
@@ -62,14 +60,16 @@ class ImageChunk:
         if self.expected_tokens is not None:
             return self.expected_tokens
         raise ValueError(
-            f"the length in tokens of an image ({self.format}, {len(self.data)} bytes) depends on the model"
+            f"the length in tokens of an image ({self.format}, {len(self.data)} bytes) depends on "
+            f"the model"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ImageAssetPointerChunk:
-    """An image that lies with a service, by its address. Models here read text: to_ints() refuses
-    it.
+    """Refer to an image that a service stores, by its address.
+
+    Models of this project cannot read it: to_ints() raises ValueError.
     """
 
     format: Literal["png", "jpeg"]
@@ -88,12 +88,12 @@ class ImageAssetPointerChunk:
 
 Chunk = EncodedTextChunk | ImageChunk | ImageAssetPointerChunk
 ModelInputChunk: TypeAlias = Chunk
-PlacedImage: TypeAlias = tuple[int, ImageChunk]  # where its first token stands, and the image
+PlacedImage: TypeAlias = tuple[int, ImageChunk]  # (position of its first token, the image)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """What a model reads: chunks of text tokens (and images, for models that take them)."""
+    """Hold the input of a model: chunks of text tokens (and images, for vision models)."""
 
     chunks: Sequence[Chunk] = ()
 
@@ -102,7 +102,7 @@ class ModelInput:
 
     @classmethod
     def from_ints(cls, tokens: Sequence[int]) -> ModelInput:
-        # which copies
+        # EncodedTextChunk copies the list
         return cls(
             (EncodedTextChunk(tokens if isinstance(tokens, list) else [int(t) for t in tokens]),)
         )
@@ -116,15 +116,16 @@ class ModelInput:
         for chunk in self.chunks:
             if not isinstance(chunk, EncodedTextChunk):
                 raise ValueError(
-                    f"to_ints() reads text chunks alone, this input holds an {chunk.type} chunk"
+                    f"to_ints() supports only text chunks, this input holds an {chunk.type} chunk"
                 )
             tokens.extend(chunk.tokens)
         return tokens
 
     @classmethod
     def of(cls, tokens: Sequence[int], images: Sequence[PlacedImage] = ()) -> ModelInput:
-        """An extension: these tokens, among which those of `images` stand where they say.
-        ValueError where one is cut off or not there.
+        """Build an input of `tokens` that include the tokens of `images` at their positions.
+
+        An extension. Raises ValueError if an image's tokens are cut off or not at its position.
         """
         if not images:
             return cls.from_ints(tokens)
@@ -134,7 +135,8 @@ class ModelInput:
             end = offset + image.length
             if offset < at or image.tokens is None or tuple(tokens[offset:end]) != image.tokens:
                 raise ValueError(
-                    f"the {image.length} tokens of an image do not stand at position {offset} of {len(tokens)} tokens"
+                    f"the {image.length} tokens of an image are not at position {offset} of "
+                    f"{len(tokens)} tokens"
                 )
             chunks += [EncodedTextChunk(tokens[at:offset])] if offset > at else []
             chunks.append(image)
@@ -142,33 +144,39 @@ class ModelInput:
         return cls((*chunks, *([EncodedTextChunk(tokens[at:])] if len(tokens) > at else [])))
 
     def flat(self) -> list[int]:
-        """An extension: the ids of all chunks, those of an image as its model reads it. Who drops
-        the images must use `to_ints`.
+        """Return the ids of all chunks; for images the ids that the model reads.
+
+        An extension. Callers that drop the images must use `to_ints`. Raises ValueError if an image
+        has no ids yet.
         """
         tokens: list[int] = []
         for chunk in self.chunks:
-            found = getattr(chunk, "tokens", None)
-            if found is None:
+            chunk_tokens = getattr(chunk, "tokens", None)
+            if chunk_tokens is None:
                 raise ValueError(
-                    f"this input holds an {chunk.type} chunk, and no model has looked at it: its tokens are not known"
+                    f"this input holds an {chunk.type} chunk, and no model has looked at it: its "
+                    f"tokens are not known"
                 )
-            tokens.extend(found)
+            tokens.extend(chunk_tokens)
         return tokens
 
     def placed(self) -> tuple[PlacedImage, ...]:
-        """An extension: the images, each with where its first token stands."""
+        """Return the images, each with the position of its first token. An extension."""
         if all(isinstance(chunk, EncodedTextChunk) for chunk in self.chunks):
             return ()
-        found: list[PlacedImage] = []
+        images: list[PlacedImage] = []
         at = 0
         for chunk in self.chunks:
             if isinstance(chunk, ImageChunk):
-                found.append((at, chunk))
+                images.append((at, chunk))
             at += chunk.length
-        return tuple(found)
+        return tuple(images)
 
     def cut(self, length: int) -> ModelInput:
-        """An extension: the first `length` tokens. ValueError where that would cut an image in two."""
+        """Return the first `length` tokens (an extension).
+
+        Raises ValueError if that would cut an image in two.
+        """
         return ModelInput.of(
             self.flat()[:length], [(at, image) for at, image in self.placed() if at < length]
         )

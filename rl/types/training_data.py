@@ -1,5 +1,5 @@
-"""What a model learns on: arrays, training sequences, and where their tokens came from. Names and
-fields as in Tinker's client.
+"""Define training data: arrays, training sequences and the provenance of their tokens. Names and
+fields follow Tinker's client.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _DTYPES = {"int64": np.int64, "float32": np.float32}
 
 
 class TensorData:
-    """An array that travels between driver and workers: `data` (flat), `dtype` ("int64" |
+    """Hold an array that is sent between driver and workers: `data` (flat), `dtype` ("int64" |
     "float32"), `shape`.
 
-    Kept as one numpy array (`array`), so no copy is made on the way. Rows in compressed form
-    (`sparse_crow_indices`, `sparse_col_indices`, with `shape`) are filled up with zeros. Raises
-    ValueError for what is no rectangle of numbers, and for ids that are no whole numbers.
+    The data is a single numpy array (`array`), so that sending needs no copy. Compressed sparse
+    rows (`sparse_crow_indices`, `sparse_col_indices`, with `shape`) are expanded with zeros. Raises
+    ValueError for ragged or non-numeric data, and for ids that are not whole numbers.
     """
 
     __slots__ = ("array",)
@@ -38,7 +38,7 @@ class TensorData:
         sparse_col_indices: Sequence[int] | None = None,
     ):
         if dtype is not None and dtype not in _DTYPES:
-            raise ValueError(f"TensorData dtype is 'int64' or 'float32', got {dtype!r}")
+            raise ValueError(f"TensorData dtype must be 'int64' or 'float32', got {dtype!r}")
         array = np.asarray(data)
         if array.size == 0 and array.dtype == object:
             array = array.astype(np.float32)
@@ -48,7 +48,7 @@ class TensorData:
             dtype = "int64" if array.dtype.kind in "iub" else "float32"
         if dtype == "int64":
             _check_whole(array)
-        # a number beyond float32 is infinite, which is looked at where it counts
+        # A number beyond float32 becomes infinite; the losses check for that.
         with np.errstate(over="ignore"):
             array = np.ascontiguousarray(array, dtype=_DTYPES[dtype])
         if sparse_crow_indices is not None or sparse_col_indices is not None:
@@ -71,7 +71,9 @@ class TensorData:
 
     @classmethod
     def from_torch_sparse(cls, tensor: torch.Tensor, pad_value: int = 0) -> TensorData:
-        """The same as `from_torch`: nothing is sent anywhere, so nothing is compressed."""
+        """Convert a sparse tensor to a dense one, as `from_torch`; no compression is needed
+        locally.
+        """
         return cls.from_torch(tensor.to_dense())
 
     def to_numpy(self, pad_value: int = 0) -> np.ndarray:
@@ -105,11 +107,13 @@ class TensorData:
 
 
 def _shortly(value: Any) -> str:
+    """Return repr(value), cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _check_whole(array: np.ndarray) -> None:
+    """Raise ValueError unless all numbers are whole and fit int64."""
     if array.dtype.kind == "f" and not (
         np.isfinite(array).all()
         and (array == np.trunc(array)).all()
@@ -123,7 +127,7 @@ def _check_whole(array: np.ndarray) -> None:
 
 
 def _filled(values: np.ndarray, shape: Any, rows: Any, columns: Any) -> np.ndarray:
-    """The array whose row i has values[rows[i]:rows[i + 1]] at those columns, and zeros elsewhere."""
+    """Return the array whose row i has values[rows[i]:rows[i + 1]] at those columns, else zeros."""
     if (
         shape is None
         or len(shape) != 2
@@ -133,7 +137,8 @@ def _filled(values: np.ndarray, shape: Any, rows: Any, columns: Any) -> np.ndarr
         or len(columns) != len(values)
     ):
         raise ValueError(
-            "compressed rows come with a shape of two numbers, sparse_crow_indices (one more than rows) and a column a value"
+            "compressed rows come with a shape of two numbers, sparse_crow_indices (one more than "
+            "rows) and a column a value"
         )
     counts, array = np.diff(np.asarray(rows)), np.zeros(tuple(shape), dtype=values.dtype)
     if (
@@ -143,14 +148,15 @@ def _filled(values: np.ndarray, shape: Any, rows: Any, columns: Any) -> np.ndarr
         or (np.asarray(columns) < 0).any()
     ):
         raise ValueError(
-            f"sparse_crow_indices or sparse_col_indices do not fit the shape {list(shape)} and {len(values)} values"
+            f"sparse_crow_indices or sparse_col_indices do not fit the shape {list(shape)} and "
+            f"{len(values)} values"
         )
     array[np.repeat(np.arange(shape[0]), counts), np.asarray(columns, dtype=np.int64)] = values
     return array
 
 
-# The loss inputs that are known, with their dtypes. Others (fields of a custom loss) are float32
-# unless integers.
+# The dtypes of the built-in loss inputs. Other inputs (fields of a custom loss) are float32 unless
+# integers.
 LOSS_INPUT_DTYPES: Mapping[str, str] = {
     "target_tokens": "int64",
     "weights": "float32",
@@ -169,15 +175,17 @@ LOSS_INPUT_DTYPES: Mapping[str, str] = {
 
 
 def _tensor_data(name: str, value: Any) -> TensorData:
+    """Convert a loss input to TensorData of its dtype. Raises ValueError for unusable values."""
     if isinstance(value, TensorData):
         data = value
     elif isinstance(value, (int, float)):
         raise ValueError(
-            f"loss_fn_inputs[{name!r}] is one number ({value!r}); it needs one value a token, e.g. [{value!r}] * n"
+            f"loss_fn_inputs[{name!r}] is one number ({value!r}); it needs one value a token, "
+            f"e.g. [{value!r}] * n"
         )
     elif value is None:
         raise ValueError(
-            f"loss_fn_inputs[{name!r}] is None: leave the field out, or give one value a token"
+            f"loss_fn_inputs[{name!r}] is None: omit the field, or pass one value a token"
         )
     else:
         try:
@@ -194,9 +202,7 @@ def _tensor_data(name: str, value: Any) -> TensorData:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptProvenanceSpan:
-    """A run of tokens that stood in a sampled sequence's prompt, at positions `offset` to `offset +
-    length`.
-    """
+    """Refer to tokens of a sampled sequence's prompt, at positions `offset` to `offset + length`."""
 
     sequence_id: str
     offset: int = 0
@@ -208,9 +214,7 @@ class PromptProvenanceSpan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledProvenanceSpan:
-    """A run of tokens that were sampled: tokens `offset` to `offset + length` of the sequence of
-    that id.
-    """
+    """Refer to sampled tokens: tokens `offset` to `offset + length` of a sequence."""
 
     sequence_id: str
     offset: int = 0
@@ -224,29 +228,30 @@ ProvenanceSpans = Sequence[PromptProvenanceSpan | SampledProvenanceSpan]
 
 
 def _check_span(span: PromptProvenanceSpan | SampledProvenanceSpan) -> None:
+    """Raise ValueError unless a span has an id and its offset and length are at least 0."""
     if span.length < 0 or span.offset < 0 or not span.sequence_id:
         raise ValueError(
-            f"a span has a sequence_id, an offset and a length of at least 0; got {span!r}"
+            f"a span needs a sequence_id, an offset and a length of at least 0; got {span!r}"
         )
 
 
 @dataclass(slots=True)
 class Datum:
-    """One training sequence: the input tokens and, for each position, what the loss needs there.
+    """Hold a training sequence: the input tokens and the loss inputs of each position.
 
-    `loss_fn_inputs` takes lists, numpy arrays, torch tensors or TensorData; each has the length of
-    `model_input` (`target_tokens` and `weights` may be (N, K) for soft targets). Lengths are
-    checked where the loss is known. `model_input_spans`, `loss_fn_input_spans`: see
-    `with_provenance`.
-    `episode_share` (extension): the share of its episode's action tokens that it holds, 1 unless
-    the episode makes several datums. `temperature` (extension): at which its actions were drawn,
-    which the learner scores them at. None: it is told by the spans or found by tokens and logprobs,
-    where this process drew them.
-    `experts` (extension): those that each token went to when it was drawn, int16 [N, layers with
-    experts * experts a token], -1 where it is not known; a learner with router replay sends it
-    there again.
-    `version` (extension): the learner's version whose weights drew its actions, where one did; else
-    `loss_fn_inputs["versions"]` says it.
+    loss_fn_inputs: lists, numpy arrays, torch tensors or TensorData, each of the length N of
+        `model_input` (`target_tokens` and `weights` may be (N, K) for soft targets). Lengths are
+        checked later, by the loss.
+    model_input_spans, loss_fn_input_spans: see `with_provenance`.
+    episode_share (extension): the datum's share of the action tokens of its episode; 1 unless the
+        episode has several datums.
+    temperature (extension): the sampling temperature of the actions, at which the learner computes
+        their logprobs. None: taken from the spans, or looked up by tokens and logprobs if this
+        process sampled them.
+    experts (extension): the experts of each token at sampling, int16 [N, layers with experts *
+        experts per token], -1 if unknown. A learner with router replay uses the same experts.
+    version (extension): the version of the learner's weights that sampled the actions, if it is
+        the same for all; otherwise `loss_fn_inputs["versions"]` holds it.
     """
 
     model_input: ModelInput
@@ -272,11 +277,13 @@ class Datum:
     ):
         if experts is not None and (experts.ndim != 2 or len(experts) != model_input.length):
             raise ValueError(
-                f"experts of shape {experts.shape} for an input of {model_input.length} tokens: one row a token is expected"
+                f"experts of shape {experts.shape} for an input of {model_input.length} tokens: "
+                f"one row a token is expected"
             )
         if (model_input_spans is None) != (loss_fn_input_spans is None):
             raise ValueError(
-                "provenance is of the model input and of the loss inputs: give both lists of spans or neither"
+                "provenance is of the model input and of the loss inputs: give both lists of "
+                "spans or neither"
             )
         self.model_input = model_input
         self.model_input_spans = model_input_spans
@@ -292,11 +299,11 @@ class Datum:
     def with_provenance(
         self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans
     ) -> Datum:
-        """The same datum, saying which sampled sequences its positions come from.
+        """Return the same datum with the sampled sequences that its positions come from.
 
-        `model_input`: runs that make up the input; `loss_fn_inputs`: runs that make up the targets.
-        Raises ValueError where the runs are longer or shorter than that. The learner reads the
-        temperature of the samples from them.
+        model_input: the spans of the input, in order. loss_fn_inputs: the spans of the targets, in
+        order. The learner reads the temperature of the samples from the spans. Raises ValueError
+        if the spans do not cover exactly the input or the targets.
         """
         targets = self.loss_fn_inputs.get("target_tokens")
         lengths = {
@@ -311,24 +318,26 @@ class Datum:
             ]
             if wrong:
                 raise ValueError(
-                    f"with_provenance takes PromptProvenanceSpan and SampledProvenanceSpan, got {_shortly(wrong[0])}"
+                    f"with_provenance takes PromptProvenanceSpan and SampledProvenanceSpan, got "
+                    f"{_shortly(wrong[0])}"
                 )
             covered = sum(span.length for span in spans)
             if lengths[name] is not None and covered != lengths[name]:
                 raise ValueError(
-                    f"with_provenance: the spans of {name} cover {covered} positions, it has {lengths[name]}"
+                    f"with_provenance: the spans of {name} cover {covered} positions, it has "
+                    f"{lengths[name]}"
                 )
         datum = self.with_inputs(self.loss_fn_inputs)
         datum.model_input_spans, datum.loss_fn_input_spans = list(model_input), list(loss_fn_inputs)
         return datum
 
     def with_inputs(self, loss_fn_inputs: Mapping[str, Any]) -> Datum:
-        """An extension: the same datum, of the same sample, with these loss inputs."""
+        """Return the same datum, of the same sample, with other loss inputs. An extension."""
         spans = (self.model_input_spans, self.loss_fn_input_spans)
-        own = {
+        fields = {
             "episode_share": self.episode_share,
             "temperature": self.temperature,
             "experts": self.experts,
             "version": self.version,
         }
-        return Datum(self.model_input, loss_fn_inputs, *spans, **own)  # type: ignore[arg-type]
+        return Datum(self.model_input, loss_fn_inputs, *spans, **fields)  # type: ignore[arg-type]
