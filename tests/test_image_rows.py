@@ -181,7 +181,7 @@ def test_an_input_is_cut_and_joined_without_losing_an_image(tokenizer):
     for length in range(1, found.length + 1):
         inside = any(at < length < at + image.length for at, image in placed)
         if inside:
-            with pytest.raises(ValueError, match="do not stand"):
+            with pytest.raises(ValueError, match="are not at position"):
                 found.cut(length)
         else:
             part = found.cut(length)

@@ -1,8 +1,8 @@
-"""The nouns of every room: what a model reads, how it learns and samples, what is asked and what
-comes back.
+"""Define the types that all packages share: model inputs, training data, sampling parameters,
+problems and responses.
 
-Names and fields follow Tinker's client, so that a script written for it needs only its imports
-changed; what is ours alone is marked "extension".
+Names and fields follow Tinker's client, so that a script for that client only needs other imports.
+Additions of this project are marked "extension".
 """
 
 from __future__ import annotations
@@ -108,14 +108,38 @@ __all__ = [
     "experts_from_text",
 ]
 
-# Tinker's client has each of these in a submodule of its own; scripts import some of them from
-# there.
+# Tinker's client has a separate submodule for each of these; some scripts import from the
+# submodules.
 _SUBMODULES = (
-    "checkpoint", "datum", "encoded_text_chunk", "forward_backward_output", "get_info_response", "get_server_capabilities_response",
-    "image_asset_pointer_chunk", "image_chunk", "load_weights_response", "lora_config", "loss_fn_inputs", "loss_fn_output",
-    "loss_fn_type", "model_id", "model_input", "model_input_chunk", "optim_step_response", "optimizer", "provenance_spans",
-    "sample_response", "sampled_sequence", "sampling_params", "save_weights_for_sampler_response", "save_weights_response",
-    "stop_reason", "tensor_data", "tensor_dtype", "training_run", "weights_info_response",
-)  # fmt: skip
+    "checkpoint",
+    "datum",
+    "encoded_text_chunk",
+    "forward_backward_output",
+    "get_info_response",
+    "get_server_capabilities_response",
+    "image_asset_pointer_chunk",
+    "image_chunk",
+    "load_weights_response",
+    "lora_config",
+    "loss_fn_inputs",
+    "loss_fn_output",
+    "loss_fn_type",
+    "model_id",
+    "model_input",
+    "model_input_chunk",
+    "optim_step_response",
+    "optimizer",
+    "provenance_spans",
+    "sample_response",
+    "sampled_sequence",
+    "sampling_params",
+    "save_weights_for_sampler_response",
+    "save_weights_response",
+    "stop_reason",
+    "tensor_data",
+    "tensor_dtype",
+    "training_run",
+    "weights_info_response",
+)
 for _name in _SUBMODULES:
     sys.modules[f"{__name__}.{_name}"] = sys.modules[__name__]

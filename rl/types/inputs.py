@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class EncodedTextChunk:
-    """Hold a run of token ids, copied, so that later changes of the caller's list have no effect."""
+    """Hold a copy of a run of token ids: later changes of the caller's list have no effect."""
 
     tokens: Sequence[int]
     type: Literal["encoded_text"] = "encoded_text"
@@ -154,8 +154,8 @@ class ModelInput:
             chunk_tokens = getattr(chunk, "tokens", None)
             if chunk_tokens is None:
                 raise ValueError(
-                    f"this input holds an {chunk.type} chunk, and no model has looked at it: its "
-                    f"tokens are not known"
+                    f"this input holds an {chunk.type} chunk that no model has processed: its "
+                    "tokens are unknown"
                 )
             tokens.extend(chunk_tokens)
         return tokens

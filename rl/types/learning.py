@@ -1,6 +1,4 @@
-"""How a model learns: an optimizer step's settings, an adapter's. Names and fields as in Tinker's
-client.
-"""
+"""Define the settings of optimizer steps and adapters. Names and fields follow Tinker's client."""
 
 from __future__ import annotations
 
@@ -13,10 +11,10 @@ from rl.types.training_data import TensorData
 
 @dataclass(frozen=True, slots=True)
 class AdamParams:
-    """AdamW for one optimizer step. `grad_clip_norm` 0 means no clipping; the norm is reported
-    either way.
+    """Hold the AdamW parameters of an optimizer step.
 
-    Raises ValueError for a number that no update can be made with.
+    grad_clip_norm: 0 means no clipping; the norm is reported in either case.
+    Raises ValueError for a number that no update can use.
     """
 
     learning_rate: float = 1e-4
@@ -66,7 +64,7 @@ class AdamParams:
 
 @dataclass(frozen=True, slots=True)
 class AdamOptimizerConfig:
-    """Which optimizer a training client has: there is AdamW alone."""
+    """Select the optimizer of a training client; only AdamW exists."""
 
     type: Literal["adamw"] = "adamw"
 
@@ -82,7 +80,7 @@ TensorDtype: TypeAlias = Literal["int64", "float32"]
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """Which matrices a LoRA adapter is put on, and its scale, `effective_alpha / rank`."""
+    """Select the matrices with a LoRA adapter, and its scale, `effective_alpha / rank`."""
 
     rank: int = 32
     seed: int | None = None
@@ -92,9 +90,9 @@ class LoraConfig:
     # extension; None: alpha = rank, so that the adapter's scale is 1, as in checkpoints that state
     # no alpha
     alpha: float | None = None
-    # extension: of a model that sees, its vision tower and projector as well
+    # extension: also the vision tower and projector of a vision model
     train_vision: bool = False
-    # extension: of a model whose experts are one tensor [experts, .., ..], those as well
+    # extension: also the experts, if they are a single tensor [experts, .., ..]
     train_experts: bool = False
 
     @property

@@ -1,4 +1,4 @@
-"""What is asked, and what was answered before."""
+"""Define problems and stored answers to them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ Message = dict[str, Any]  # {"role": "user" | "assistant" | "system" | "tool", "
 
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
-    """An answer that was sampled and rewarded earlier. `place`: its file and line.
+    """Hold an answer that was sampled and rewarded earlier.
 
-    `prompt_tokens`, `tokens`, `logprobs` (of `tokens`, at `temperature`): as it was drawn, where
-    the file has them. `experts`: those of each of these tokens but the last, where a run noted them
-    (`experts_from_text` reads it).
+    prompt_tokens, tokens, logprobs (of `tokens`, at `temperature`): as sampled, if the file has
+        them.
+    experts: the experts of each of these tokens but the last, if a run recorded them
+        (`experts_from_text` decodes the text).
+    place: the answer's file and line.
     """
 
     reward: float
@@ -30,15 +32,18 @@ class StoredAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One row of a data set, ready to be asked.
+    """Hold a row of a data set as a problem.
 
-    `messages` go through a renderer. `meta` reaches the reward (its "answer" is the expected answer
-    by convention). `response`: a worked answer, where the data has one (supervised training). `tag`
-    names the data set in metrics. `index`: the row's position in its data set, the problem's
-    identity in random streams and rollouts. `rejected`: where the data has pairs, the answer that
-    `response` was preferred to. `answers`: where the data is of stored rollouts, those to this
-    problem. `place`: file and line of a row that was read. `chat`: whether the row's prompt was a
-    list of messages.
+    messages: the prompt, to be rendered.
+    meta: passed to the reward; its "answer" is the expected answer by convention.
+    response: the reference answer, if the data has it (supervised training).
+    tag: the name of the data set in metrics.
+    index: the row's position in its data set; identifies the problem in random streams and
+        rollouts.
+    rejected: the answer that `response` was preferred to, if the data has pairs.
+    answers: the stored answers to this problem, if the data is stored rollouts.
+    place: the file and line of a row that was read.
+    chat: whether the row's prompt was a list of messages.
     """
 
     messages: Sequence[Message]

@@ -1,5 +1,5 @@
-"""What the clients' verbs return. Names and fields follow Tinker's client; what is ours alone is
-marked "extension".
+"""Define the responses of the clients. Names and fields follow Tinker's client; additions of this
+project are marked "extension".
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ CheckpointType = Literal["training", "sampler"]
 
 @dataclass(slots=True)
 class SampledSequence:
-    """Sampled tokens (the stop token, if one was drawn, is the last) and the logprob of each as it
-    was drawn.
-    """
+    """Hold sampled tokens (a sampled stop token is the last) and the behavior logprob of each."""
 
     tokens: list[int]
     logprobs: list[float] | None = None
     stop_reason: StopReason = "stop"
-    version: int | None = None  # extension: the version of the weights that drew it
+    version: int | None = None  # extension: the version of the weights that sampled it
     sequence_id: str = ""  # distinct for each sequence of a service
-    # extension: what it was drawn at; the logprobs are of the distribution at it (greedy, 0: at 1)
+    # extension: the sampling temperature, which the logprobs are of (greedy, 0: logprobs at 1)
     temperature: float | None = None
     topk_logprobs: list[list[tuple[int, float]] | None] | None = None
-    # extension, where experts are noted: those of each token that was fed, int16 [tokens, layers
-    # with experts * experts a token]
+    # extension: the experts of each token that was fed, int16 [tokens, layers with experts *
+    # experts per token], if experts are recorded
     experts: np.ndarray | None = None
-    # extension: its prompt is longer than where the model's rotary frequencies change (longrope)
+    # extension: the prompt exceeds the length at which rotary frequencies change (longrope)
     beyond: bool = False
-    # extension: each token's, where new weights came while it was drawn; `version` is the oldest
+    # extension: the version of each token, if weights changed while sampling; `version` is the
+    # oldest
     versions: list[int] | None = None
 
     @property
@@ -49,7 +48,7 @@ class SampledSequence:
         return None if self.logprobs is None else np.asarray(self.logprobs, dtype=np.float32)
 
     def as_json(self) -> dict[str, Any]:
-        """An extension: all of it, for a checkpoint."""
+        """Return all fields as JSON, for a checkpoint. An extension."""
         return {
             **asdict(self),
             "experts": None if self.experts is None else experts_as_text(self.experts),
@@ -57,23 +56,25 @@ class SampledSequence:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> SampledSequence:
-        """An extension: what `as_json` gave."""
+        """Restore what `as_json` returned. An extension."""
         experts = saved.get("experts")
         return cls(**{**saved, "experts": None if experts is None else experts_from_text(experts)})
 
 
 @dataclass(slots=True)
 class SampleResponse:
+    """Hold the samples of a prompt, and the logprobs of the prompt if requested."""
+
     sequences: list[SampledSequence]
     prompt_logprobs: list[float | None] | None = None
     topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
     target_prompt_logprobs: TensorData | None = None
-    # of the prompt, that another request of the same batch had read already
+    # prompt tokens that another request of the same batch had already prefilled
     prompt_cache_hit_tokens: int = 0
 
     @property
     def prompt_logprobs_np(self) -> np.ndarray | None:
-        """Not a number where there is none (the first token)."""
+        """Return the prompt logprobs as float32; NaN for a missing logprob (the first token)."""
         if self.prompt_logprobs is None:
             return None
         return np.asarray(
@@ -81,16 +82,16 @@ class SampleResponse:
         )
 
 
-# -------------------------------------------------------------------------------- what verbs return
+# ------------------------------------------------------------- responses of training and service
 
 
 @dataclass(slots=True)
 class ForwardBackwardOutput:
-    """`loss_fn_outputs[i]["logprobs"]`: the learner's logprob of each target of datum i. Metric
-    keys end in their reduction.
+    """Hold the result of a forward or forward_backward call.
 
-    A client with a value head adds `["values"]`: the value at each position, having read the input
-    up to and with it.
+    `loss_fn_outputs[i]["logprobs"]`: the learner's logprob of each target of datum i. Metric keys
+    end in their reduction. A client with a value head adds `["values"]`: the value at each
+    position, computed from the input up to and including that position.
     """
 
     loss_fn_outputs: list[dict[str, TensorData]]
@@ -151,7 +152,7 @@ class GetServerCapabilitiesResponse:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A saved folder. `tinker_path` is where it lies on this machine."""
+    """Describe a checkpoint folder. `tinker_path` is its path on this machine."""
 
     checkpoint_id: str
     checkpoint_type: CheckpointType
@@ -165,7 +166,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """What a saved folder tells of the training client that wrote it."""
+    """Describe the training client that wrote a checkpoint folder."""
 
     training_run_id: str
     base_model: str

@@ -1,4 +1,4 @@
-"""What is sampled: how tokens are drawn. Names and fields as in Tinker's client."""
+"""Define the sampling parameters. Names and fields follow Tinker's client."""
 
 from __future__ import annotations
 
@@ -8,25 +8,31 @@ from typing import Any
 
 from rl.types.checked import number, whole
 
-_LARGEST = 2**31 - 1  # of what counts tokens
+_LARGEST = 2**31 - 1  # limit of token counts and ids
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to draw tokens.
+    """Hold the sampling parameters of a request.
 
-    `stop`: strings, or token ids, or None. None keeps the model's EOS tokens; `[]` disables every
-    stop; strings and ids stop in addition to EOS. `top_k` -1 and `top_p` 1 mean no truncation.
-    `temperature` 0 is greedy. `seed`: with the same seed (and weights) the same samples; members of
-    a group still differ from each other. `untruncated_logprobs` (an extension): logprobs are those
-    of the whole distribution at the temperature, whatever top_k and top_p cut off it before the
-    draw; by default they are of what was drawn from, renormalised over what the cuts left. Further
-    extensions, as in vLLM; `reshapes` tells which of them change the distribution, and the learner
-    refuses samples drawn so: `min_p`: only tokens of at least this share of the likeliest one's
-    probability, before top_k and top_p. `logit_bias`: token ids and what is added to their logits,
-    before the temperature. `min_tokens`: EOS and stop ids are not drawn before so many tokens.
-    `ignore_eos`: EOS ends nothing; stops of one's own do. `untruncated_logprobs` leaves bias,
-    `min_tokens` and `min_p` out as well.
+    stop: strings, token ids or None. None: the model's EOS tokens stop; `[]`: nothing stops;
+        strings and ids stop in addition to EOS.
+    top_k, top_p: -1 and 1 mean no truncation.
+    temperature: 0 is greedy.
+    seed: the same seed (and weights) gives the same samples; the members of a group still differ.
+    untruncated_logprobs (extension): return the logprobs of the full distribution at the
+        temperature, without bias, `min_tokens`, `min_p`, top_k and top_p. By default logprobs are
+        of the distribution that was sampled from, renormalized after truncation.
+
+    Further extensions, as in vLLM. `reshapes` tells whether the distribution is changed; the
+    learner rejects samples of a changed distribution.
+    min_p: keep only tokens of at least this share of the most likely token's probability, before
+        top_k and top_p.
+    logit_bias: token ids and the numbers added to their logits, before the temperature.
+    min_tokens: do not sample EOS and stop ids before this many tokens.
+    ignore_eos: do not stop at EOS; the stops in `stop` still apply.
+
+    Raises ValueError for values out of range.
     """
 
     max_tokens: int | None = None
@@ -43,8 +49,9 @@ class SamplingParams:
 
     @property
     def reshapes(self) -> bool:
-        """Whether tokens are drawn from another distribution than the model's own at the
-        temperature, which is what the learner scores.
+        """Return whether sampling uses another distribution than the model's at the temperature.
+
+        The learner computes logprobs of the model's distribution at the temperature.
         """
         return (
             self.top_k != -1
@@ -64,7 +71,7 @@ class SamplingParams:
                 most=_LARGEST,
             )
         if self.seed is not None:
-            whole("seed", self.seed, "a whole number, or None for draws that are new each time")
+            whole("seed", self.seed, "a whole number, or None for different samples each time")
         if (
             number(
                 "temperature",
@@ -93,27 +100,29 @@ class SamplingParams:
         whole("min_tokens", self.min_tokens, "a whole number of at least 0", least=0, most=_LARGEST)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
-                f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}: lower the one or raise the other"
+                f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}: lower "
+                "min_tokens or raise max_tokens"
             )
         _check_stop(self.stop)
         if self.min_tokens and _has_texts(self.stop):
             raise ValueError(
-                f"min_tokens={self.min_tokens} with the stop texts {self.stop!r}: min_tokens keeps tokens from being drawn, and a text may "
-                "be spelt by any; give stop token ids, or leave min_tokens out"
+                f"min_tokens={self.min_tokens} with the stop texts {self.stop!r}: min_tokens "
+                "excludes tokens from sampling, but any tokens may spell a text; use stop token "
+                "ids, or leave min_tokens out"
             )
         if self.logit_bias is not None:
             _check_bias(self.logit_bias)
 
 
 def _check_stop(stop: Any) -> None:
-    """Raises ValueError unless `stop` is None, a string, or a sequence of strings and token ids."""
+    """Raise ValueError unless `stop` is None, a string, or a sequence of strings and token ids."""
     if stop is None or isinstance(stop, str):
         return
     try:
         entries = [stop] if isinstance(stop, int) else list(stop)
     except TypeError:
         raise ValueError(
-            f"stop is a string, a list of strings or token ids, or None; got {stop!r}"
+            f"stop must be a string, a list of strings or token ids, or None; got {stop!r}"
         ) from None
     for entry in entries:
         if (
@@ -122,7 +131,8 @@ def _check_stop(stop: Any) -> None:
             else whole("a stop token", entry, "an id of at least 0, or a string", least=0) < 0
         ):
             raise ValueError(
-                "stop holds an empty string, which would stop at once: leave it out, or pass [] for no stop"
+                "stop holds an empty string, which would stop at the first token: remove it, or "
+                "pass [] for no stop"
             )
 
 
@@ -133,7 +143,7 @@ def _has_texts(stop: Any) -> bool:
 
 
 def _check_bias(bias: Any) -> None:
-    """Raises ValueError unless `bias` maps token ids to finite numbers from -100 to 100."""
+    """Raise ValueError unless `bias` maps token ids to finite numbers from -100 to 100."""
     if not isinstance(bias, Mapping):
         raise ValueError(f"logit_bias maps token ids to numbers from -100 to 100, got {bias!r:.80}")
     for token, value in bias.items():

@@ -127,7 +127,11 @@ def _check_whole(array: np.ndarray) -> None:
 
 
 def _filled(values: np.ndarray, shape: Any, rows: Any, columns: Any) -> np.ndarray:
-    """Return the array whose row i has values[rows[i]:rows[i + 1]] at those columns, else zeros."""
+    """Expand compressed sparse rows to a dense array.
+
+    Row i has values[rows[i]:rows[i + 1]] at columns[rows[i]:rows[i + 1]], and zeros elsewhere.
+    Raises ValueError if the indices do not fit the shape.
+    """
     if (
         shape is None
         or len(shape) != 2
@@ -137,8 +141,8 @@ def _filled(values: np.ndarray, shape: Any, rows: Any, columns: Any) -> np.ndarr
         or len(columns) != len(values)
     ):
         raise ValueError(
-            "compressed rows come with a shape of two numbers, sparse_crow_indices (one more than "
-            "rows) and a column a value"
+            "compressed rows need a shape of two numbers, sparse_crow_indices (a number more than "
+            "rows) and a column index per value"
         )
     counts, array = np.diff(np.asarray(rows)), np.zeros(tuple(shape), dtype=values.dtype)
     if (
@@ -180,7 +184,7 @@ def _tensor_data(name: str, value: Any) -> TensorData:
         data = value
     elif isinstance(value, (int, float)):
         raise ValueError(
-            f"loss_fn_inputs[{name!r}] is one number ({value!r}); it needs one value a token, "
+            f"loss_fn_inputs[{name!r}] is a single number ({value!r}); it needs one value a token, "
             f"e.g. [{value!r}] * n"
         )
     elif value is None:
@@ -202,7 +206,7 @@ def _tensor_data(name: str, value: Any) -> TensorData:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptProvenanceSpan:
-    """Refer to tokens of a sampled sequence's prompt, at positions `offset` to `offset + length`."""
+    """Refer to tokens of a sampled sequence's prompt: positions `offset` to `offset + length`."""
 
     sequence_id: str
     offset: int = 0
@@ -282,8 +286,8 @@ class Datum:
             )
         if (model_input_spans is None) != (loss_fn_input_spans is None):
             raise ValueError(
-                "provenance is of the model input and of the loss inputs: give both lists of "
-                "spans or neither"
+                "provenance needs the spans of the model input and of the loss inputs: pass "
+                "both lists of spans or neither"
             )
         self.model_input = model_input
         self.model_input_spans = model_input_spans
