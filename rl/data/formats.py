@@ -322,7 +322,7 @@ class Preferences(RowFormat):
         label = _column(columns, "label")
         if type(label) is not int or label not in (1, 2):  # true and 1.0 name no output
             raise BadRow(
-                f"'label' must be 1 or 2, the number of the preferred output; this is {label!r}"
+                f"'label' is 1 or 2, the number of the preferred output; this is {label!r}"
             )
         meta = meta_of(columns, self.answer, {"input", "output_1", "output_2", "label"})
         prompt: list[Message] = [{"role": "user", "content": text_of(columns, "input")}]
