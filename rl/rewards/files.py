@@ -24,9 +24,8 @@ def load_file(path: str, what: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # holds for every .py path
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = (
-        module  # before execution: dataclasses and pickles in the file look the module up
-    )
+    # Before execution: dataclasses and pickles in the file look the module up
+    sys.modules[name] = module
     folder = str(Path(path).parent)
     if folder not in sys.path:
         # Makes modules in the same folder importable; last, so that none shadows a library.

@@ -43,9 +43,8 @@ class PendingScore:
         queued until then.
         """
         self.prompt = prompt
-        self.at_once = (
-            False  # whether the score was available at once, which is constant for a scorer
-        )
+        # Whether the score was available at once, which is constant for a scorer
+        self.at_once = False
         self._before = before
         self.item = item
         self._done = threading.Event()

@@ -104,9 +104,8 @@ def register_reward(
                     f"or register_reward({name!r}, replace=True) to replace it"
                 )
             if builtin:
-                return (
-                    target  # the user registered this name before the built-in module was imported
-                )
+                # The user registered this name before the built-in module was imported
+                return target
             warnings.warn(
                 f"reward {name!r}: {_qualified_name(target)} replaces the built-in reward",
                 stacklevel=2,

@@ -45,9 +45,8 @@ _MAX_CHUNK = 64
 # nothing.
 _CHUNK_SECONDS = 0.01
 _CLOSE_SECONDS = 0.2  # interval at which a wait for a reply checks whether the scorer was closed
-_LATE_SECONDS = (
-    2.0  # grace after the time limit, in which a cancelled coroutine reports the timeout itself
-)
+# Grace after the time limit, in which a cancelled coroutine reports the timeout itself
+_LATE_SECONDS = 2.0
 # Pauses between attempts to restart a lost worker: a missing resource may become available.
 _RESTART_SECONDS = (0.2, 1.0, 3.0)
 
@@ -112,9 +111,8 @@ class Scorer:
         self._lock = threading.Condition()
         self._waiting = Waiting(self.reward.together)
         self._closed = False
-        self._item_seconds = (
-            _CHUNK_SECONDS  # running mean; this initial value sends the first items individually
-        )
+        # Running mean; this initial value sends the first items individually
+        self._item_seconds = _CHUNK_SECONDS
         self._threads: list[threading.Thread] = []
         self._feeding = 0  # number of worker threads that have not given up
         self._lost: RewardsLost | None = None

@@ -172,9 +172,8 @@ class ProcessWorker(Worker):
     ):
         self._printed, self._last_words = printed, b""
         self._nonce, self._mark = secrets.token_hex(16), secrets.token_hex(16)
-        self._pid: int | None = (
-            None  # of the process that runs the reward, known from its first message
-        )
+        # Of the process that runs the reward, known from its first message
+        self._pid: int | None = None
         self._answered = READY
         self._ended = False
         self._frames = Frames(MAX_REPLY)
