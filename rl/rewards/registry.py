@@ -325,9 +325,8 @@ def resolve_reward(spec: str | RewardFunction | Reward, **settings: Any) -> Rewa
             "as 'module:function'"
         )
     function = _bind(spec, entry.target, settings)
-    if isinstance(
-        function, Combined
-    ):  # bounded if all parts are bounded; needs the modules of all parts
+    if isinstance(function, Combined):
+        # Bounded if all parts are bounded; needs the modules of all parts.
         needs = tuple(module for part in function.rewards() for module in part.needs)
         return Reward(
             spec, function, needs=needs, bounded=all(part.bounded for part in function.rewards())
