@@ -154,9 +154,9 @@ def forward_op(
                 torch.as_tensor(b, dtype=torch.float32, device=logp.device) for b in (lower, upper)
             )
         sums, grad = _torch_pass(
-            flat[0],
-            flat[1],
-            flat[2],
+            flat[0],  # type: ignore[arg-type]
+            flat[1],  # type: ignore[arg-type]
+            flat[2],  # type: ignore[arg-type]
             mask,
             flat[3],
             lower,

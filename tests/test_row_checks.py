@@ -325,7 +325,7 @@ def test_rows_of_another_shape_are_answered_with_one_that_would_do(tmp_path):
                 "no pair of answers",
                 f"such a row is {pair}",
                 "it has 'completion'",
-                "of all 18 rows",
+                "All 18 rows have this fault",
             ],
         ),
         ("reward_model", "answers", [f"Such a row is {pair}"]),
