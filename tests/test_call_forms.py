@@ -165,7 +165,7 @@ def test_what_is_cut_off_or_damaged_is_named_and_stays_as_text(name):
         ("gemma", '<|tool_call>call:f{a:<|"|>x}<tool_call|>', "not finished"),
         ("gemma", "<|tool_call>f{a:1}<tool_call|>", "call:NAME"),
         ("gemma", f"<|tool_call>call:f{{a:{'[' * 100_000}}}<tool_call|>", ""),
-        ("glm", "<tool_call>f\n<arg_key>a</arg_key>\n</tool_call>", "beside"),
+        ("glm", "<tool_call>f\n<arg_key>a</arg_key>\n</tool_call>", "outside"),
         ("glm", '<tool_call>{"name": "f", "arguments": {}}</tool_call>', "its tool's name"),
         ("llama", '{"name": "f", "parameters": 3}', "is an object"),
         ("llama", '<|python_tag|>print("a")', "NAME(KEY=VALUE"),
