@@ -1,23 +1,32 @@
-"""Every causal LM of transformers, tiny: does the learner score and train it as it is alone, in
-each layout, or refuse it by name?
+"""Check every causal LM of transformers at a tiny size: the learner scores and trains it exactly as
+the plain model does, in each layout, or refuses it by name.
 
-    python bench/architectures.py                        # all of them, half an hour on two cores, into results/architectures.csv
-                                                         # and docs/architectures.md
-    python bench/architectures.py --only llama gpt_neo   # some; their rows replace those that are there
-    python bench/architectures.py --saved                # resume, reload and adapter alone, of built rows that have no cell there yet
+    # all architectures, half an hour on two cores,
+    # into results/architectures.csv and docs/architectures.md
+    python bench/architectures.py
+    # some architectures; their rows replace the existing rows
+    python bench/architectures.py --only llama gpt_neo
+    # only resume, reload and adapter, of built rows that have no such cell yet
+    python bench/architectures.py --saved
 
-A row is written after each architecture, which runs in a process of its own with a time limit.
-Columns:
-    padded packed shared  the learner with that layout, against the plain model on one sequence at a time, unpadded, in float32:
-                  "exact" (logprobs within 1e-4 nats, gradient within 1e-3), "refused: why", or "WRONG: ..."
+The script writes a row after each architecture. Each architecture runs in a separate process with a
+time limit. Columns:
+    padded packed shared
+                  the learner with that layout, compared with the plain model on a single unpadded
+                  sequence at a time, in float32: "exact" (logprobs within 1e-4 nats, gradient
+                  within 1e-3), "refused: why", or "WRONG: ..."
     checkpointing the same with gradient checkpointing, padded
-    sampler       samples scored again by the plain model: "exact" (1e-3 nats), "refused: why", or "WRONG: ..."; where layers choose the
-                  positions they read by scores, so that rounding may choose otherwise, with the tokens that were off, a fifth at most
-    resume reload adapter  what comes back of weights that were written (bench/architectures_saved.py)
-    rows          how its rows decode: fast (a hand-written forward), padded, slots, equal, recompute (see rl/sampler/forward_hf.py)
-    layers        what its layers are (rl/layers)
+    sampler       samples scored again by the plain model: "exact" (1e-3 nats), "refused: why", or
+                  "WRONG: ...". If layers choose the positions they read by scores, rounding may
+                  change the choice; the cell then counts the tokens that differ, at most a fifth.
+    resume reload adapter
+                  comparison of weights after they are written and read (see
+                  bench/architectures_saved.py)
+    rows          layout of the decoder's rows: fast (a hand-written forward), padded, slots, equal,
+                  recompute (see rl/sampler/forward_hf.py)
+    layers        types of its layers (rl/layers)
     lora_left_out the share of the weights that a LoRA on everything leaves without an adapter
-Sequences are 12 to 70 tokens and windows 40. The exit code is 1 if a row says WRONG.
+Sequences are 12 to 70 tokens long and windows are 40. The exit code is 1 if a row contains WRONG.
 """
 
 from __future__ import annotations
@@ -37,7 +46,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-# in place of this folder, whose kernels.py would be taken for the package of that name
+# replaces this folder: its kernels.py would shadow the package `kernels`
 sys.path[0] = str(HERE.parent)
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
 
@@ -78,15 +87,17 @@ COLUMNS = [
     "seconds",
 ]
 LOGPROBS, GRADIENT, SAMPLED = 1e-4, 1e-3, 1e-3
-# of the tokens may be off where a layer chooses what it reads by scores: a tiny vocabulary has
-# nearly equal ones
+# Share of the tokens that may differ if a layer chooses the positions it reads by scores: with a
+# tiny vocabulary, some scores are nearly equal.
 CHOSEN_OTHERWISE = 0.2
 LAYOUTS = ("padded", "packed", "shared")
 SAVED = ("resume", "reload", "adapter")
 
 
 def sequences() -> list[Datum]:
-    """Three answers to one prompt, two to another, and one by itself; four reach beyond a window."""
+    """Return six datums: three answers to a first prompt, two to a second, a single answer to a
+    third. Four reach beyond a window.
+    """
     rng = np.random.default_rng(5)
 
     def draw(n: int) -> list[int]:
@@ -109,8 +120,8 @@ def sequences() -> list[Datum]:
 
 
 def alone(model: Any, datums: list[Datum]) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
-    """Logprobs of every datum and the gradient of their weighted sum: the plain model, one sequence
-    a forward.
+    """Return the logprobs of each datum and the gradient of their weighted sum, from the plain
+    model with a separate forward per sequence.
     """
     model.zero_grad()
     logprobs = []
@@ -130,7 +141,9 @@ def alone(model: Any, datums: list[Datum]) -> tuple[list[np.ndarray], dict[str, 
 
 
 def rounding(model: Any, datums: list[Datum], logprobs: list[np.ndarray]) -> float:
-    """How far the plain model's float32 logprobs are from its own in float64."""
+    """Return the largest difference, in nats, between the plain model's logprobs in float32 and in
+    float64.
+    """
     exact, _ = alone(models._prepared(copy.deepcopy(model)).double(), datums)
     return max(float(np.abs(a - b).max()) for a, b in zip(exact, logprobs, strict=True))
 
@@ -147,7 +160,7 @@ def judged(
     accelerator: Any,
     settings: LearnerSettings,
 ) -> str:
-    """A learner's outputs and gradient against the truth, in words."""
+    """Return a verdict in words on a learner's outputs and gradient, compared with `truth`."""
     try:
         learner = Learner(loaded_copy(model, name), accelerator, settings)
         outputs, _ = learner.run(
@@ -185,7 +198,9 @@ def judged(
 
 
 def sampled(model: Any) -> str:
-    """Samples of two prompts and what they score when the plain model reads them."""
+    """Sample from three prompts and return a verdict on the logprobs, compared with the plain
+    model's scores.
+    """
     rng = np.random.default_rng(9)
     prompts = [rng.integers(3, VOCAB, n).tolist() for n in (5, 50, 31)]
     with torch.no_grad():
@@ -220,8 +235,8 @@ def rows_of(model: Any) -> str:
 
 
 def attempt(work: Callable[[], Any]) -> str:
-    """The table is of models of every kind, in code that nobody here wrote: what they raise is a
-    cell of it.
+    """Return the result of `work` as text, or the exception as a "refused: ..." cell. The table
+    covers third-party models of every kind, so any exception is a valid cell.
     """
     try:
         return str(work())
@@ -236,7 +251,7 @@ def left_out(model: Any, name: str) -> str:
 
 
 def saved(model: Any) -> dict[str, str]:
-    """The columns SAVED, of an architecture whose learner takes it in some layout."""
+    """Return the columns SAVED of an architecture that the learner accepts in some layout."""
     datums, accelerator = sequences()[:3], make_accelerator(bf16=False)
     with tempfile.TemporaryDirectory() as folder:
         found: dict[str, str] = {}
@@ -248,13 +263,13 @@ def saved(model: Any) -> dict[str, str]:
 
 
 def saved_row(known: dict[str, Any]) -> dict[str, Any]:
-    """A row that was measured before, with these columns."""
+    """Return a row measured before, with the columns SAVED added."""
     torch.set_num_threads(1)
     return {**known, **saved(tiny_model(known["architecture"]))}
 
 
 def row(name: str) -> dict[str, Any]:
-    """One architecture's row. Raises whatever building the model raises."""
+    """Return the row of an architecture. Raises any exception that building the model raises."""
     torch.set_num_threads(1)
     begin = time.perf_counter()
     model = tiny_model(name)
@@ -288,7 +303,7 @@ def row(name: str) -> dict[str, Any]:
     return found
 
 
-# ---------------------------------------------------------------------------------------- the table
+# ------------------------------------------------------------------------------------------- table
 
 
 def write(rows: dict[str, dict[str, Any]]) -> None:
@@ -302,8 +317,8 @@ def write(rows: dict[str, dict[str, Any]]) -> None:
 def in_its_own_process(
     name: str, limit: float, work: Callable[[Any], dict[str, Any]] = row, given: Any = None
 ) -> dict[str, Any]:
-    """A row, or one that says how the process ended. Forked, so that what takes seconds to import
-    is there.
+    """Return a row from a child process, or a row that describes the end of the process. The
+    process is forked, because the imports take seconds and a fork inherits them.
     """
     here, there = multiprocessing.get_context("fork").Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(
@@ -337,7 +352,9 @@ def _send_row(name: str, there: Any, work: Callable[[Any], dict[str, Any]], give
 
 
 def warm_up() -> None:
-    """What every row needs, imported: no backward, whose threads do not outlive a fork."""
+    """Import everything that each row needs. Runs no backward, because its threads do not survive a
+    fork.
+    """
     torch.set_num_threads(1)
     make_accelerator(bf16=False)
     add_lora(loaded_copy(tiny_model("llama"), "llama"), LoraConfig(rank=2))

@@ -1,5 +1,4 @@
-"""docs/architectures.md, as results/architectures.csv says it: `python bench/architectures_page.py`
-writes the page anew.
+"""Write docs/architectures.md from results/architectures.csv: `python bench/architectures_page.py`.
 
 bench/architectures.py, which measures the table, writes the page as well.
 """
@@ -52,7 +51,7 @@ def read(path: Path = TABLE) -> list[dict[str, str]]:
 
 
 def page(rows: Sequence[Row], seeing: Sequence[Row] = ()) -> str:
-    """The whole page. `seeing`: the rows of models that see."""
+    """Return the text of the whole page. `seeing`: the rows of vision-language models."""
     built = [row for row in rows if row["parameters"]]
     trained = [row for row in built if _layouts(row)]
     sampled = [row for row in built if row["sampler"].startswith("exact")]
@@ -100,7 +99,7 @@ def page(rows: Sequence[Row], seeing: Sequence[Row] = ()) -> str:
 
 
 def _seeing(rows: Sequence[Row]) -> list[str]:
-    """Of `python bench/architectures_seeing.py`."""
+    """Return the lines about vision-language models, from `python bench/architectures_seeing.py`."""
     kinds = {
         kind: [f"`{row['architecture']}`" for row in rows if row["images"].startswith(kind)]
         for kind in SEES
@@ -161,7 +160,9 @@ def _first_refusal(row: Row) -> str:
 
 
 def _reason(text: str) -> str:
-    """Of a cell: what was said, up to its first sentence's end or 160 letters."""
+    """Return the reason in a cell: its text without the prefix, on a single line, cut after 160
+    characters.
+    """
     text = re.sub(r"^refused: (UserError: )?", "", text)
     text = re.sub(r"tiny [\w-]+ \((\w+)\)", r"\1", text)
     short = text if len(text) <= 160 else f"{text[:160].rsplit(' ', 1)[0]} ..."

@@ -1,14 +1,16 @@
-"""What bench/architectures.py tells of weights that are written and read: the columns resume,
-reload and adapter.
+"""Measure weights that are written and read again: the columns resume, reload and adapter of
+bench/architectures.py.
 
-    resume   two steps, saved, two more in a learner made from what was saved: "exact" where weights and AdamW's state are, bit for bit,
-             those of four steps in one learner
-    reload   the weights as plain transformers reads them (AutoModelForCausalLM): "exact" where its logits are those of the learner's
-             model to 1e-5 of the largest (1 at least)
-    adapter  the same of a LoRA on everything that took two steps, read by PEFT alone on the base as transformers reads it
-Each "refused: why" or "WRONG: ..." otherwise. "refused" of the last two may be that transformers
-changes what it reads: it says where. AdamW moves every weight by some 2e-3 a step; a cell says so
-where nothing moved.
+    resume   two steps, a save, and two more steps in a learner made from the saved state: "exact"
+             if weights and AdamW's state equal, bit for bit, those of four steps in a single
+             learner
+    reload   the weights as plain transformers reads them (AutoModelForCausalLM): "exact" if its
+             logits equal those of the learner's model to 1e-5 of the largest (1 at least)
+    adapter  the same for a LoRA on everything after two steps, read by PEFT on the base model as
+             transformers reads it
+Otherwise each cell is "refused: why" or "WRONG: ...". In the last two columns, "refused" may mean
+that transformers changes the values it reads: the cell names the tensors. AdamW moves every weight
+by some 2e-3 a step; a cell reports it if no weight moved.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def _steps(learner: Learner, datums: list[Datum], count: int) -> None:
 
 
 def _state(learner: Learner) -> dict[str, torch.Tensor]:
-    """Weights and AdamW's numbers, as copies."""
+    """Return copies of the weights and of AdamW's state."""
     found = {
         **{name: p.detach() for name, p in learner.trainable.items()},
         **learner.optimizer_tensors(),
@@ -66,7 +68,9 @@ def _logits(model: Any) -> torch.Tensor:
 
 
 def _apart(found: torch.Tensor, expected: torch.Tensor, plain: Any, folder: Path) -> str:
-    """Of logits, those of `plain` (which transformers read from `folder`) first."""
+    """Return a verdict on the logits of transformers' model, compared with `expected`. `plain`: the
+    model as transformers read it from `folder`.
+    """
     off = float((found - expected).abs().max()) / max(1.0, float(expected.abs().max()))
     if off > NEAR and (other := _read_otherwise(plain, folder)):
         return f"refused: transformers does not read what the file says of {', '.join(other)}"
@@ -76,8 +80,8 @@ def _apart(found: torch.Tensor, expected: torch.Tensor, plain: Any, folder: Path
 def saved_columns(
     model: Any, datums: list[Datum], accelerator: Any, folder: Path
 ) -> dict[str, Any]:
-    """`resume` and `reload`, by one training of all weights. `model`: as transformers builds it;
-    `folder`: for what is written.
+    """Return `resume` and `reload`, from a single training run of all weights. `model`: as
+    transformers builds it; `folder`: for the written files.
     """
     saving.write_model(model, None, folder / "base")
     one = _learner(_loaded(str(folder / "base"), model), accelerator)
@@ -107,7 +111,7 @@ def saved_columns(
 
 
 def adapter_column(model: Any, datums: list[Datum], accelerator: Any, folder: Path) -> str:
-    """`folder`: for what is written."""
+    """Return the cell `adapter`. `folder`: for the written files."""
     from peft import PeftModel
 
     saving.write_model(model, None, folder / "bare")
@@ -127,8 +131,8 @@ def adapter_column(model: Any, datums: list[Datum], accelerator: Any, folder: Pa
 
 
 def _read_otherwise(plain: Any, folder: Path) -> list[str]:
-    """Tensors of a file that are not, in the model that transformers made of it, what the file says
-    (Youtu's padding row: zeros).
+    """Return the names of tensors that differ between a file and the model that transformers made
+    from it (example: Youtu's padding row: zeros).
     """
     from safetensors.torch import load_file
 

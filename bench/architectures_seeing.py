@@ -1,13 +1,17 @@
-"""Every vision-language architecture of transformers: are its images exact, is it trained on text
-alone, or refused by name?
+"""Check every vision-language architecture of transformers: its images are exact, it is trained on
+text only, or it is refused by name.
 
-    python bench/architectures_seeing.py     # into results/architectures_seeing.csv and docs/architectures.md; a minute
+    # into results/architectures_seeing.csv and docs/architectures.md; a minute
+    python bench/architectures_seeing.py
 
-Columns: `images`: "exact" where the learner's logprobs of rows without, with one and with three
-images of several sizes, in one batch, and those of samples, are the plain model's on one sequence
-alone (1e-4 nats, tiny random models of tests/seeing.py); "text alone" where its text part is a row
-of architectures.csv and an image is refused by name; "refused: why". The exit code is 1 if a row
-says WRONG.
+The column `images` holds a verdict:
+    "exact"        the logprobs of the learner and of the samples equal the plain model's on a
+                   single sequence at a time (1e-4 nats). The batch mixes rows without an image, with a
+                   single image and with three, of several sizes; models are the tiny random ones of
+                   tests/seeing.py.
+    "text alone"   the text part has a row in architectures.csv; an image is refused by name.
+    "refused: why"
+The exit code is 1 if a row contains WRONG.
 """
 
 from __future__ import annotations
@@ -62,7 +66,7 @@ def measured(name: str) -> str:
     drawn = []
     for one, response in zip(prompts, engine.run(), strict=True):
         for sequence in response.sequences:
-            if reader.image_token_id not in sequence.tokens:  # the model alone has no image for it
+            if reader.image_token_id not in sequence.tokens:  # plain model: no image for it
                 whole = ModelInput.of([*one.flat(), *sequence.tokens], one.placed())
                 right = of_logits(alone(loaded.model, reader, whole), whole)[
                     -len(sequence.tokens) :

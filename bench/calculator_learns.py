@@ -1,12 +1,12 @@
-"""A tiny model learns to call the calculator: `python bench/calculator_learns.py --seeds 0 1 2
+"""Train a tiny model to call the calculator: `python bench/calculator_learns.py --seeds 0 1 2
 --csv bench/results/calculator_learns.csv`.
 
-Two stages of train.py. sft teaches the form of a call and of an answer: a third of the rows call
-the tool, a third answer after a call, a third guess. No row is seen twice: a model that meets few
-sums learns these by heart and copies the numbers of others badly. grpo in the environment
-`calculator` then has the reward alone to tell which of the two is better. Bar: after grpo at least
-BAR of the held-out sums are right (sampled), which the model after sft misses, and so does the
-untrained one.
+The script runs two stages of train.py. sft teaches the form of a call and of an answer: a third of
+the rows call the tool, a third answer after a call, a third guess. No row repeats: a model that
+sees only a few sums memorizes these and copies the numbers of other sums badly. grpo in the
+environment `calculator` then learns from the reward which of calling and guessing is better. Bar:
+after grpo at least BAR of the held-out sums are right (sampled); the model after sft misses the
+bar, as does the untrained model.
 """
 
 import argparse
@@ -26,8 +26,8 @@ CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "%s"}}\n
 
 
 def warm_up_rows(count: int, digits: int, seed: int = 0) -> list[dict]:
-    """Conversations as rows of sft: a question and a call; the same with the tool's answer and what
-    to say; a question and a guess.
+    """Return sft conversations of three kinds: a question and a call; the same with the tool's
+    answer and the final reply; a question and a guess.
     """
     rng, rows = random.Random(seed), []
     while len(rows) < count:
@@ -53,7 +53,7 @@ def warm_up_rows(count: int, digits: int, seed: int = 0) -> list[dict]:
 
 
 def command(folder: Path, seed: int, steps: int, sft_steps: int, digits: int) -> list[str]:
-    """Writes the rows and the recipe; the words of train.py."""
+    """Write the rows and the recipe, and return the command-line arguments of train.py."""
     data = folder / "warm_up.jsonl"
     data.write_text(
         "".join(json.dumps(row) + "\n" for row in warm_up_rows(sft_steps * SFT_BATCH, digits))
@@ -100,7 +100,7 @@ stages:
 
 
 def learn(folder: Path, seed: int, steps: int, sft_steps: int, digits: int) -> dict[str, float]:
-    """Held-out figures before grpo and after it."""
+    """Train both stages and return the held-out figures before and after grpo."""
     from rl.methods import METHODS
     from rl.run import main
     from rl.settings import RunSettings, parse
@@ -149,7 +149,7 @@ def learn(folder: Path, seed: int, steps: int, sft_steps: int, digits: int) -> d
 
 
 def write(path: Path, row: dict[str, str]) -> None:
-    """Adds a row in the place of an older one of the same seed."""
+    """Add a row to the table, in place of an older row of the same seed."""
     rows = list(csv.DictReader(path.open())) if path.exists() else []
     rows = [one for one in rows if one["seed"] != row["seed"]] + [row]
     with path.open("w", newline="") as file:
