@@ -99,7 +99,7 @@ def page(rows: Sequence[Row], seeing: Sequence[Row] = ()) -> str:
 
 
 def _seeing(rows: Sequence[Row]) -> list[str]:
-    """Return the lines about vision-language models, from `python bench/architectures_seeing.py`."""
+    """Return the lines about vision-language models, measured by bench/architectures_seeing.py."""
     kinds = {
         kind: [f"`{row['architecture']}`" for row in rows if row["images"].startswith(kind)]
         for kind in SEES

@@ -1,14 +1,15 @@
-"""Everything that takes minutes: the default recipe with three seeds, and peers side by side. `make
-campaign`.
+"""Run everything that takes minutes: the default recipe with three seeds, and comparisons with peer
+libraries. `make campaign`.
 
-    make campaign                                   # all parts whose peers are installed; about two hours on two cores
-    make campaign ARGS="--list"                     # what there is
-    make campaign ARGS="--only default_recipe"      # one part (may be given several times)
-    make campaign ARGS="--install"                  # first makes .venv-bench with TRL in it
+    make campaign                               # all parts with installed peers; about two hours
+                                                # on two cores
+    make campaign ARGS="--list"                 # list the parts
+    make campaign ARGS="--only default_recipe"  # a single part (repeatable)
+    make campaign ARGS="--install"              # first create .venv-bench with TRL in it
 
-Each part writes a table of its own into bench/results/; campaign.csv there says for each part the
-command that makes it, its exit code, its seconds, and the machine. A part that fails does not stop
-the others; the exit code is then 1.
+Each part writes its table into bench/results/. For each part, campaign.csv records the command that
+makes the table, the exit code, the seconds, and the machine. A part that fails does not stop the
+other parts; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ HELD_OUT, GREEDY = "test/env/all/correct", "test/greedy/all/correct"
 
 
 def machine() -> str:
-    """What the figures were taken on: the CPU's own name, the cores this process may use, memory,
-    versions.
+    """Return a description of the machine: the CPU's model name, the cores this process may use,
+    memory, versions of Python and torch.
     """
     cpu, memory = platform.processor() or platform.machine(), ""
     if Path("/proc/cpuinfo").is_file():
@@ -58,7 +59,7 @@ def machine() -> str:
 
 
 def command_line() -> str:
-    """How this script was called, with paths relative to the repository where they lie in it."""
+    """Return the command line of this script, with paths inside the repository relative to it."""
     words = [sys.executable, *sys.argv]
     return shlex.join(
         str(Path(w).relative_to(REPO)) if w.startswith(f"{REPO}/") else w for w in words
@@ -67,8 +68,8 @@ def command_line() -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """A script of this folder and what it leaves in results/. `peers`: whether it needs the
-    packages of requirements-bench.txt.
+    """Describe a script of this folder that writes a table into results/. `peers`: whether it needs
+    the packages of requirements-bench.txt.
     """
 
     name: str
@@ -199,7 +200,7 @@ PARTS = (
 
 
 def default_recipe(seeds: tuple[int, ...]) -> None:
-    """Runs `accelerate launch train.py` once for each seed and writes default_recipe.csv."""
+    """Run `accelerate launch train.py` once for each seed and write default_recipe.csv."""
     found = []
     with tempfile.TemporaryDirectory(prefix="default_recipe-") as name:
         for seed in seeds:
@@ -216,7 +217,9 @@ def default_recipe(seeds: tuple[int, ...]) -> None:
 
 
 def one_seed(seed: int, folder: Path) -> dict[str, Any]:
-    """A row of default_recipe.csv. `seconds`: wall clock of the whole command, start-up included."""
+    """Return a row of default_recipe.csv. `seconds`: wall clock of the whole command, including
+    start-up.
+    """
     launcher = Path(sys.executable).parent / "accelerate"
     words = ["launch", "--quiet", "train.py", "--seed", str(seed)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -260,7 +263,7 @@ def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def install_peers() -> None:
-    """Makes .venv-bench, an environment of its own: peers' pins must not touch the project's."""
+    """Create .venv-bench, a separate environment: the peers' pins must not touch the project's."""
     if not PEER_PYTHON.exists():
         subprocess.run([sys.executable, "-m", "venv", str(PEER_PYTHON.parent.parent)], check=True)
     words = [
@@ -276,7 +279,7 @@ def install_peers() -> None:
 
 
 def run(part: Part) -> dict[str, Any]:
-    """Runs a part and says how it went: a row of campaign.csv."""
+    """Run a part and return its row of campaign.csv."""
     command = shlex.join(
         str(Path(w).relative_to(REPO)) if w.startswith(f"{REPO}/") else w for w in part.command
     )
@@ -300,8 +303,8 @@ def run(part: Part) -> dict[str, Any]:
 
 
 def earlier(names: set[str]) -> list[dict[str, Any]]:
-    """Rows of campaign.csv about other parts than `names`: running one part keeps what is known of
-    the rest.
+    """Return the rows of campaign.csv about parts not in `names`: a run of a single part keeps the
+    rows of the rest.
     """
     path = RESULTS / "campaign.csv"
     if not path.is_file():

@@ -1,10 +1,10 @@
-"""`code_tests` on published programs, reference solutions and empty bodies: `python
+"""Score published programs with `code_tests`, reference solutions and empty bodies: `python
 bench/code_sets.py [DATA]`.
 
-DATA is the folder with humaneval/ and mbpp/ (default: $WHETSTONE_DATA). Every program goes through
-the reward as an answer does: fenced, through worker processes, in a sandbox. Writes
-results/code_sets.csv. Exit code 1 where fewer solutions pass than should, or an empty body does.
-(Mutants of the same solutions: bench/sandbox_mutants.py.)
+DATA is the folder with humaneval/ and mbpp/ (default: $WHETSTONE_DATA). The reward receives every
+program in the form of an answer: fenced, through worker processes, in a sandbox. The script writes
+results/code_sets.csv. The exit code is 1 if fewer solutions pass than expected, or if an empty body
+passes. (Mutants of the same solutions: bench/sandbox_mutants.py.)
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from rl.types import Problem  # noqa: E402
 
 MBPP = ("test", "train", "validation", "prompt")
 # Reference solutions that must pass. 367 and 927 of MBPP build their trees before the program that
-# defines Node; they pass where, as here, the set-up runs beside the whole program.
+# defines Node; they pass if, as in this script, the set-up runs together with the whole program.
 EXPECTED = {"HumanEval": 164, "MBPP": 972, "MBPP sanitized": 427}
 
 
 def problems(data: Path) -> dict[str, list[Problem]]:
-    """All problems by data set, MBPP's of all its splits."""
+    """Return all problems by data set; MBPP includes all its splits."""
     mbpp, sanitized = data / "mbpp" / "mbpp.jsonl", data / "mbpp" / "sanitized-mbpp.json"
     return {
         "HumanEval": list(load_problems(data / "humaneval" / "HumanEval.jsonl.gz", split="test")),
@@ -47,7 +47,7 @@ def scores(scorer: Scorer, pairs: list[tuple[Problem, str]]) -> tuple[list[Score
 
 
 def empty(problem: Problem) -> str:
-    """The function with nothing in it."""
+    """Return the function of a problem with an empty body."""
     name = problem.meta["tests"]["entry_point"]
     return f"```python\n{problem.meta['head']}    pass\n```" if name else "```python\n\n```"
 

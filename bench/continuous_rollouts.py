@@ -1,12 +1,12 @@
-"""A step's rollouts turn by turn against continuously: wall clock where rewards are slow and
-episodes uneven, and where neither is.
+"""Compare turn-by-turn rollouts of a step with continuous rollouts: wall clock with slow rewards
+and uneven episodes, and with neither.
 
     python bench/continuous_rollouts.py --out bench/results/continuous_rollouts.csv
 
-Slow: each answer of the environment takes a log-normal time (mean 1 s, sigma 1), episodes have 1 to
-12 turns. Instant: the same episodes of 12 turns each, and nothing takes any time. Both loops play
-the same episodes by the same weights and draw the same tokens. `longest_episode_waits_s` is the
-floor of any loop: what one episode's own answers take.
+Slow: each answer of the environment takes a log-normal time (mean 1 s, sigma 1), and episodes have
+1 to 12 turns. Instant: the same episodes of 12 turns each, and no answer takes any time. Both loops
+play the same episodes with the same weights and sample the same tokens. `longest_episode_waits_s`
+is the lower bound of any loop: the total time of the environment's answers in the longest episode.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from rl.types import ModelInput, SampledSequence, SamplingParams
 
 
 class Later:
-    """A step's outcome that is there after so many seconds: what a reward in another process is."""
+    """Hold a step's result that becomes available after some seconds, as with a reward computed in
+    another process.
+    """
 
     def __init__(self, result: StepResult, seconds: float):
         self.found, self.at = result, time.monotonic() + seconds
@@ -45,7 +47,7 @@ class Later:
 
 
 class Turns(Env):
-    """An episode of so many turns, each of which takes a time of its own."""
+    """Simulate an episode with `len(seconds)` turns, each with its duration in seconds."""
 
     blocks = False
 

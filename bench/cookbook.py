@@ -1,12 +1,13 @@
-"""tinker-cookbook's own recipes against serve.py: unmodified files of the package, other settings,
-local data.
+"""Run tinker-cookbook's recipes against serve.py: unmodified files of the package, with other
+settings and local data.
 
-    python bench/cookbook.py --python /path/to/env-with-tinker-cookbook/bin/python [--only rl_loop,sl_loop] [--data DATA]
+    python bench/cookbook.py --python /path/to/env-with-tinker-cookbook/bin/python
+        [--only "rl_loop;sl_loop"] [--data DATA]
 
-Makes a working folder in which names of the hub are folders (tokenizers, data sets of DATA), starts
-a server of tiny models under the names that recipes know, runs each recipe for a few steps, and
-adds a row to bench/results/cookbook.csv: how it ended, in what time, and what its metrics.jsonl
-said last. Nothing is fetched.
+The script makes a working folder in which names of the hub are folders (tokenizers, data sets of
+DATA). It starts a server of tiny models under the names that recipes know and runs each recipe for
+a few steps. It adds a row per recipe to bench/results/cookbook.csv: the outcome, the seconds, and
+the last values in metrics.jsonl. The script downloads nothing.
 """
 
 from __future__ import annotations
@@ -289,7 +290,7 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
         [f"model_name={STUDENT}", "max_tokens=16", "max_steps=1", "loss_fn=importance_sampling"],
     ),
 }
-TYPED = {"decisions demo": "How do I install the package?\n"}  # what a person would
+TYPED = {"decisions demo": "How do I install the package?\n"}  # stdin, as a user types it
 
 
 def start_server(work: Path, log: Path) -> tuple[subprocess.Popen, str]:
@@ -319,8 +320,8 @@ def start_server(work: Path, log: Path) -> tuple[subprocess.Popen, str]:
 
 
 class Client:
-    """The environment that has tinker-cookbook: a process (bench/cookbook_client.py) that forks for
-    each recipe.
+    """Run recipes in the environment that has tinker-cookbook, through a process
+    (bench/cookbook_client.py) that forks for each recipe.
     """
 
     def __init__(self, python: str, url: str, work: Path, services: dict[str, str]):
@@ -373,7 +374,9 @@ METRICS = (
 
 
 def folder_of(name: str, work: Path) -> Path:
-    """Where a recipe writes; one that is resumed, where the first did."""
+    """Return the folder into which a recipe writes; a resumed recipe shares the folder of the
+    original run.
+    """
     return (
         work
         / "logs"
@@ -386,7 +389,7 @@ def folder_of(name: str, work: Path) -> Path:
 
 
 def seen_of(name: str, work: Path) -> tuple[int, str]:
-    """How many rows of metrics a recipe wrote, and what they said last."""
+    """Return the number of metrics rows that a recipe wrote, and the last values of METRICS."""
     files = sorted(folder_of(name, work).rglob("metrics.jsonl"))
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     last = {
@@ -396,7 +399,7 @@ def seen_of(name: str, work: Path) -> tuple[int, str]:
 
 
 def answered(said: list[str]) -> str:
-    """What a recipe without metrics printed of what it found."""
+    """Return the results that a recipe without metrics printed."""
     found = re.findall(
         r"\w*'?(?:accuracy|billing|sdk|console|cookbook)[\"']?: (?:nan|[\d.]+)", " ".join(said)
     )
@@ -435,7 +438,7 @@ def run(name: str, client: Client, work: Path, seconds: float, chroma: int) -> d
 
 
 def keep(found: dict[str, str]) -> None:
-    """Writes a recipe's row among those that are there."""
+    """Write a recipe's row into the table, in place of an older row of the same recipe."""
     before = (
         {row["recipe"]: row for row in csv.DictReader(RESULTS.open())} if RESULTS.is_file() else {}
     )

@@ -1,8 +1,8 @@
-"""Runs recipes of tinker-cookbook as `python -m` would, each in a fork of a process that has
-imported what all of them need.
+"""Run recipes of tinker-cookbook as `python -m` does, each in a fork of a process that has imported
+the modules that all of them need.
 
-Reads a line of JSON for each, {"module", "arguments", "out", "seconds", "typed"}, and answers with
-{"code"}; 124: it was out of time.
+For each recipe, the process reads a line of JSON, {"module", "arguments", "out", "seconds",
+"typed"}, and answers with {"code"}. Code 124 means that the recipe exceeded its time limit.
 """
 
 import atexit
@@ -31,7 +31,7 @@ def recipe(module: str, arguments: list[str], out: str, typed: str) -> int:
     os.write(begins, typed.encode())
     os.close(begins)
     os.dup2(ends, 0)
-    os.setsid()  # what it starts ends with it
+    os.setsid()  # so that killpg below also ends its child processes
     sys.argv = [module, *arguments]
     code = 0
     try:

@@ -1,7 +1,7 @@
-"""tinker-cookbook's rl_basic with its rollouts in a pool of processes, which no flag of it asks
-for: `rollout_executor` is an argument.
+"""Run tinker-cookbook's rl_basic with its rollouts in a pool of processes. No flag of rl_basic
+selects this: `rollout_executor` is an argument.
 
-Run in the clients' environment by bench/cookbook_client.py, with rl_basic's own words.
+bench/cookbook_client.py runs this file in the clients' environment, with the arguments of rl_basic.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
-"""Services that tinker-cookbook's recipes ask, where nothing outside this machine can be: each
-answers the requests of the real one.
+"""Provide local services for tinker-cookbook's recipes, because external services are unreachable
+from this machine. Each service answers the same requests as the real service.
 
-SandboxFusion (`POST /run_code`) over the product's own sandbox; Gemini's embeddings on Vertex with
-the token that its client fetches first; and Chroma itself, the package's own server, filled with
-what there is to find.
+The services are SandboxFusion (`POST /run_code`) over the project's sandbox; Gemini's embeddings on
+Vertex, with the token that its client requests first; and Chroma, the package's real server, filled
+with FACTS.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ FACTS = [
     "A spider has 8 legs.",
     "A cat has 4 legs.",
 ]
-COLLECTION, WIDTH = "wiki_embeddings", 768  # what the recipe asks for where nothing else is said
+COLLECTION, WIDTH = "wiki_embeddings", 768  # the recipe's defaults
 
 
 def embedding(text: str, width: int) -> list[float]:
-    """A bag of words: each word is a place, so that texts which share words are near each other."""
+    """Return a bag-of-words embedding. Each word has a position, so texts that share words are
+    close to each other.
+    """
     found = [0.0] * width
     for word in text.lower().replace("?", " ").replace(".", " ").split():
         found[int.from_bytes(hashlib.sha256(word.encode()).digest()[:4], "big") % width] += 1.0
@@ -40,7 +42,7 @@ def embedding(text: str, width: int) -> list[float]:
 
 
 class Stand:
-    """An HTTP server that answers for SandboxFusion and for Vertex; `counts`: requests by kind."""
+    """Serve HTTP requests for SandboxFusion and for Vertex; `counts`: requests by kind."""
 
     def __init__(self) -> None:
         from rl.sandbox import Limits, Sandbox
@@ -85,7 +87,7 @@ class Stand:
 
     def run(self, asked: dict, limits: object) -> dict:
         files = {name: base64.b64decode(text).decode() for name, text in asked["files"].items()}
-        # numpy, which recipes expect there
+        # recipes expect numpy in the sandbox
         program = 'import sys\nsys.path.append("/packages")\n' + asked["code"]
         ran = self.sandbox.run(program, files=files, limits=limits)  # type: ignore[arg-type]
         result = {
@@ -102,7 +104,9 @@ class Stand:
         }
 
     def environment(self, work: Path) -> dict[str, str]:
-        """What tells the clients where it is; writes the key of an account that nobody has."""
+        """Return the environment variables that point clients to this server. Writes the key of a
+        fictitious account.
+        """
         made = subprocess.run(
             ["openssl", "genpkey", "-algorithm", "RSA", "-pkeyopt", "rsa_keygen_bits:2048"],
             capture_output=True,
@@ -133,8 +137,8 @@ class Stand:
 
 
 def start_chroma(python: str, work: Path) -> tuple[subprocess.Popen, int]:
-    """Chroma's own server from the clients' environment, with the facts in it; the process and its
-    port.
+    """Start Chroma's server from the clients' environment, fill it with FACTS, and return the
+    process and its port.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -161,7 +165,7 @@ def start_chroma(python: str, work: Path) -> tuple[subprocess.Popen, int]:
 
 
 def fill(port: int) -> None:
-    """Run by the clients' python, which has chromadb."""
+    """Fill Chroma with FACTS. Runs with the clients' python, which has chromadb."""
     import chromadb
 
     found = chromadb.HttpClient(host="127.0.0.1", port=port).create_collection(COLLECTION)

@@ -1,5 +1,5 @@
-"""What tinker-cookbook's recipes find where they look: a model and a tokenizer that a CPU can
-carry, and data under the hub's names.
+"""Create the inputs of tinker-cookbook's recipes: a model and a tokenizer small enough for a CPU,
+and data under the hub's names.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 STUDENT, TEACHER = "Qwen/Qwen3-8B", "Qwen/Qwen3-4B-Instruct-2507"
-# the last answers in twenty questions, whatever the settings say
+# the last name answers in twenty questions, regardless of the settings
 NAMES = (STUDENT, TEACHER, "Qwen/Qwen3.5-9B")
-# say a program, and a call or an answer; with words of their own
+# CODER answers with a program, SEARCHER with a call or an answer; their tokenizer has extra words
 CODER, SEARCHER = "Qwen/Qwen3-32B", "Qwen/Qwen3-30B-A3B"
 PROGRAM, CLOSE, REPLY = "```python\nprint(", ")\n```", "Answer: "
 CALL = (
     '<tool_call>\n{"name": "search", "arguments": {"query_list": ["How many legs has a '
     'spider"]}}\n</tool_call>'
 )
-WORDS = 2000  # of Qwen3's vocabulary: the bytes and the first merges
+WORDS = 2000  # size of the vocabulary: Qwen3's bytes and first merges
 ANSWERS = ("1", "2", "3", "4")
 END = "<|im_end|>"
 Encode = Callable[[str], list[int]]
-# after any of these tokens (None: after any other) one of those
+# pairs: after any of the first tokens (None: after any other token) comes any of the second tokens
 Steps = list[tuple[list[int] | None, list[int]]]
-_CERTAIN = 13.0  # logit of what the model says next; that of all else is 0
+_CERTAIN = 13.0  # logit of the scripted next tokens; all other logits are 0
 
 
 def small_tokenizer(folder: Path, whole: Path, more: Sequence[str] = ()) -> None:
-    """Qwen3's tokenizer with its first words, its special tokens behind them, and further words of
-    any length.
+    """Write Qwen3's tokenizer with only its first words, followed by its special tokens and by
+    further words of any length.
     """
     folder.mkdir(parents=True)
     vocab = {
@@ -61,7 +61,7 @@ def small_tokenizer(folder: Path, whole: Path, more: Sequence[str] = ()) -> None
 
 
 def boxed(encode: Encode) -> Steps:
-    """\\boxed{1} to \\boxed{4}."""
+    """Return the steps of an answer \\boxed{1} to \\boxed{4}."""
     begin, digits = encode("\\boxed{"), [encode(text)[0] for text in ANSWERS]
     assert len(set(begin)) == len(begin)
     steps: Steps = [
@@ -72,7 +72,7 @@ def boxed(encode: Encode) -> Steps:
 
 
 def program(encode: Encode) -> Steps:
-    """A program that prints 1 to 4."""
+    """Return the steps of a program that prints 1 to 4."""
     digits = [encode(text)[0] for text in ANSWERS]
     return [
         (None, encode(PROGRAM)),
@@ -83,7 +83,7 @@ def program(encode: Encode) -> Steps:
 
 
 def search(encode: Encode) -> Steps:
-    """A call of the search, or an answer, 6 to 9."""
+    """Return the steps of a call of the search tool, or of an answer, 6 to 9."""
     digits = [encode(text)[0] for text in "6789"]
     return [
         (None, encode(CALL) + encode(REPLY)),
@@ -94,11 +94,11 @@ def search(encode: Encode) -> Steps:
 
 
 def answering_model(folder: Path, tokenizer: Path, says: Callable[[Encode], Steps] = boxed) -> None:
-    """A tiny model whose answer to anything is what `says`, now and then another text: so rewards
-    differ within a group.
+    """Write a tiny model that answers any prompt with the text of `says`, and sometimes with
+    another text, so that rewards differ within a group.
 
-    Its layers add nothing: what it says next depends on the last token alone, until an adapter
-    learns more. Nothing is trained.
+    Its layers add nothing: the next token depends only on the last token, until an adapter learns
+    more. Nothing is trained.
     """
     import torch
 
@@ -132,8 +132,8 @@ def rows_of(file: Path, limit: int | None = None) -> list[dict]:
 
 
 def hub_folder(work: Path, name: str, config: str, splits: dict[str, list[dict]]) -> None:
-    """A data set where datasets.load_dataset(name) looks first: a folder of that name. Each further
-    config of a name adds to it.
+    """Write a data set to the first place that datasets.load_dataset(name) checks: a folder of that
+    name. Each further config of a name adds to the folder.
     """
     folder, card = work / name / config, work / name / "README.md"
     folder.mkdir(parents=True)
@@ -149,9 +149,9 @@ def hub_folder(work: Path, name: str, config: str, splits: dict[str, list[dict]]
 
 
 def lay_out(work: Path, data: Path, problems: int) -> None:
-    """Model, tokenizers and data sets under the names that recipes ask for. `problems`: how many of
-    GSM8K's (those whose answer the model gives now and then), which are all that a recipe with a
-    batch of 128 groups gets.
+    """Write model, tokenizers and data sets under the names that recipes request. `problems`:
+    number of GSM8K problems (only those with an answer that the model sometimes gives); a recipe
+    with a batch of 128 groups gets no others.
     """
     small_tokenizer(work / "tokenizer", data / "tokenizers" / "qwen3")
     answering_model(work / "model", work / "tokenizer")
@@ -231,8 +231,8 @@ def lay_out(work: Path, data: Path, problems: int) -> None:
 
 
 def _tools(work: Path) -> None:
-    """Problems for code_rl, whose answers the coder prints now and then, and questions for
-    search_tool, in the files of their data sets.
+    """Write problems for code_rl, with answers that the coder sometimes prints, and questions for
+    search_tool, in the file formats of their data sets.
     """
     import pandas
 
@@ -264,8 +264,8 @@ def _tools(work: Path) -> None:
 
 
 def _markets(path: Path) -> None:
-    """Questions with an outcome before and after the day at which decisions.forecasting splits
-    them.
+    """Write questions with an outcome, dated before and after the day at which
+    decisions.forecasting splits them.
     """
     columns = (
         "submission_id",

@@ -1,14 +1,15 @@
-"""Ten DPO steps of Whetstone against TRL's DPOTrainer: the same weights, pairs and settings give
-the same numbers.
+"""Compare ten DPO steps of Whetstone with TRL's DPOTrainer: the same weights, pairs and settings
+give the same numbers.
 
     .venv-bench/bin/python bench/dpo_vs_trl.py
 
 Both start from the same folder of random weights (tiny:addition) and train on the same pairs in the
 same order, in fp32 on a CPU, with AdamW (0.9, 0.95, eps 1e-8), a constant learning rate and
-clipping to norm 1, each with its own tokenisation, reference, losses and optimizer step. Whetstone
-runs `rl.run.offline.train_offline`; TRL runs `DPOTrainer.train()`, from whose `compute_loss` the
-figures are read (those that it logs are rounded). The table has a row for each step and loss; the
-exit code is 1 if any loss or reward differs by more than 1e-4 (relative, where above 1).
+clipping to norm 1. Each uses its native tokenization, reference model, losses and optimizer step.
+Whetstone runs `rl.run.offline.train_offline`; TRL runs `DPOTrainer.train()`. TRL's figures come
+from its `compute_loss`, because the logged figures are rounded. The table has a row for each step
+and loss. The exit code is 1 if any loss or reward differs by more than 1e-4
+(relative, where above 1).
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-# in place of this folder, whose kernels.py would be taken for the package of that name
+# replaces this folder: its kernels.py would shadow the package `kernels`
 sys.path[0] = str(HERE.parent)
 from bench.campaign import command_line, machine, write_table  # noqa: E402
 
 TOLERANCE = 1e-4
 FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins")
-LOSSES = {"dpo": "sigmoid", "ipo": "ipo"}  # Whetstone's name to TRL's
+LOSSES = {"dpo": "sigmoid", "ipo": "ipo"}  # Whetstone's name: TRL's name
 
 
 def dpo_plan(args: argparse.Namespace, loss: str, model: Path) -> Any:
-    """The stage as Whetstone's command line would make it; the TRL side takes its pairs and their
-    order from here.
+    """Return the same stage plan as Whetstone's command line. The TRL side takes its pairs and
+    their order from this plan.
     """
     from rl.methods.dpo import DpoSettings, PreferenceSettings
     from rl.settings.data_tables import PreferenceDataSettings
@@ -53,7 +54,9 @@ def dpo_plan(args: argparse.Namespace, loss: str, model: Path) -> Any:
 def run_whetstone(
     args: argparse.Namespace, loss: str, model: Path, folder: Path
 ) -> list[dict[str, float]]:
-    """`train_offline` on a real Stage that keeps its metrics instead of logging them."""
+    """Run `train_offline` on a real Stage that keeps its metrics instead of logging them, and
+    return the metrics of each step.
+    """
     from rl.clients.service import ServiceClient
     from rl.methods import METHODS
     from rl.methods.base import Models
@@ -179,13 +182,13 @@ def run_trl(
 def compare(
     ours: list[dict[str, float]], theirs: list[dict[str, float]], loss: str
 ) -> list[dict[str, Any]]:
-    """A row for each step. Raises ValueError where the two have not taken as many."""
+    """Return a row for each step. Raises ValueError if the two numbers of steps differ."""
     rows = []
     for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         row: dict[str, Any] = {"loss_type": loss, "step": step}
         differences = []
         for name in FIGURES:
-            # no -0
+            # + 0.0 turns -0.0 into 0.0
             row[f"whetstone {name}"], row[f"trl {name}"] = (
                 round(mine[name], 7) + 0.0,
                 round(other[name], 7) + 0.0,

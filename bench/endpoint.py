@@ -1,8 +1,9 @@
-"""A two-turn agent that is a plain program learns through the endpoint: `python bench/endpoint.py`.
+"""Train a two-turn agent, written as a plain program, through the endpoint: `python
+bench/endpoint.py`.
 
-The agent (below) asks an untrained tiny model for digits, twice in one conversation, and posts the
-share of digits in what it got. Each seed is a run of `train.py grpo --environment endpoint`;
-written are held-out and sampled rewards, before and after.
+The agent (below) asks an untrained tiny model for digits, twice in a conversation, and posts the
+share of digits in the answers as its reward. Each seed is a run of `train.py grpo --environment
+endpoint`. The table holds held-out and sampled rewards, before and after.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Tiny models learn the built-in games: taught on games that an imperfect rule plays, then GRPO in
-the environment.
+"""Train tiny models on the built-in games: a warm-up on games played by an imperfect rule, then
+GRPO in the environment.
 
-    python bench/environments.py [--only guess_number] [--seeds 0 1 2] [--output bench/results/environments.csv]
+    python bench/environments.py [--only guess_number] [--seeds 0 1 2]
+        [--output bench/results/environments.csv]
 
-A row for each game and seed: held-out episodes (of other seeds than the training's) that come out
-right, sampled, for the untrained model, after the warm-up and after GRPO, and whether the bar is
-passed that the untrained model misses. Rows of a game and seed that the file has already are
-replaced.
+A row for each game and seed holds the metric over held-out episodes (with seeds not used in
+training), sampled: for the untrained model, after the warm-up and after GRPO. The row also records
+whether GRPO passes the bar and the untrained model misses it. An existing row of the same game and
+seed is replaced.
 """
 
 import argparse
@@ -25,8 +26,9 @@ sys.path.insert(0, str(HERE.parent))
 
 @dataclass(frozen=True)
 class Game:
-    """`player`: the rule whose games the warm-up learns. `metric`, `bar`: of held-out episodes, at
-    least (or, `at_most`, at most).
+    """Hold the settings of a game. `player`: the rule that plays the games of the warm-up.
+    `metric`, `bar`: on held-out episodes the metric must be at least the bar (or at most, if
+    `at_most`).
     """
 
     settings: dict
@@ -35,8 +37,8 @@ class Game:
     bar: float
     max_tokens: int
     at_most: bool = False
-    episodes: int = 4000  # that the rule plays
-    warm_up: int = 800  # steps of each stage, and groups of a step
+    episodes: int = 4000  # played by the rule
+    warm_up: int = 800  # sft steps; the next fields: GRPO steps, and groups of a step
     steps: int = 60
     groups: int = 8
     members: int = 16
@@ -44,17 +46,17 @@ class Game:
     rows: int = 1000
     model: str = "tiny:ascii-small"
     warm_up_batch: int = 64
-    rate: float = 1e-3  # of GRPO
+    rate: float = 1e-3  # learning rate of GRPO
 
     def passed(self, value: float) -> bool:
         return value <= self.bar if self.at_most else value >= self.bar
 
 
 GAMES = {
-    # found within floor(log2 8) + 1 guesses, the environment's own limit
+    # solvable within floor(log2 8) + 1 guesses, the environment's limit
     "guess_number": Game({"high": 8}, "careless", "correct", 0.95, 3, steps=250),
-    # three operators and two tries: excluding is enough (the rule finds 0.93), reading the failing
-    # test is better
+    # Three operators and two tries: exclusion is enough for the rule's 0.93; reading the failing
+    # test is better.
     "debugging": Game(
         {},
         "careful",
@@ -69,8 +71,8 @@ GAMES = {
         model="tiny:ascii",
         rate=5e-4,
     ),
-    # what the rule plays is imperfect, one move of ten (it loses 0.03), so that there is something
-    # left to sharpen
+    # The rule plays a move of ten imperfectly (it loses 0.03), so that GRPO can still improve on
+    # it.
     "tic_tac_toe": Game(
         {"opponent": "random", "instructions": "False"},
         "careful",
@@ -91,7 +93,7 @@ GAMES = {
 
 
 def recipe(name: str, game: Game, data: Path) -> str:
-    """The two stages, as a recipe."""
+    """Return the two stages as the text of a recipe."""
     environment = json.dumps({"name": name, **game.settings})
     return f"""
 stages:
@@ -108,7 +110,7 @@ temperature: 1.0
 def untrained(
     name: str, settings: dict, metric: str, max_tokens: int, model: str, seed: int, turns: int = 100
 ) -> float:
-    """The metric of the model as it is built, over 64 episodes."""
+    """Return the metric of the model as it is built, over 64 episodes."""
     from rl import ServiceClient
     from rl.environments import EnvironmentGroup, Limits, resolve_environment
     from rl.episodes import group_metrics, rollout
@@ -131,7 +133,7 @@ def untrained(
 
 
 def learn(name: str, game: Game, seed: int, folder: Path) -> dict:
-    """One row: the whole way from nothing to the bar."""
+    """Run the warm-up and GRPO for a game and a seed, and return the row."""
     plain = {
         key: value == "True" if value in ("True", "False") else value
         for key, value in game.settings.items()
@@ -210,7 +212,7 @@ def main() -> None:
 
 
 def write(path: Path, row: dict) -> None:
-    """Adds a row in the place of an older one of the same game and seed."""
+    """Add a row to the table, in place of an older row of the same game and seed."""
     rows = list(csv.DictReader(path.open())) if path.exists() else []
     key = (row["environment"], str(row["seed"]))
     rows = [one for one in rows if (one["environment"], one["seed"]) != key] + [row]

@@ -1,14 +1,14 @@
-"""Every family of fuzz tests with many inputs: recipes and lines, rows, requests, run files,
+"""Run every family of fuzz tests with many inputs: recipes and lines, rows, requests, run files,
 replies. Writes results/fuzz.csv.
 
-    python bench/fuzz.py                            # 100,000 inputs, dealt out over the families
-    python bench/fuzz.py --count 5000 --seed 7      # fewer, others
-    python bench/fuzz.py --only settings            # one family (may be given several times)
+    python bench/fuzz.py                            # 100,000 inputs, divided among the families
+    python bench/fuzz.py --count 5000 --seed 7      # fewer inputs, another seed
+    python bench/fuzz.py --only settings            # a single family (repeatable)
 
 A family is a module tests/test_fuzz_<name>.py with `inputs(seed, count)` and `check(item)` (see
-tests/fuzzing.py), and SHARE, less than 1 where an input takes long. Inputs come in rounds of 1,000,
-each with a seed of its own, so that a fault is found again by its seed and number. With --only,
-rows of other families stay in the table. Exit code 1 where there is a fault.
+tests/fuzzing.py), and SHARE, less than 1 if an input takes long. Inputs come in rounds of 1,000,
+each with a separate seed, so that its seed and number reproduce a fault. With --only, rows of other
+families stay in the table. The exit code is 1 if any input has a fault.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ ROUND = 1000
 
 
 def families(only: list[str] | None) -> dict[str, ModuleType]:
-    """Name to module, of those that have what a family has; others are named and left out."""
+    """Return name and module of each family. Modules without `inputs` or `check` are printed and
+    skipped.
+    """
     found = {}
     for path in sorted(TESTS.glob("test_fuzz_*.py")):
         name = path.stem.removeprefix("test_fuzz_")
@@ -45,7 +47,7 @@ def families(only: list[str] | None) -> dict[str, ModuleType]:
 
 
 def fuzz(name: str, module: ModuleType, *, seed: int, count: int) -> dict[str, Any]:
-    """A row of the table. Faults go to stderr as they are found."""
+    """Run a family and return its row of the table. Prints each fault to stderr after its round."""
     from fuzzing import run_family
 
     outcomes: Counter[str] = Counter()
@@ -78,10 +80,10 @@ def fuzz(name: str, module: ModuleType, *, seed: int, count: int) -> dict[str, A
 
 
 def shares(chosen: dict[str, ModuleType], count: int) -> dict[str, int]:
-    """How many inputs each family gets of `count`: as many as the others, or its SHARE of that."""
+    """Divide `count` inputs among the families: equal numbers, but scaled by SHARE."""
     weights = {name: float(vars(module).get("SHARE", 1.0)) for name, module in chosen.items()}
     found = {name: int(count * weight / sum(weights.values())) for name, weight in weights.items()}
-    for name in list(found)[: count - sum(found.values())]:  # what rounding left
+    for name in list(found)[: count - sum(found.values())]:  # the remainder of rounding
         found[name] += 1
     return found
 
@@ -102,7 +104,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", help="this family alone (repeatable)")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "fuzz.csv")
     args = parser.parse_args()
-    # before this folder, whose kernels.py would be taken for the package of that name
+    # comes before this folder: its kernels.py would shadow the package `kernels`
     sys.path[0] = str(HERE.parent)
     sys.path[1:1] = [str(TESTS), str(HERE)]
     from campaign import command_line, machine, write_table
