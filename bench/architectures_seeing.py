@@ -6,9 +6,9 @@ text only, or it is refused by name.
 
 The column `images` holds a verdict:
     "exact"        the logprobs of the learner and of the samples equal the plain model's on a
-                   single sequence at a time (1e-4 nats). The batch mixes rows without an image, with
-                   a single image and with three, of several sizes; the models are the tiny random
-                   models of tests/seeing.py.
+                   single sequence at a time (1e-4 nats). The batch mixes rows without an image,
+                   with a single image and with three, of several sizes; the models are the tiny
+                   random models of tests/seeing.py.
     "text alone"   the text part has a row in architectures.csv; an image is refused by name.
     "refused: why"
 The exit code is 1 if a row contains WRONG.
