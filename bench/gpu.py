@@ -1,14 +1,16 @@
-"""The campaign for a GPU: everything that only one can tell, in one command of under nine minutes.
+"""Run the GPU campaign: every measurement that needs a GPU, in a single command of under nine
+minutes.
 
-    python bench/gpu.py --output results_gpu              # every part; results_gpu/gpu.csv and gpu.png
+    python bench/gpu.py --output results_gpu              # every part; results_gpu/gpu.csv, gpu.png
     python bench/gpu.py --output results_gpu --part kernels decode
     python bench/gpu.py --list
-    python bench/gpu.py --output /tmp/dry --dry           # without a GPU: every part's code as far as it goes, at tiny sizes
+    python bench/gpu.py --output /tmp/dry --dry           # without a GPU: each part at tiny sizes
 
-Each part is a process of its own with a time limit, and writes a row as soon as it has a figure.
-One that fails, runs out of memory or of time, or cannot run is a row that says so; the others go
-on. No network; peers that are not installed are rows that say so. Columns: part, case, provider,
-metric, value, unit, floor (what the value could be at best on this GPU, where known), note.
+Each part runs in a separate process with a time limit and writes a row as soon as it has a figure.
+A part that fails, runs out of memory or time, or cannot run is recorded as a row, and the other
+parts continue. With --dry, each part's code runs as far as it can without a GPU. No network is
+needed. Peers that are not installed are recorded as rows. Columns: part, case, provider, metric,
+value, unit, floor (the best possible value on this GPU, where known), note.
 """
 
 from __future__ import annotations
@@ -26,16 +28,16 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-# The repository in place of this folder, whose kernels.py would be taken for the package of that
-# name.
+# Replace this folder on sys.path by the repository: bench/kernels.py would shadow the package
+# `kernels`.
 sys.path[0] = str(HERE.parent)
 
 COLUMNS = ["part", "case", "provider", "metric", "value", "unit", "floor", "note"]
 LIMIT = 530  # seconds for all parts together
 
-# name: (seconds that it has in any case, what it is), in the order of what is wanted most. Together
-# at most LIMIT; what a part leaves over the next ones may take, each up to as much again as it has:
-# one that hangs does not take all of it.
+# Name: (guaranteed seconds, description), the most important parts first. The seconds add up to at
+# most LIMIT. Time that a part does not use passes to the next parts. Each part takes at most twice
+# its seconds, so that a part that hangs does not use up all of the time.
 PARTS = {
     "tests": (90, "tests marked gpu"),
     "pages": (
@@ -63,11 +65,11 @@ PARTS = {
     "trace": (17, "profiles of a call of each engine and of a learner step"),
 }
 MODULES = ("gpu_kernels", "gpu_pages", "gpu_branches", "gpu_decode", "gpu_models", "gpu_runs")
-CANNOT = (NotImplementedError, ModuleNotFoundError)  # what this device or this installation has not
+CANNOT = (NotImplementedError, ModuleNotFoundError)  # missing in the device or the installation
 
 
 class Table:
-    """Rows of one part, each on disk as soon as it is known."""
+    """Write the rows of a part to its CSV file, each as soon as it is known."""
 
     def __init__(self, part: str, path: Path) -> None:
         self.part, self.path = part, path
@@ -101,8 +103,8 @@ class Table:
         print("  " + " ".join(str(cell) for cell in cells[1:] if cell != ""), flush=True)
 
     def attempt(self, case: str, provider: str, run: Callable[[], Any]) -> Any:
-        """A figure or several, or what they need; a failure of any kind is a row and None, because
-        the rest is wanted all the same.
+        """Return the result of `run`. If it fails in any way, write a row and return None, so that
+        the remaining measurements still run.
         """
         try:
             return run()
@@ -120,9 +122,9 @@ class Table:
 
 
 def child(part: str, output: Path, dry: bool) -> None:
-    """One part, in this process."""
+    """Run a part in this process."""
     if dry and part in ("branches", "pages"):
-        # before Triton is imported: its kernels run without a GPU
+        # Set before Triton is imported: its kernels then run without a GPU.
         os.environ["TRITON_INTERPRET"] = "1"
     function_of(part)(Table(part, output / f"{part}.csv"), dry)
 
@@ -135,8 +137,8 @@ def function_of(part: str) -> Callable[[Table, bool], None]:
 
 
 def seconds_for(part: str, after: list[str], left: float) -> float:
-    """Of `left` seconds: those that the parts after it do not have in any case, at most twice its
-    own.
+    """Return the time limit of `part` in seconds: the remaining seconds minus those guaranteed to
+    the later parts, at most twice the part's seconds.
     """
     return min(
         max(left - sum(PARTS[name][0] for name in after), min(left, PARTS[part][0])),
@@ -166,7 +168,7 @@ def run_part(part: str, output: Path, dry: bool, seconds: float) -> None:
             code = process.wait(timeout=seconds)
             how = "done" if code == 0 else f"exit code {code}"
         except subprocess.TimeoutExpired:
-            # its own children too: a hung process would hold the GPU's memory
+            # Kill the part's children too: a hung process would hold GPU memory.
             os.killpg(process.pid, 9)
             process.wait()
             how = f"stopped after {seconds:.0f} s"
@@ -178,7 +180,7 @@ def run_part(part: str, output: Path, dry: bool, seconds: float) -> None:
 
 
 def collect(output: Path) -> list[dict[str, str]]:
-    """All parts' rows into gpu.csv."""
+    """Merge the rows of all parts into gpu.csv and return them."""
     rows: list[dict[str, str]] = []
     for part in PARTS:
         if (output / f"{part}.csv").exists():
@@ -192,8 +194,8 @@ def collect(output: Path) -> list[dict[str, str]]:
 
 
 def plot(rows: list[dict[str, str]], path: Path) -> None:
-    """Left: time over floor of each provider's forward and backward. Right: decode tokens per
-    second by rows.
+    """Plot time over floor of each provider's forward and backward next to decode tokens per second
+    by number of rows.
     """
     import matplotlib
 

@@ -1,5 +1,5 @@
-"""The campaign's part about the score kernels: see gpu.py. What the checks on the device chose, and
-both branches beside cuBLAS.
+"""Measure the score kernels for the GPU campaign (see gpu.py): record which branch the device
+checks chose, and time both branches and cuBLAS.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from bench.shapes import TFLOPS, Shape
 
 
 class Operands(NamedTuple):
-    """A head, hidden states, and a slab of its logits with room for their gradient."""
+    """Hold hidden states x [N, D], a head w [V, D], targets y [N] and a buffer dz [N, width] for
+    the gradient of a slab of the logits.
+    """
 
     x: Tensor
     w: Tensor
@@ -34,7 +36,9 @@ class Operands(NamedTuple):
 
 
 def part_branches(table: Any, dry: bool) -> None:
-    """The newest last: a kernel that breaks the device's context takes what comes after it along."""
+    """Measure the products and both branches of the score kernels, the newest kernels last: a
+    kernel that breaks the device context makes every later measurement fail.
+    """
     name = (
         "cpu"
         if dry
@@ -54,7 +58,7 @@ def part_branches(table: Any, dry: bool) -> None:
 
 
 def _verdicts(table: Any, dtype: torch.dtype, device: str) -> None:
-    """Which branch this device takes, and in what words the other one was refused."""
+    """Record which branch this device takes and the warnings that refused the other branch."""
     name = str(dtype).removeprefix("torch.")
 
     def special() -> None:
@@ -89,7 +93,7 @@ def _verdicts(table: Any, dtype: torch.dtype, device: str) -> None:
 def _speed(
     table: Any, case: str, provider: str, run: Callable[[], object], o: Operands, columns: int
 ) -> None:
-    """One figure, in an attempt of its own."""
+    """Record the TFLOP/s of `run` in a separate attempt."""
 
     def measure() -> None:
         ms = milliseconds(run, o.x.device.type)
@@ -101,7 +105,7 @@ def _speed(
 
 
 def _products(table: Any, shape: Shape, o: Operands) -> None:
-    """cuBLAS alone: what the kernels stand beside, and the products between them."""
+    """Time cuBLAS: products that the kernels are compared with, and the products between them."""
     x, dz, slab = o.x, o.dz, o.w[: o.dz.shape[1]]
     wide = torch.zeros(x.shape, device=x.device)
     products: dict[str, Callable[[], object]] = {
@@ -127,7 +131,7 @@ def _special(table: Any, shape: Shape, o: Operands) -> None:
 
 
 def scores_of(o: Operands, special: bool) -> Any:
-    """Launches of one branch: explicit tiles keep the device's own choice out."""
+    """Return the launches of a branch. Explicit tiles override the device's choice."""
     from kernels import linear_logprob_launch as launch
     from kernels.common import Head
     from kernels.tiles import SPECIAL, device_of, tiles_for
@@ -139,7 +143,9 @@ def scores_of(o: Operands, special: bool) -> Any:
 def _score_kernels(
     table: Any, shape: Shape, o: Operands, name: str, make: Callable[[], Any]
 ) -> None:
-    """Forward, with entropy, and dlogits of a slab, by one branch's launches."""
+    """Time a branch's launches: forward, with entropy, with kept logits [T, V], and dlogits of a
+    slab.
+    """
     from kernels.linear_logprob_torch import Coefficients
 
     scores = table.attempt(f"{shape.model}, score kernels", name, make)
@@ -168,7 +174,7 @@ def _score_kernels(
 
 
 def _compare(table: Any, case: str, o: Operands) -> None:
-    """The device's check is of a small head: here the logprobs of this one."""
+    """Compare the logprobs of both branches on this head; the device check uses a small head."""
     mine, older = (
         scores.combine(scores.statistics(False)).logp
         for scores in (scores_of(o, True), scores_of(o, False))

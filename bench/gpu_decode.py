@@ -1,7 +1,7 @@
-"""The campaign's part about decoding: see gpu.py. Both engines and their peers at the same rows,
-what the device's trial says.
+"""Measure decoding for the GPU campaign (see gpu.py): both engines and their peers at the same
+number of rows, and the result of the device's trial.
 
-Everyone answers the same prompts in groups of eight, and is timed once the prompts are read.
+Every provider answers the same prompts in groups of eight. Timing starts after the prefill.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def prompts_for(rows: int, vocab: int, dry: bool) -> list[list[int]]:
 
 
 def speed(table: Any, case: str, name: str, decoder: Any, rows: int, dry: bool) -> None:
-    """Tokens a second once the prompts are read and the first graph is there; seconds that reading
-    and capturing took.
+    """Record the decode tokens per second after the prefill and the first graph capture, and the
+    seconds that prefill and capture took. Raises RuntimeError if a step did not decode all rows.
     """
     device, looks = device_of(dry), 2 if dry else 6
     engine = engine_of(
@@ -37,7 +37,7 @@ def speed(table: Any, case: str, name: str, decoder: Any, rows: int, dry: bool) 
     )
     first, _ = seconds_of(lambda: (engine.step(), engine.step()), device)
     table.row(case, name, "first_two_calls", first, "s", note="prompts, compiling, capturing")
-    # over pages a call is up to eight steps
+    # A call of the paged engine runs up to eight steps.
     counters, calls = engine.counters, looks if name == "paged" else 8 * looks
     tokens, steps = counters.decoded_rows, counters.steps
     seconds, _ = seconds_of(lambda: [engine.step() for _ in range(calls)], device)
@@ -53,7 +53,7 @@ def speed(table: Any, case: str, name: str, decoder: Any, rows: int, dry: bool) 
         * a.head_width
     )
     weights = sum(b.numel() * b.element_size() for b in decoder.weights.buffers.values())
-    # each prompt read once
+    # The KV cache of each prompt is read once.
     floor = (
         weights + cached * int(state.prompt_lengths.sum() + state.response_lengths.sum())
     ) / BANDWIDTH
@@ -67,8 +67,9 @@ def speed(table: Any, case: str, name: str, decoder: Any, rows: int, dry: bool) 
 def peer_speed(
     table: Any, case: str, name: str, peer: Peer, rows: int, vocab: int, dry: bool
 ) -> None:
-    """By the difference of two calls, which leaves the reading of the prompts out; and the longer
-    call as it is.
+    """Record a peer's speed by the difference of two calls, which excludes the prefill; also record
+    the longer call as it is. Raises RuntimeError if tokens are missing or the longer call is not
+    slower.
     """
     device, short, long = device_of(dry), 2 if dry else 4, 34 if dry else 52
     prompts = prompts_for(rows, vocab, dry)
@@ -77,7 +78,7 @@ def peer_speed(
         for prompt, count in zip(prompts, shares(rows, len(prompts)), strict=True)
         for _ in range(count)
     ]
-    peer(each, long)  # what is made at a first call of this size
+    peer(each, long)  # warm-up: setup at the first call of this size
     took = {}
     for new in (short, long):
         took[new], tokens = seconds_of(lambda new=new: peer(each, new), device)
@@ -108,7 +109,8 @@ def part_decode(table: Any, dry: bool) -> None:
         ("tiny",) if dry else ("0.5B", "1.7B", "8B"),
         (4,) if dry else (1, 64, 256, 1024),
     )
-    for size in sizes:  # ours first: a peer that hangs takes what is left of the part with it
+    # Our engines run first: a peer that hangs uses up the remaining time of the part.
+    for size in sizes:
         decoder = table.attempt(
             size, "ours", lambda s=size: make_decoder(make_model(s, device), kind="fast")
         )
@@ -147,5 +149,5 @@ def part_decode(table: Any, dry: bool) -> None:
                 table.attempt(f"{size}, {rows} rows", name, lambda given=given: peer_speed(*given))
                 give_back(device)
             del peer
-            gc.collect()  # who knows what others' objects refer to
+            gc.collect()  # third-party objects may form reference cycles
             give_back(device)

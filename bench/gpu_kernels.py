@@ -1,4 +1,6 @@
-"""The campaign's parts about kernels and tests: see gpu.py. Each is part_NAME(table, dry)."""
+"""Run the tests and measure the kernels for the GPU campaign (see gpu.py). Each part is a function
+part_NAME(table, dry).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def device_of(dry: bool) -> str:
 
 
 def milliseconds(run: Callable[[], object], device: str, repeats: int = 10) -> float:
-    """The median; events on a GPU, the clock elsewhere."""
+    """Return the median time of `run` in milliseconds: CUDA events on a GPU, the wall clock
+    elsewhere.
+    """
     run()
     times = []
     for _ in range(repeats if device == "cuda" else 2):
@@ -50,8 +54,8 @@ def milliseconds(run: Callable[[], object], device: str, repeats: int = 10) -> f
 
 
 def part_tests(table: Any, dry: bool) -> None:
-    """Counts, and a row for each test that fails and each file that cannot be read. Kernels' tests
-    first: the rest hang on them.
+    """Run the tests marked gpu and record the counts, each failed test and each file that pytest
+    cannot collect. The kernel tests run first, because the other tests depend on them.
     """
     files = sorted(
         path.relative_to(REPO).as_posix()
@@ -93,7 +97,9 @@ def part_tests(table: Any, dry: bool) -> None:
 
 
 def part_kernels(table: Any, dry: bool) -> None:
-    """bench/kernels.py's rows at 8,192 tokens (and 1,024 for the small heads), ours first."""
+    """Record the rows of bench/kernels.py at 8,192 tokens, then at 1,024 with fewer providers. Our
+    kernels run first.
+    """
     from bench import kernels as bench
     from bench.kernel_providers import PROVIDERS, CannotRun
 
@@ -140,8 +146,8 @@ def part_kernels(table: Any, dry: bool) -> None:
 
 
 def part_draw(table: Any, dry: bool) -> None:
-    """From hidden states to a token: `kernels.draw` against logits, softmax and inverse CDF; equal
-    tokens; time.
+    """Compare `kernels.draw`, from hidden states to a token, with logits, softmax and inverse CDF.
+    Record the largest logprob error, the share of equal tokens and the times.
     """
     from kernels import draw
     from rl.sampler.token_sampling import RowSettings

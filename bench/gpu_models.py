@@ -1,5 +1,5 @@
-"""The campaign's parts about a model that samples and learns: see gpu.py. Models have random
-weights, made on the device from configs.
+"""Measure models that sample and learn for the GPU campaign (see gpu.py). The models have random
+weights and are created on the device from configs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from bench.gpu_kernels import device_of
 
-BANDWIDTH = 3.0e12  # bytes a second, of a large copy on an H100
+BANDWIDTH = 3.0e12  # bytes per second of a large copy on an H100
 COMMON = dict(max_position_embeddings=32_768, eos_token_id=None, bos_token_id=None, pad_token_id=0)
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "0.5B": (
@@ -112,13 +112,15 @@ def wait(device: str) -> None:
 
 
 def give_back(device: str) -> None:
-    """What nothing refers to any more; a model, a decoder or an engine is gone with its last name."""
+    """Free cached GPU memory without references. A model, decoder or engine is freed with its last
+    name.
+    """
     if device == "cuda":
         torch.cuda.empty_cache()
 
 
 def seconds_of(run: Callable[[], Any], device: str) -> tuple[float, Any]:
-    """What it took, and what it gave."""
+    """Return the wall seconds and the result of `run`."""
     wait(device)
     began = time.perf_counter()
     given = run()
@@ -131,13 +133,15 @@ def random_prompts(count: int, length: int, vocab: int) -> list[list[int]]:
 
 
 def shares(rows: int, prompts: int) -> list[int]:
-    """Rows of each prompt: all of them, where it does not come out even the first ones one more."""
+    """Return the number of rows of each prompt. They add up to `rows`; if `rows` is not a multiple
+    of `prompts`, each of the first prompts gets an additional row.
+    """
     return [rows // prompts + (i < rows % prompts) for i in range(prompts)]
 
 
 def caches(dry: bool) -> dict[str, str]:
-    """Which engines are timed, by provider: the one that the product takes (without a GPU: takes on
-    one), and the plain one.
+    """Return the cache setting of each timed engine, by provider: the engine that the product
+    chooses (without a GPU: the engine that it chooses with a GPU), and the plain engine.
     """
     return {"ours": "paged" if dry else "auto", "plain": "plain"}
 
@@ -145,8 +149,8 @@ def caches(dry: bool) -> dict[str, str]:
 def engine_of(
     decoder: Any, cache: str, rows: int, prompts: list[list[int]], new_tokens: int, kept: Any = None
 ) -> Any:
-    """An engine as `rl.sampler.make_engine` chooses it, with `rows` rows over the prompts, queued.
-    `kept`: from one call to the next.
+    """Return an engine as `rl.sampler.make_engine` chooses it, with the prompts queued over `rows`
+    rows. `kept`: state that a call passes on to the next call.
     """
     from rl.sampler import Request, make_engine
     from rl.types import SamplingParams
@@ -164,7 +168,7 @@ def engine_of(
 
 
 def part_group(table: Any, dry: bool) -> None:
-    """16 answers to one long prompt: time until all have 64 tokens, beside `generate`."""
+    """Time 16 answers to a long prompt until all have 64 tokens, compared with `generate`."""
     from bench.gpu_peers import generating
     from rl.sampler import Kept, PagedEngine, make_decoder
 
@@ -182,7 +186,7 @@ def part_group(table: Any, dry: bool) -> None:
 
     def ours(name: str, cache: str) -> None:
         decoder, kept = make_decoder(model, kind="fast"), Kept()
-        # the second finds the pages and graphs of the first, as a run's next call does
+        # The second call reuses the pages and graphs of the first, as a run's next call does.
         for _ in range(2):
             engine = engine_of(decoder, cache, 16, prompt, new, kept)
             seconds, responses = seconds_of(engine.run, device)
@@ -215,8 +219,8 @@ def part_group(table: Any, dry: bool) -> None:
 
 
 def part_agreement(table: Any, dry: bool) -> None:
-    """Each sampled token's logprob as the sampler gave it and as the learner's head does, both in
-    bf16, and in float32 both.
+    """Compare each sampled token's logprob between the sampler and the learner's head, both in
+    bf16, then both in float32.
     """
     device, size = device_of(dry), "tiny" if dry else "0.5B"
     for dtype in (torch.bfloat16, torch.float32):
@@ -259,8 +263,8 @@ def _agreement(table: Any, case: str, name: str, cache: str, model: Any, dry: bo
 
 
 def part_trace(table: Any, dry: bool) -> None:
-    """A call of each engine with 64 rows, and forward and backward of 4,096 tokens: kernels
-    launched, time busy, and the trace itself.
+    """Profile a call of each engine with 64 rows, and forward and backward of 4,096 tokens. Record
+    the number of kernels launched, the busy time and the trace.
     """
     from kernels import linear_logprob
     from rl.sampler import make_decoder
@@ -292,7 +296,7 @@ def part_trace(table: Any, dry: bool) -> None:
 
         def step() -> None:
             hidden = model.model(ids).last_hidden_state[0]
-            # about what a learner allows itself on 80 GB
+            # About the limit that a learner sets on a GPU of 80 GB.
             how: dict[str, Any] = {"entropy": False, "saved_bytes": 4 << 30}
             linear_logprob(hidden[:-1], model.lm_head.weight, ids[0, 1:], **how)[0].sum().backward()
 
@@ -306,7 +310,9 @@ def part_trace(table: Any, dry: bool) -> None:
 def _profiled(
     table: Any, case: str, name: str, run: Callable[[], Any], drawn: Callable[[], float]
 ) -> None:
-    """The fourth call. `drawn`: tokens of a row so far."""
+    """Profile the fourth call of `run`. `drawn` returns the number of tokens sampled per row so
+    far.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for _ in range(3):
         run()

@@ -1,5 +1,5 @@
-"""The campaign's part about attention over pages: see gpu.py. Every way of it, rows by themselves
-and groups with shared pages.
+"""Measure attention over KV cache pages for the GPU campaign (see gpu.py): every implementation,
+with independent rows and with groups that share pages.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from bench.gpu_kernels import device_of, milliseconds
 
-BYTES_A_MS = 3.0e9  # of a large copy on an H100
-# rows, query heads, key heads, width; most positions of a row; rows of a group, its shared pages
+BYTES_A_MS = 3.0e9  # bytes per millisecond of a large copy on an H100
+# Rows, query heads, key heads, head width; maximum positions of a row; rows of a group, its shared
+# pages.
 CASES = [
     (1, 14, 2, 64, 8192, 1, 0),
     (64, 14, 2, 64, 1500, 1, 0),
@@ -28,8 +29,8 @@ DRY = [(4, 4, 2, 16, 40, 1, 0), (4, 4, 2, 16, 40, 2, 1)]
 
 
 def part_pages(table: Any, dry: bool) -> None:
-    """pytorch#194167: where torch splits a key's length over programs, only the first sequence's
-    rows are written in some shapes.
+    """Measure every case, and check for pytorch#194167: if torch splits the keys of a sequence over
+    programs, it writes only the rows of the first sequence in some shapes.
     """
     for given in DRY if dry else CASES:
         rows, heads, key_heads, width, most, group, shared = given
@@ -42,7 +43,9 @@ def part_pages(table: Any, dry: bool) -> None:
 
 
 def _make(given: tuple[int, ...], dry: bool) -> tuple[Any, ...]:
-    """(queries, pages, what `attend_pages` takes beside them, bytes that a step has to read)."""
+    """Return (queries, pages, the other arguments of `attend_pages`, bytes that a step has to
+    read).
+    """
     from rl.sampler.attention_paged import pages_of
 
     rows, heads, key_heads, width, most, group, shared = given
@@ -120,7 +123,7 @@ def _varlen(splits: int | None) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _exact(q: Tensor, kv: Tensor, table: Tensor, length: Tensor, shared: Any) -> Tensor:
-    """Row by row, float64."""
+    """Compute the attention row by row in float64: [rows, heads, width]."""
     found, size, repeat = [], kv.shape[2], q.shape[1] // kv.shape[3]
     for i in range(len(q)):
         first, positions = q.new_empty(0, dtype=torch.int32), 0

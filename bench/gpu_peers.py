@@ -1,5 +1,5 @@
-"""Who else samples, for the campaign (gpu.py): each is made once, and then asked for `new` tokens
-after each of some prompts.
+"""Create the peer samplers of the GPU campaign (gpu.py). Each peer is created once, then called for
+`new` tokens after each of some prompts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from bench.gpu_models import config_of, make_model
 
-# prompts of one length and new tokens of each; all tokens that came
+# Maps prompts of equal length and the number of new tokens of each to the number of all new tokens.
 Peer = Callable[[list[list[int]], int], int]
 
 
@@ -34,8 +34,8 @@ def generating(model: Any) -> Peer:
 
 
 def batching(model: Any) -> Peer:
-    """transformers' continuous batching. Its manager is sized for a first call, so each number of
-    prompts has one of its own.
+    """Sample with transformers' continuous batching. Its manager is sized for the first call, so
+    each number of prompts gets a separate manager.
     """
     from transformers import GenerationConfig
 
@@ -85,7 +85,7 @@ def serving(size: str) -> Peer:
     return run
 
 
-PEERS: dict[str, Callable[[str, str], Peer]] = {  # of a model's size, on a device
+PEERS: dict[str, Callable[[str, str], Peer]] = {  # of a model size, on a device
     "generate": lambda size, device: generating(make_model(size, device)),
     "continuous batching": lambda size, device: batching(make_model(size, device)),
     "vllm": lambda size, device: serving(size),

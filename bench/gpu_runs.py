@@ -1,5 +1,6 @@
-"""The campaign's parts about whole runs: see gpu.py. Random weights with a small tokenizer of our
-own, saved to a folder that is gone afterwards; the product's own scripts in processes of their own.
+"""Measure whole runs for the GPU campaign (see gpu.py). Models have random weights and a small
+tokenizer of this project, saved to a temporary folder. The product's scripts run in separate
+processes.
 """
 
 from __future__ import annotations
@@ -21,9 +22,7 @@ from bench.gpu_models import SIZES, give_back, make_model, seconds_of
 
 
 def save(size: str, folder: Path, device: str) -> Path:
-    """A model's folder as anyone would have one: weights, config, and the tokenizer of
-    tiny:addition.
-    """
+    """Save a model folder as users have it: weights, config, and the tokenizer of tiny:addition."""
     from rl.models import load_model
 
     make_model(size, device, torch.bfloat16 if device == "cuda" else torch.float32).save_pretrained(
@@ -34,8 +33,8 @@ def save(size: str, folder: Path, device: str) -> Path:
 
 
 def part_learner(table: Any, dry: bool) -> None:
-    """forward_backward and an optimizer step over 16k tokens, one micro-batch: tokens per second,
-    peak memory beside `--plan`'s.
+    """Measure forward_backward and an optimizer step over 16k tokens in a single micro-batch:
+    tokens per second, and peak memory compared with `--plan`.
     """
     size, length, count = ("tiny", 32, 2) if dry else ("0.6B", 2048, 8)
     case = f"{size}, {count} x {length} tokens"
@@ -45,7 +44,7 @@ def part_learner(table: Any, dry: bool) -> None:
         if model is None:
             return
         give_back(device_of(dry))
-        # with scores computed again, then as it is by default
+        # First with recomputed scores, then with the default.
         for name, kept in (("kept 0", 0), ("ours", None)):
             peak = table.attempt(
                 case,
@@ -71,8 +70,8 @@ def learned(
     kept: int | None,
     dry: bool,
 ) -> int:
-    """The second of two steps; its peak back. `kept`: bytes that the output head may keep of
-    logits.
+    """Measure the second of two steps and return its peak memory in bytes. `kept`: bytes of logits
+    that the output head may keep.
     """
     from rl import AdamParams, Datum, ModelInput, ServiceClient
     from rl.clients.settings import WorkerSettings
@@ -109,16 +108,17 @@ def learned(
         f"{seconds:.3f} s, the second of two steps",
     )
     table.row(case, name, "peak_bytes", peak)
-    gc.collect()  # the next measurement begins without this one's learner
+    gc.collect()  # the next measurement starts without this learner
     give_back(device)
     return peak
 
 
 def plan_of(model: Path, count: int, length: int, kept: int | None = 0) -> Any:
-    """What `train.py sft --plan` works out for batches of `count` rows of `length` tokens, each
+    """Return the plan of `train.py sft --plan` for batches of `count` rows of `length` tokens, each
     batch a micro-batch.
 
-    `kept`: bytes that the output head may keep of logits; None: the default on this device.
+    `kept`: bytes of logits that the output head may keep; None: the default on this device. Raises
+    RuntimeError if the plan is for a different step.
     """
     from rl.methods import METHODS
     from rl.run.plan_needs import launch_of, needs_of
@@ -160,9 +160,11 @@ def compare_plan(
     kept: int | None,
     peak: int | None,
 ) -> None:
-    """`peak`: of the step that was made, None where it was not. `kept`: see `plan_of`.
+    """Compare planned with measured bytes. `peak`: of the measured step, None if it was not run.
+    `kept`: see `plan_of`.
 
-    What libraries take of a device is no tensor, so the plan's assumption of it is left out.
+    Device memory that libraries take is not held in tensors, so the plan's assumption of it is
+    excluded.
     """
     from rl.memory import Plan
 
@@ -186,7 +188,9 @@ def compare_plan(
 
 
 def grpo(table: Any, case: str, dry: bool, launcher: list[str], sizes: list[str]) -> None:
-    """Three GRPO steps through train.py; a row for each time of the last."""
+    """Run three GRPO steps with train.py and record each time of the last step. Raises RuntimeError
+    if the command fails.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = save("tiny" if dry else "0.5B", folder / "model", device_of(dry))
@@ -262,8 +266,8 @@ def part_step(table: Any, dry: bool) -> None:
 
 
 def part_sharded(table: Any, dry: bool) -> None:
-    """DeepSpeed's stage 3, and with the optimizer in CPU memory, by `accelerate launch` on one
-    process.
+    """Run DeepSpeed's ZeRO stage 3, and stage 3 with the optimizer in CPU memory, by `accelerate
+    launch` on a single process.
     """
     sizes = ["--batch-size", "2", "--group-size", "2", "--max-tokens", "4"]
     sizes = sizes if dry else ["--batch-size", "8", "--group-size", "4", "--max-tokens", "64"]

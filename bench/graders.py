@@ -1,8 +1,9 @@
-"""The math graders on real text beside published grades: `python bench/graders.py [DATA]`.
+"""Compare the math graders with published grades on real text: `python bench/graders.py [DATA]`.
 
 DATA is the folder with gsm8k/, math/ and rollouts/ (default: $WHETSTONE_DATA). Writes
-results/graders.csv: a row for each comparison (how many solutions, how many grades agree), and one
-for each disagreement with its reason. Exit code 1 below 99%.
+results/graders.csv: a row for each comparison (number of solutions, number of grades that agree),
+and a row for each disagreement with its reason. The exit code is 1 if less than 99% of a
+comparison's grades agree or have an explanation.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ BAR = 0.99
 
 @dataclass(frozen=True)
 class Judged:
-    """A solution, what it is to be compared with, and the published grade. `read`: what their
-    grader took for its answer.
+    """Hold a solution, the answer that it is compared with, and the published grade. `read`: the
+    answer that the published grader extracted.
     """
 
     place: str
@@ -37,8 +38,8 @@ class Judged:
 
 
 def gsm8k(data: Path) -> Iterator[Judged]:
-    """Four models' solutions of 1,319 problems; their mark of the answer, "A:", is written as the
-    data set's own.
+    """Yield four models' solutions of 1,319 problems. Their mark of the answer, "A:", is replaced
+    by the mark of the data set.
     """
     for number, line in enumerate(
         (data / "gsm8k" / "example_model_solutions.jsonl").read_text().splitlines()
@@ -57,8 +58,8 @@ def gsm8k(data: Path) -> Iterator[Judged]:
 
 
 def qwen(data: Path, column: str) -> Iterator[Judged]:
-    """Eight solutions of 100 problems. `column`: "gt", what their score was taken against, or
-    "answer", as MATH has it.
+    """Yield eight solutions of each of 100 problems. `column`: "gt", the answer that the published
+    score was computed with, or "answer", MATH's answer.
     """
     for line in (data / "rollouts" / "qwen25math" / "math_cot_100.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -69,14 +70,14 @@ def qwen(data: Path, column: str) -> Iterator[Judged]:
 
 
 def math500(data: Path) -> Iterator[Judged]:
-    """MATH's own solutions, which are right: what they box is their answer."""
+    """Yield MATH's solutions, which are correct: their boxed text is their answer."""
     for row in json.loads((data / "math" / "math500_test.json").read_text()):
         yield Judged(row["unique_id"], row["solution"], row["answer"], True)
 
 
 def math500_shuffled(data: Path) -> Iterator[Judged]:
-    """The same solutions against the next problem's answer: wrong, unless the two are spelled
-    alike.
+    """Yield the same solutions with the next problem's answer: wrong, unless both answers are
+    spelled alike.
     """
     rows = json.loads((data / "math" / "math500_test.json").read_text())
     for row, after in zip(rows, [*rows[1:], rows[0]], strict=True):
@@ -101,7 +102,7 @@ COMPARISONS = {
 
 
 def reason(one: Judged, found: bool) -> str:
-    """Why the grades differ, from what was compared; "" where it is not known."""
+    """Explain from the compared texts why the grades differ; "" if the reason is unknown."""
     marked = marked_answer(one.response) or ""
     if found and ("m." in marked or "m." in one.answer) and one.read in marked:
         return (
@@ -119,7 +120,9 @@ def reason(one: Judged, found: bool) -> str:
 
 
 def compare(reward: str, solutions: Iterator[Judged]) -> tuple[int, list[tuple[Judged, bool]]]:
-    """(how many were graded, those graded otherwise than published, with our grade)."""
+    """Return (number of graded solutions, the solutions that our grade disagrees on, with our
+    grade).
+    """
     graded, differ, resolved = 0, [], resolve_reward(reward)
     for one in solutions:
         found = (
