@@ -1,9 +1,10 @@
-"""Rewards a second through the worker processes, for cheap rewards: `python bench/reward_pool.py
-[REPETITIONS]`.
+"""Measure rewards per second through the worker processes, for cheap rewards.
 
-512 short items at a time on two workers; the median and the best of the repetitions. One that is
-registered as bounded (exact_match, gsm8k) runs in the trainer itself unless it is named by its
-address, as here.
+    python bench/reward_pool.py [REPETITIONS]
+
+Two workers score 512 short items at a time. The script prints the median and the best repetition.
+The trainer scores registered bounded rewards (exact_match, gsm8k) in the trainer process, unless a
+reward is named by its address, as here.
 """
 
 import statistics
@@ -21,10 +22,11 @@ ITEMS = [
 
 
 def measure(reward: str, repetitions: int) -> tuple[float, float]:
-    """(median, best) rewards a second."""
+    """Return the (median, best) rewards per second."""
     with Scorer(reward, workers=2) as scorer:
         scorer.score_many(ITEMS)
-        scorer.score_many(ITEMS)  # by now both workers run, and chunks have their size
+        # Start both workers and settle the chunk size before timing.
+        scorer.score_many(ITEMS)
         seconds = []
         for _ in range(repetitions):
             begin = time.perf_counter()

@@ -1,12 +1,15 @@
-"""Samples a second of one training loop in four forms, on the same work: who samples and who
-learns, together, in turn or side by side.
+"""Measure samples per second of a training loop under several role assignments, on the same work.
 
-    python bench/roles.py --out bench/results/roles.csv              # three seeds, some forty minutes on two cores
+Ranks sample and learn together, in turn or concurrently.
 
-The work: two-digit sums from a policy that answers badly (trained on noisy answers first, once), 8
-answers to each of 16 sums a step, rewards that take a log-normal time (mean 0.25 s, sigma 1;
-`instant`: none). Every form trains on equally many samples; accuracy is of sampled answers to 512
-held-out sums afterwards. Samples a second are over all steps but the first five.
+    # three seeds, about forty minutes on two cores
+    python bench/roles.py --out bench/results/roles.csv
+
+The work: two-digit sums, from a policy that answers badly (trained once on noisy answers), 8
+answers to each of 16 sums per step. Rewards take a log-normal time (mean 0.25 s, sigma 1), or no
+time with `instant`. Every form trains on the same number of samples. Accuracy is that of sampled
+answers to 512 held-out sums after training. Samples per second cover all steps except the first
+five.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from rl.environments import Environment, Turn  # noqa: E402
 
 GROUPS, SIZE, SKIPPED = 16, 8, 5
 LATE = "--max-steps-off-policy 3"
-FORMS = {  # by a short name: in words, processes, flags
+FORMS = {  # short name -> (description, processes, flags)
     "one": ("synchronous, one process", 1, ""),
     "roles": ("one samples, one learns", 2, f"{LATE} --sampler-ranks 1"),
     "roles2": (
@@ -50,7 +53,7 @@ FORMS = {  # by a short name: in words, processes, flags
 
 
 class SlowSum(Environment):
-    """A sum whose answer is looked at for a while."""
+    """Simulate a slow reward: the grading of a sum waits for a random time."""
 
     def start(self) -> str:
         while True:
@@ -76,7 +79,7 @@ def run(words: str, processes: int = 1, **env: str) -> None:
 
 
 def accuracy(folder: Path) -> float:
-    # away from the run, whose environment would be asked instead
+    # Evaluate a copy outside the run's folder; otherwise evaluate.py uses the run's environment.
     with tempfile.TemporaryDirectory() as alone:
         weights, found = Path(alone, "model"), Path(alone, "found.json")
         shutil.copytree(
@@ -140,8 +143,10 @@ def main() -> None:
 
 
 def write(rows: list[dict[str, Any]], out: Path) -> None:
-    """With each form's samples a second over the synchronous loop's, of one process and of two, on
-    the same work and seed.
+    """Write the rows with each form's speedup over the synchronous loop.
+
+    The speedup divides samples per second by those of the synchronous loop, with a single process
+    and with two, on the same work and seed.
     """
     rates = {(row["work"], row["seed"], row["form"]): row["samples_per_second"] for row in rows}
     for row in rows:
@@ -151,7 +156,8 @@ def write(rows: list[dict[str, Any]], out: Path) -> None:
                 round(row["samples_per_second"] / rate, 2) if rate else ""
             )
     with out.open("w", newline="") as file:
-        # A start that was given is what the line makes without it.
+        # Omit --start from the recorded command: without it, the script trains the same
+        # start model.
         words = [
             word for i, word in enumerate(sys.argv) if "--start" not in (word, sys.argv[i - 1])
         ]

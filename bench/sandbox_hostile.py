@@ -1,7 +1,9 @@
-"""The hostile set (tests/hostile_programs.py, tests/hostile_grading.py) counted by family: rewards,
-secrets, sandboxes lost, seconds beyond the limit; the honest programs (tests/honest_programs.py);
-and how much a hostile neighbour slows a program on another worker, against a neighbour that is
-merely busy.
+"""Count the results of the hostile programs by family, and measure a hostile neighbor's slowdown.
+
+The hostile set is tests/hostile_programs.py and tests/hostile_grading.py. The counts are rewards,
+secrets, lost sandboxes and seconds beyond the limit. The script also runs the honest programs
+(tests/honest_programs.py). It measures the slowdown of a program on another worker, next to a
+hostile neighbor and next to a neighbor that is merely busy.
 
     python bench/sandbox_hostile.py --out bench/results/sandbox_hostile.csv
     python bench/sandbox_hostile.py --part neighbours --out bench/results/sandbox_neighbours.csv
@@ -97,7 +99,7 @@ def counted(sandbox: Sandbox) -> list[dict[str, object]]:
 
 
 def counted_gradings(sandbox: Sandbox) -> list[dict[str, object]]:
-    """`rewards`: programs with a larger share of their tests than they earn."""
+    """Count as `rewards` the programs that pass a larger share of their tests than they earn."""
     rows: list[dict[str, object]] = []
     for family, name in GRADING_FAMILIES.items():
         programs = [program for program in cheats() if program.family == family]
@@ -153,7 +155,7 @@ def counted_honest(sandbox: Sandbox) -> dict[str, object]:
 
 
 def beside(sandbox: Sandbox, neighbour: str, rounds: int) -> float:
-    """Median seconds of a fixed work while `neighbour` runs on the other worker."""
+    """Return the median seconds of a fixed work while `neighbour` runs on the other worker."""
     seconds, done = [], threading.Event()
 
     def keep_running() -> None:
@@ -184,7 +186,8 @@ def main() -> None:
         programs = {p.name: p.text for p in hostile() if p.style == "dialogue"}
         for name in NEIGHBOURS if given.part == "neighbours" else ():
             polite, rude = [], []
-            for _ in range(given.turns):  # in turns, so that what else the machine does meets both
+            # Take turns, so that other load on the machine affects both.
+            for _ in range(given.turns):
                 polite.append(beside(sandbox, "while True: pass", given.rounds))
                 rude.append(beside(sandbox, programs[name], given.rounds))
             ratio = statistics.median(rude) / statistics.median(polite)

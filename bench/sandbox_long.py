@@ -1,5 +1,6 @@
-"""Ten thousand short programs in a row: does anything grow? Memory, descriptors and processes of
-the caller and of its sandboxes.
+"""Check for leaks over ten thousand short programs in a row.
+
+The script measures memory, descriptors and processes of the caller and of its sandboxes.
 
     python bench/sandbox_long.py --programs 10000 --out bench/results/sandbox_long.csv
 """
@@ -27,7 +28,7 @@ def below(pid: int) -> list[int]:
 
 
 def resident_mb(pid: int) -> float:
-    """Memory that is this process's alone."""
+    """Return the process's private memory in MB."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) / 1024

@@ -1,11 +1,14 @@
-"""How many wrong programs do the tests catch? Reference solutions of HumanEval and MBPP with one
-operator or constant changed.
+"""Count the wrong programs that the tests of HumanEval and MBPP catch.
 
-A mutant that passes is classed: `equal` where its values agree with the reference's on inputs that
-the tests do not have (the tests' own, varied), `unreached` where the changed line is never run by
-the tests, else `missed`: the tests are too weak.
+A mutant is a reference solution with a changed operator or constant. A mutant that passes gets a
+class:
+  equal      its values agree with the reference's on inputs that the tests do not have (variations
+             of the tests' inputs)
+  unreached  the tests never run the changed line
+  missed     all others: the tests are too weak
 
-    python bench/sandbox_mutants.py --data DATA --mutants 1200 --out bench/results/sandbox_mutants.csv
+    python bench/sandbox_mutants.py --data DATA --mutants 1200 \\
+      --out bench/results/sandbox_mutants.csv
 """
 
 import argparse
@@ -24,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rl.sandbox import Asserts, Limits, Sandbox
 
-_CHUNK = 100  # mutants between two reports
+_CHUNK = 100  # mutants between two progress reports
 SWAPS: dict[type, type] = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -53,7 +56,7 @@ SWAPS: dict[type, type] = {
 
 
 def places(tree: ast.AST) -> list[tuple[int, str, int]]:
-    """(number of the node, what is changed, its line) of all that can be changed."""
+    """Return (index of the node, kind of change, line number) of every possible mutation."""
     found, docs = [], set()
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
@@ -135,7 +138,7 @@ def problems(data: Path) -> list[tuple[str, str, Asserts]]:
 
 
 class Marked(ast.NodeTransformer):
-    """Every statement on `line` first ends the process: does any test run it?"""
+    """Insert a process exit before every statement on `line`, to check if the tests run it."""
 
     def __init__(self, line: int):
         self.line = line
@@ -165,8 +168,9 @@ class Marked(ast.NodeTransformer):
 
 
 def other_inputs(tests: Asserts, seed: int) -> list[str]:
-    """Calls like those of the tests with other constants: their expressions, to compare two
-    programs by.
+    """Return calls like those of the tests with other constants, as expressions.
+
+    The caller compares two programs by the values of these calls.
     """
     found, chance = [], random.Random(seed)
     for text in tests.asserts:
@@ -190,7 +194,7 @@ def other_inputs(tests: Asserts, seed: int) -> list[str]:
 
 
 def agrees(sandbox: Sandbox, reference: str, mutant: str, tests: Asserts) -> bool:
-    """Both give the same for inputs that the tests do not have."""
+    """Return whether both programs give the same values for inputs that the tests do not have."""
     calls = other_inputs(tests, 0)
     name = tests.entry_point
     lines = "\n".join(

@@ -1,5 +1,6 @@
-"""Reference solutions of HumanEval and MBPP, and empty bodies, graded: how many pass, and which do
-not.
+"""Grade the reference solutions of HumanEval and MBPP, and empty bodies.
+
+The output counts the passes and names the failures.
 
     python bench/sandbox_published.py --data DATA --out bench/results/sandbox_published.csv
 """

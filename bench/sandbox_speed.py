@@ -1,8 +1,8 @@
-"""What it costs to start a program, in CPU milliseconds above a plain interpreter: ours beside
-bubblewrap by hand and sandlock by hand. And how many short programs a second all workers run.
+"""Measure the cost of starting a program, and the short programs per second of all workers.
 
-CPU time is what the kernel accounts to the processes themselves, so a busy machine changes it less
-than it changes seconds.
+The cost is CPU milliseconds above a plain interpreter, for our sandbox, for bubblewrap by itself
+and for sandlock by itself. CPU time is what the kernel accounts to the processes, so a busy machine
+changes it less than wall-clock seconds.
 
     python bench/sandbox_speed.py --out bench/results/sandbox_speed.csv
 """
@@ -35,8 +35,9 @@ def below(pid: int) -> list[int]:
 
 
 def cpu(sandbox: Sandbox | None) -> float:
-    """Seconds of this process, of its ended children, and of a sandbox's processes with their ended
-    children.
+    """Return the CPU seconds of this process, its ended children, and a sandbox's processes.
+
+    The sandbox's part includes the ended children of its processes.
     """
     total = sum(
         sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
@@ -69,8 +70,9 @@ def quiet(command: list[str]) -> None:
 
 
 def inner_cpu(command: list[str], rounds: int) -> float:
-    """CPU milliseconds that a shell behind bubblewrap counts for its child, which bubblewrap's own
-    parent never sees.
+    """Return the CPU milliseconds that a shell inside bubblewrap counts for its child.
+
+    The parent process of bubblewrap does not see this time.
     """
     total = 0.0
     for _ in range(rounds):

@@ -1,19 +1,23 @@
-"""Step time, memory and traffic of a GRPO step on 1 to 1,024 GPUs, modelled; its traffic checked on
-two real processes.
+"""Model step time, memory and traffic of a GRPO step on 1 to 1,024 GPUs.
 
-    python bench/scaling.py                        # table, results/scaling.csv and results/scaling.png: under a minute
-    python bench/scaling.py --measure              # first: bytes that two gloo processes really send, against the model
+Two real processes check the modelled traffic.
+
+    # table, results/scaling.csv and results/scaling.png: under a minute
+    python bench/scaling.py
+    # first measure the bytes that two gloo processes really send, against the model
+    python bench/scaling.py --measure
     python bench/scaling.py --sampling-rate 7:2500 --mfu 0.35 --reward-seconds 0.05
 
-Memory is that of `train.py --plan` (rl.memory.plan). Nothing overlaps: sampling, arithmetic,
-traffic and the driver's work are added, which is how the loop runs (only ZeRO-2 may overlap its
-sending, by a setting). The work grows with the GPUs: a fixed number of answers for each. What the
-figures rest on is printed first; the rates are inputs, not measurements. Where a sampler's whole
-copy fits no GPU, as few GPUs of a machine as can hold it together (`--sampler-tp`;
-scaling_teams.py). A mixture of experts computes with the numbers that a token is sent to, and
-holds, sends and gathers all of them. A model that sees runs its tower over every image, frozen
-(LoRA: the text alone is trained) or trained; its images are tokens of the prompt as well. W: ranks,
-N: numbers in the model, Nt: those that are trained, m: micro-batches of a rank in a step.
+Memory is that of `train.py --plan` (rl.memory.plan). Nothing overlaps: the model adds sampling,
+arithmetic, traffic and the driver's work, because the loop runs them in sequence (only ZeRO-2 may
+overlap its sending, by a setting). The work grows with the GPUs: a fixed number of answers per GPU.
+The output begins with the assumptions; the rates are inputs, not measurements. Where a sampler's
+whole copy fits no GPU, the fewest GPUs of a machine that can hold the copy together do so
+(`--sampler-tp`; scaling_teams.py). A mixture of experts computes with the parameters that a token
+is routed to; it holds, sends and gathers all parameters. A vision-language model runs its vision
+tower over every image. The tower is frozen (LoRA trains only the language model) or trained. The
+image's tokens count as prompt tokens too. Symbols: W ranks, N parameters of the model, Nt trained
+parameters, m micro-batches per rank and step.
 """
 
 from __future__ import annotations
@@ -49,41 +53,43 @@ STAGES: dict[str, int | None] = {"ddp": None, "zero1": 1, "zero2": 2, "zero3": 3
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Rates of one GPU and its links. Bandwidths are of one direction, as a ring uses them."""
+    """Hold the rates of a GPU and its links; bandwidths are unidirectional, as in rings."""
 
-    flops: float = 989e12  # bf16, dense: an H100's data sheet
+    flops: float = 989e12  # bf16, dense, from an H100's data sheet
     mfu: float = 0.35
     memory_gib: float = 80.0
-    nvlink: float = 450e9 * 0.7  # bytes/s; the factor is what collectives usually reach
-    infiniband: float = 50e9 * 0.8  # bytes/s for each GPU (400 Gb/s)
+    nvlink: float = 450e9 * 0.7  # bytes/s; the factor is the usual efficiency of collectives
+    infiniband: float = 50e9 * 0.8  # bytes/s per GPU (400 Gb/s)
     per_node: int = 8
-    collective_seconds: float = 20e-6  # of a call over NVLink, however little it sends
+    collective_seconds: float = 20e-6  # latency of a call over NVLink, regardless of its size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Driver:
-    """What rank 0 does alone. `bytes_per_token`, `pickle_rate`: of a batch on its way to the ranks
-    (what --measure found).
+    """Hold the rates of the work that only rank 0 does.
+
+    `bytes_per_token` and `pickle_rate` describe a batch on its way to the ranks; the defaults come
+    from --measure.
     """
 
     reward_seconds: float = 0.005
     reward_workers: int = 8
     bytes_per_token: float = 16.0
     pickle_rate: float = 130e6  # bytes/s, packing and unpacking
-    network: float = 1.5e9  # bytes/s of object broadcasts, which go over gloo and TCP
+    network: float = 1.5e9  # bytes/s of object broadcasts, which use gloo over TCP
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What one GPU gets in a step, and how it is cut up."""
+    """Hold the work of a GPU in a step, and its division into micro-batches."""
 
     answers: int = 64
     group: int = 8
     prompt: int = 512
     answer: int = 1024
     budget: int = 16_384
-    # of the images of a prompt, as the tower reads them; the tokens that they become are among
-    # `prompt`
+    # Image patches per prompt, as the vision tower reads them. `prompt` includes the resulting
+    # tokens.
     patches: int = 0
 
     @property
@@ -91,17 +97,21 @@ class Load:
         return self.answers * (self.prompt + self.answer)
 
 
-# ------------------------------------------------------------------------------------------ traffic
+# ---------------------------------------------------------------------------- traffic
 
 
 def payload(shape: ModelShape, launch: Launch, micro_batches: int) -> dict[str, float]:
-    """Bytes handed to collectives by one rank in an optimizer step (whole tensors), by collective.
+    """Return the bytes that a rank hands to collectives per optimizer step, by collective.
 
-    DDP, ZeRO-1  gradients once, fp32                     ZeRO-1, 2  updated weights, gathered once
+    The bytes are those of whole tensors.
+
+    DDP, ZeRO-1  gradients once, fp32
+    ZeRO-1, 2    updated weights, gathered once
     ZeRO-2       gradients at each micro-batch; DeepSpeed 0.19 all-reduces them in buckets and keeps
-    its share ZeRO-3       weights gathered for each forward, and for the backward but for the last
-    that are still there; gradients
-                 reduce-scattered at each micro-batch; weights once more for the sampler
+                 its share
+    ZeRO-3       weights gathered for each forward, and for each backward except for the last
+                 gathered weights, which are still in memory; gradients reduce-scattered at each
+                 micro-batch; weights once more for the sampler
     """
     if launch.world == 1:
         return {"all_reduce": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0}
@@ -114,7 +124,8 @@ def payload(shape: ModelShape, launch: Launch, micro_batches: int) -> dict[str, 
     large = shape.parameters - shape.small
     gathers = large + max(0, large - REUSE)
     sampler = shape.parameters - shape.small if shape.trainable == shape.parameters else 0
-    updated = shape.small  # small ones are whole everywhere, and gathered after the step
+    # Small parameters stay whole on every rank, and are gathered after the step.
+    updated = shape.small
     return {
         "all_reduce": 0.0,
         "all_gather": float(launch.weight_bytes * (micro_batches * gathers + sampler + updated)),
@@ -123,23 +134,24 @@ def payload(shape: ModelShape, launch: Launch, micro_batches: int) -> dict[str, 
 
 
 def on_the_wire(sent: Mapping[str, float], world: int) -> float:
-    """Bytes that a rank sends in rings: 2 (W - 1) / W of what is all-reduced, (W - 1) / W of what
-    is gathered or scattered.
+    """Return the bytes that a rank sends in rings.
+
+    A ring sends 2 (W - 1) / W of all-reduced bytes, and (W - 1) / W of gathered or scattered bytes.
     """
     share = (world - 1) / world
     return share * (2 * sent["all_reduce"] + sent["all_gather"] + sent["reduce_scatter"])
 
 
-# ---------------------------------------------------------------------------------------- step time
+# ---------------------------------------------------------------------------- step time
 
 
 @dataclass(frozen=True)
 class Step:
-    """One row of the table; seconds and GiB are of one GPU. `limit`: the largest part, or what does
-    not fit.
+    """Hold a row of the table; seconds and GiB are per GPU.
 
-    sampler_tp: GPUs that hold a sampler together; sampler_traffic_s: of sample_s, what they send
-    each other.
+    limit: the largest part of the step time, or the reason why the launch does not fit.
+    sampler_tp: number of GPUs that hold a sampler together.
+    sampler_traffic_s: the part of sample_s in which these GPUs send data to each other.
     """
 
     model: str
@@ -163,11 +175,12 @@ def step(
     name: str, shape: ModelShape, held: Held, launch: Launch, load: Load, hardware: Hardware, driver: Driver, sampling_rate: float,
     *, splits: bool = True,
 ) -> Step:  # fmt: skip
-    """A GRPO step with gradient checkpointing. `sampling_rate`: tokens/s that one GPU draws.
+    """Model a GRPO step with gradient checkpointing. `sampling_rate`: sampled tokens/s per GPU.
 
-    Its samplers are held by as few GPUs together as fit; where none fit, by one each. What a team's
-    GPUs draw is taken to be what they would draw one by one (each reads its part of the weights,
-    for the rows of all), less the time of their sums. Not `splits`: by one each.
+    The fewest GPUs that fit hold a sampler together; where no number fits, each GPU holds a
+    sampler. The model assumes that a team of GPUs samples at the sum of its GPUs' separate rates
+    (each GPU reads its part of the weights, for the rows of all), less the time of the team's
+    all-reduces. With `splits=False`, each GPU holds a sampler.
     """
     given = (name, shape, held, launch, load, hardware, driver, sampling_rate)
     tries = (
@@ -223,19 +236,21 @@ def _step(
 
 
 def arithmetic(shape: ModelShape, load: Load) -> float:
-    """Operations of a GPU's learner in a step: 2 a number and token forward, 4 backward, 2 for the
-    forward again (checkpointing).
+    """Return the floating-point operations of a GPU's learner in a step.
 
-    A frozen tower runs forward alone. Attention's own products, which grow with the square of a
-    length, are left out.
+    Per parameter and token: 2 for the forward, 4 for the backward, and 2 for the recomputed forward
+    (checkpointing). A frozen tower runs only the forward. The count omits the attention products,
+    which grow with the square of the sequence length.
     """
     patches = load.answers * load.patches if shape.seeing else 0
     return 8 * shape.active * load.tokens + (2 * shape.seeing + 6 * shape.seeing_trained) * patches
 
 
 def driver_seconds(driver: Driver, load: Load, world: int) -> float:
-    """Rewards on the driver's workers; the batch packed, sent down a tree and unpacked, once for
-    the learner.
+    """Return the driver's seconds in a step.
+
+    The sum covers the rewards on the driver's workers, and packing, sending down a tree and
+    unpacking the batch, once for the learner.
     """
     rewards = world * load.answers * driver.reward_seconds / driver.reward_workers
     if world == 1:
@@ -264,7 +279,7 @@ def work_of(shape: ModelShape, launch: Launch, load: Load) -> Work:
         "max_rows": 1024,
         "world": launch.world // launch.team,
     }
-    # as rl.run.plan_needs has it: what a trial on the device chooses
+    # Same condition as rl.run.plan_needs: the run decides it by a trial on the device.
     in_pages = shape.fast and launch.cuda and launch.team == 1
     prompts, rows = sampled_at_once(**drawn, paged=in_pages)
     pages = pool_pages(**drawn, streams=False) if in_pages else 0
@@ -291,7 +306,10 @@ def table(
     driver: Driver,
     rates: Mapping[str, float],
 ) -> list[Step]:
-    """Every size, number of GPUs and launch. One GPU is one process without a launch."""
+    """Return the rows of every model size, number of GPUs and launch.
+
+    A single GPU is a process without a launch.
+    """
     import torch
 
     from rl.memory.trace import Arithmetic
@@ -321,12 +339,13 @@ def table(
     return rows
 
 
-# ----------------------------------------------------------------------- what two processes measure
+# ---------------------------------------------------------------------------- measured traffic
 
 
 def measure(folder: Path, launch: str, micro_batches: int = 3) -> dict[str, Any]:
-    """What two gloo processes hand to collectives in a step, and the seconds it takes: see
-    scaling_measure.py.
+    """Measure the bytes that two gloo processes hand to collectives in a step, and its seconds.
+
+    See scaling_measure.py.
     """
     out = folder / f"{launch}.json"
     config = HERE.parent / "accelerate_configs" / f"{launch}.yaml"
@@ -351,7 +370,7 @@ def measure(folder: Path, launch: str, micro_batches: int = 3) -> dict[str, Any]
 def compare(
     folder: Path, micro_batches: int = 3, launches: Sequence[str] = tuple(STAGES)
 ) -> list[dict[str, Any]]:
-    """Measured against modelled bytes, a row for each launch and collective."""
+    """Compare measured with modelled bytes: a row for each launch and collective."""
     from scaling_measure import write_model
 
     from rl.memory.trace import Skeleton
@@ -379,12 +398,11 @@ def compare(
 
 
 def step_times(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Measured against modelled seconds of a step, a row for each launch: arithmetic + bytes on the
-    wire / link.
+    """Compare measured with modelled seconds of a step: a row for each launch.
 
-    The two rates of the machine (one arithmetic for all launches, one link) are those that fit the
-    launches best (least squares), so what is checked is the model's form: that with them the bytes
-    explain the differences between launches.
+    The model is arithmetic + bytes on the wire / link. Least squares over the launches fits the
+    machine's two rates (the same arithmetic and link for all launches). The comparison therefore
+    checks the model's form: with these rates, the bytes explain the differences between launches.
     """
     import numpy as np
 
@@ -419,8 +437,9 @@ def step_times(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def batch_costs() -> tuple[float, float]:
-    """(bytes a token takes on its way to the ranks, bytes/s of packing and unpacking them) of RL
-    datums here.
+    """Measure the cost of sending RL datums to the ranks, on this machine.
+
+    Returns (bytes per token, bytes/s of packing and unpacking).
     """
     import numpy as np
 
@@ -441,7 +460,7 @@ def batch_costs() -> tuple[float, float]:
     return len(packed) / (256 * 1536), len(packed) / (time.perf_counter() - begin)
 
 
-# ----------------------------------------------------------------------------------------- the line
+# ---------------------------------------------------------------------------- command line
 
 
 def arguments() -> argparse.Namespace:
@@ -456,8 +475,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=list(NAMES), choices=list(NAMES))
     parser.add_argument("--gpus", nargs="+", type=int, default=list(GPUS))
     parser.add_argument("--out", type=Path, default=RESULTS)
-    # One H100 drawing with a batch of 64; what it really is depends on engine, length and batch: an
-    # assumption to replace.
+    # An H100 sampling with a batch of 64. The real rate depends on engine, length and batch:
+    # replace this assumption with a measured figure.
     parser.add_argument(
         "--sampling-rate",
         nargs="+",

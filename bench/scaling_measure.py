@@ -1,7 +1,9 @@
-"""What processes really hand to collectives in one optimizer step; started by `scaling.py
---measure` and by a test.
+"""Measure the bytes that processes hand to collectives in an optimizer step.
 
-    accelerate launch --config_file accelerate_configs/zero3.yaml --num_processes 2 bench/scaling_measure.py MODEL OUT.json MICRO_BATCHES
+`scaling.py --measure` and a test start this script:
+
+    accelerate launch --config_file accelerate_configs/zero3.yaml --num_processes 2 \\
+      bench/scaling_measure.py MODEL OUT.json MICRO_BATCHES
 
 Every process runs the worker's verbs itself, in the same order, so that a dispatch mode sees each
 collective's tensors.
@@ -43,8 +45,8 @@ MODEL = {
     "tie_word_embeddings": True,
 }
 LENGTH = 64
-# Which argument of a collective is the whole tensor: what all-gather writes, what reduce-scatter
-# reads.
+# Index of the collective's argument that holds the whole tensor: the output of all-gather, the
+# input of reduce-scatter.
 WHOLE = {
     "allreduce_": ("all_reduce", 0),
     "_allgather_base_": ("all_gather", 0),
@@ -57,9 +59,7 @@ WHOLE = {
 
 
 class Collectives(TorchDispatchMode):
-    """Bytes by collective. One that is not known is counted by its own name, so that none is
-    overlooked.
-    """
+    """Count bytes by collective; unknown collectives are counted under their name, not dropped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,8 +92,10 @@ def datums(count: int) -> list[Datum]:
 
 
 def write_model(folder: Path) -> str:
-    """The model that is measured, with random weights. Before processes are launched: in several,
-    transformers writes in one.
+    """Write the measured model with random weights and return its folder.
+
+    Call this before launching the processes: in several processes, transformers writes in only
+    the first.
     """
     from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -115,7 +117,8 @@ def main(model: str, out: Path, micro_batches: int) -> None:
         worker.forget_version(version - 1)
         worker.snapshot(0, version)
 
-    for version in (1, 2):  # ZeRO-3 learns the order of the layers in the first
+    # ZeRO-3 learns the order of the layers in the first step.
+    for version in (1, 2):
         step(version)
     times = []
     for version in (3, 4, 5):

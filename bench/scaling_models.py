@@ -1,4 +1,4 @@
-"""The models of scaling.py, from configs written aside: no weights."""
+"""Build the models of scaling.py from inline configs, without weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-# The dense Qwen2.5 models: hidden, layers, heads, key heads, MLP, vocabulary, tied head.
+# The dense Qwen2.5 models: hidden size, layers, heads, key heads, MLP size, vocabulary, tied head.
 SIZES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "0.5B": (896, 24, 14, 2, 4864, 151_936, True),
     "1.5B": (1536, 28, 12, 2, 8960, 151_936, True),
@@ -19,8 +19,10 @@ NAMES = (*SIZES, "30B-A3B", "8B-VL")
 
 
 def config_of(name: str) -> Any:
-    """Qwen2.5, Qwen3's mixture of 128 experts of which a token goes to 8, and Qwen3-VL with its
-    tower.
+    """Return the config of a model by name.
+
+    The models are Qwen2.5, Qwen3's mixture of 128 experts that routes each token to 8 of them, and
+    Qwen3-VL with its vision tower.
     """
     if name == "30B-A3B":
         from transformers import Qwen3MoeConfig
@@ -87,7 +89,7 @@ def config_of(name: str) -> Any:
 
 
 def skeletons(names: Sequence[str]) -> dict[str, Any]:
-    """The models by name."""
+    """Return the models by name, without weights."""
     from rl.memory.trace import Skeleton
 
     found = {}

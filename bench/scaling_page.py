@@ -1,4 +1,4 @@
-"""The table, the CSV file and the plot of scaling.py."""
+"""Write the table, the CSV file and the plot of scaling.py."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def write_csv(path: Path, rows: Sequence[Any]) -> None:
 
 
 def draw(rows: Sequence[Any], path: Path, load: Any) -> None:
-    """Tokens a second of each GPU over the number of GPUs, a panel for each size; hollow where it
-    does not fit.
+    """Plot tokens per second per GPU over the number of GPUs, with a panel for each model size.
+
+    Hollow markers show launches that do not fit.
     """
     import matplotlib
 
@@ -79,7 +80,10 @@ def draw(rows: Sequence[Any], path: Path, load: Any) -> None:
 
 
 def show(rows: Sequence[Any]) -> None:
-    """The best launch that fits for each size and number of GPUs, or the one that needs least."""
+    """Print the best launch that fits for each model size and number of GPUs.
+
+    If no launch fits, print the launch that needs the least memory.
+    """
     from rich.console import Console
     from rich.table import Table
 

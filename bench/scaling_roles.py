@@ -1,14 +1,16 @@
-"""Roles by rank in the scaling model: a GRPO step where some GPUs sample and the others learn,
-against all of them doing both in turn.
+"""Model a GRPO step where some GPUs sample and the others learn, by rank.
+
+The comparison is with all GPUs sampling and learning in turn.
 
     python bench/scaling_roles.py                  # table, results/scaling_roles.csv
 
-The work, the rates and what a learner's step costs are scaling.py's (its settings are this one's
-too). Where the sides go on at once (`--max-steps-off-policy`), a step takes as long as the slowest
-of: drawing all answers on the GPUs that sample; rewards and the learners' step, with the answers of
-all; and the new weights' way over the bridge, a copy through rank 0's memory. In turn they are
-added up, and so are they where the samplers wait (`waiting_s`). How many sample is chosen: the
-fastest of all splits that fit.
+The work, the rates and the learner's costs are those of scaling.py. Its settings apply here too.
+With concurrent sides (`--max-steps-off-policy`), a step takes as long as the slowest of:
+  - sampling all answers on the sampler GPUs;
+  - rewards and the learners' step, with the answers of all GPUs;
+  - sending the new weights through a copy in rank 0's memory.
+In turn, these times are added; they are also added where the samplers wait (`waiting_s`). The
+script chooses the number of samplers: the fastest of all splits that fit.
 """
 
 from __future__ import annotations
@@ -42,13 +44,14 @@ from rl.memory import plan_sampler  # noqa: E402
 from rl.memory.given import Held, Launch, ModelShape  # noqa: E402
 from rl.memory.plan import GIB, ROOM  # noqa: E402
 
-TO_HOST = 25e9  # bytes/s from a GPU to the memory of its machine
+TO_HOST = 25e9  # bytes/s from a GPU to its machine's memory
 
 
 @dataclass(frozen=True)
 class Sides:
-    """One row: seconds of a step of each side, and of both, against GPUs that take turns.
-    `samplers` 0: no split fits.
+    """Hold a row: seconds per step of each side and of both, and the speedup over taking turns.
+
+    `samplers` is 0 if no split fits.
     """
 
     model: str
@@ -66,8 +69,10 @@ class Sides:
 
 
 def hand_over_seconds(shape: ModelShape, driver: Driver, samplers: int) -> float:
-    """Trained weights, in fp32 to rank 0's memory and as samplers keep them (bf16, adapters in
-    fp32) down a tree to every sampler.
+    """Return the seconds to send the trained weights to the samplers.
+
+    The weights move in fp32 to rank 0's memory, then down a tree to every sampler in the samplers'
+    format (bf16; adapters in fp32).
     """
     crossing = 2.0 * (shape.trainable - shape.adapters) + 4.0 * shape.adapters
     return 4.0 * shape.trainable / TO_HOST + crossing / driver.network * max(
@@ -86,11 +91,10 @@ def split(
     driver: Driver,
     rate: float,
 ) -> tuple[float, float, float] | None:
-    """(seconds to sample, to learn, to hand over) with so many of the launch's GPUs as samplers;
-    None where a side does not fit.
+    """Return the seconds (to sample, to learn, to send weights) with `samplers` sampler GPUs.
 
-    Each GPU's `load` is of the whole launch: learners get the answers of all of them, and so do
-    samplers.
+    Returns None if a side does not fit. `load` is per GPU of the whole launch: the learners, and
+    the samplers, process the answers of all GPUs.
     """
     learners = launch.world - samplers
     answers = launch.world * load.answers
@@ -128,12 +132,12 @@ def sides(
     driver: Driver,
     rate: float,
 ) -> Sides:
-    """The best split of a launch's GPUs."""
+    """Return the best split of a launch's GPUs."""
     turns = step(name, shape, held, launch, load, hardware, driver, rate)
     found = {}
     for samplers in range(1, launch.world):
         if launch.world > 16 and samplers % (launch.world // 16):
-            continue  # whole sixteenths
+            continue  # consider only whole sixteenths
         if (
             parts := split(name, shape, held, launch, samplers, load, hardware, driver, rate)
         ) is not None:

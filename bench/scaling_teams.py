@@ -1,10 +1,9 @@
-"""Samplers that several GPUs of a machine hold together (`--sampler-tp`) in the scaling model: what
-they send, and how long it takes.
+"""Model the traffic and time of samplers that several GPUs hold together (`--sampler-tp`).
 
-A forward of the sampler sums [positions, D] over the team after its embedding and after attention
-and MLP of every layer ([rows, D] in the last), and puts fp32 logits [rows, V] side by side behind
-its head (rl.sampler.split); after a draw the first rank's tokens and logprobs go to the others.
-k: GPUs of a team, L: layers, D: hidden size, V: vocabulary.
+A forward of the sampler all-reduces [positions, D] over the team after its embedding and after the
+attention and MLP of every layer ([rows, D] in the last layer). It gathers fp32 logits [rows, V]
+after its head (rl.sampler.split). After sampling, the first rank sends the tokens and logprobs to
+the other ranks. Symbols: k GPUs of a team, L layers, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from rl.memory.given import FP32, Launch, ModelShape
 from rl.memory.plan import PREFILL_TOKENS
 
 SIZES = (1, 2, 4, 8)
-DRAWN = 2 * 8  # bytes of a drawn token and its logprob, as they are sent
+DRAWN = 2 * 8  # bytes of a sampled token and its logprob, as sent
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Collectives of one rank of a team: how many, and the bytes of whole tensors."""
+    """Count the collectives of a team's rank and the bytes of their whole tensors."""
 
     calls: int = 0
     summed: float = 0.0
@@ -47,10 +46,10 @@ class Sent:
 
 
 def forward(shape: ModelShape, positions: int, rows: int, size: int) -> Sent:
-    """A forward over so many positions with logits for so many rows; `size`: bytes of a number of
-    the hidden states.
+    """Return the traffic of a forward over `positions` positions with logits for `rows` rows.
 
-    The last layer's two sums are of the positions alone whose logits are asked for.
+    `size`: bytes per element of the hidden states. The last layer's two sums cover only the
+    positions that need logits.
     """
     sums = 2 * shape.layers + 1
     summed = (sums - 2) * positions + 2 * rows
@@ -58,13 +57,14 @@ def forward(shape: ModelShape, positions: int, rows: int, size: int) -> Sent:
 
 
 def draw(rows: int) -> Sent:
-    """After it: what was drawn."""
+    """Return the traffic after a forward: the sampled tokens and logprobs."""
     return Sent(1, copied=float(DRAWN * rows))
 
 
 def of_a_step(shape: ModelShape, launch: Launch, load: Any, rows: int) -> Sent:
-    """Of all answers that a team draws in a GRPO step: prompts read a batch at a time, then `rows`
-    rows decoded at once.
+    """Return the traffic of all answers that a team samples in a GRPO step.
+
+    The team prefills the prompts in batches, then decodes `rows` rows at once.
     """
     answers = launch.team * load.answers
     prompts = answers // load.group
@@ -79,7 +79,7 @@ def of_a_step(shape: ModelShape, launch: Launch, load: Any, rows: int) -> Sent:
 
 
 def seconds(sent: Sent, team: int, hardware: Any) -> float:
-    """Rings over NVLink, and what each call takes however little it sends."""
+    """Return the seconds of rings over NVLink, including the fixed latency of each call."""
     if team == 1:
         return 0.0
     wire = (team - 1) / team * (2 * sent.summed + sent.gathered) + sent.copied
@@ -87,8 +87,9 @@ def seconds(sent: Sent, team: int, hardware: Any) -> float:
 
 
 def teams(shape: ModelShape, launch: Launch, hardware: Any) -> Iterator[int]:
-    """Sizes of teams that a launch on so many GPUs of a machine, and the model's heads and columns,
-    can be cut up into.
+    """Return the possible team sizes for a launch.
+
+    The number of GPUs per machine, and the model's heads and columns, limit the sizes.
     """
     for size in SIZES:
         if size > 1 and (not launch.cuda or min(launch.world, hardware.per_node) % size):

@@ -1,18 +1,20 @@
-"""What a server bears, on loopback: `python bench/serving.py
-fuzz|body|connections|kill|load|load-20M|mix [--count N]`.
+"""Test and measure a server over loopback.
+
+    python bench/serving.py fuzz|body|connections|kill|load|load-20M|mix [--count N]
 
 Rows go to bench/results/serving.csv.
 
-fuzz         protobuf bodies with changed bytes; none may be answered with 500 or a traceback, and
-the model goes on as before body         one of so many MiB, announced and not: refused, and the
-server has kept no more of it than it takes connections  so many open at once, each asking; the
-server answers a client beside them kill         SIGKILL between two updates of a --durable server,
-restarted with --resume: the same weights as one that was left alone load         tokens/s of so
-many concurrent samples over the wire beside one in-process `sample_many`; what a forward_backward
-call costs
-             beside the one in this process. load-20M: of a model of 20M weights, where load's has 0.1M
-mix          so many adapters on one base of 20M weights: drawn from in one batch, and one after the
-other
+fuzz         sends protobuf bodies with changed bytes; no response may be a 500 or a traceback, and
+             the model keeps working as before
+body         sends a body of N MiB, with and without an announced length: the server refuses it, and
+             keeps no more of it in memory than it accepts
+connections  opens N connections at once, each with a request: the server answers another client
+kill         sends SIGKILL between two updates of a --durable server and restarts it with --resume:
+             the weights equal those of an undisturbed server
+load         measures tokens/s of N concurrent samples over the wire against an in-process
+             `sample_many`, and the cost of a forward_backward call against an in-process call
+load-20M     like load, for a model of 20M weights (load's has 0.1M)
+mix          samples from N adapters on a base of 20M weights: in a single batch, and in sequence
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ sys.path.insert(0, str(REPO))
 
 
 class Server:
-    """serve.py in a process of its own."""
+    """Run serve.py in a separate process."""
 
     def __init__(self, folder: Path, *flags: str, base: str = BASE):
         self.base = base
@@ -131,9 +133,7 @@ def fuzz(folder: Path, count: int) -> dict[str, str]:
 
 
 def body_size(folder: Path, count: int) -> dict[str, str]:
-    """`count` MiB in one body. Its length is announced, or it comes in chunks of which nobody knows
-    how many there are.
-    """
+    """Send `count` MiB in a body with an announced length, or in chunks without a length."""
     server, found = Server(folder), {}
     server.model()
 
@@ -149,9 +149,8 @@ def body_size(folder: Path, count: int) -> dict[str, str]:
                 "/forward_backward", content=(bytes(1 << 20) for _ in range(count)), headers=headers
             )
             found[name] = str(answer.status_code)
-        except (
-            httpx.TransportError
-        ) as error:  # the server answered and hung up while the rest was being sent
+        except httpx.TransportError as error:
+            # The server responded and closed the connection during the upload.
             found[name] = type(error).__name__
     found |= {
         "grew by MiB at most": str(memory("VmHWM") - before),
@@ -164,7 +163,7 @@ def body_size(folder: Path, count: int) -> dict[str, str]:
 def connections(folder: Path, count: int) -> dict[str, str]:
     server = Server(folder)
     model = server.model()
-    # waits for the first, so that polls stay open
+    # This request waits for the first, so that polls stay open.
     held = server.post("optim_step", model_id=model, seq_id=2, adam_params={})
 
     async def ask() -> tuple[int, float]:
@@ -219,13 +218,13 @@ def kill(folder: Path, count: int) -> dict[str, str]:
 
 
 def cpu_seconds(process: int) -> float:
-    """Of all its threads, by the kernel's clock of 1/100 s."""
+    """Return the CPU seconds of all the process's threads, by the kernel's clock of 1/100 s."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def made_base(folder: Path) -> str:
-    """A random Llama of 20M weights over characters, as a folder."""
+    """Write a random Llama of 20M weights over characters to a folder."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -261,7 +260,7 @@ def load_of_20m(folder: Path, count: int) -> dict[str, str]:
 def load(
     folder: Path, count: int, base: str = BASE, turns: int = 4, learns: bool = True
 ) -> dict[str, str]:
-    """Seconds of the wall, which hang on what else the machine does, and of CPU, which do not."""
+    """Measure wall-clock seconds, which depend on other load, and CPU seconds, which do not."""
     from rl.clients import ServiceClient
     from rl.sampler import Request
     from rl.types import Datum, ModelInput, SamplingParams
@@ -304,7 +303,7 @@ def load(
         own = client.save_weights_and_get_sampling_client()
         params = SamplingParams(tokens, stop=[])
         there, here, calls, mine = [], [], [], []
-        for turn in range(turns):  # in pairs, one after the other; the first warms up
+        for turn in range(turns):  # run in adjacent pairs; the first pair warms up
             there.append(asyncio.run(wave(turn * count)))
             begin, used = time.perf_counter(), time.process_time()
             own.sample_many(
@@ -347,8 +346,9 @@ def load(
 
 
 def mix(folder: Path, count: int) -> dict[str, str]:
-    """CPU seconds of `count` adapters that draw 8 samples each: in one batch, and one after the
-    other.
+    """Measure the CPU seconds of `count` adapters with 8 samples each.
+
+    The adapters sample in a single batch, and in sequence.
     """
     from rl.clients import SampleStream, ServiceClient, WorkerSettings
     from rl.sampler import Request

@@ -1,4 +1,4 @@
-"""The models whose heads the kernel benches use, and an H100's measured limits."""
+"""Define the LM heads of the kernel benchmarks' models, and an H100's measured limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TB_PER_S = 3.0  # a large copy
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """An LM head: hidden size D, vocabulary V; softcap of the logits where the model has one."""
+    """Describe an LM head: hidden size D, vocabulary V, and the logits' softcap if it has any."""
 
     model: str
     D: int
@@ -31,10 +31,10 @@ TOKENS = (1_024, 2_048, 4_096, 8_192, 16_384, 32_768)
 
 
 def floor_ms(products: float, tokens: int, shape: Shape) -> float:
-    """Milliseconds for `products` x N D V operations on an H100."""
+    """Return the milliseconds of `products` x N D V operations on an H100."""
     return products * tokens * shape.D * shape.V / (TFLOPS * 1e9)
 
 
 def copy_floor_ms(size: float) -> float:
-    """Milliseconds to move `size` bytes on an H100."""
+    """Return the milliseconds to move `size` bytes on an H100."""
     return size / (TB_PER_S * 1e9)

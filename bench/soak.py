@@ -1,13 +1,16 @@
-"""A long run of the smallest model: memory, descriptors, threads and the time of a step stay flat.
-Writes results/soak.csv.
+"""Check that memory, descriptors, threads and step time stay flat in a long run.
 
-    python bench/soak.py                       # 20,000 steps of grpo with evaluations, checkpoints, rollouts and a curriculum
-    python bench/soak.py --steps 3000          # fewer
-    python bench/soak.py --seconds 900         # asked to stop after so many seconds; the table says how many steps there were
+The run trains the smallest model. The script writes results/soak.csv.
 
-The run is a process of its own, looked at from outside (/proc, so Linux alone); CPU time of a step
-is the whole process's between two looks, over the steps between them. Exit code 1 where the last
-quarter of the run holds noticeably more than the second one did.
+    # 20,000 steps of grpo with evaluations, checkpoints, rollouts and a curriculum
+    python bench/soak.py
+    python bench/soak.py --steps 3000          # fewer steps
+    # stop after so many seconds; the table says the number of steps
+    python bench/soak.py --seconds 900
+
+The run is a separate process, observed through /proc (Linux only). The CPU time of a step is the
+process's CPU time between two observations, divided by the steps between them. The exit code is 1
+if the last quarter of the run holds noticeably more than the second quarter.
 """
 
 from __future__ import annotations
@@ -30,11 +33,11 @@ REPO = Path(__file__).resolve().parent.parent
 WORDS = """train.py grpo --base-model tiny:addition --dataset addition --max-tokens 4 --batch-size 4 --group-size 4 --temperature 1
     --reward bench/soak.py:right --curriculum success --eval-every 500 --eval-limit 16 --save-every 500 --rollouts-every 100
     --quiet""".split()
-# Sixteen samples a step: the 65,536 whose temperatures a service remembers (rl.clients.drawn) are
-# there before the second quarter begins.
+# Sixteen samples per step: a service remembers the temperatures of 65,536 samples
+# (rl.clients.drawn), which are in memory before the second quarter begins.
 LOOKS = 40
-# How much more the last quarter may hold than the second: a checkpoint is written now and then, and
-# allocators keep what they freed.
+# Allowed growth from the second to the last quarter: the run writes a checkpoint now and then, and
+# allocators keep freed memory.
 SLACK = {
     "rss_mib": 1.05,
     "workers_rss_mib": 1.10,
@@ -46,12 +49,12 @@ SLACK = {
 
 
 def right(prompt: str, response: str, meta: dict[str, Any]) -> float:
-    """The run's reward: of a file, so it is computed by workers."""
+    """Compute the run's reward. The reward comes from a file, so worker processes compute it."""
     return float(response.strip() == str(meta["answer"]))
 
 
 def children(pid: int) -> list[int]:
-    """Processes below `pid`, all generations."""
+    """Return the descendants of process `pid`."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in (task / "children").read_text().split():
@@ -60,13 +63,16 @@ def children(pid: int) -> list[int]:
 
 
 def resident(pid: int) -> float:
-    """MiB that a process holds."""
+    """Return the resident memory of a process in MiB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS:")), 0.0)
 
 
 def look(pid: int) -> dict[str, Any]:
-    """What the process `pid` and its workers hold now. OSError where one of them has just ended."""
+    """Return the resources that process `pid` and its workers hold now.
+
+    Raises OSError if a worker has just ended.
+    """
     below = children(pid)
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return {
@@ -80,7 +86,7 @@ def look(pid: int) -> dict[str, Any]:
 
 
 def last_step(metrics: Path) -> int:
-    """Of the last whole line; 0 where there is none yet."""
+    """Return the step of the last complete line, or 0 if no line is complete yet."""
     if not metrics.is_file() or not metrics.stat().st_size:
         return 0
     with metrics.open("rb") as file:
@@ -90,7 +96,7 @@ def last_step(metrics: Path) -> int:
 
 
 def soak(steps: int, seconds: float | None, folder: Path) -> list[dict[str, Any]]:
-    """The run, looked at LOOKS times and more; rows of the table."""
+    """Run and observe at least LOOKS times; return the rows of the table."""
     command = [sys.executable, *WORDS, "--steps", str(steps), "--output-dir", str(folder)]
     process = subprocess.Popen(
         command, cwd=REPO, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL
@@ -125,8 +131,9 @@ def soak(steps: int, seconds: float | None, folder: Path) -> list[dict[str, Any]
 
 
 def judged(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float, bool]]:
-    """Of each figure: its median in the second and in the last quarter, and whether it stayed
-    within its slack.
+    """Compare each figure's median in the second and in the last quarter.
+
+    Returns (second, last, whether the growth is within the figure's slack).
     """
     quarter = len(rows) // 4
     early, late = rows[quarter : 2 * quarter], rows[-quarter:]
@@ -138,7 +145,8 @@ def judged(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float, bool]]:
 
 
 def main() -> int:
-    from campaign import RESULTS, command_line, machine  # not where a worker looks for the reward
+    # Imported here, so that a worker that loads the reward does not import it.
+    from campaign import RESULTS, command_line, machine
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

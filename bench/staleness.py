@@ -1,15 +1,19 @@
-"""What old tokens cost, and what each correction gives back: GRPO on the default recipe's task at
-several ages. `make campaign`.
+"""Measure the cost of stale tokens, and the gain of each correction.
 
-    python bench/staleness.py                              # into bench/results/staleness.csv and .png; rows that are there are kept
-    python bench/staleness.py --seeds 0 --staleness 8      # some of it
-    python bench/staleness.py --draw                       # the picture alone, and the table of docs/corrections.md
+The task is GRPO on the default recipe's problems, at several ages of the tokens. Part of
+`make campaign`.
 
-For each seed the recipe's SFT is trained once; from there GRPO runs for STEPS steps with
-`--max-steps-off-policy K`, under each correction (K = 0, the synchronous run, under none: nothing
-is to be corrected there). Rewards come at once here, so that nearly every trained token is K
-updates old, the worst of cases. `after` is held-out accuracy, sampled, after the last step; `mean`
-that of all evaluations on the way.
+    # writes bench/results/staleness.csv and .png; keeps existing rows
+    python bench/staleness.py
+    python bench/staleness.py --seeds 0 --staleness 8      # a part of the runs
+    # only the plot and the table of docs/corrections.md
+    python bench/staleness.py --draw
+
+The script trains the recipe's SFT once per seed. From that checkpoint, GRPO runs for STEPS steps
+with `--max-steps-off-policy K`, under each correction. The synchronous run, K = 0, uses no
+correction, because it has nothing to correct. Rewards take no time here, so that nearly every
+trained token is K updates old: the worst case. `after` is the held-out sampled accuracy after the
+last step; `mean` is the mean over all evaluations of the run.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from statistics import mean
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-# in place of this folder, whose kernels.py would be taken for the package of that name
+# not this folder: its kernels.py would shadow the package
 sys.path[0] = str(HERE.parent)
 from bench.campaign import REPO, RESULTS, SEEDS, machine, write_table  # noqa: E402
 
@@ -62,7 +66,10 @@ GRPO = (
 
 
 def train(words: list[str], folder: Path) -> list[dict[str, Any]]:
-    """The run's rows of metrics. RuntimeError with what it said last where it failed."""
+    """Train and return the run's rows of metrics.
+
+    Raises RuntimeError with the end of the run's output if the run fails.
+    """
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "train.py", *words, "--output-dir", str(folder)],
@@ -177,8 +184,9 @@ def cells(rows: list[dict[str, str]], what: str = "after") -> dict[tuple[int, st
 
 
 def draw(rows: list[dict[str, str]]) -> None:
-    """The picture: held-out accuracy after the last step by age, a line a correction, each seed a
-    dot; and the table of the page.
+    """Plot held-out accuracy after the last step over staleness, and write the page's table.
+
+    Each correction has a line, each seed a dot.
     """
     import matplotlib
 
@@ -212,7 +220,10 @@ def draw(rows: list[dict[str, str]]) -> None:
 
 
 def as_page(rows: list[dict[str, str]]) -> str:
-    """A row a correction, a column an age: the mean over the seeds, and the worst of them."""
+    """Return the page's table: a row per correction, a column per age.
+
+    A cell holds the mean over the seeds and the worst seed.
+    """
     found = cells(rows)
     lines = [
         "| correction | " + " | ".join(f"{age}" for age in STALENESS) + " |",

@@ -1,13 +1,18 @@
-"""Each family's chat template in 200 random conversations: how many prompts, answers and next turns
-were compared, none of them different.
+"""Compare each family's chat template with our renderer in 200 random conversations.
 
-    python bench/templates.py             # into results/templates.csv; templates beyond those of the data folder come with the package trl
-    python bench/templates.py --only gemma4 glm4moe    # some; their rows replace those that are there
+The table counts the compared prompts, answers and next turns, and the differences (none expected).
 
-The comparison is that of tests/test_templates.py. Columns: `prompts` equal to apply_chat_template
-token for token; `forged`: where a special token stood in somebody's text, `answers` read back as
-they were rendered (thoughts and calls where `read back` says so), `bridged` next turns that extend
-what was read and written token for token, `anew` those that were refused and are written anew.
+    # writes results/templates.csv; the package trl holds the templates that the data folder lacks
+    python bench/templates.py
+    python bench/templates.py --only gemma4 glm4moe    # some families; replaces their existing rows
+
+The comparison is that of tests/test_templates.py. Columns:
+  prompts  prompts that equal apply_chat_template token for token
+  forged   prompts where a participant's text held a special token
+  answers  answers that parse to what was rendered (with thoughts and calls where `read back` says
+           so)
+  bridged  next turns that extend the tokens read and written so far, token for token
+  anew     next turns that cannot extend them and are rendered from the beginning
 """
 
 from __future__ import annotations
@@ -20,7 +25,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]
-sys.path.remove(str(HERE))  # whose kernels.py would be taken for the package of that name
+# This folder's kernels.py would shadow the package.
+sys.path.remove(str(HERE))
 
 import pytest  # noqa: E402
 from test_templates import COUNT, FOLDER, PACKAGE, abilities, check, of_folder, of_package  # noqa: E402

@@ -1,9 +1,9 @@
-"""A tiny random model of every causal LM that transformers knows: its config at a few dozen tokens
-and channels.
+"""Build a tiny random model of every causal LM in transformers.
 
-Configs shrink by the names of their numbers, whatever the architecture; what that does not fit
-stands in SPECIAL. Windows stay longer (40 tokens) than what can be tried cheaply, and shorter than
-the sequences that the table compares.
+The models have a few dozen tokens and channels.
+Configs shrink by the names of their numeric fields, for all architectures. SPECIAL holds the
+exceptions. Windows are 40 tokens: too long for cheap trials, but shorter than the sequences that
+the table compares.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 VOCAB, WINDOW, LONGEST = 64, 40, 256
 
-# Every name that a config of some architecture uses for a size.
+# Names of size fields in the architectures' configs.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "n_vocab"), VOCAB),
     **dict.fromkeys(
@@ -176,7 +176,7 @@ _EVEN_UNSET = {
     "intermediate_size",
 }
 _DECODER = {"is_decoder": True}
-# rotary frequencies are made for head_dim, which is that of the rotary part
+# The rotary embedding uses head_dim, which is the size of the rotary part.
 _MLA = {"head_dim": 4, "num_key_value_heads": 4}
 SPECIAL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
@@ -329,7 +329,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "shape_embed_dim": 8,
     },
 }
-# Gates, decays and steps of recurrences, which are not to be made larger.
+# Gates, decays and steps of recurrences, which must keep their initial scale.
 _AS_BUILT = (
     "A_log",
     "dt_",
@@ -348,7 +348,7 @@ def model_types() -> list[str]:
 
 
 def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
-    """The architecture's text config, small; `changes` win."""
+    """Return the architecture's text config at a small size; `changes` take precedence."""
     kind: Any = CONFIG_MAPPING[model_type]
     parts = getattr(kind, "sub_configs", {})
     text = next((name for name in ("text_config", "decoder") if name in parts), None)
@@ -368,8 +368,10 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
 
 
 def tiny_model(model_type: str, seed: int = 0, large: bool = True, **changes: Any) -> Any:
-    """A random model in evaluation mode, with weights so large that every layer matters (or as the
-    architecture begins with them).
+    """Return a random model in evaluation mode.
+
+    With `large`, the weights are so large that every layer matters; otherwise they keep the
+    architecture's initialization.
     """
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(tiny_config(model_type, **changes))

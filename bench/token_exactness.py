@@ -1,11 +1,12 @@
-"""A thousand random conversations in each renderer: `python bench/token_exactness.py --csv
-bench/results/token_exactness.csv`.
+"""Check a thousand random conversations in each renderer for token exactness.
 
-In each, an environment says anything (control tokens as text, few-shot answers, answers of tools)
-and a policy writes any tokens. Checked is that the tokens that would be trained are exactly those
-that were sampled, in their order, with their logprobs, and that there is one datum as long as each
-prompt goes on where the answer before it ended (`tests/conversations.py::check`). Random numbers
-stand in for a model.
+    python bench/token_exactness.py --csv bench/results/token_exactness.csv
+
+In each conversation, an environment sends any text (control tokens as text, few-shot answers, tool
+answers) and a policy writes any tokens. The check (`tests/conversations.py::check`) requires that
+the trained tokens are exactly the sampled tokens, in order, with their logprobs. It also requires a
+single datum as long as each prompt extends the previous prompt and answer. Random numbers replace a
+model.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from conversations import RENDERERS, check, check_canonical, load  # noqa: E402
 
 
 def parts(count: int, most: int = 50) -> list[int]:
-    """`count` in parts of at most `most`."""
+    """Split `count` into parts of at most `most`."""
     return [min(most, count - begun) for begun in range(0, count, most)]
 
 
@@ -48,7 +49,7 @@ if __name__ == "__main__":
         begin = time.perf_counter()
         renderer = load(name, folder)
         found: Counter[str] = Counter()
-        # all of a part are under way at once, each in a thread of its own
+        # The conversations of a part run concurrently, each in a separate thread.
         for seed, count in enumerate(parts(args.conversations)):
             found.update(check(name, renderer, count, seed))
         compared = check_canonical(name, renderer, args.conversations // 4)

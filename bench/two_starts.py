@@ -1,17 +1,18 @@
-"""Two processes on one run's folder, at random moments: is the run's end that of an undisturbed
-one, and is the second told?
+"""Start two processes on a run's folder at random moments and compare the end with a clean run.
 
-    python bench/two_starts.py --count 50      # into bench/results/two_starts.csv
+The script also checks that the second process gets a message about the first.
 
-Each row: a run is started, and at a random moment (also before it, or long after) a second process
-with --resume, --overwrite,
---auto-resume or nothing; in half of the rows the first is killed (SIGKILL) at another random
-moment. Then a third goes on with
---auto-resume, whatever the two left. `same`: metrics (all but times), weights and names of
-checkpoints are those of a run that nobody disturbed. `second`: "refused" (it named the first),
-"went on", "began anew", "not asked for" (there is a run, and nothing said what to do). The exit
-code is 1 if a row is not the same, or a process ended otherwise. Two that were both at work would
-leave neither's files.
+    python bench/two_starts.py --count 50      # writes bench/results/two_starts.csv
+
+For each row, the script starts a run. At a random moment (also before the run, or long after it), a
+second process starts with --resume, --overwrite, --auto-resume or no flag. In half of the rows, the
+first is killed (SIGKILL) at another random moment. Then a third process continues with
+--auto-resume, whatever state the first two end in. Columns:
+  same    metrics (except times), weights and checkpoint names equal those of an undisturbed run
+  second  "refused" (the message named the first process), "went on", "began anew", or
+          "not asked for" (a run existed, and no flag selected an action)
+The exit code is 1 if a row is not the same, or if a process ended in another way. If both processes
+wrote at the same time, the files would match neither run.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def start(words: str, folder: Path) -> tuple[Any, Any]:
 
 
 def word_of(process: Any, here: Any) -> str:
-    """What a process said of its end; "killed" where it could say nothing."""
+    """Return a process's last message, or "killed" if it could not send a message."""
     try:
         said = here.recv()
     except EOFError:

@@ -1,7 +1,11 @@
-"""vLLM's side of bench/sampler_vllm.py: runs in an environment of its own (vLLM has a torch of its
-own) and imports nothing of here.
+"""Run vLLM for bench/sampler_vllm.py in a separate environment.
 
-    python bench/vllm_peer.py FOLDER      # a model's folder; then a JSON line in (what to sample), a JSON line out (what it took)
+vLLM needs a different torch version, so this script imports nothing from the repository.
+
+    python bench/vllm_peer.py FOLDER
+
+FOLDER is a model's folder. Each JSON line on stdin (a sampling request) gets a JSON line on stdout
+(the seconds).
 """
 
 from __future__ import annotations
@@ -11,11 +15,12 @@ import os
 import sys
 import time
 
-del sys.path[0]  # this folder, whose kernels.py would be taken for a package of that name
-# What vLLM writes of itself goes to stderr; stdout is the answers' alone.
+# This folder's kernels.py would shadow a package.
+del sys.path[0]
+# Other output of vLLM is sent to stderr; stdout carries only the answers.
 ANSWERS = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
-# No second process between the caller and the engine, and one thread for the work.
+# Run the engine in the caller's process, with a single compute thread.
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
@@ -48,7 +53,7 @@ def main() -> None:
     say(vllm=vllm.__version__, torch=torch.__version__)
     for line in sys.stdin:
         asked = json.loads(line)
-        # A prompt read in the repeat before would not be read again.
+        # Otherwise vLLM would reuse the cached prompt of the previous repeat.
         model.reset_prefix_cache()
         params = vllm.SamplingParams(
             n=asked["samples"],

@@ -1,4 +1,7 @@
-"""What bench/wrappers.py checks, package by package: (held, of, those that did not hold, in words)."""
+"""Check the wrapped packages for bench/wrappers.py.
+
+Each check returns (number held, number checked, messages of those that did not hold).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from rl.environments import resolve_environment
 from rl.episodes import Rollouts, rollout
 from rl.types import SamplingParams
 
-# ------------------------------------------------------------------------------------ reasoning-gym
+# ---------------------------------------------------------------------------- reasoning-gym
 
 
 def _rg(task: str, **settings: Any) -> Any:
@@ -28,7 +31,8 @@ def tasks_pay_their_own_answers() -> Found:
     def case(task: str) -> bool:
         made = _rg(task)
         question = made.start()
-        if made.entry["answer"] is None:  # several answers are right, and the task gives none
+        # Several answers are right, and the task does not list any.
+        if made.entry["answer"] is None:
             return bool(question) and made.step({"role": "assistant", "content": ""}).reward < 1
         right = made.step(
             {"role": "assistant", "content": f"I think <answer>{made.entry['answer']}</answer>"}
@@ -67,7 +71,7 @@ def an_episode_through_the_rollout() -> Found:
         sums = re.findall(r"(\d[\d +\-]*\d) = ?\?", prompt) or re.findall(
             r"(\d[\d +\-]*\d)", prompt
         )
-        # digits and signs alone
+        # The expression contains only digits and signs.
         return str(eval(sums[-1].replace("+0", "+"), {"__builtins__": {}}))
 
     found = played(spec, says, rows=rows)
@@ -98,11 +102,11 @@ def _question(spec: Any, row: dict) -> str:
     return made.start()
 
 
-# ---------------------------------------------------------------------------------------- textarena
+# ---------------------------------------------------------------------------- textarena
 
 
 def games_begin() -> Found:
-    """Every base game, begun with as few players as it takes, and one answer that is no move."""
+    """Start every base game with its minimum number of players, and send an invalid move."""
     import textarena as ta
 
     names = sorted(
@@ -185,7 +189,7 @@ def _tokens(found: Rollouts) -> list:
     ]
 
 
-# ---------------------------------------------------------------------------------------- skyrl-gym
+# ---------------------------------------------------------------------------- skyrl-gym
 
 
 def skyrl_episodes() -> Found:
@@ -216,7 +220,7 @@ def skyrl_episodes() -> Found:
     )
 
 
-# ---------------------------------------------------------------------------------- tinker-cookbook
+# ---------------------------------------------------------------------------- tinker-cookbook
 
 
 def tinker_groups() -> Found:

@@ -1,17 +1,21 @@
-"""Learning proofs of wrapped environments: a tiny model passes a bar that it misses untrained, on
-training's own held-out episodes.
+"""Train a tiny model in wrapped environments, past a bar that the untrained model misses.
 
-    python bench/wrapper_learning.py textarena --seeds 0 1 2 --out bench/results/wrapper_learning.csv
+The evaluation uses the held-out episodes of the training run.
 
-textarena: its GuessTheNumber of 1 to 8 in four guesses, after SFT on games in which half of the
-guesses halve what is left and the others are any number. The bar is the share of games won, and
-wins alone are paid: the game's own reward of a game lost is how near the last guess came, 0.8 or
-so, and rises while games are lost.
+    python bench/wrapper_learning.py textarena --seeds 0 1 2 \\
+      --out bench/results/wrapper_learning.csv
+
+textarena: its GuessTheNumber of 1 to 8 in four guesses, after SFT. In the SFT games, half of the
+guesses halve the remaining range and the others are any number. The bar is the share of games won.
+The reward pays only wins: textarena's reward for a lost game depends on the distance of the
+last guess (about 0.8), and rises while games are lost.
+
 reasoning_gym: its spell_backward by curriculum (--curriculum success over two levels, words of 3
-letters and of up to 5), after SFT on right answers, so that every seed can spell, and then on
-answers of which a third have their letters in any order, so that something is left to learn. The
-bar is the share of right answers over both levels, sampled. Its words are those of one list, so
-that held-out questions are drawn anew, but a word may have been met.
+letters and of up to 5), after two SFT stages. The first trains on right answers, so that every seed
+can spell. In the second, a third of the answers have their letters in random order, so that GRPO
+can still improve the model. The bar is the sampled share of right answers over both levels. All
+words come from the same list: held-out questions are sampled independently, but training may have
+used a word of theirs.
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ FIELDS = (
 MODEL = "tiny:ascii-small"
 
 SETTINGS = {
-    "textarena": {  # it counts the guesses from 0: 3 are four of them
+    "textarena": {  # GuessTheNumber counts guesses from 0: 3 means four guesses
         "game": "GuessTheNumber-v0",
         "rules": False,
         "brackets": True,
@@ -60,8 +64,10 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Task:
-    """`first`: steps of SFT; `able`: of SFT before it, on `rows` right answers. `words`: of GRPO,
-    beside the environment's own.
+    """Describe a learning task.
+
+    `first`: steps of SFT. `able`: steps of a preceding SFT on `rows` right answers. `words`: flags
+    of GRPO, in addition to those of the environment.
     """
 
     metric: str
@@ -100,8 +106,9 @@ TASKS = {
 
 
 def games(count: int, seed: int) -> Iterator[dict]:
-    """Games of textarena as conversations: half of the guesses halve what is left, the others are
-    any number.
+    """Generate textarena games as conversations.
+
+    Half of the guesses halve the remaining range; the others are any number.
     """
     from rl.environments import resolve_environment
 
@@ -129,8 +136,9 @@ def games(count: int, seed: int) -> Iterator[dict]:
 
 
 def spelled(count: int, seed: int, careless: float = 1 / 3) -> Iterator[dict]:
-    """Answers to both levels by turns, of generators that training does not meet; of some the
-    letters are in any order.
+    """Generate answers to both levels in alternation, from generators that training does not use.
+
+    A share `careless` of the answers has its letters in random order.
     """
     from rl.environments import resolve_environment
 
@@ -207,7 +215,7 @@ def run(task: str, seed: int, steps: int | None) -> dict:
 def sft(
     model: str, steps: int, taught: Iterator[dict], seed: int, folder: Path, rate: float = 3e-3
 ) -> str:
-    """Its weights."""
+    """Train by SFT and return the folder of the weights."""
     rows = folder.with_suffix(".jsonl")
     rows.write_text("".join(json.dumps(row) + "\n" for row in taught))
     form = (

@@ -1,5 +1,6 @@
-"""Episodes of a wrapped environment whose answers are written down, and cases that are counted:
-what bench/wrapper_checks.py stands on.
+"""Run scripted episodes of wrapped environments, and count test cases.
+
+bench/wrapper_checks.py uses these functions.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ def renderer() -> Renderer:
 
 
 class Scripted:
-    """A sampler whose answer is a function of the prompt's text, with the end mark that the
-    renderer reads.
+    """Sample answers that are a function of the prompt's text.
+
+    Each answer ends with the end mark that the renderer parses.
     """
 
     info = {"max_context": None}
@@ -49,7 +51,7 @@ def played(
     group: int = 1,
     seconds: float = 30.0,
 ) -> Rollouts:
-    """Episodes of an environment through the rollout."""
+    """Run episodes of an environment through the rollout."""
     render = renderer()
     metas = [{k: v for k, v in row.items() if k != "messages"} for row in rows]
     problems = [
@@ -64,7 +66,7 @@ def played(
 
 
 def counted(cases: Sequence[tuple[str, Callable[[], bool]]]) -> Found:
-    """Runs each case; what is false or raises is named."""
+    """Run each case and count the results; cases that are false or raise are named."""
     bad = []
     for name, case in cases:
         try:
@@ -76,7 +78,7 @@ def counted(cases: Sequence[tuple[str, Callable[[], bool]]]) -> Found:
 
 
 def refused(name: str, text: str, **settings: Any) -> bool:
-    """Whether making it fails, with that text."""
+    """Return whether creating the environment raises ValueError with `text` in its message."""
     try:
         resolve_environment(name, **settings).make()
     except ValueError as error:
@@ -85,7 +87,7 @@ def refused(name: str, text: str, **settings: Any) -> bool:
 
 
 def costs_episode(name: str, **settings: Any) -> bool:
-    """Whether an environment that cannot answer costs its episode, and no more."""
+    """Return whether an environment that cannot answer costs exactly its episode."""
     row = {"messages": [{"role": "user", "content": "?"}], "answer": "x"}
     found = played(resolve_environment(name, **settings), lambda _: "x", rows=[row])
     return not found.groups and len(found.errors) == 1

@@ -1,4 +1,4 @@
-"""What bench/wrappers.py checks of environments and tools that are servers: OpenEnv, MCP."""
+"""Check environments and tools that are servers (OpenEnv, MCP) for bench/wrappers.py."""
 
 from __future__ import annotations
 

@@ -1,12 +1,16 @@
-"""Wrappers against the packages that they wrap, each installed from its requirements file into an
-environment of its own.
+"""Test the wrappers against the packages that they wrap.
 
-    python bench/wrappers.py --out bench/results/wrappers.csv              (makes the environments; needs a package index)
-    python bench/wrappers.py --venvs DIR ...                               (DIR/<name> are there already)
-    python bench/wrappers.py --check textarena                             (in this environment, where the package is installed)
+The script installs each package from its requirements file into a separate environment.
 
-A row says what was checked, how many held of how many, and how long it took; those that do not hold
-are named.
+    # create the environments; needs a package index
+    python bench/wrappers.py --out bench/results/wrappers.csv
+    # use existing environments DIR/<name>
+    python bench/wrappers.py --venvs DIR ...
+    # use this environment, where the package is installed
+    python bench/wrappers.py --check textarena
+
+A row holds the check, the number of cases that held, the number of cases, and the seconds. It names
+the cases that did not hold.
 """
 
 from __future__ import annotations
@@ -28,7 +32,10 @@ FIELDS = ("package", "version", "what", "hold", "of", "seconds", "not")
 
 
 def make(folder: Path, name: str) -> Path:
-    """A virtual environment with the package, which finds the rest where this one has it."""
+    """Create a virtual environment with the package.
+
+    All other packages come from this environment.
+    """
     venv.create(folder, with_pip=False, clear=True)
     python = folder / "bin" / "python"
     (packages,) = folder.glob("lib/python*/site-packages")
@@ -39,7 +46,8 @@ def make(folder: Path, name: str) -> Path:
     ]
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]
     subprocess.run([*install, *own], check=True)
-    if name == "tinker-cookbook":  # it asks for a tml-renderers that the package index may not have
+    # It requires a tml-renderers version that the package index may not have.
+    if name == "tinker-cookbook":
         subprocess.run(
             [*install, "--no-deps", "tinker-cookbook==0.6.1", "tml-renderers==0.2.1"], check=True
         )
@@ -47,7 +55,7 @@ def make(folder: Path, name: str) -> Path:
 
 
 def check(name: str) -> list[dict]:
-    """The rows of one package, found by its checks in bench.wrapper_checks."""
+    """Return the rows of a package, from its checks in bench.wrapper_checks."""
     from importlib.metadata import version
 
     sys.path[:0] = [str(REPO), str(REPO / "bench")]
