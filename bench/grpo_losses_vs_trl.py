@@ -1,21 +1,21 @@
-"""GRPO's losses and gradients in Whetstone against TRL's GRPOTrainer, for every loss type that both
-have, and with a KL term.
+"""Compare GRPO's losses and gradients in Whetstone with those of TRL's GRPOTrainer, for every loss
+type that both have, and with a KL term.
 
     .venv-bench/bin/python bench/grpo_losses_vs_trl.py
 
 TRL runs `GRPOTrainer.train()` from a folder of random weights (tiny:addition), fp32 on a CPU: it
-samples one batch and takes two optimizer steps on it. Whetstone gets the same weights and the same
-completions, scores them itself (rewards, advantages, logprobs) and takes two steps by the hooks of
-`grpo`. In the first step all ratios are 1; in the second each side goes on from its own first, so
-that ratios differ from 1; `outside` is the share of tokens whose ratio lies outside the bounds of
-clipping. AdamW (0.9, 0.95, eps 1e-8), norms not clipped, one micro-batch (over which TRL's bnpo
-takes its mean). The rows compare the loss, as TRL's `compute_loss` returns it, and the gradient of
-all weights before each step.
+samples a single batch and takes two optimizer steps on it. Whetstone gets the same weights and the
+same completions, scores them itself (rewards, advantages, logprobs) and takes two steps by the
+hooks of `grpo`. In the first step all ratios are 1. In the second step each side continues from its
+first step, so that ratios differ from 1. `outside` is the share of tokens whose ratio lies outside
+the clipping bounds. Both use AdamW (0.9, 0.95, eps 1e-8), no norm clipping and a single micro-batch
+(over which TRL's bnpo takes its mean). Each row compares the loss, as TRL's `compute_loss` returns
+it, and the gradient of all weights before each step.
 
-Advantages are centred by the group's mean and not divided by its standard deviation, which both
-have; TRL's is the sample's (n - 1) with 1e-4 added, Whetstone's `mean_std` the population's with
-1e-6. The KL to the reference is the term in the loss that both have: k3 differentiated as it stands
-(Whetstone's `k3_pathwise`; TRL's with `use_bias_correction_kl` off).
+Both sides center advantages by the group's mean and do not divide them by the standard deviation.
+Both could divide: TRL by the sample's (n - 1) with 1e-4 added, Whetstone's `mean_std` by the
+population's with 1e-6. The KL to the reference model is the loss term that both have: k3,
+differentiated directly (Whetstone's `k3_pathwise`; TRL's with `use_bias_correction_kl` off).
 
 The exit code is 1 if a loss (relative, where above 1) or a gradient (the norm of the difference
 over TRL's norm) differs by more than 1e-4.
@@ -33,14 +33,14 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-# in place of this folder, whose kernels.py would be taken for the package of that name
+# Replace this folder on sys.path: its kernels.py would shadow the package `kernels`.
 sys.path[0] = str(HERE.parent)
 from bench.campaign import command_line, machine, write_table  # noqa: E402
 
 TOLERANCE = 1e-4
 PROBLEMS, SAMPLES, MAX_TOKENS, STEPS = 8, 8, 6, 2
 # TRL's settings, and Whetstone's settings of the same loss. TRL's epsilons are distances from 1,
-# but for cispo a largest ratio.
+# except for cispo, where epsilon_high is the largest ratio.
 LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo": ({"loss_type": "grpo"}, {"normalise": "sequence_means"}),
     "grpo with KL": (
@@ -71,8 +71,8 @@ LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @dataclass
 class Steps:
-    """What a side did: its loss, its gradient by parameter name and its share of ratios outside the
-    bounds, one of each a step.
+    """Hold the loss, the gradient by parameter name and the share of ratios outside the bounds for
+    each step of a side.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -82,14 +82,14 @@ class Steps:
 
 @dataclass(frozen=True)
 class Completion:
-    """What TRL drew."""
+    """Hold the token ids of a prompt and of the response that TRL sampled."""
 
     prompt: tuple[int, ...]
     response: tuple[int, ...]
 
 
 def reward_of(text: str) -> float:
-    """The share of even digits: random weights earn something between 0 and 1."""
+    """Return the share of even digits: random weights earn a reward between 0 and 1."""
     return sum(character in "02468" for character in text) / MAX_TOKENS
 
 
@@ -167,7 +167,7 @@ def run_trl(
 
 
 def _completions(inputs: dict[str, Any]) -> list[Completion]:
-    """TRL's padded batch as token ids."""
+    """Convert TRL's padded batch to token ids."""
     found = []
     columns = [
         inputs[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
@@ -189,7 +189,7 @@ def run_whetstone(
     folder: Path,
     drawn: list[Completion],
 ) -> Steps:
-    """The hooks of `grpo` on a real client; what its worker computes is noted on the way."""
+    """Run the hooks of `grpo` on a real client and record what its worker computes."""
     from rl.clients import crew
     from rl.clients.service import ServiceClient
     from rl.judges.scoring import FrozenScorer
@@ -244,8 +244,8 @@ def run_whetstone(
 
 
 def _groups(policy: Any, drawn: list[Completion]) -> list[Any]:
-    """The completions as trajectory groups, scored and rewarded by Whetstone. ValueError where a
-    group has no signal.
+    """Build trajectory groups from the completions, scored and rewarded by Whetstone. Raises
+    ValueError if a group is incomplete or has no signal.
     """
     from rl.episodes.episode import Trajectory, TrajectoryGroup, Transition
     from rl.episodes.rollout import is_mixed
@@ -278,7 +278,7 @@ def _groups(policy: Any, drawn: list[Completion]) -> list[Any]:
 
 
 def compare(name: str, ours: Steps, theirs: Steps) -> list[dict[str, Any]]:
-    """A row for each step."""
+    """Return a row for each step. Raises ValueError if the gradients are of different weights."""
     import torch
 
     rows = []
@@ -297,7 +297,7 @@ def compare(name: str, ours: Steps, theirs: Steps) -> list[dict[str, Any]]:
             {
                 "loss_type": name,
                 "step": step,
-                "whetstone_loss": round(loss, 7) + 0.0,  # no -0
+                "whetstone_loss": round(loss, 7) + 0.0,  # avoids -0
                 "trl_loss": round(trl_loss, 7) + 0.0,
                 "loss_difference": f"{abs(loss - trl_loss) / max(1.0, abs(trl_loss)):.1e}",
                 "gradient_norm": f"{float(flat[1].norm()):.6g}",

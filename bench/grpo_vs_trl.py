@@ -1,24 +1,24 @@
-"""One GRPO step of Whetstone against TRL's GRPOTrainer: the same taught model, prompts and
-settings, side by side on a CPU.
+"""Compare a GRPO step of Whetstone with a step of TRL's GRPOTrainer: the same SFT model, prompts
+and settings, side by side on a CPU.
 
-    .venv-bench/bin/python bench/grpo_vs_trl.py                      # teaches the model first
+    .venv-bench/bin/python bench/grpo_vs_trl.py                      # trains the model first (SFT)
     .venv-bench/bin/python bench/grpo_vs_trl.py --model runs/addition/checkpoints/sft-final/model
 
-Each peer trains in a process of its own. They take turns by blocks of --block steps, in the order A
-B, B A, A B, ..., and the one that waits is blocked on a pipe, so whatever else the machine does
-meets both alike. A step's time is that of the peer's whole loop (data, sampling, rewards, backward,
-optimizer, new weights to the sampler); evaluation and saving are outside it on both sides. CPU
-seconds are those of the peer's process, all threads.
+Each peer trains in a separate process. The peers take turns by blocks of --block steps, in the
+order A B, B A, A B, ..., and the waiting peer is blocked on a pipe, so that other load on the
+machine affects both alike. A step's time is that of the peer's whole loop (data, sampling, rewards,
+backward, optimizer, weight sync to the sampler); evaluation and saving are excluded on both sides.
+CPU seconds are those of the peer's process, all threads.
 
-Whetstone runs `rl.run.online.train_online`; TRL runs `GRPOTrainer.train()` with what is fastest for
-it here: plain `generate` (its continuous batching is slower on a CPU), no reference model (beta 0),
-one micro-batch of all completions, fp32, no gradient checkpointing, no logging, no saving. Both:
-AdamW (0.9, 0.95), constant learning rate, clipping to norm 1, advantages divided by the group's
-std, loss averaged over tokens.
+Whetstone runs `rl.run.online.train_online`. TRL runs `GRPOTrainer.train()` with its fastest
+settings here: plain `generate` (its continuous batching is slower on a CPU), no reference model
+(beta 0), a single micro-batch of all completions, fp32, no gradient checkpointing, no logging, no
+saving. Both use AdamW (0.9, 0.95), a constant learning rate, clipping to norm 1, advantages divided
+by the group's std, and a loss averaged over tokens.
 
-Held-out accuracy: both peers' weights are written at the steps of --evaluate-at, and one evaluator
-(Whetstone's sampler) asks them all the same 512 problems, four samples each with the same random
-streams (standard error about 0.01).
+Held-out accuracy: both peers write their weights at the steps of --evaluate-at. The same evaluator
+(Whetstone's sampler) samples the same 512 problems for all of them, four samples each with the same
+random streams (standard error about 0.01).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-# in place of this folder, whose kernels.py would be taken for the package of that name
+# Replace this folder on sys.path: its kernels.py would shadow the package `kernels`.
 sys.path[0] = str(HERE.parent)
 from bench.campaign import command_line, machine, write_table  # noqa: E402
 
@@ -49,8 +49,8 @@ INSTALL = "python3 -m venv .venv-bench && .venv-bench/bin/pip install -r require
 
 
 class Turns:
-    """A peer's side of taking turns: times its steps, saves where it is evaluated, hands over at a
-    block's end.
+    """Take a peer's turns: time its steps, save its weights where it is evaluated, and report to
+    the parent at the end of each block.
 
     `save(step)` writes the weights and returns their folder; it is set before the first step.
     """
@@ -64,11 +64,12 @@ class Turns:
         self.cpu: list[float] = []
         self.weights: dict[int, str] = {}
         self._out = os.fdopen(os.dup(1), "w")
-        # standard output is the line to the parent: what libraries print goes to standard error
+        # Standard output carries reports to the parent; what libraries print goes to standard
+        # error.
         os.dup2(2, 1)
 
     def begin(self) -> None:
-        """Ready for the first step; returns when it is this peer's turn."""
+        """Report that the peer is ready for the first step; returns when its turn begins."""
         self._keep()
         self._report()
 
@@ -101,8 +102,8 @@ class Turns:
 
 
 def grpo_plan(args: argparse.Namespace) -> Any:
-    """The stage as Whetstone's command line would make it; the TRL side takes its problems, order
-    and reward from here.
+    """Build the stage as Whetstone's command line does; the TRL side takes its problems, order and
+    reward from this plan.
     """
     from rl.methods.grpo_settings import GrpoSettings, PolicyGradientSettings
     from rl.settings.data_tables import DataSettings
@@ -121,7 +122,7 @@ def grpo_plan(args: argparse.Namespace) -> Any:
 
 
 def run_whetstone(args: argparse.Namespace, turns: Turns) -> None:
-    """`train_online` on a real Stage whose logging, evaluation and checkpoints are replaced by
+    """Run `train_online` on a real Stage with logging, evaluation and checkpoints replaced by
     `Turns`.
     """
     from rl.clients.service import ServiceClient
@@ -153,7 +154,7 @@ def run_whetstone(args: argparse.Namespace, turns: Turns) -> None:
     ) as service:
         policy = make_policy(service, plan.settings.model, None, None, args.seed)
         turns.save = lambda step: policy.save_weights_for_sampler(f"step-{step}").result().path
-        # which nobody enters
+        # Stage fields that `TimedStage` does not use.
         unused: dict[str, Any] = dict(
             logbook=None, console=None, keeper=None, stop_request=StopRequest()
         )
@@ -175,7 +176,7 @@ def run_whetstone(args: argparse.Namespace, turns: Turns) -> None:
 
 
 def run_trl(args: argparse.Namespace, turns: Turns) -> None:
-    """`GRPOTrainer.train()`; its data set is Whetstone's batches one after the other, unshuffled."""
+    """Run `GRPOTrainer.train()`; its data set is Whetstone's batches in sequence, unshuffled."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -261,7 +262,7 @@ def run_trl(args: argparse.Namespace, turns: Turns) -> None:
 
 
 class Process:
-    """A peer in a process of its own; its newest report."""
+    """Run a peer in a separate process and hold its newest report."""
 
     def __init__(self, peer: str, args: argparse.Namespace, folder: Path):
         self.peer, self.report = peer, {"seconds": []}
@@ -289,8 +290,8 @@ class Process:
         )
 
     def wait(self) -> None:
-        """Until it has reported. Raises RuntimeError if it ended instead (its own words are on
-        standard error).
+        """Wait for the peer's report. Raises RuntimeError if the process ended instead (its message
+        is on standard error).
         """
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -302,7 +303,7 @@ class Process:
         self.report = json.loads(line)
 
     def block(self) -> None:
-        """Its next block of steps."""
+        """Run the peer's next block of steps."""
         assert self.process.stdin is not None
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
@@ -310,12 +311,12 @@ class Process:
 
 
 def race(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
-    """Both peers through all their steps, a block at a time; their last reports."""
+    """Run both peers through all their steps, a block at a time, and return their last reports."""
     peers = []
     try:
         for name in PEERS:
             peers.append(Process(name, args, folder))
-            peers[-1].wait()  # loaded and ready, before the next one loads
+            peers[-1].wait()  # loaded and ready, before the next peer loads
         for number in range(-(-args.steps // args.block)):
             for peer in peers if number % 2 == 0 else reversed(peers):
                 peer.block()
@@ -333,8 +334,8 @@ def race(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
 def accuracies(
     args: argparse.Namespace, reports: dict[str, dict[str, Any]], folder: Path
 ) -> dict[str, dict[int, float]]:
-    """Held-out sampled accuracy of every weights folder: one evaluator, the same random streams for
-    all.
+    """Return the held-out sampled accuracy of every weights folder: the same evaluator and the same
+    random streams for all.
     """
     from rl.clients.service import ServiceClient
     from rl.environments import ProblemGroupBuilder
@@ -374,7 +375,7 @@ def accuracies(
 
 
 def teach(folder: Path) -> Path:
-    """The default recipe's first stage, alone; the folder of its weights."""
+    """Run only the first stage of the default recipe and return the folder of its weights."""
     import yaml
 
     recipe = yaml.safe_load((HERE.parent / "recipes" / "addition.yaml").read_text())
@@ -414,7 +415,7 @@ def rows(
 
 
 def run_peer(args: argparse.Namespace) -> None:
-    """What this script does in the process of a peer."""
+    """Run this script's work in the process of a peer."""
     turns = Turns(args)
     import torch
     from transformers.utils import logging as transformers_logging

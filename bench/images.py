@@ -1,11 +1,11 @@
-"""recipes/shapes.yaml as it sees and blind (every picture's pixels permuted): what is learnt by
-looking.
+"""Train recipes/shapes.yaml with its images and blind (every image's pixels permuted), to show what
+is learned from the images.
 
-    python bench/images.py --seeds 0 1 2    # into results/images.csv; --only seeing, or blind, for one of them
+    python bench/images.py --seeds 0 1 2    # into results/images.csv; --only seeing (or blind)
 
-A row a stage of each run, written when the run has ended (a run's rows replace those that are
-there): held-out accuracy (sampled and greedy) before and after, steps, CPU seconds of the whole
-run, wall seconds. `pass`: the run that sees ends above the bar, the blind one below it.
+The table has a row for each stage of each run, written when the run has ended (a run's rows replace
+its earlier rows): held-out accuracy (sampled and greedy) before and after, steps, CPU seconds of
+the whole run, wall seconds. `pass`: the run with images ends above the bar, the blind run below it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ FIELDS = (
 
 
 def recipe(blind: bool, folder: Path) -> Path:
-    """recipes/shapes.yaml; blind: with every picture's pixels permuted, in training and held out."""
+    """Return the path of recipes/shapes.yaml; if `blind`, of a copy with every image's pixels
+    permuted, in training and held out.
+    """
     own = REPO / "recipes" / "shapes.yaml"
     if not blind:
         return own
@@ -55,7 +57,7 @@ def recipe(blind: bool, folder: Path) -> Path:
 
 
 def run(which: str, seed: int, extra: list[str], folder: Path) -> list[dict[str, object]]:
-    """The rows of one run, one a stage."""
+    """Return the rows of a run, a row for each stage. Raises RuntimeError if the run fails."""
     folder.mkdir()
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     words = [

@@ -1,12 +1,13 @@
-"""Time and memory of `linear_logprob` against plain torch on a CPU, each measurement in a process
-of its own.
+"""Measure time and memory of `linear_logprob` against plain torch on a CPU, each measurement in a
+separate process.
 
-    python bench/kernel_cpu.py                     # 4096 tokens of Qwen2.5-0.5B's head: about 4 minutes on two cores, 10 GB
-    python bench/kernel_cpu.py --tokens 512        # quicker; the ratios are about the same
+    python bench/kernel_cpu.py                # about 4 minutes on two cores, 10 GB
+    python bench/kernel_cpu.py --tokens 512   # quicker; the ratios are about the same
 
-Columns: wall and CPU seconds of forward and backward (on a shared machine the CPU seconds are the
-ones to compare), peak memory above weights and gradients, the largest error of logp against float64
-for a few rows. Variants take turns, `--repeats` times; the least of each figure is reported.
+The default is 4096 tokens of Qwen2.5-0.5B's head. Columns: wall and CPU seconds of forward and
+backward (on a shared machine, compare the CPU seconds), peak memory above weights and gradients,
+the largest error of logp against float64 for a few rows. Variants take turns, `--repeats` times;
+the minimum of each figure is reported.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ VARIANTS = ("plain", "fused", "plain_frozen", "fused_frozen", "plain_entropy", "
 
 
 def status_bytes(field: str) -> int:
-    """A figure of /proc/self/status: VmRSS, what is held now, or VmHWM, the most that was held
+    """Return a figure of /proc/self/status in bytes: VmRSS, the memory held now, or VmHWM, the peak
     since the last reset.
     """
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -36,7 +37,7 @@ def reset_peak() -> None:
 
 
 def one(variant: str, tokens: int, hidden: int, vocab: int, threads: int) -> dict[str, float]:
-    """One forward and backward of one variant; called in a fresh process."""
+    """Run forward and backward of a variant once; called in a fresh process."""
     import torch
 
     sys.path.insert(0, str(HERE.parent))
@@ -58,7 +59,7 @@ def one(variant: str, tokens: int, hidden: int, vocab: int, threads: int) -> dic
         ent = -(all_logp.exp() * all_logp).sum(-1) if entropy else None
         return all_logp.gather(-1, y[:, None]).squeeze(-1), ent
 
-    run(x[:8], y[:8])[0].sum().backward()  # loads what is loaded once, and touches the gradients
+    run(x[:8], y[:8])[0].sum().backward()  # warm-up: loads libraries and touches the gradients
     x.grad = w.grad = None
     gradients = 4 * (x.numel() + (0 if frozen else w.numel()))
     reset_peak()

@@ -1,5 +1,5 @@
-"""How a kernel is timed: device time on CUDA (events around each call, L2 flushed before it), wall
-time elsewhere.
+"""Time kernels: device time on CUDA (events around each call, L2 flushed before it), wall time
+elsewhere.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds: median, 20% and 80% quantiles; and the bytes allocated above what was held
-    before (CUDA; else 0).
+    """Hold the milliseconds (median, 20% and 80% quantiles) and the peak of allocated bytes above
+    those held before (CUDA; else 0).
     """
 
     median: float
@@ -34,8 +34,8 @@ def quantiles(samples: list[float]) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Step:
-    """What is timed: `run`, on what `prepare` made (not timed) just before. `clear` lets go of what
-    the last call left.
+    """Hold a timed call: `run`, on the result of `prepare`, which is called just before and is not
+    timed. `clear` frees what the last call kept.
     """
 
     run: Callable[[Any], object]
@@ -47,7 +47,7 @@ class Step:
 
 
 def once(step: Step, device: str, flush: torch.Tensor | None) -> float:
-    """Milliseconds of one call."""
+    """Return the milliseconds of a single call."""
     state = step.prepare()
     if device != "cuda":
         start = time.perf_counter()
@@ -64,8 +64,8 @@ def once(step: Step, device: str, flush: torch.Tensor | None) -> float:
 
 
 def measure(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Timing]:
-    """Each step `repeats` times after one warm-up; the order turns around every round, so that no
-    one always runs first.
+    """Time each step `repeats` times after a warm-up. The order is reversed every round, so that no
+    step always runs first.
     """
     flush = torch.empty(64 << 20, dtype=torch.int32, device=device) if device == "cuda" else None
     samples: dict[str, list[float]] = {name: [] for name in steps}
@@ -74,8 +74,8 @@ def measure(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Timi
         if device == "cuda":
             step()
             torch.cuda.synchronize()
-            # or the last call's gradients, freed inside the next, would hide as many bytes of its
-            # peak
+            # Otherwise the last call's gradients, freed inside the next call, would hide as many
+            # bytes of its peak.
             step.clear()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -91,8 +91,8 @@ def measure(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Timi
 
 
 def captured(run: Callable[[], object]) -> Step:
-    """A step that replays `run` from a CUDA graph: its device time, where the host would take
-    longer to launch it.
+    """Return a step that replays `run` from a CUDA graph: its device time, where the host would
+    take longer to launch it.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

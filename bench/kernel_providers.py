@@ -1,10 +1,10 @@
-"""Who computes token logprobs from hidden states: ours and others', each as a function from one
-problem to logprobs [T].
+"""Compute token logprobs from hidden states with our kernels and other implementations, each as a
+function from a problem to logprobs [T].
 
-A provider raises CannotRun with the reason where it cannot. `memory` is its class: "flat" holds no
-[T, V], "logits" does; only providers of one class are to be compared. `products` counts N D V of
-its own algorithm, forward and backward (Liger's Triton path and torch's chunks recompute where a
-loss for each token is asked for).
+A provider that cannot run raises CannotRun with the reason. `memory` is its class: "flat" holds no
+[T, V], "logits" does; compare only providers of the same class. `products` counts the N D V
+products of its algorithm, forward and backward (Liger's Triton path and torch's chunks recompute if
+a loss for each token is requested).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kernels import linear_logprob
 
 
 class CannotRun(Exception):
-    """Why a provider is left out of a run."""
+    """Signal that a provider cannot run, with the reason."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One head and one batch; `upstream` is the seeded gradient of each token's logprob."""
+    """Hold a head and a batch; `upstream` [T] is the seeded gradient of each token's logprob."""
 
     shape: Shape
     x: Tensor
@@ -100,8 +100,8 @@ _compiled = torch.compile(plain, dynamic=False)
 
 
 def _torch_compile(p: Problem) -> Tensor:
-    """The caller resets dynamo between shapes: after eight of them it runs the function as it is,
-    under the compiled one's name.
+    """Run the compiled function. The caller resets dynamo between shapes: after eight shapes dynamo
+    runs the function uncompiled, under the name of the compiled function.
     """
     return _compiled(p.x, p.w, p.y, p.shape.softcap)
 
@@ -131,7 +131,7 @@ def _liger_triton(p: Problem) -> Tensor:
 
 
 def _liger_scaled(p: Problem) -> Tensor:
-    """On Hopper the CuTe kernel, elsewhere a chunked torch path."""
+    """Run the CuTe kernel on Hopper, a chunked torch path elsewhere."""
     _need("liger_kernel")
     if p.shape.softcap is not None:
         raise CannotRun("no softcap")

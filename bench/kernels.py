@@ -1,18 +1,19 @@
-"""Times the kernels against their floors and against other implementations, in one process and one
+"""Time the kernels against their floors and against other implementations, in a single process and
 table.
 
     python bench/kernels.py --help
-    python bench/kernels.py --quick                        # one model, 4096 tokens; two minutes on a GPU
-    python bench/kernels.py --models Qwen3-1.7B Llama-3.1-8B --tokens 8192 --csv runs/kernels.csv --plot runs/kernels.png
-    python bench/kernels.py --device cpu                   # a tiny head; shows that everything runs, not how fast
+    python bench/kernels.py --quick          # Qwen3-1.7B, 4096 tokens; two minutes on a GPU
+    python bench/kernels.py --models Qwen3-1.7B Llama-3.1-8B --tokens 8192 --csv runs/kernels.csv
+    python bench/kernels.py --quick --plot runs/kernels.png
+    python bench/kernels.py --device cpu     # a tiny head; shows that everything runs, no speeds
 
 Operations: linear_logprob (forward, backward, both), token_logprob, policy_loss. Every provider
 gets the same seeded gradient for each token's logprob and is compared with float64: logprobs and dX
-of 16 tokens, dW of 16 vocabulary rows. One at a time is on the device, each row is written as it is
-measured, and one that cannot run says why. "floor" is the least time its own algorithm can take on
-an H100 (790 TFLOP/s, 3.0 TB/s); elsewhere
-no ratio is given.
-Compare within a memory class: "flat" keeps no [T, V] tensor, "logits" does.
+of 16 tokens, dW of 16 vocabulary rows. Only a single provider is on the device at a time, each row
+is written as it is measured, and a provider that cannot run reports the reason. "floor" is the
+least time that the provider's algorithm can take on an H100 (790 TFLOP/s, 3.0 TB/s); on other
+devices no ratio is reported. Compare within a memory class: "flat" keeps no [T, V] tensor, "logits"
+does.
 """
 
 from __future__ import annotations
@@ -66,10 +67,10 @@ def row(
 
 
 def errors_of(logp: torch.Tensor, p: Problem, rows: int = 16) -> Errors:
-    """The largest errors against float64: of the first tokens' logprobs and dX, and of dW of as
-    many rows of the vocabulary.
+    """Return the largest errors against float64: of the logprobs and dX of the first `rows` tokens,
+    and of dW of `rows` rows of the vocabulary.
 
-    Gradients are divided by the largest exact one.
+    Gradients are divided by the largest exact gradient.
     """
     with torch.no_grad():
         some = torch.linspace(0, p.shape.V - 1, rows, device=p.x.device).long()
@@ -119,7 +120,9 @@ def errors_of(logp: torch.Tensor, p: Problem, rows: int = 16) -> Errors:
 
 
 def head_steps(provider: Provider, p: Problem) -> dict[str, Step]:
-    """Forward, backward (after a forward that is not timed) and both, of one provider."""
+    """Return the timed steps of a provider: forward, backward (after a forward that is not timed)
+    and both.
+    """
 
     def fresh() -> None:
         p.x.grad = p.w.grad = None
@@ -143,16 +146,16 @@ def bench_head(
     shape: Shape, tokens: int, device: str, dtype: torch.dtype, names: list[str], repeats: int,
     left_out: Callable[[str, Exception], None] = say_left_out,
 ) -> Iterator[Row]:  # fmt: skip
-    """One provider after the other, each with a problem of its own that is gone before the next:
-    the largest take most of a GPU.
+    """Yield the rows of each provider in turn. Each has a separate problem, which is freed before
+    the next: the largest take most of a GPU.
 
-    `left_out`: told of each that cannot run or fails, and why.
+    `left_out` is called with each provider that cannot run or fails, and the reason.
     """
     for provider in (provider for provider in PROVIDERS if provider.name in names):
         torch._dynamo.reset()
         try:
             yield from one_provider(provider, shape, tokens, device, dtype, repeats)
-        except Exception as failure:  # noqa: BLE001  (others' code may raise anything; the rest of the table is still wanted)
+        except Exception as failure:  # noqa: BLE001  (third-party code raises anything)
             left_out(provider.name, failure)
         if device == "cuda":
             torch.cuda.empty_cache()
@@ -189,7 +192,7 @@ def one_provider(
 def bench_logits(
     shape: Shape, tokens: int, device: str, dtype: torch.dtype, repeats: int
 ) -> Iterator[Row]:
-    """token_logprob: the floor is one read forward, one read and one write backward."""
+    """Yield the rows of token_logprob. The floor is a read forward, a read and a write backward."""
     p = Problem.make(shape, tokens, device, dtype)
     with torch.no_grad():
         logits = torch.nn.functional.linear(p.x, p.w)
@@ -225,10 +228,10 @@ def bench_logits(
 
 
 def bench_tokens(tokens: int, device: str, repeats: int) -> Iterator[Row]:
-    """policy_loss: bound by launches; the floor of 32 bytes a token is shown, the goal is 0.010 ms
-    for 32k tokens.
+    """Yield the rows of policy_loss, which is bound by launches: the floor of 32 bytes per token is
+    reported, the goal is 0.010 ms for 32k tokens.
 
-    "graph": replayed, so that the host's 0.1 ms is not in it.
+    "graph" is replayed from a CUDA graph, so that it excludes the host's 0.1 ms.
     """
     p = Problem.make(Shape(model="tokens", D=1, V=2), tokens, device, torch.float32)
     logp, old, advantage = (torch.randn(tokens, device=device) * 0.1 for _ in range(3))
@@ -267,7 +270,7 @@ def show(r: Row) -> None:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Ratio to the floor, forward and backward together, one group of bars a model."""
+    """Plot the ratio to the floor, forward and backward together, a group of bars per model."""
     import matplotlib
 
     matplotlib.use("Agg")
