@@ -1,7 +1,9 @@
-"""The sampler's kernels, and Hopper's of the head, compiled at the sizes of real models on a
+"""Compile the sampler's kernels, and the head's Hopper kernels, at the sizes of real models on a
 machine without a GPU: registers, spills, shared memory.
 
-    python bench/kernels_compiled.py            # bench/results/kernels_compiled.csv: a row a kernel and target
+    python bench/kernels_compiled.py            # into bench/results/kernels_compiled.csv
+
+The table has a row for each kernel and target.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# The repository in place of this folder, whose kernels.py would be taken for the package of that
-# name.
+# Replace this folder on sys.path by the repository: bench/kernels.py would shadow the package
+# `kernels`.
 sys.path[0] = str(HERE.parent)
 sys.path.append(str(HERE.parent / "tests"))
 

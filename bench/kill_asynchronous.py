@@ -1,10 +1,10 @@
-"""Kills an asynchronous run at random moments and resumes it, until it ends: every group trained
-once, none lost, ages within the bound.
+"""Kill an asynchronous run at random moments and resume it until it ends. Check that every group is
+trained exactly once, that none is lost, and that ages stay within the bound.
 
     python bench/kill_asynchronous.py --kills 20 --out bench/results/kill_asynchronous.csv
 
-Environments take random times, so that at a kill some groups have ended, some are being drawn and
-some are waited for.
+Environments take random times, so that at a kill some groups have ended, some are being sampled and
+some are awaited.
 """
 
 from __future__ import annotations
@@ -107,12 +107,12 @@ def _steps(folder: Path) -> int:
 
 
 def _under_way(folder: Path) -> int:
-    """Groups that the newest checkpoint holds."""
+    """Return the number of groups that the newest checkpoint holds."""
     found = sorted(folder.glob("checkpoints/grpo-*/*.json"), key=lambda path: path.stat().st_mtime)
     for path in reversed(found):
         try:
             state = json.loads(path.read_text())
-        except ValueError:  # being written when the run was killed
+        except ValueError:  # incomplete: the run was killed while writing it
             continue
         if isinstance(state, dict) and "in_flight" in (state.get("metadata") or {}):
             return len(state["metadata"]["in_flight"]["flow"]["groups"])

@@ -1,11 +1,11 @@
-"""kill -9 of a random rank of two at a random point, twenty seeds: the resumed run ends with the
-undisturbed bits. `make campaign`.
+"""Kill a random rank of two with kill -9 at a random point, for twenty seeds, and check that the
+resumed run ends with the bits of the undisturbed run. `make campaign`.
 
     python bench/kill_campaign.py [--seeds 20]
 
-Ranks are forks that know each other over gloo, as in tests/test_crash_safety.py, which does three
-of these seeds. Exit code 1, and the seed's row, where a resumed run differs from the undisturbed
-one, a rank does not end, or a process is left behind.
+Ranks are forks connected over gloo, as in tests/test_crash_safety.py, which runs three of these
+seeds. The exit code is 1, with the seed's row, if a resumed run differs from the undisturbed run, a
+rank does not end, or a process remains.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# before this folder, whose kernels.py would be taken for the package of that name
+# Put the repository before this folder on sys.path: the kernels.py of this folder would shadow
+# the package `kernels`.
 sys.path[0] = str(HERE.parent)
 sys.path[1:1] = [str(HERE.parent / "tests"), str(HERE)]
 
@@ -27,7 +28,7 @@ from test_crash_safety import killed_and_resumed, undisturbed_run  # noqa: E402
 
 
 def one_seed(ranks: Ranks, whole: tuple[Path, float], folder: Path, seed: int) -> dict[str, object]:
-    """A row of kill_campaign.csv."""
+    """Return a row of kill_campaign.csv."""
     folder.mkdir()
     begin = time.monotonic()
     try:

@@ -1,13 +1,13 @@
-"""The tests that learn, with three seeds: each figure past its bar, and by how much. Writes
-results/learning_seeds.csv. `make campaign`.
+"""Run the tests that learn with three seeds: record whether each figure passes its bar, and its
+margin. Writes results/learning_seeds.csv. `make campaign`.
 
-    python bench/learning_seeds.py                            # all of them, about twenty minutes on one core
-    python bench/learning_seeds.py --only offline --seeds 3   # one test, other seeds (both may be given several values)
+    python bench/learning_seeds.py                            # all, about 20 minutes on one core
+    python bench/learning_seeds.py --only offline --seeds 3   # a single test, another seed
 
-A seed is added to a test's own (tests/learning.py). A row is a figure of one seed: `margin` is how
-far beyond the bar it lies, negative where it falls short, and `least_margin` of a figure is its
-smallest over the seeds. Rows of other tests and seeds stay. The exit code is 1 where a figure
-misses its bar or a test fails otherwise.
+Both options accept several values. A seed is added to the seed of the test (tests/learning.py). A
+row is a figure of a single seed: `margin` is its distance beyond the bar, negative if it misses the
+bar, and `least_margin` is the smallest margin of the figure over the seeds. Rows of other tests and
+seeds stay. The exit code is 1 if a figure misses its bar or a test fails otherwise.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-# in place of this folder, whose kernels.py would be taken for the package of that name
+# Replace this folder on sys.path: its kernels.py would shadow the package `kernels`.
 sys.path[0] = str(HERE.parent)
 from bench.campaign import REPO, RESULTS, SEEDS, machine, write_table  # noqa: E402
 
@@ -41,7 +41,7 @@ TESTS = {
 
 
 def one_run(name: str, seed: int) -> tuple[list[dict[str, Any]], bool]:
-    """(rows of the table, whether the test failed)"""
+    """Return (rows of the table, whether the test failed)."""
     with tempfile.TemporaryDirectory(prefix="learning_seeds-") as folder:
         figures = Path(folder) / "figures.jsonl"
         env = {
@@ -90,8 +90,8 @@ def one_run(name: str, seed: int) -> tuple[list[dict[str, Any]], bool]:
 
 
 def keep(found: list[dict[str, Any]], name: str, seed: int) -> None:
-    """Puts a run's rows into the table, in place of those of the same test and seed, and works out
-    the least margins.
+    """Write a run's rows into the table, replacing those of the same test and seed, and compute the
+    least margins.
     """
     rows: list[dict[str, Any]] = []
     if TABLE.is_file():

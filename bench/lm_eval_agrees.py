@@ -1,12 +1,12 @@
-"""lm-evaluation-harness against /v1/completions: its loglikelihoods beside `compute_logprobs` in
-this process.
+"""Compare the loglikelihoods that lm-evaluation-harness gets from /v1/completions with
+`compute_logprobs` in this process.
 
     python -m venv /tmp/lm_eval && /tmp/lm_eval/bin/pip install "lm_eval[api]"
     python bench/lm_eval_agrees.py --python /tmp/lm_eval/bin/python
 
-The harness is the package's own, the task a local file of multiple choice, the model a random one
-of 0.1M weights. A row goes to bench/results/lm_eval.csv; the exit code is 1 where a loglikelihood
-differs by more than 1e-4 or an answer was said to be greedy wrongly.
+The harness is the published package, the task a local file of multiple choice questions, the model
+a random model of 0.1M weights. Writes a row to bench/results/lm_eval.csv. The exit code is 1 if a
+loglikelihood differs by more than 1e-4 or an answer was wrongly reported as greedy or not greedy.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def write_task(folder: Path, count: int) -> None:
 
 
 def harness(python: str, folder: Path, base: str, url: str) -> list[dict]:
-    """What the harness was answered, a sample a question."""
+    """Return the answers that the harness received, a sample for each question."""
     model = f"model={base},base_url={url}/v1/completions,tokenizer={base},tokenizer_backend=huggingface,num_concurrent=4,max_retries=1"
     words = [
         "--model",
@@ -78,7 +78,7 @@ def harness(python: str, folder: Path, base: str, url: str) -> list[dict]:
 
 
 def expected(client, tokenizer, context: str, continuation: str) -> tuple[float, bool]:
-    """The continuation's logprob after the context, and whether each of its tokens is the
+    """Return the continuation's logprob after the context, and whether each of its tokens is the
     likeliest.
     """
     from rl.types import ModelInput, SamplingParams

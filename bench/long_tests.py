@@ -1,8 +1,8 @@
-"""The tests that are too long for `make test`, marked `campaign`: `python bench/long_tests.py`.
+"""Run the tests that are too long for `make test`, marked `campaign`: `python bench/long_tests.py`.
 Writes results/long_tests.csv.
 
-A row for each: how it ended, its seconds. Those that learn are run with more seeds by
-learning_seeds.py. The exit code is pytest's.
+The table has a row for each test: its outcome and its seconds. learning_seeds.py runs the tests
+that learn with more seeds. The exit code is pytest's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# in place of this folder, whose kernels.py would be taken for the package of that name
+# Replace this folder on sys.path: its kernels.py would shadow the package `kernels`.
 sys.path[0] = str(HERE.parent)
 from bench.campaign import REPO, RESULTS, command_line, machine, write_table  # noqa: E402
 

@@ -1,13 +1,16 @@
-"""Weights that leave a run, architecture by architecture: are they what the run's own model was?
+"""Check for each architecture that the weights that a run exports compute what the run's model
+does.
 
-    python bench/merges.py tables      # all of architectures.csv that build: LoRA on everything, merged, written, read again
-    python bench/merges.py chains      # sft -> dpo -> grpo under LoRA (other rank) -> export --merge; ten architectures, tied and untied
+    python bench/merges.py tables      # LoRA on everything, merged, written, read again
+    python bench/merges.py chains      # sft -> dpo -> grpo under LoRA -> export --merge
 
-Rows go to bench/results/merges.csv and chains.csv, one after each architecture; `--only NAME ...`
-does some. `difference` is the largest of a logit of plain transformers, reading the folder written,
-from the run's own (adapters unmerged on their bases), in fp32; of chains also from float64 sums of
-the adapters' own files (`against_float64`). The exit code is 1 where one is above 1e-5 of the
-largest logit (1 at least).
+"tables" covers all of architectures.csv that build. "chains" covers ten architectures, tied and
+untied, with a different LoRA rank in a later stage. Rows go to bench/results/merges.csv and
+chains.csv after each architecture; `--only NAME ...` selects some. `difference` is the largest
+difference of a logit between plain transformers, reading the written folder, and the run's model
+(adapters unmerged on their bases), in fp32. For chains, `against_float64` compares with float64
+sums of the adapters' files. The exit code is 1 if a difference is above 1e-5 of the largest logit
+(at least 1).
 """
 
 from __future__ import annotations
@@ -71,7 +74,7 @@ def _send(work: Any, name: str, there: Any) -> None:
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (the runs' consoles)
     try:
         there.send(work(name))
-    except Exception as error:  # noqa: BLE001  (models of every kind, in code that nobody here wrote)
+    except Exception as error:  # noqa: BLE001  (models run third-party code)
         how = "refused" if isinstance(error, UserError) else f"not tried: {type(error).__name__}"
         there.send(
             {"architecture": name, "difference": f"{how}: {str(error).splitlines()[0][:250]}"}

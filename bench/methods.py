@@ -1,17 +1,18 @@
-"""Each method learns: its recipe with seeds 0, 1 and 2, past a bar that the model misses before.
+"""Check that each method learns: its recipe with seeds 0, 1 and 2 passes a bar that the model
+misses before.
 
-    python bench/methods.py                                   # all of them, about half an hour on two idle cores
-    python bench/methods.py --only dpo --seeds 0              # one (both may be given several values)
-    python bench/methods.py --work runs/methods               # keep the runs, and reuse the taught models found there
+    python bench/methods.py                        # all, about half an hour on two idle cores
+    python bench/methods.py --only dpo --seeds 0   # a single run (both accept several values)
+    python bench/methods.py --work runs/methods    # keep the runs and reuse their taught models
 
-reinforce, ppo and dpo begin from one taught model a seed, made by the first stage of
-recipes/addition.yaml (dpo's own recipe teaches for 450 steps instead of 750); of their own recipes
-the stages after the first are run. The others run their recipes whole. methods.csv has a row for
+reinforce, ppo and dpo start from the same taught model per seed, trained by the first stage of
+recipes/addition.yaml (the recipe of dpo teaches for 450 steps instead of 750); from their recipes
+only the later stages are run. The other methods run their whole recipes. methods.csv has a row for
 each seed and figure, written after every run: `before` at the first evaluation of the stage
-(distill: of the student), `after` at the stage's last, on 512 held-out problems; `passed` where
-before < bar <= after. `seconds` is the wall clock of the run, start-up included, without the
-teaching of a shared model. Rows of other methods and seeds stay. The exit code is 1 if a run fails
-or misses its bar.
+(distill: of the student), `after` at the stage's last evaluation, on 512 held-out problems;
+`passed` if before < bar <= after. `seconds` is the wall clock of the run, start-up included,
+without the training of a shared model. Rows of other methods and seeds stay. The exit code is 1 if
+a run fails or misses its bar.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from typing import Any
 import yaml
 
 HERE = Path(__file__).resolve().parent
-# in place of this folder, whose kernels.py would be taken for the package of that name
+# Replace this folder on sys.path: its kernels.py would shadow the package `kernels`.
 sys.path[0] = str(HERE.parent)
 from bench.campaign import HELD_OUT, REPO, RESULTS, SEEDS, machine, write_table  # noqa: E402
 
 TABLE = RESULTS / "methods.csv"
-# accelerate's own defaults, which it would otherwise remark on
+# accelerate's defaults; without these flags it prints a warning
 ONE_PROCESS = "--num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no".split()
 PAIRS = "test/rewards/accuracies"
 LEARNED = "test/env/all/reward/learned"
@@ -46,11 +47,11 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Check:
-    """A figure of a stage. `bar`: what it must reach at the stage's end, a number or a function of
-    the run's metrics.
+    """Hold a figure of a stage and its bar. `bar`: the value that the figure must reach at the
+    stage's end, a number or a function of the run's metrics.
 
-    `since`: the stage at whose beginning the figure is taken to be missing the bar; by default the
-    same.
+    `since`: the stage at the start of which the figure must miss the bar; by default the same
+    stage.
     """
 
     stage: str
@@ -61,8 +62,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Learner:
-    """A method's recipe and what it must show. `taught`: it begins from the shared model in place
-    of its first stage.
+    """Hold a method's recipe and its checks. `taught`: the method starts from the shared model
+    instead of the recipe's first stage.
     """
 
     recipe: str
@@ -71,8 +72,8 @@ class Learner:
 
 
 def nearly_right_sums(rows: Rows) -> float:
-    """Three quarters of the way from the reward model's mean score of held-out wrong sums to that
-    of right ones.
+    """Return the score three quarters of the way from the reward model's mean score of held-out
+    wrong sums to that of right sums.
     """
     right, wrong = (
         figures(rows, "reward_model", f"test/rewards/{side}")[-1] for side in ("chosen", "rejected")
@@ -81,15 +82,15 @@ def nearly_right_sums(rows: Rows) -> float:
 
 
 def as_the_teacher(rows: Rows) -> float:
-    """The teacher's own accuracy, less 0.02: two standard errors of the difference of two shares
+    """Return the teacher's accuracy minus 0.02: two standard errors of the difference of two shares
     near 0.97 of 512 answers.
     """
     return figures(rows, "teacher", HELD_OUT)[-1] - 0.02
 
 
 def better_than_its_data(rows: Rows) -> float:
-    """The share of stored answers that are right, or of what the policy that drew the last of them
-    answers: the larger.
+    """Return the share of stored answers that are right, or the held-out accuracy of the policy
+    that sampled the last of them, whichever is larger.
     """
     stored = figures(rows, "grpo", "env/all/correct")
     return max(sum(stored) / len(stored), figures(rows, "grpo", HELD_OUT)[-1])
@@ -99,8 +100,8 @@ METHODS = {
     "dpo": Learner("addition_dpo", (Check("dpo", PAIRS, 0.9),), taught=True),
     "reinforce": Learner("addition_reinforce", (Check("reinforce", HELD_OUT, 0.95),), taught=True),
     "ppo": Learner("addition_ppo", (Check("ppo", HELD_OUT, 0.95),), taught=True),
-    # the reward model first, then what is learnt from it: its scores and the true reward, which it
-    # never sees
+    # The reward model first, then the policy trained on it: the reward model's scores, and the true
+    # reward, which the policy never sees.
     "rlhf": Learner(
         "addition_rlhf",
         (
@@ -122,8 +123,8 @@ METHODS = {
 
 
 def figures(rows: Rows, stage: str, metric: str) -> list[float]:
-    """A metric's values in a stage, in order. Raises KeyError naming those that a stage has where
-    there are none.
+    """Return a metric's values in a stage, in order. Raises KeyError, with the stage's held-out
+    metrics, if the stage has no such values.
     """
     found = [float(row[metric]) for row in rows if row["stage"] == stage and metric in row]
     if not found:
@@ -144,8 +145,8 @@ def figures(rows: Rows, stage: str, metric: str) -> list[float]:
 
 
 def train(recipe: Path, seed: int, folder: Path, *flags: str) -> float:
-    """Runs a recipe into `folder`, anew if that holds a run; the wall clock of the whole command in
-    seconds.
+    """Run a recipe into `folder`, overwriting a run there, and return the wall clock of the whole
+    command in seconds.
     """
     launcher = Path(sys.executable).parent / "accelerate"
     words = [
@@ -165,7 +166,9 @@ def train(recipe: Path, seed: int, folder: Path, *flags: str) -> float:
 
 
 def stages_of(recipe: str, first: int, last: int | None, folder: Path) -> Path:
-    """A recipe of some of a recipe's stages: stages[first:last] and what holds for all of them."""
+    """Write a recipe with only stages[first:last] of a recipe and its shared settings; return its
+    path.
+    """
     whole = yaml.safe_load((REPO / "recipes" / f"{recipe}.yaml").read_text())
     path = folder / f"{recipe}-{first}-{last or 'end'}.yaml"
     path.write_text(
@@ -175,8 +178,8 @@ def stages_of(recipe: str, first: int, last: int | None, folder: Path) -> Path:
 
 
 def taught_model(seed: int, work: Path) -> Path:
-    """The weights of the default recipe's first stage: it knows sums and answers them badly. Made
-    once a seed.
+    """Return the weights of the default recipe's first stage, which answers sums, but badly. The
+    model is trained once per seed.
     """
     folder = work / f"taught-{seed}"
     model = folder / "checkpoints" / "sft-final" / "model"
@@ -186,7 +189,7 @@ def taught_model(seed: int, work: Path) -> Path:
 
 
 def one_run(name: str, seed: int, work: Path) -> list[dict[str, Any]]:
-    """Rows of methods.csv: one for each check."""
+    """Return the rows of methods.csv for a run, a row for each check."""
     learner, folder = METHODS[name], work / f"{name}-{seed}"
     recipe, flags = REPO / "recipes" / f"{learner.recipe}.yaml", list[str]()
     if learner.taught:
@@ -219,14 +222,14 @@ def checked(name: str, seed: int, check: Check, rows: Rows, seconds: float) -> d
 
 
 def keep(found: list[dict[str, Any]]) -> None:
-    """Puts a run's rows into the table, in place of those of the same method and seed."""
+    """Write a run's rows into the table, replacing those of the same method and seed."""
     rows: list[dict[str, Any]] = []
     if TABLE.is_file():
         with TABLE.open(newline="") as file:
             rows = list(csv.DictReader(file))
     replaced = {(row["method"], str(row["seed"])) for row in found}
     rows = [row for row in rows if (row["method"], row["seed"]) not in replaced] + found
-    # those of other versions of this script last
+    # Rows of methods of other versions of this script come last.
     order = list(dict.fromkeys([*METHODS, *(row["method"] for row in rows)]))
     write_table(TABLE, sorted(rows, key=lambda row: (order.index(row["method"]), int(row["seed"]))))
 

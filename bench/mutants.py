@@ -1,11 +1,11 @@
-"""Plants faults one at a time in a copy of the tree and runs the quick tests that should see them:
-killed, survived, or stale.
+"""Plant faults in a copy of the tree, a single fault at a time, and run the quick tests that should
+detect it: killed, survived, or stale.
 
     python bench/mutants.py [--only TEXT] [--first N] [--due] [--results FILE] [--list]
 
-The copy is of what git knows, with uncommitted changes. Torch and transformers are imported once;
-each mutant's tests run in a fork, whose `rl` is the copy's. A test that fails is run once more
-without the fault: one that is red then, too, has killed nothing.
+The copy holds the files that git lists, with uncommitted changes. Torch and transformers are
+imported once; each mutant's tests run in a fork that imports `rl` from the copy. A test that fails
+is run again without the fault: a test that fails then, too, has killed nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mutant_list import MUTANTS, Mutant
 
 REPO = Path(__file__).resolve().parent.parent
 RESULTS = REPO / "bench" / "results" / "mutants.csv"
-SECONDS = 900.0  # of one mutant's tests: a mutant that makes them hang is seen, too
+SECONDS = 900.0  # per mutant; a mutant that makes its tests hang is detected, too
 
 
 def copy_tree(folder: Path) -> None:
@@ -43,8 +43,8 @@ def copy_tree(folder: Path) -> None:
 
 
 def import_once() -> None:
-    """What takes seconds, and is no part of the tree. (Not from beside this file, where a `kernels`
-    stands as well.)
+    """Import the slow libraries, which are not part of the tree, once. First remove this folder
+    from sys.path: its kernels.py would shadow the package `kernels`.
     """
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != REPO / "bench"]
     import peft  # noqa: F401
@@ -65,8 +65,8 @@ def files_of(tree: Path, tests: str) -> list[str]:
 
 
 def run_tests(tree: Path, what: list[str]) -> tuple[bool, str]:
-    """(whether all passed, the first failure's name) of the quick part of these files or tests, in
-    a fork.
+    """Run the quick part of these files or tests in a fork; return (whether all passed, the name of
+    the first failure).
     """
     log = tree / "mutant.log"
     child = os.fork()
@@ -75,7 +75,7 @@ def run_tests(tree: Path, what: list[str]) -> tuple[bool, str]:
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1), os.dup2(out, 2)
         os.chdir(tree)
-        # a mutant of the same size, within a second of the last one, would be taken for that
+        # A mutant of the same size as the last, within a second, would be taken for it.
         sys.dont_write_bytecode = True
         sys.path[:0] = [str(tree)]
         os.environ |= {
@@ -108,8 +108,8 @@ def run_tests(tree: Path, what: list[str]) -> tuple[bool, str]:
 
 
 def plant(tree: Path, mutant: Mutant) -> str | None:
-    """The file's own text, once the fault is in; None where the text to replace is not there
-    exactly once.
+    """Plant the fault and return the file's original text; return None if the text to replace does
+    not occur exactly once.
     """
     path = tree / mutant.file
     text = path.read_text() if path.is_file() else ""
@@ -170,7 +170,7 @@ def main() -> None:
             if before is not None:
                 (tree / mutant.file).write_text(before)
             if verdict == "killed" and by not in sound:
-                # a test that is red without the fault has not seen it
+                # A test that fails without the fault has not detected it.
                 name = by.split(" ")[-1]
                 sound[by] = (
                     "" if "::" not in name or run_tests(tree, [name])[0] else "red without it, too"
@@ -199,7 +199,7 @@ def main() -> None:
 
 
 def read(path: Path) -> dict[tuple[str, str], dict[str, object]]:
-    """The rows of earlier runs."""
+    """Return the rows of earlier runs."""
     if not path.is_file():
         return {}
     with path.open() as file:
@@ -207,7 +207,9 @@ def read(path: Path) -> dict[tuple[str, str], dict[str, object]]:
 
 
 def write(rows: list[dict[str, object]], path: Path) -> None:
-    """After every mutant; rows of earlier runs stay where they were not run again."""
+    """Write the table after every mutant; rows of earlier runs stay unless the mutant was run
+    again.
+    """
     known = read(path) | {(str(row["file"]), str(row["breaks"])): row for row in rows}
     order = [(m.file, m.breaks) for m in MUTANTS]
     with path.open("w", newline="") as file:

@@ -1,13 +1,13 @@
-"""Random workloads through the engines: the same samples as a request gives alone, no page left,
-how often rows waited.
+"""Run random workloads through the engines. Check that samples equal those of a request by itself
+and that no page leaks; count the waits of rows.
 
-    python bench/paged.py --workloads 1000          # bench/results/paged.csv: a row a hundred workloads of each kind
+    python bench/paged.py --workloads 1000          # into bench/results/paged.csv
 
-Kinds: "paged beside plain", groups with few pages through `PagedEngine` and `Engine`; and through
-`Engine`, `PagedEngine` and `SteppedEngine` everything at once (tests/sampler_anything.py): requests
-of all kinds, steps, aborts, new weights, engines left midway. Where a sample differs, a page is
-left, or more than 1.1 times the tokens and a page a row are held, that is an error, and no row is
-written.
+The table has a row for each hundred workloads of each kind. The kind "paged beside plain" runs
+groups with few pages through `PagedEngine` and `Engine`. The other kinds run everything at once
+through `Engine`, `PagedEngine` and `SteppedEngine` (tests/sampler_anything.py): requests of all
+kinds, steps, aborts, new weights, engines abandoned midway. If a sample differs, a page leaks, or
+more than 1.1 times the tokens plus a page per row are held, the script raises and writes no row.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# The repository in place of this folder, whose kernels.py would be taken for the package of that
-# name.
+# Replace this folder on sys.path by the repository: bench/kernels.py would shadow the package
+# `kernels`.
 sys.path[0] = str(HERE.parent)
 sys.path.append(str(HERE.parent / "tests"))
 
@@ -43,7 +43,7 @@ KINDS = ["paged beside plain", "plain", "paged", "stepped"]
 
 
 def runner(kind: str) -> Callable[[range], Counter[str]]:
-    """Runs the workloads of some seeds; what happened in them, counted."""
+    """Return a function that runs the workloads of some seeds and counts the events in them."""
     if kind == KINDS[0]:
         from test_sampler_paged import perturbed_decoder, same_samples
 
@@ -80,7 +80,7 @@ def main() -> None:
             run = runner(kind)
             for first in range(1000, 1000 + args.workloads, 100):
                 count, began = min(100, 1000 + args.workloads - first), time.process_time()
-                # raises where a sample differs or a page is left
+                # Raises if a sample differs or a page leaks.
                 found = run(range(first, first + count))
                 counted = [found[name] if name in found else "" for name in COLUMNS]
                 writer.writerow(

@@ -1,14 +1,14 @@
-"""How long `train.py ... --plan` takes, the whole command: Python's start, imports, the model
-without weights, the page.
+"""Measure the time of `train.py ... --plan`, the whole command: Python's start, imports, the model
+without weights, the printed page.
 
-    python bench/plan_seconds.py                          # of this checkout, into bench/results/plan_seconds.csv
-    python bench/plan_seconds.py --beside before=../old   # and of another one, with this one's Python, the two in turns
+    python bench/plan_seconds.py                          # into bench/results/plan_seconds.csv
+    python bench/plan_seconds.py --beside before=../old   # also another checkout, in turns
 
-Each case is run `--times` times; `answer_seconds` is the least wall clock until the verdict stands
-on the console, `seconds` until the command has ended (of a run that does not fit, with what would
-lower it), and `cpu_seconds` its least user and system time. `peak` is the verdict, so that one sees
-whether two checkouts say the same. Models are their configs alone, at their published sizes. Rows
-of other cases stay in the table.
+Other checkouts run with this checkout's Python. Each case is run `--times` times. `answer_seconds`
+is the least wall clock until the verdict is printed, `seconds` until the command has ended (for a
+run that does not fit, after the advice that lowers the memory), and `cpu_seconds` the least user
+and system time. `peak` is the verdict, which shows whether two checkouts agree. Models are only
+their configs, at their published sizes. Rows of other cases stay in the table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-# in place of this folder, whose kernels.py would be taken for the package of that name
+# Replace this folder on sys.path: its kernels.py would shadow the package `kernels`.
 sys.path[0] = str(HERE.parent)
 from bench.campaign import RESULTS, machine, write_table  # noqa: E402
 
@@ -103,7 +103,7 @@ WORDS = (
 
 
 def one(tree: Path, folder: Path, launch: str) -> tuple[float, float, float, str]:
-    """(seconds to the verdict, seconds, CPU seconds, verdict) of one command."""
+    """Run a command; return (seconds to the verdict, seconds, CPU seconds, verdict)."""
     words = [
         sys.executable,
         str(tree / "train.py"),
@@ -113,7 +113,7 @@ def one(tree: Path, folder: Path, launch: str) -> tuple[float, float, float, str
         *LAUNCHES[launch].split(),
     ]
     env = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
-    if "FSDP2" in launch:  # what accelerate launch sets
+    if "FSDP2" in launch:  # as accelerate launch sets it
         env.update(
             ACCELERATE_USE_FSDP="true",
             FSDP_VERSION="2",
@@ -188,7 +188,7 @@ def main() -> int:
 
 
 def keep(name: str, launch: str, found: dict[str, tuple[float, float, float, str]]) -> None:
-    """Puts a case's rows into the table, in place of those that it has."""
+    """Write a case's rows into the table, replacing its earlier rows."""
     rows: list[dict[str, Any]] = []
     if TABLE.is_file():
         with TABLE.open(newline="") as file:
