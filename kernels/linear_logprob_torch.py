@@ -327,8 +327,10 @@ def saved_backward(
     need_bias: bool,
     frozen_columns: int = 0,
 ) -> Gradients:
-    """Compute the gradients from the saved log p; row i of x is row at_N[i] of `kept_TV` (None: row
-    i).
+    """Compute the gradients from the log probabilities that the forward pass saved in `kept_TV`.
+
+    Row i of x belongs to row at_N[i] of `kept_TV`, or to row i if `at_N` is None. The first
+    `frozen_columns` columns of the weight's gradient are 0.
     """
     logp_NV = kept_TV[: len(x_ND)] if at_N is None else kept_TV[at_N]
     p = torch.exp2(logp_NV * LOG2E)

@@ -221,8 +221,11 @@ def _by(
 def trial_inputs(
     device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, width: int, size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, SharedPages]:
-    """Return inputs with two groups and two rows without a group; the rows' lengths end before, at
-    and after a page end.
+    """Return random queries, KV pages, page table, row lengths and shared pages for a trial of the
+    attention kernel.
+
+    Five of the seven rows share pages in two groups; the other two rows belong to no group. Rows
+    end before, at and after the end of a page.
     """
     g = torch.Generator(device).manual_seed(0)
     q = torch.randn(7, heads, width, generator=g, device=device).to(dtype)

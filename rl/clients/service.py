@@ -246,8 +246,9 @@ class ServiceClient(AsyncService):
         user_metadata: Mapping[str, str] | None = None,
         weights_access_token: str | None = None,
     ) -> TrainingClient:
-        """Create a client that resumes from `save_state`: weights, optimizer and generator
-        state.
+        """Create a client that resumes from a checkpoint of `save_state`.
+
+        It restores the weights, the optimizer state and the state of the random generators.
         """
         return self._create(_spec_of(path, base_model), str(path), True, user_metadata)
 

@@ -61,11 +61,12 @@ def engine_of(
     kept: Kept | None = None,
     asked: Sequence[Request] | None = None,
 ) -> Engine:
-    """Return an engine of these weights. `mixed`: an engine for all versions on the same base, each
-    added by `let_in`.
+    """Return an engine that samples from the weights of `source`.
 
-    `kept`: KV cache memory to reuse; `done_with` returns it. `asked`: all
-    requests that the engine will get. Raises UserError for router_replay with a paged cache.
+    `mixed`: the engine serves all versions on the base model of `source`, and `let_in` adds the
+    weights of each version. `kept`: idle pool of a paged KV cache to reuse; `done_with` gives the
+    pool back. `asked`: all requests that the engine will get; a paged cache is no larger than they
+    need. Raises UserError for router_replay with a paged cache.
     """
     settings: dict[str, Any] = {
         "eos_token_ids": source.loaded.eos_token_ids,
@@ -106,7 +107,10 @@ def _sizes(source: SamplerVersion, asked: Sequence[Request]) -> Iterator[tuple[i
 
 
 def done_with(engine: Engine) -> None:
-    """Free an engine that gets no further requests."""
+    """Close an engine that gets no further requests.
+
+    A paged engine gives its KV cache pool back for reuse. Other engines hold nothing to give back.
+    """
     if isinstance(engine, PagedEngine):
         engine.close()
 

@@ -38,7 +38,7 @@ class Curriculum:
             raise UserError(
                 f"{self.name} has {len(self.names)} levels of {settings.curriculum_column!r} "
                 f"({self._listing()}), so curriculum_steps "
-                f"takes {len(self.names) - 1} steps, a step for each level after the first; got "
+                f"takes {len(self.names) - 1} steps, one for each level after the first; got "
                 f"{len(settings.curriculum_steps)}"
             )
 
@@ -51,8 +51,8 @@ class Curriculum:
             if value is None or not isinstance(value, (int, float, str)):
                 raise UserError(
                     f"row {problem.index} of {problems.name} has no level: its column {column!r} "
-                    f"holds {value!r}, a number or a text is "
-                    f"expected (it has {', '.join(map(repr, problem.meta)) or 'none'}); name the "
+                    f"holds {value!r}, a number or a text is expected (the row has "
+                    f"{', '.join(map(repr, problem.meta)) or 'none'}); name the "
                     f"column with --curriculum-column"
                 )
             by_level.setdefault(value, []).append(index)

@@ -345,8 +345,9 @@ def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
             raise NoSplit(f"hub data set {name!r} has no split {split!r}: {reason}") from error
         raise UserError(
             f"hub data set {name!r} (config {config!r}, split {split!r}) "
-            f"cannot be loaded: {reason}. Without network the data set must be in the hub's cache "
-            "(HF_HUB_OFFLINE=1 then prevents requests); or pass the path of a .jsonl file instead"
+            f"cannot be loaded: {reason}. Without a network the data set must be in the hub's "
+            "cache (HF_HUB_OFFLINE=1 then prevents requests); or pass the path of a .jsonl file "
+            "instead"
         ) from error
     for number, row in enumerate(rows):
         yield Row(f"{name} {split} row {number}", row)

@@ -53,7 +53,8 @@ def tool(
     """Return a function as a `Tool`, or a decorator that makes a Tool: @tool, @tool(seconds=2).
 
     The function's type hints and docstring (a summary, and "Args:" with a line for each argument)
-    describe it to the model.
+    describe it to the model. `seconds`: time limit of a call. `characters`: maximum length of a
+    result in the prompt; of a longer result the beginning and the end are shown.
     """
     if function is None:
         return lambda f: Tool(f, seconds, characters)

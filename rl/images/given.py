@@ -23,7 +23,7 @@ _FORMATS: dict[str | None, Literal["png", "jpeg"]] = {"PNG": "png", "JPEG": "jpe
 def is_image_part(part: Any) -> bool:
     """Return whether a content part of a message is an image.
 
-    Accepts {"type": "image", "image": ...} and the spellings of APIs.
+    Accepts the types "image" (of chat templates), "image_url" and "input_image" (of APIs).
     """
     return isinstance(part, Mapping) and part.get("type") in _KINDS
 

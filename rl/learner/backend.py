@@ -101,7 +101,10 @@ class Backend(Protocol):
         ...
 
     def release(self) -> None:
-        """Free what outlives the last reference; the backend must not be used afterwards."""
+        """Free memory that would stay allocated after the last reference to the backend is dropped.
+
+        The backend must not be used afterwards.
+        """
         ...
 
 

@@ -97,4 +97,4 @@ class ReplicatedBackend:
         load_adam_state(self.adam, self.trainable, tensors)
 
     def release(self) -> None:
-        """Do nothing: nothing outlives the references."""
+        """Do nothing: all memory is freed with the last reference to the backend."""

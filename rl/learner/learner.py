@@ -277,8 +277,8 @@ class Learner:
             self.drop_gradients()
             raise FloatingPointError(
                 f"the loss ({loss.fn.__name__}) is {float(loss_sum)}: a logprob or an input is "
-                "not finite. The gradients since the last step were dropped, the weights are "
-                "unchanged. Look for logprobs of -inf in the datums, or lower the learning rate"
+                "not finite. The gradients since the last step were dropped, and the weights "
+                "are unchanged. Look for logprobs of -inf in the datums, or lower the learning rate"
             )
         self.has_gradient = self.has_gradient or (backward and len(datums) > 0)
         return outputs, totals

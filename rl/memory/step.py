@@ -18,10 +18,11 @@ def micro_batch(
     hidden: int,
 ) -> MicroBatch:
     """Return a rank's largest micro-batch if all prompts and all answers have the same length.
-    `groups`, `group`: of an optimizer step.
 
-    Follows rl.learner and rl.learner.packing: the token budget, a rank's share of the positions,
-    the layout that "auto" selects.
+    `groups`: number of groups in an optimizer step. `group`: answers in a group. `prompt`,
+    `answer`: lengths in tokens. `budget`: token budget of a micro-batch. `world`: number of ranks.
+    `hidden`: hidden size of the model. The rules are those of rl.learner and rl.learner.packing for
+    the token budget, a rank's share of the positions, and the layout that "auto" selects.
     """
     length = prompt + answer
     # answers that share a prompt in a row

@@ -156,7 +156,7 @@ class Skeleton:
             raise UserError(
                 f"the memory of a micro-batch of {self.shape.name} cannot be computed without "
                 "weights: its forward does not run on tensors without values "
-                f"({type(error).__name__}: {first}). Measure it by a short run: --steps 1 "
+                f"({type(error).__name__}: {first}). Measure it with a short run: --steps 1 "
                 "--eval-every 0, with the intended lengths"
             ) from error
         return dataclasses.replace(peak, logits=peak.logits + inside_op)

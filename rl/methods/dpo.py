@@ -234,7 +234,9 @@ class Dpo(EvaluatesRows):
         return {}
 
     def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
-        """Return the same means on held-out pairs, as `test/loss` and `test/rewards/...`."""
+        """Return the means of `pair_metrics` on held-out pairs, named `test/loss`,
+        `test/rewards/...` and `test/logps/...`.
+        """
 
         def compute_means(members: Sequence[Problem]) -> dict[str, float]:
             pairs = self.datums(members, renderer, models, 0)

@@ -164,10 +164,10 @@ class Offline:
     def learn(
         self, models: Models, datums: Sequence[Datum], progress: Progress
     ) -> dict[str, float]:
-        """Update the policy in a single pass.
+        """Update the policy in a single pass over the datums. Return `optim/...` metrics.
 
-        The metrics that compare sampler and learner in other methods compare the behavior policy
-        and the learner: `optim/kl_behaviour_...`.
+        `optim/kl_behaviour_...` compares the behavior policy with the learner. Online methods call
+        this metric `optim/kl_sample_train_...` and compare the sampler with the learner.
         """
         settings, options = self.settings, self.how
         metrics = one_pass(

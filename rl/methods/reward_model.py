@@ -252,8 +252,10 @@ def scored_pair(row: Problem, renderer: Any) -> list[Datum]:
 
 
 def compared_pair(row: Problem, renderer: Any) -> list[Datum]:
-    """Return supervised datums of the verdict, with the preferred answer shown first and shown
-    second.
+    """Return two supervised datums that train the verdict of a comparison.
+
+    The first datum shows the preferred answer first (verdict A), the second datum shows it second
+    (verdict B).
     """
     comparison = _comparison(row)
     examples = [

@@ -226,12 +226,13 @@ class Renderer(ABC):
         return list(tokens[:end]), end < len(tokens)
 
     def encode_in_pieces(self, text: str, cuts: Sequence[int]) -> list[list[int]]:
-        """Return the tokens of `text` (special tokens of messages escaped) in pieces that meet at
-        the character positions `cuts` (ascending).
+        """Return the tokens of `text`, split at the character positions `cuts` (ascending).
 
-        The tokens are those of the whole text if these respect a cut. If a token would cross the
-        cut (a prompt that ends in a line break, a response that begins with a line break), both
-        sides are tokenized separately, because a sampler sees only the prompt.
+        Special tokens in messages must be escaped already. If no token of the whole text crosses a
+        cut, the pieces together are the tokens of the whole text. Otherwise the text before and the
+        text after the cut are tokenized separately, because a sampler sees only the prompt. For
+        example, a token crosses the cut if the prompt ends in a line break and the response begins
+        with a line break.
         """
         pieces: list[list[int]] = []
         # `run` holds the tokens of text[base:]; the first `used` of them are in `pieces`

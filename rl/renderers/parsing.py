@@ -59,8 +59,9 @@ def split_calls(
 
     A call is {"type": "function", "function": {"name": ..., "arguments": {...}}}, the form that
     templates render. A failed call (cut off, or not JSON of this form) stays in the text and is
-    reported as {"raw_text": ..., "error": ...}. `tools`: the tools that may be called; their
-    schemas give the type of a separately written parameter (text if the schema has no type).
+    reported as {"raw_text": ..., "error": ...}. `tools`: the tools that may be called. In a call of
+    the form <function=NAME><parameter=NAME>, each parameter is converted to its type in the tool's
+    schema (text if the schema has no type).
     """
     content, calls, unparsed = "", [], []
     before, opened, rest = text.partition(CALL_BEGIN)

@@ -88,7 +88,7 @@ def check_scoring(spec: EnvironmentSpec, data: DataSettings) -> None:
     if data.rewards or data.reward not in (_REWARD, None):
         reward_names = ", ".join(name for name, _ in data.rewards) or data.reward
         raise UserError(
-            f"the environment {spec.name} computes its rewards itself, and {reward_names} would "
+            f"the environment {spec.name} computes its rewards itself, so {reward_names} would "
             "have no effect: remove reward, or register it with episode=True, so that it scores "
             "whole episodes and is added to their rewards"
         )

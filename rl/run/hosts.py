@@ -184,10 +184,10 @@ class StageHosts:
             or not checkpoint.read_state(path)["spec"].get("value_head")
         ):
             raise UserError(
-                f"{target} is no reward model: it is no ...ForSequenceClassification with a single "
-                "output, and has no value head that train.py reward_model trained. Train a reward "
-                "model with train.py reward_model, or use a published reward model; a language "
-                "model can score responses with --comparison-model"
+                f"{target} is no reward model: it is not a ...ForSequenceClassification with a "
+                "single output, and has no value head that train.py reward_model trained. Train a "
+                "reward model with train.py reward_model, or use a published reward model; a "
+                "language model can score responses with --comparison-model"
             )
         client = self.service.create_training_client_from_state(str(path))
         same_vocabulary = shares_vocabulary(self.policy, client, f"reward model {target}")

@@ -82,7 +82,7 @@ def check_run(
     changed += _other_model(state["spec"], run, index)
     if changed:
         raise RunFolderError(
-            f"the checkpoint {place} is of another run: {'; '.join(changed)}. Move it out of "
+            f"the checkpoint {place} belongs to another run: {'; '.join(changed)}. Move it out of "
             f"{place.parent}, so that --resume continues from the newest checkpoint of this run, "
             f"or begin a new run from its weights with --base-model {place / 'model'} and another "
             "--output-dir"

@@ -231,7 +231,7 @@ class FastState(DecodeState):
         return decoder.head(hidden, row_adapters)
 
     def _whose_rows(self) -> Whose | None:
-        """Return the adapter index of each row, or None if all rows use the same weights."""
+        """Return the rows grouped by adapter, or None if the decoder does not mix adapters."""
         if self._whose is None and self.decoder.mixes:
             self._whose = self.decoder.whose(
                 [self.prompt_weights[slot] for slot in self.prompt_of_row]

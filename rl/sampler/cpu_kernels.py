@@ -132,8 +132,10 @@ class CpuKernels:
         written_N: Tensor,
         heads: int,
     ) -> Tensor:
-        """Apply norms and rotary embeddings, store keys and values at `written_N`, and attend; [N,
-        H * D].
+        """Apply norms and rotary embeddings, store keys and values, and attend. Return [N, H * D].
+
+        Row n stores its key and value at index written_N[n] of its slot in `row_kv`. It attends to
+        its prompt and to its own stored positions.
 
         `norm_qk` has shape [2 D] (None: no norms), `rope` [2, positions, D] (see
         `FastForward.rope`), `prompt_kv` [2, P, K, T, D] and `row_kv` [2, N or more, K, T, D]. The

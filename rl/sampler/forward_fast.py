@@ -145,9 +145,10 @@ class FastForward:
         return self._rope
 
     def whose(self, numbers: Sequence[int]) -> Whose | None:
-        """Return the adapter index of each row, for the methods below.
+        """Group rows by adapter, for the methods below. `numbers`: the adapter number of each row.
 
-        Returns None if all rows use the same weights.
+        Returns pairs (adapter number, indices of its rows); the indices are None if all rows use
+        this adapter. Returns None if the decoder does not mix adapters.
         """
         return groups(numbers, self.device) if self.mixes else None
 

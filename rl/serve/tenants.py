@@ -144,9 +144,10 @@ class Tenants:
     # ----------------------------------------------------------------------------- models in memory
 
     def create(self, model: Model, make: Callable[[], TrainingClient]) -> Steps:
-        """Create a model with `make`, after evicting others if memory is full.
+        """Create a model with `make`, after writing other models to disk if memory is full.
 
-        If it cannot be created, its files are removed and its waiting requests fail.
+        If it cannot be created, its waiting requests fail. Its folder is removed unless the folder
+        existed before.
         """
         yield
         fresh = not model.folder.exists()

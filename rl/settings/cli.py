@@ -402,10 +402,11 @@ def read(
 def override(
     sections: Sequence[Any], words: Sequence[str], own: Collection[str] = ()
 ) -> tuple[Any, ...]:
-    """Return sections of settings with the flags in `words` applied. Raises SettingsError if a flag
-    is unknown or its value is invalid.
+    """Return the settings `sections` with the flags in `words` applied.
 
-    Further flags of the script are known for "did you mean".
+    `own`: other flags of the calling script. They set nothing here, but an error may suggest them
+    for a misspelled flag ("did you mean"). Raises SettingsError if a flag is unknown or its value
+    is invalid.
     """
     problems: list[str] = []
     extra_words, flags = split_flags(words, problems)

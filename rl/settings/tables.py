@@ -176,7 +176,7 @@ class SamplingSettings:
         check_ranges(self)
         if self.top_k != -1 or self.top_p != 1:
             raise ValueError(
-                f"training samples are not truncated, got top_k {self.top_k} and top_p {self.top_p}: the learner computes logprobs of the full "
+                f"training samples must not be truncated, got top_k {self.top_k} and top_p {self.top_p}: the learner computes logprobs of the full "
                 "distribution, so every ratio would be wrong; leave them at -1 and 1 (sample.py and evaluate.py accept other values)"
             )
         if self.eval_temperature is not None and 0 < self.eval_temperature < TEMPERATURE.low:
