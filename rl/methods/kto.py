@@ -199,7 +199,9 @@ class Kto(EvaluatesRows):
         return max(0.0, float(np.mean(gaps)))
 
     def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
-        """Return the same means on held-out answers, as `test/loss` and `test/rewards/...`."""
+        """Return the means of `label_metrics` on held-out answers, named `test/loss` and
+        `test/rewards/...`.
+        """
 
         def compute_means(members: Sequence[Problem]) -> dict[str, float]:
             answers = self.datums(members, renderer, models, 0)

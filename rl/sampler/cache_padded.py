@@ -38,7 +38,7 @@ class PaddedState(DecodeState):
         return prompts * longest_prompt + rows * (longest_prompt + longest_response)
 
     def reserve(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> None:
-        """Do nothing: a DynamicCache grows by itself, within the cost."""
+        """Do nothing: a DynamicCache grows as needed and stays within `cost`."""
 
     def prefill(
         self,

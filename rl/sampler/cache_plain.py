@@ -33,7 +33,7 @@ class _Plain(DecodeState):
         return prompts * longest_prompt + rows * (longest_prompt + longest_response)
 
     def reserve(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> None:
-        """Do nothing: the cache grows by itself, within the cost."""
+        """Do nothing: the cache grows as needed and stays within `cost`."""
 
     def _note_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
         """Append the lengths of new prompts."""
