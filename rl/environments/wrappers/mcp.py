@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from rl.environments.environment import Environment, Turn
+from rl.environments.graders import graded
 from rl.environments.tools import Tool
 from rl.environments.wrappers.packages import package
 from rl.environments.wrappers.sessions import Session
@@ -126,8 +127,8 @@ class McpTools(Environment):
     only: str = ""
     """Names of the tools to offer, separated by spaces; by default all."""
     score: str = "exact_match"
-    """Reward of the last answer: a registered name, module:function or file.py:function, run
-    in-process.
+    """Reward of the last answer: a registered name, module:function or file.py:function, in a
+    worker process.
     """
     score_config: str = "{}"
     """Settings of the reward as JSON."""
@@ -135,7 +136,7 @@ class McpTools(Environment):
     """Time limit in seconds of a call, and of the connection."""
 
     def __post_init__(self) -> None:
-        self.reward = resolve_reward(self.score, **json.loads(self.score_config))
+        resolve_reward(self.score, **json.loads(self.score_config))  # raises before an episode
 
     def start(self) -> list[Message]:
         """Connect to the server and return the row's messages."""
@@ -148,13 +149,14 @@ class McpTools(Environment):
     def step(self, answer: Message) -> Turn:
         """Return the score of the final answer."""
         prompts = [str(m["content"]) for m in self.row.get("messages", ()) if m["role"] == "user"]
-        score = self.reward.evaluate(
-            prompts[-1] if prompts else "", str(answer["content"]), self.row
+        question = prompts[-1] if prompts else ""
+        reward, metrics = graded(
+            self.score, question, str(answer["content"]), self.row, self.score_config
         )
         return Turn(
-            reward=score.reward,
+            reward=reward,
             done=True,
-            metrics={**score.metrics, "used_tool": float(bool(self.calls))},
+            metrics={**metrics, "used_tool": float(bool(self.calls))},
         )
 
     def close(self) -> None:
