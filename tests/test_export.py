@@ -81,7 +81,10 @@ def test_an_adapter_stays_one_and_another_run_goes_on_with_it(runs, tmp_path):
     torch.testing.assert_close(
         own(tmp_path / "next/checkpoints/grpo-final"), logits(model), rtol=0, atol=1e-5
     )
-    assert "is continued" in json.loads((tmp_path / "next/config.json").read_text())["origins"][0]["how"]
+    assert (
+        "is continued"
+        in json.loads((tmp_path / "next/config.json").read_text())["origins"][0]["how"]
+    )
 
 
 def test_an_adapter_that_nobody_could_use_alone_is_merged_and_says_why(runs, tmp_path):
