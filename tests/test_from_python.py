@@ -132,7 +132,7 @@ def test_methods_are_those_here_and_addresses():
 
 
 @pytest.mark.parametrize(
-    "words,code,said", [([], 0, "usage: whetstone"), (["trian"], 2, "no command 'trian'")]
+    "words,code,said", [([], 0, "usage: whetstone"), (["trian"], 2, "unknown command 'trian'")]
 )
 def test_the_installed_command(words, code, said):
     project = tomllib.loads((REPO / "pyproject.toml").read_text())
