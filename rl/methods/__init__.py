@@ -2,6 +2,19 @@
 (`ppo.py`, `ppo_settings.py`). Their shared parts are in `steps.py`.
 """
 
+from rl.credit.advantages import (
+    ADVANTAGES,
+    Estimator,
+    PerProblemMean,
+    RunningMean,
+    batch_normalised,
+    has_signal,
+    returns_to_go,
+    token_advantages,
+)
+from rl.credit.corrections import Correction, corrected, episodes, merged_sample_size
+from rl.credit.kl import AdaptiveKL, gaps, kl_metrics, penalised
+from rl.credit.shaping import RewardShaper
 from rl.methods.base import EvaluatesRows, Models, Progress
 from rl.methods.grpo import PolicyGradient
 from rl.methods.grpo_settings import GrpoSettings, PolicyGradientSettings
@@ -17,6 +30,23 @@ from rl.methods.spec import MethodSpec
 from rl.methods.streaming import StreamedStep
 
 __all__ = [
+    "ADVANTAGES",
+    "Estimator",
+    "PerProblemMean",
+    "RunningMean",
+    "batch_normalised",
+    "has_signal",
+    "returns_to_go",
+    "token_advantages",
+    "Correction",
+    "corrected",
+    "episodes",
+    "merged_sample_size",
+    "AdaptiveKL",
+    "gaps",
+    "kl_metrics",
+    "penalised",
+    "RewardShaper",
     "EvaluatesRows",
     "GrpoSettings",
     "METHODS",

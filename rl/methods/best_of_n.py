@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from rl.credit import RewardShaper
+from rl.credit.shaping import RewardShaper
 from rl.episodes import TrajectoryGroup, mean, trajectory_to_datums
 from rl.methods.base import Models, Progress
 from rl.methods.steps import one_pass

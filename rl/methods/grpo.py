@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl.credit import ADVANTAGES, AdaptiveKL, RewardShaper, has_signal, penalised, returns_to_go
+from rl.credit.advantages import ADVANTAGES, has_signal, returns_to_go
+from rl.credit.kl import AdaptiveKL, penalised
+from rl.credit.shaping import RewardShaper
 from rl.episodes import Trajectory, TrajectoryGroup, trajectory_to_datums
 from rl.judges import FrozenScorer, check_vocabulary
 from rl.methods.base import Hosts, Models, Progress

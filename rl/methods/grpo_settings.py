@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from rl.credit import ADVANTAGES
+from rl.credit.advantages import ADVANTAGES
 from rl.errors import UserError
 from rl.settings import (
     CorrectionSettings,

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.credit import ADVANTAGES
+from rl.credit.advantages import ADVANTAGES
 from rl.data import Limits
 from rl.episodes import supervised_datum
 from rl.errors import UserError

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from rl.credit import RewardShaper
+from rl.credit.shaping import RewardShaper
 from rl.episodes import TrajectoryGroup, trajectory_to_datums
 from rl.errors import UserError
 from rl.methods import dpo

@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from rl.credit import AdaptiveKL, RewardShaper, gaps, kl_metrics, token_advantages
+from rl.credit.advantages import token_advantages
+from rl.credit.kl import AdaptiveKL, gaps, kl_metrics
+from rl.credit.shaping import RewardShaper
 from rl.episodes import Trajectory, TrajectoryGroup, action_tokens, datums_with_turns
 from rl.judges import FrozenScorer, check_vocabulary, full_input
 from rl.methods.base import Hosts, Models, Progress

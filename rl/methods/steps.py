@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rl.credit import Correction, corrected, episodes
+from rl.credit.corrections import Correction, corrected, episodes
 from rl.episodes import action_tokens, largest
 from rl.methods.base import Models, Progress
 from rl.schedules import factor

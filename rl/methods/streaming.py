@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl.credit import merged_sample_size
+from rl.credit.corrections import merged_sample_size
 from rl.episodes import TrajectoryGroup, action_tokens, largest
 from rl.errors import UserError
 from rl.methods.base import Models, Progress
